@@ -1,0 +1,99 @@
+"""The one model that W workers stand for, and how far they stand apart."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._types import Tree
+
+
+def _healthy(params: Tree) -> Array:
+    """bool [W]: whose parameters are all finite."""
+    leaves = jax.tree.leaves(params)
+    finite = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in leaves]
+    return jnp.stack(finite).all(axis=0)
+
+
+def _rows(where: Array, x: Array) -> Array:
+    """The mask [W], shaped to go with x [W, ...]."""
+    return where.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _mean(params: Tree, healthy: Array) -> Any:
+    return jax.tree.map(
+        lambda x: jnp.where(_rows(healthy, x), _wide(x), 0).sum(axis=0) / healthy.sum(),
+        params,
+    )
+
+
+@jax.jit
+def consensus(params: Tree) -> Tree:
+    r"""The mean of the workers: x̄ = (1 / |H|) Σ_{i ∈ H} x_i.
+
+    H are the workers whose parameters are finite. For LSGD and most methods this is the
+    model to test ("the centre"). Works outside of `Workers.map`, on stacked trees.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+
+    Returns:
+      One tree, leaves [...], in the dtypes of `params`; nan if no worker is finite.
+
+    >>> consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    2.0
+    """
+    center = _mean(params, _healthy(params))
+    return jax.tree.map(lambda c, x: c.astype(x.dtype), center, params)
+
+
+@jax.jit
+def consensus_distance(params: Tree) -> Array:
+    r"""How far apart the workers are: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
+
+    x̄ and H as in `consensus`; norms over all leaves together.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+
+    Returns:
+      float32 scalar; 0 if all are equal.
+
+    >>> round(float(consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
+    0.5
+    """
+    healthy = _healthy(params)
+    center = _mean(params, healthy)
+
+    def squares(x: Array, c: Array) -> Array:
+        gap = jnp.where(_rows(healthy, x), _wide(x) - c[None], 0)
+        return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
+
+    gaps = jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(squares, params, center))))
+    norm = jnp.sqrt(sum(jnp.square(c).sum() for c in jax.tree.leaves(center)))
+    distance = gaps.sum() / healthy.sum() / norm
+    return jnp.where(gaps.sum() == 0, 0, distance).astype(jnp.float32)
+
+
+def center(params: Tree, opt_state: Tree) -> Tree:
+    """The model to test: the method's own centre if it has one, else `consensus`.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+      opt_state: the optimizer's state over all workers.
+
+    Returns:
+      One tree, leaves [...].
+
+    >>> center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
+    2.0
+    """
+    own = lambda node: hasattr(node, "center")
+    for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
+        return node.center.value
+    return consensus(params)
