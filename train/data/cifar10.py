@@ -173,7 +173,7 @@ def _read_archive(path: pathlib.Path, form: Form, accept: bool) -> Iterator[File
                     pass
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(
-                f"{path} is truncated or no .tar.gz archive ({error}); the official "
+                f"{path} is damaged, or no .tar.gz archive ({error}); the official "
                 f"{form.archive} is at {HOME}"
             ) from error
     if missing:
