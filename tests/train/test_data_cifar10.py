@@ -335,13 +335,12 @@ def test_another_pickle_is_never_unpickled(source, name, accept, copy, tmp_path,
     assert "never" in message and BIN_ARCHIVE in message and OPTION not in message
 
 
-def test_what_else_an_archive_holds_is_not_read(official, tmp_path, monkeypatch, expected):
+def test_what_else_an_archive_holds_is_not_read(official, tmp_path, expected):
     left = tmp_path / "left-behind"
     trap = pickle.dumps(Trap(left))
     members = [("../escaped", trap), (f"{PY}/batches.meta", trap), ("test_batch", trap)]
     members += [(f"{PY}/{name}", (official / PY / name).read_bytes()) for name in NAMES]
     path = write_archive(tmp_path / PY_ARCHIVE, members)
-    assert f"{path} has the MD5 sum" in refused(path)
     check(cifar10.load(path, accept_other_files=True), expected)
     assert list(tmp_path.iterdir()) == [path]
     assert not (tmp_path.parent / "escaped").exists()
@@ -398,12 +397,6 @@ def test_a_corrupt_archive(official, tmp_path):
     path = replace(tmp_path / BIN_ARCHIVE, data)
     message = refused(path, accept_other_files=True)
     assert f"{path} is damaged, or no .tar.gz archive (CRC" in message
-
-
-def test_an_archive_with_more_behind_it(official, tmp_path):
-    data = (official / BIN_ARCHIVE).read_bytes() + b"more"
-    path = replace(tmp_path / BIN_ARCHIVE, data)
-    assert f"{path} is damaged, or no .tar.gz archive (" in refused(path)
 
 
 @pytest.mark.parametrize("accept", [False, True])
