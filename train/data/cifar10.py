@@ -223,7 +223,7 @@ def _decode_binary(data: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 def _decode_pickle(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     with warnings.catch_warnings():
-        # The pickles are of 2009 and name what NumPy has deprecated since.
+        # NumPy 2.4.0 to 2.4.4 warn of pickles as old as these.
         warnings.simplefilter("ignore")
         batch = pickle.loads(data, encoding="bytes")
     return batch[b"data"], np.array(batch[b"labels"])
