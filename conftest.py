@@ -11,6 +11,8 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 import jax  # noqa: E402
 
+from lsgd_jax.devices import emulate_devices  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 8)
+
+emulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,1 @@
+"""Named experiments, one file each: python -m train NAME."""

@@ -173,6 +173,8 @@ def lsgd(
     everybody = (node_axis, local_axis)
     add_level("local", local_axis, local_pull, local_period, local_proximal)
     add_level("global", everybody, global_pull, global_period, global_proximal)
+    if not levels:
+        return optax.with_extra_args_support(optax.identity())
     return quarantine(_proximal(optax.chain(*levels), weights))
 
 

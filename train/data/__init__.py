@@ -1,0 +1,1 @@
+"""Data sets, and how workers go through them."""

@@ -1,0 +1,86 @@
+"""The command line: python -m train NAME [--options]."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import pkgutil
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+import configs
+from train import config as configuration
+from train import run_folder
+from train.config import Config
+
+
+def experiments() -> dict[str, tuple[str, Config]]:
+    """The named experiments in `configs`: what each is, and its configuration.
+
+    >>> sorted(experiments())
+    ['cifar10-cnn7', 'digits']
+    """
+    found = {}
+    for module in pkgutil.iter_modules(configs.__path__):
+        loaded = importlib.import_module(f"configs.{module.name}")
+        found[loaded.CONFIG.name] = ((loaded.__doc__ or "").strip(), loaded.CONFIG)
+    return found
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The configuration that the command line asks for.
+
+    With --resume the options left out are those of the run that is resumed.
+
+    Raises:
+      ValueError: a setting that is not possible; SystemExit: the command line can not be
+        understood (status 2) or asks for help (status 0).
+    """
+    known = experiments()
+    if "--resume" in arguments and arguments[0] in known:
+        summary, config = known[arguments[0]]
+        known[arguments[0]] = (summary, _resumed(config, arguments))
+    config = _parse(known, arguments)
+    if config.resume:
+        run_folder.check_same_experiment(config, run_folder.to_resume(config))
+    return config
+
+
+def _resumed(config: Config, arguments: Sequence[str]) -> Config:
+    """The configuration of the run that the command line wants to resume."""
+    where: dict[str, Any] = {"resume": True, "runs": config.runs, "run_dir": None}
+    for name in ("runs", "run_dir"):
+        pattern = re.compile(rf"--{name.replace('_', '[-_]')}(?:=(.*))?$", re.DOTALL)
+        for argument, following in zip(arguments, [*arguments[1:], None]):
+            if match := pattern.match(argument):
+                where[name] = match[1] if match[1] is not None else following
+    folder = run_folder.to_resume(dataclasses.replace(config, **where))
+    saved = configuration.read(folder / run_folder.CONFIG)
+    return dataclasses.replace(saved, **where)
+
+
+def _parse(known: dict[str, tuple[str, Config]], arguments: Sequence[str]) -> Config:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.extras.overridable_config_cli(known, prog="train", args=arguments)
+    except SystemExit as stop:
+        if stop.code:
+            print(f"error: {one_line(printed.getvalue())}", file=sys.stderr)
+        raise
+
+
+def one_line(message: str) -> str:
+    """A message in a box, without the box.
+
+    >>> one_line("╭─ Wrong ─────╮\\n│ no option   │\\n│ --foo       │\\n╰─────────────╯\\n")
+    'Wrong: no option --foo'
+    """
+    title = re.search(r"╭─+ (.*?) ─+╮", message)
+    body = re.sub(r"[╭╮╰╯│─]+", " ", message.replace(title[0], "") if title else message)
+    text = " ".join(body.split())
+    return f"{title[1]}: {text}" if title else text

@@ -1,0 +1,52 @@
+"""Which training images each worker sees at which step."""
+
+import functools
+
+import numpy as np
+
+
+class EpochSampler:
+    """Every worker goes through its images in an order of its own, a new one each epoch.
+
+    The rows of a step depend on (seed, worker, step) alone: the position in the data is the
+    step count, and resuming needs nothing else.
+
+    Args:
+      size: images per worker.
+      batch_size: images per worker and step; what does not fill a batch at the end of an
+        epoch is left out of that epoch.
+      seed: of the orders.
+
+    Raises:
+      ValueError: the images do not fill one batch.
+
+    >>> sampler = EpochSampler(size=5, batch_size=2, seed=0)
+    >>> sampler.rows(step=0, workers=range(3)).shape
+    (3, 2)
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int):
+        if batch_size > size:
+            raise ValueError(
+                f"`batch_size` must be at most {size}, the number of training images per "
+                f"worker, got batch_size={batch_size}; take a smaller batch, fewer "
+                "workers, or leave --data.shard off"
+            )
+        self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
+
+        @functools.lru_cache(maxsize=1)
+        def orders(epoch: int, workers: range) -> np.ndarray:
+            return np.stack(
+                [
+                    np.random.default_rng([seed, worker, epoch]).permutation(size)
+                    for worker in workers
+                ]
+            ).astype(np.int32)
+
+        self._orders = orders
+
+    def rows(self, step: int, workers: range) -> np.ndarray:
+        """Each worker's rows for a step (from 0): int32 [len(workers), B]."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        start = batch * self.batch_size
+        return self._orders(epoch, workers)[:, start : start + self.batch_size]

@@ -1,0 +1,70 @@
+"""From the bytes of a batch to what a network sees, inside the jitted step.
+
+Every transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C]; those for training
+take a random key.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Transforms:
+    """The transforms of a data set: train(key, images) and test(images)."""
+
+    train: Callable[[Array, Array], Array]
+    test: Callable[[Array], Array]
+
+
+def normalize(images: Array, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:
+    """(x / 255 - mean) / std per channel.
+
+    >>> float(normalize(jnp.full((1, 1, 1, 1), 255, jnp.uint8), (0.5,), (0.5,)).squeeze())
+    1.0
+    """
+    per_channel = lambda numbers: jnp.asarray(numbers, jnp.float32)[None, None, None]
+    return (images.astype(jnp.float32) / 255 - per_channel(mean)) / per_channel(std)
+
+
+def center_crop(images: Array, size: int) -> Array:
+    """The middle size x size pixels."""
+    top, left = ((length - size) // 2 for length in images.shape[1:3])
+    return images[:, top : top + size, left : left + size]
+
+
+def random_crop_flip(key: Array, images: Array, size: int) -> Array:
+    """A random size x size part of each image, mirrored left to right half of the time."""
+    batch, height, width, channels = images.shape
+    corner_key, flip_key = jax.random.split(key)
+    most = jnp.array([height - size, width - size], jnp.int32)[None]
+    corners = jax.random.randint(corner_key, (batch, 2), 0, most + 1)
+
+    def crop(image, corner):
+        return jax.lax.dynamic_slice(
+            image, (corner[0], corner[1], 0), (size, size, channels)
+        )
+
+    crops = jax.vmap(crop)(images, corners)
+    flip = jax.random.bernoulli(flip_key, 0.5, (batch, 1, 1, 1))
+    return jnp.where(flip, crops[:, :, ::-1], crops)
+
+
+def digits() -> Transforms:
+    """Handwritten digits as they are, scaled."""
+    scale = lambda images: normalize(images, (0.305,), (0.376,))
+    return Transforms(train=lambda key, images: scale(images), test=scale)
+
+
+def cifar10(size: int = 28) -> Transforms:
+    """Random crops and flips for training, the middle for testing, as in LSGD's code."""
+    scale = lambda images: normalize(
+        images, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    )
+    return Transforms(
+        train=lambda key, images: scale(random_crop_flip(key, images, size)),
+        test=lambda images: scale(center_crop(images, size)),
+    )

@@ -1,0 +1,17 @@
+"""Devices for a run on a machine that has too few."""
+
+import os
+
+import lsgd_jax as lj
+
+
+def provide(workers: int) -> None:
+    """Lets a CPU pass for one device per worker; call it before jax uses a device.
+
+    GPUs and TPUs are used as they are (several workers per device if need be), and so is
+    what JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = "xla_force_host_platform_device_count" in flags
+    if not asked and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        lj.emulate_devices(workers)

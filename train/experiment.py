@@ -1,0 +1,198 @@
+"""What a configuration stands for: the grid, the data, the step of one worker, the test."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import lsgd_jax as lj
+from train.config import Config
+from train.data import cifar10, digits, transforms
+from train.data.arrays import Dataset, Images
+from train.data.sampler import EpochSampler
+from train.models import MODELS
+
+
+NEVER = np.iinfo(np.int32).max
+TEST_BATCH = 256  # images per worker
+
+
+class TrainState(NamedTuple):
+    """All that training changes.
+
+    Attributes:
+      params: the workers' parameters, [W, ...].
+      opt_state: their optimizers' state.
+      key: random key of each worker, [W]; never changes, the step is folded in.
+      step: int32 scalar, steps taken; shared.
+    """
+
+    params: Any
+    opt_state: Any
+    key: Array
+    step: lj.Shared[Array]
+
+
+class TestResult(NamedTuple):
+    """error: share of wrong answers in %; loss: mean cross entropy in nats."""
+
+    error: float
+    loss: float
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
+    """SGD that skips gradients that are not finite, then the pulls of leader SGD."""
+    sgd = config.optimizer
+    base = optax.chain(
+        optax.add_decayed_weights(sgd.weight_decay)
+        if sgd.weight_decay
+        else optax.identity(),
+        optax.sgd(sgd.learning_rate, sgd.momentum or None, nesterov=sgd.nesterov),
+    )
+    pulls = lj.lsgd(**dataclasses.asdict(config.lsgd))
+    # Without it one gradient with a nan would stay in the momentum for ever.
+    return optax.chain(optax.apply_if_finite(base, max_consecutive_errors=NEVER), pulls)
+
+
+def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:
+    """The data set and what is done to its images."""
+    if config.data.name == "digits":
+        return digits.load(), transforms.digits()
+    if config.data.dir is None:
+        raise ValueError(
+            "`data.dir` must name the folder of the official CIFAR-10 files (or their "
+            ".tar.gz), got data.dir=None"
+        )
+    dataset = cifar10.load(config.data.dir, config.data.accept_other_files)
+    return dataset, transforms.cifar10()
+
+
+class Experiment:
+    """A configuration, built: everything that can be wrong with it is found here.
+
+    Attributes:
+      workers: the grid.
+      sampler: which images each worker sees at which step.
+      data: the training images and labels on the devices: of each worker its own part, or
+        in a `Shared` all of them.
+
+    Raises:
+      ValueError: settings that do not go together; DataError: data files that are missing
+        or wrong.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._tx = make_optimizer(config)
+        dataset, self._transforms = load_dataset(config)
+        self._model = MODELS[config.model](num_classes=dataset.num_classes)
+        workers = config.workers.nodes * config.workers.locals
+        size = len(dataset.train.labels) // (workers if config.data.shard else 1)
+        self.sampler = EpochSampler(size, config.batch_size, config.seed)
+        self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
+        self.data = self._place_training_data(dataset.train, size)
+        self._test_batches = self._place_test_data(dataset.test)
+        self._example = self._transforms.test(jnp.asarray(dataset.test.images[:1]))
+        self.step = self.workers.map(self._step, donate=0)
+        self._count_wrong = self.workers.map(self._count_wrong_of_one)
+        self._pick = jax.jit(
+            lambda params, worker: jax.tree.map(lambda x: x[worker], params),
+            out_shardings=self.workers.replicated,
+        )
+
+    # State
+
+    def init(self) -> TrainState:
+        """The state before the first step: all workers start from the same parameters."""
+        model_key, worker_key = jax.random.split(jax.random.key(self._config.seed))
+        init = jax.jit(lambda key, x: self._model.init(key, x, train=False)["params"])
+        params = self.workers.replicate(init(model_key, self._example))
+        keys = jax.random.split(worker_key, self.workers.num_workers)
+        return TrainState(
+            params=params,
+            opt_state=self.workers.map(self._tx.init)(params),
+            key=self.workers.put(keys),
+            step=self.workers.share(jnp.zeros([], jnp.int32)),
+        )
+
+    def rows(self, step: int) -> Array:
+        """Which images each worker learns from at a step (from 0): int32 [W, B], placed."""
+        return self.workers.put_owned(self.sampler.rows(step, self.workers.owned))
+
+    # One worker's step
+
+    def _loss(self, params: Any, key: Array, images: Array, labels: Array) -> Array:
+        variables, rngs = {"params": params}, {"dropout": key}
+        logits: Any = self._model.apply(variables, images, True, rngs=rngs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def _step(self, state: TrainState, data: Any, rows: Array) -> tuple[TrainState, Array]:
+        """One worker's step: (its state, its data, rows of its batch) -> (state, loss)."""
+        images, labels = data.value if isinstance(data, lj.Shared) else data
+        key = jax.random.fold_in(state.key, state.step.value)
+        image_key, dropout_key = jax.random.split(key)
+        x = self._transforms.train(image_key, images[rows])
+        loss, grads = jax.value_and_grad(self._loss)(
+            state.params, dropout_key, x, labels[rows]
+        )
+        updates, opt_state = self._tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = lj.apply_updates(state.params, updates)
+        step = lj.Shared(state.step.value + 1)
+        return TrainState(params, opt_state, state.key, step), loss
+
+    # Testing: reads the training state and leaves it alone
+
+    def test_center(self, state: TrainState) -> TestResult:
+        """The test of the model that the workers stand for together."""
+        return self._test(lj.center(state.params, state.opt_state))
+
+    def test_worker(self, state: TrainState, worker: int) -> TestResult:
+        """The test of one worker's own model."""
+        return self._test(self._pick(state.params, worker))
+
+    def _test(self, params: Any) -> TestResult:
+        totals = [
+            self._count_wrong(lj.Shared(params), *batch) for batch in self._test_batches
+        ]
+        wrong, loss, count = np.sum(self.workers.fetch(totals), axis=(0, 2))
+        return TestResult(error=float(100 * wrong / count), loss=float(loss / count))
+
+    def _count_wrong_of_one(self, params, images, labels, valid):
+        x = self._transforms.test(images)
+        logits: Any = self._model.apply({"params": params.value}, x, False)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        wrong = logits.argmax(axis=1) != labels
+        return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
+
+    # Data on the devices
+
+    def _place_training_data(self, train: Images, size: int) -> Any:
+        if not self._config.data.shard:
+            return self.workers.share((train.images, train.labels))
+        order = np.random.default_rng(self._config.seed).permutation(len(train.labels))
+        workers = self.workers.num_workers
+        parts = order[: workers * size].reshape(workers, size)
+        mine = parts[self.workers.owned.start : self.workers.owned.stop]
+        return self.workers.put_owned((train.images[mine], train.labels[mine]))
+
+    def _place_test_data(self, test: Images) -> list[tuple[Array, Array, Array]]:
+        """The test images in batches [W, b, ...], the last one filled up."""
+        workers, count = self.workers.num_workers, len(test.labels)
+        batch = min(TEST_BATCH, -(-count // workers))
+        batches = []
+        for start in range(0, count, workers * batch):
+            rows = np.arange(start, start + workers * batch).reshape(workers, batch)
+            mine = rows[self.workers.owned.start : self.workers.owned.stop]
+            taken = np.minimum(mine, count - 1)
+            batches.append(
+                self.workers.put_owned(
+                    (test.images[taken], test.labels[taken], mine < count)
+                )
+            )
+        return batches

@@ -1,0 +1,288 @@
+"""The training loop."""
+
+import pathlib
+import platform
+import signal
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import lsgd_jax as lj
+from train import run_folder
+from train.checkpoints import Checkpoints
+from train.config import Config
+from train.experiment import Experiment, TrainState
+from train.figures import draw
+from train.interrupts import Interrupts
+from train.ledger import Ledger, Report
+from train.processes import is_main
+from train.records import Records
+from train.screen import Screen
+
+
+class Result(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      folder: its run folder.
+      step: steps taken.
+      seconds: training time, without tests and checkpoints.
+      center_error, best_error: test errors in %; nan if the run was not tested.
+      stopped_by: the signal that stopped it early, 'nonfinite', or None.
+      saved: whether the last checkpoint has arrived.
+    """
+
+    folder: pathlib.Path
+    step: int
+    seconds: float
+    center_error: float
+    best_error: float
+    stopped_by: signal.Signals | str | None
+    saved: bool
+
+
+class Stopwatch:
+    """Seconds of training; stands still while the run does something else."""
+
+    def __init__(self, seconds: float = 0.0):
+        self._before, self._since = seconds, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, earlier sessions of the run included."""
+        return self._before + time.monotonic() - self._since
+
+    def __enter__(self) -> None:
+        self._before = self.seconds
+
+    def __exit__(self, *_) -> None:
+        self._since = time.monotonic()
+
+
+class Run:
+    """One run: an experiment, its state, and where it is written.
+
+    Args:
+      config: what to do.
+
+    Raises:
+      ValueError: the configuration, the data or the run folder is not what it must be;
+        nothing has been written then.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        resumed = run_folder.to_resume(config) if config.resume else None
+        if resumed is not None:
+            run_folder.check_same_experiment(config, resumed)
+        self.experiment = Experiment(config)
+        self.folder = run_folder.create(config) if resumed is None else resumed
+        self._screen = Screen(config.steps)
+        self._checkpoints = Checkpoints(
+            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, self._screen.warn
+        )
+        state: TrainState = self.experiment.init()
+        self.step, seconds = 0, 0.0
+        if config.resume:
+            restored = self._checkpoints.restore_latest(state)
+            if restored is None:
+                raise ValueError(f"{self.folder} holds no checkpoint that can be read")
+            self.step, state = restored.step, restored.state
+            seconds = restored.notes["seconds"]
+        self.state = state
+        self._watch = Stopwatch(seconds)
+        self._records = Records(self.folder, self._screen.warn) if is_main() else None
+        self._recent = np.full(config.workers.nodes * config.workers.locals, np.inf)
+        self._reported_at: float | None = None
+        self._nonfinite_steps = 0
+        self._saved_step = self.step if config.resume else -1
+
+    def train(self) -> Result:
+        """Trains to the end, or until a signal, or until no worker is finite any more."""
+        config, experiment = self.config, self.experiment
+        self._screen = Screen(config.steps, self.step)
+        self._ledger = Ledger(experiment.workers, self.state.opt_state)
+        self._watch = Stopwatch(self._watch.seconds)
+        self._write("start", processes=jax.process_count(), **_versions())
+        self._screen.say(f"{experiment.workers}; run folder {self.folder}")
+        tested = None
+        stopped_by: signal.Signals | str | None = None
+
+        with Interrupts() as interrupts, self._screen:
+            while self.step < config.steps and stopped_by is None:
+                rows = experiment.rows(self.step)
+                self.state, loss = experiment.step(self.state, experiment.data, rows)
+                self.step += 1
+                self._ledger.add(self.step, loss, self.state.opt_state)
+                last = self.step == config.steps
+                tested = None
+
+                if self.step % config.log_every == 0 or last:
+                    self._report(self._ledger.close_interval(self.step, self.state))
+                if self.step % config.test_every == 0 and not last:
+                    tested = self._test()
+                if self.step % config.checkpoint_every == 0:
+                    self._save()
+                if self._nonfinite_steps >= config.stop_after_nonfinite:
+                    stopped_by = "nonfinite"
+                elif interrupts.stop_at(self.step):
+                    stopped_by = interrupts.received
+
+            self._report(self._ledger.flush())
+            jax.block_until_ready(self.state)
+            seconds = self._watch.seconds
+            if stopped_by is None:
+                tested = tested or self._test()
+            saved = self._save() and self._checkpoints.close()
+
+        center, best = tested or (np.nan, np.nan)
+        result = Result(self.folder, self.step, seconds, center, best, stopped_by, saved)
+        self._end(result)
+        return result
+
+    def _test(self) -> tuple[float, float]:
+        """Tests the centre and the best worker: their errors in %."""
+        self._report(self._ledger.flush())
+        jax.block_until_ready(self.state)
+        with self._watch:
+            center = self.experiment.test_center(self.state)
+            worker = int(np.argmin(self._recent))
+            best = self.experiment.test_worker(self.state, worker)
+        self._write(
+            "test",
+            center_error=center.error,
+            center_loss=center.loss,
+            best_error=best.error,
+            best_loss=best.loss,
+            best_worker=worker,
+        )
+        self._screen.tested(center.error)
+        return center.error, best.error
+
+    def _save(self) -> bool:
+        """Begins to write a checkpoint; whether all before have arrived."""
+        if self.step == self._saved_step:
+            return True
+        self._saved_step = self.step
+        with self._watch:
+            return self._checkpoints.save(
+                self.step, self.state, {"seconds": self._watch.seconds}
+            )
+
+    def _report(self, report: Report | None) -> None:
+        """Writes and shows what an interval of steps did."""
+        if report is None:
+            return
+        steps, finite = len(report.losses), np.isfinite(report.losses)
+        began = self._reported_at
+        self._reported_at = self._watch.seconds
+        # The first interval includes the compilation: its pace would mislead.
+        pace = None if began is None else steps / (self._reported_at - began)
+        with np.errstate(all="ignore"):
+            losses = np.where(finite, report.losses, 0).sum(0) / finite.sum(0)
+            loss = np.where(finite, report.losses, 0).sum() / finite.sum()
+        self._recent = np.where(np.isfinite(losses), losses, np.inf)
+        self._watch_for_nonfinite(report, finite)
+        levels = report.pulls[-1][1] if report.pulls else ()
+        self._write(
+            "train",
+            report.step,
+            loss=float(loss),
+            losses=losses.tolist(),
+            steps_per_second=pace,
+            consensus_distance=report.consensus_distance,
+            waiting=int(report.waiting.sum()),
+            **_totals(levels),
+        )
+        for step, levels in report.pulls:
+            for level in levels:
+                if step % level.period == 0 and level.leader is not None:
+                    self._write("leaders", step, **self._leaders(level))
+        self._screen.progress(report.step, float(loss), pace)
+
+    def _watch_for_nonfinite(self, report: Report, finite: np.ndarray) -> None:
+        """Counts the steps in a row without any finite loss, and warns."""
+        for anybody in np.any(finite, axis=1).tolist():
+            self._nonfinite_steps = 0 if anybody else self._nonfinite_steps + 1
+        bad = np.flatnonzero(~finite.all(axis=0))
+        if self._nonfinite_steps:
+            self._screen.warn(
+                f"no worker has had a finite loss for {self._nonfinite_steps} steps (up to "
+                f"step {report.step}): nobody is pulled, and training stops after "
+                f"{self.config.stop_after_nonfinite} such steps"
+            )
+        elif bad.size:
+            self._screen.warn(
+                f"the loss of worker {', '.join(map(str, bad))} was not finite at some of "
+                f"the steps up to {report.step}; such a worker is healed at the next pull"
+            )
+
+    def _leaders(self, level: lj.Diagnostics) -> dict[str, Any]:
+        """Who led at a pull: one worker per node, or one of all."""
+        leader = np.asarray(level.leader)
+        if level.axes == "local":
+            locals = self.config.workers.locals
+            nodes = np.arange(self.config.workers.nodes)
+            return {
+                "level": "node",
+                "leaders": (leader[::locals] + nodes * locals).tolist(),
+            }
+        return {"level": "all", "leaders": [int(leader[0])]}
+
+    def _write(self, kind: str, step: int | None = None, **values: Any) -> None:
+        if self._records is not None:
+            step = self.step if step is None else step
+            self._records.write(kind, step, self._watch.seconds, **values)
+
+    def _end(self, result: Result) -> None:
+        """Writes the last line and the figures, and says how the run ended."""
+        self._write(
+            "end",
+            center_error=result.center_error,
+            best_error=result.best_error,
+            stopped_by=str(result.stopped_by) if result.stopped_by else "",
+        )
+        if self._records is not None:
+            self._records.close()
+            draw(self.folder)
+        self._screen.say(_last_line(result, self.config))
+
+
+def _last_line(result: Result, config: Config) -> str:
+    seconds = f"{result.seconds:.1f} s of training"
+    if result.stopped_by is None:
+        return (
+            f"test error {result.center_error:.2f} % (centre), {result.best_error:.2f} % "
+            f"(best worker) after {result.step} steps and {seconds}; everything is in "
+            f"{result.folder}"
+        )
+    resume = f"python -m train {config.name} --run-dir {result.folder} --resume"
+    if result.stopped_by == "nonfinite":
+        return (
+            f"stopped at step {result.step} after {seconds}: no worker had a finite loss "
+            f"for {config.stop_after_nonfinite} steps. A smaller learning rate may help. "
+            f"The state is saved; to go on all the same: {resume}"
+        )
+    state = "saved" if result.saved else "NOT saved, an earlier checkpoint may be there"
+    return f"stopped at step {result.step} after {seconds}, {state}; to go on: {resume}"
+
+
+def _totals(levels: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
+    """Bytes sent per worker and workers healed, over all levels."""
+    if not levels:
+        return {}
+    return {
+        "bytes_sent": sum(level.bytes_sent for level in levels),
+        "healed": int(sum(np.sum(level.healed) for level in levels)),
+    }
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "lsgd_jax": lj.__version__,
+        "device": jax.devices()[0].device_kind,
+    }

@@ -1,0 +1,75 @@
+"""The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
+
+import pathlib
+import time
+
+from train import config as configuration
+from train.config import Config
+from train.processes import agree, is_main, wait_for_all
+
+
+CONFIG, METRICS, CHECKPOINTS, TENSORBOARD = (
+    "config.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "tensorboard",
+)
+
+
+def newest(runs: str, name: str) -> pathlib.Path:
+    """The newest run folder of an experiment.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [path.parent for path in pathlib.Path(runs).glob(f"{name}-*/{CONFIG}")]
+    if not found:
+        raise ValueError(
+            f"there is no run of {name!r} in {runs!r} to resume; name one with --run-dir"
+        )
+    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime_ns)
+
+
+def to_resume(config: Config) -> pathlib.Path:
+    """The folder of the run to go on with."""
+    if config.run_dir is None:
+        return newest(config.runs, config.name)
+    return pathlib.Path(config.run_dir)
+
+
+def check_same_experiment(config: Config, folder: pathlib.Path) -> None:
+    """Raises ValueError if the folder's run was of another configuration, saying how."""
+    changes = configuration.differences(configuration.read(folder / CONFIG), config)
+    if changes:
+        raise ValueError(
+            f"{folder} is a run of another configuration: {'; '.join(changes)}"
+        )
+
+
+def create(config: Config) -> pathlib.Path:
+    """Makes the folder of a new run, with its config.json; the same in all processes.
+
+    Raises:
+      ValueError: --run-dir is there already and is not an empty folder.
+    """
+    if config.run_dir is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        wanted = pathlib.Path(config.runs) / f"{config.name}-{stamp}"
+        folder, count = wanted, 1
+        while folder.exists():
+            count += 1
+            folder = wanted.with_name(f"{wanted.name}-{count}")
+        folder = pathlib.Path(agree(str(folder)))
+    else:
+        folder = pathlib.Path(config.run_dir)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(
+                f"`run_dir` must be a new folder, but {folder} exists; add --resume to go "
+                "on with the run in it"
+            )
+    wait_for_all("run folder chosen")
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        configuration.write(config, folder / CONFIG)
+    wait_for_all("run folder made")
+    return folder
