@@ -257,12 +257,14 @@ def _on_due_steps(count, every, exchange, keep, operands):
     The count is shared, so all workers take the same branch and meet in its collectives.
     """
 
-    def typed_exchange(*operands):
-        return _typed_alike(exchange(*operands), keep(*operands))
-
     if every == 1:
-        return typed_exchange(*operands)
-    return lax.cond(count % every == 0, typed_exchange, keep, *operands)
+        return exchange(*operands)
+
+    def typed(branch, other):
+        return lambda *operands: _typed_alike(branch(*operands), other(*operands))
+
+    due = count % every == 0
+    return lax.cond(due, typed(exchange, keep), typed(keep, exchange), *operands)
 
 
 def _typed_alike(tree, like):

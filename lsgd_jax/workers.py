@@ -80,6 +80,7 @@ class Workers:
                 "the devices of a process must stand next to one another in the grid, "
                 f"got processes {[d.process_index for d in grid.flat]}"
             )
+        self._pass_on = self.map(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
 
     def __repr__(self) -> str:
@@ -110,7 +111,7 @@ class Workers:
           ValueError: a leaf without a leading axis of W.
         """
         self._check(stacked)
-        return _map_placed(stacked, self._place, self.sharding, self.replicated)
+        return self._map_placed(self._place, stacked)
 
     def put_owned(self, rows: Tree) -> Tree:
         """Places a tree of which each process passes only its own workers' rows.
@@ -127,19 +128,26 @@ class Workers:
         self._check(rows, len(self.owned))
 
         def place(x: Any, sharding: NamedSharding) -> jax.Array:
+            if sharding is self.replicated:
+                return self._place(x, sharding)
             shape = (self.num_workers, *np.shape(x)[1:])
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
+            return jax.make_array_from_process_local_data(sharding, np.array(x), shape)
 
-        return _map_placed(rows, place, self.sharding, self.replicated)
+        return self._map_placed(place, rows)
 
     def replicate(self, tree: Tree) -> Tree:
-        """Gives every worker a copy of one tree: leaves [...] become [W, ...]."""
+        """Gives every worker a copy of one tree: leaves [...] become [W, ...].
+
+        What stands in a `Shared` stays one.
+        """
 
         def place(x: Any, sharding: NamedSharding) -> jax.Array:
+            if sharding is self.replicated:
+                return self._place(x, sharding)
             rows = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
             return self._place(rows, sharding)
 
-        return _map_placed(tree, place, self.sharding, self.sharding)
+        return self._map_placed(place, tree)
 
     def share(self, tree: Tree) -> Shared:
         """Puts one tree on every device, as it is, for all workers to read."""
@@ -252,10 +260,32 @@ class Workers:
             check_vma=False,
         )
 
+    def _map_placed(self, place: Callable, tree: Tree) -> Tree:
+        """place(leaf, sharding) on every leaf, random keys by the numbers they hold."""
+
+        def place_leaf(x, shared):
+            sharding = self.replicated if shared else self.sharding
+            if not (
+                isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            ):
+                return place(x, sharding)
+            numbers = place(jax.random.key_data(x), sharding)
+            keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+            # jit notes the sharding of its results' keys in a way of its own: through a
+            # jit once, so that results fed back are of the same type.
+            return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
+
+        def place_node(node):
+            return jax.tree.map(lambda x: place_leaf(x, is_shared(node)), node)
+
+        return jax.tree.map(place_node, tree, is_leaf=is_shared)
+
     def _place(self, x: Any, sharding: NamedSharding) -> jax.Array:
-        if sharding.is_fully_addressable:
+        if isinstance(x, jax.Array) and sharding.is_fully_addressable:
             return jax.device_put(x, sharding, may_alias=False)
-        host = np.asarray(x)
+        host = np.array(x)  # a copy: a CPU device works on the very memory it is handed
+        if sharding.is_fully_addressable:
+            return jax.device_put(host, sharding)
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
     def _check(self, tree: Tree, rows: int | None = None) -> None:
@@ -273,6 +303,10 @@ class Workers:
                     "; `replicate` gives every worker a copy of one tree, `share` marks "
                     "what has no such axis"
                 )
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _leading_axis_over(mesh: Mesh) -> PartitionSpec:
@@ -295,22 +329,6 @@ def _map_stacked(f: Callable, tree: Any) -> Any:
     return jax.tree.map(
         lambda node: node if is_shared(node) else f(node), tree, is_leaf=is_shared
     )
-
-
-def _map_placed(tree, place, stacked: NamedSharding, shared: NamedSharding):
-    """place(leaf, sharding) on every leaf, random keys by the numbers they hold."""
-
-    def place_leaf(x, sharding):
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            numbers = place(jax.random.key_data(x), sharding)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
-        return place(x, sharding)
-
-    def place_node(node):
-        sharding = shared if is_shared(node) else stacked
-        return jax.tree.map(lambda x: place_leaf(x, sharding), node)
-
-    return jax.tree.map(place_node, tree, is_leaf=is_shared)
 
 
 def _device_grid(

@@ -67,7 +67,9 @@ def _parse(known: dict[str, tuple[str, Config]], arguments: Sequence[str]) -> Co
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.extras.overridable_config_cli(known, prog="train", args=arguments)
+            return tyro.extras.overridable_config_cli(
+                known, prog="python -m train", args=arguments
+            )
     except SystemExit as stop:
         if stop.code:
             print(f"error: {one_line(printed.getvalue())}", file=sys.stderr)
@@ -83,4 +85,6 @@ def one_line(message: str) -> str:
     title = re.search(r"╭─+ (.*?) ─+╮", message)
     body = re.sub(r"[╭╮╰╯│─]+", " ", message.replace(title[0], "") if title else message)
     text = " ".join(body.split())
-    return f"{title[1]}: {text}" if title else text
+    if title and not text.startswith(title[1]):
+        text = f"{title[1]}: {text}"
+    return text

@@ -170,7 +170,7 @@ def read(path: os.PathLike) -> Config:
     """
     try:
         return _build(Config, json.loads(pathlib.Path(path).read_text()))
-    except (OSError, TypeError, KeyError, ValueError) as error:
+    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
 
 

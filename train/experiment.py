@@ -71,6 +71,16 @@ def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:
     return dataset, transforms.cifar10()
 
 
+def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
+    """Raises ValueError if the network is made for images of another size."""
+    size = getattr(MODELS[config.model], "image_size", None)
+    if size not in (None, shape[1]):
+        raise ValueError(
+            f"`model` must fit the data: {config.model!r} takes {size} x {size} images, "
+            f"{config.data.name!r} has {shape[1]} x {shape[2]}"
+        )
+
+
 class Experiment:
     """A configuration, built: everything that can be wrong with it is found here.
 
@@ -90,13 +100,14 @@ class Experiment:
         self._tx = make_optimizer(config)
         dataset, self._transforms = load_dataset(config)
         self._model = MODELS[config.model](num_classes=dataset.num_classes)
+        self._example = self._transforms.test(jnp.asarray(dataset.test.images[:1]))
+        check_model_fits(config, self._example.shape)
         workers = config.workers.nodes * config.workers.locals
         size = len(dataset.train.labels) // (workers if config.data.shard else 1)
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
         self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
         self.data = self._place_training_data(dataset.train, size)
         self._test_batches = self._place_test_data(dataset.test)
-        self._example = self._transforms.test(jnp.asarray(dataset.test.images[:1]))
         self.step = self.workers.map(self._step, donate=0)
         self._count_wrong = self.workers.map(self._count_wrong_of_one)
         self._pick = jax.jit(

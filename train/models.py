@@ -1,5 +1,7 @@
 """The networks, as Flax linen modules: images [B, H, W, C] -> logits [B, classes]."""
 
+from typing import ClassVar
+
 import flax.linen as nn
 from jax import Array
 
@@ -40,6 +42,7 @@ class CNN7(nn.Module):
     """
 
     num_classes: int = 10
+    image_size: ClassVar[int] = 28
 
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:

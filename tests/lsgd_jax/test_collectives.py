@@ -1,0 +1,144 @@
+"""elect, take_from, mean, shift against NumPy, on every way of laying workers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lsgd_jax as lj
+from lsgd_jax import collectives
+
+
+BOTH = ("node", "local")
+
+
+@pytest.fixture(params=[8, 4, 2, 1], ids=lambda d: f"{d} devices")
+def workers(request):
+    return lj.Workers(2, 4, devices=jax.devices()[: request.param])
+
+
+@pytest.fixture
+def tree(workers):
+    rng = np.random.default_rng(0)
+    return {
+        "w": rng.normal(size=(8, 3, 2)).astype(np.float32),
+        "h": rng.normal(size=(8, 4)).astype(jnp.bfloat16),
+        "b": rng.normal(size=(8,)).astype(np.float32),
+    }
+
+
+def groups(axes):
+    """The workers of each group, in order."""
+    ids = np.arange(8).reshape(2, 4)
+    return {"local": list(ids), "node": list(ids.T), BOTH: [ids.ravel()]}[axes]
+
+
+@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
+def test_elect_and_take_from(workers, tree, axes):
+    scores = np.array([3, 1, 1, 2, np.nan, 0.5, -np.inf, np.inf], np.float32)
+
+    def f(tree, score):
+        leader, found = collectives.elect(score, axes)
+        return collectives.take_from(tree, leader, axes), leader, found
+
+    taken, leader, found = workers.map(f)(workers.put(tree), workers.put(scores))
+    for group in groups(axes):
+        finite = np.where(np.isfinite(scores[group]), scores[group], np.inf)
+        best = int(np.argmin(finite))
+        assert leader[group].tolist() == [best] * len(group)
+        assert found[group].tolist() == [bool(np.isfinite(finite).any())] * len(group)
+        for name in tree:
+            expected = np.stack([tree[name][group[best]]] * len(group))
+            np.testing.assert_array_equal(np.asarray(taken[name])[group], expected)
+
+
+def test_nothing_leaks_from_others_that_are_not_finite(workers):
+    x = np.full((8, 2), np.nan, np.float32)
+    x[3] = 7
+    f = lambda x: collectives.take_from(x, jnp.int32(3), BOTH)
+    assert workers.map(f)(workers.put(x)).tolist() == [[7, 7]] * 8
+
+
+def test_nobody_finite(workers):
+    f = lambda s: collectives.elect(s, BOTH)
+    leader, found = workers.map(f)(workers.put(jnp.full(8, jnp.nan)))
+    assert leader.tolist() == [0] * 8 and not found.any()
+
+
+@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
+def test_mean(workers, tree, axes):
+    where = np.array([1, 0, 1, 1, 0, 1, 1, 1], bool)
+    tree["w"][1] = np.nan
+    got = workers.map(lambda t, w: collectives.mean(t, axes, w))(
+        workers.put(tree), workers.put(where)
+    )
+    for group in groups(axes):
+        members = group[where[group]]
+        for name in tree:
+            wide = np.asarray(tree[name], np.float32)
+            expected = wide[members].mean(axis=0).astype(tree[name].dtype)
+            tolerance = 1e-2 if name == "h" else 1e-6
+            for worker in group:
+                np.testing.assert_allclose(
+                    np.asarray(got[name][worker], np.float32),
+                    np.asarray(expected, np.float32),
+                    rtol=tolerance,
+                    atol=tolerance,
+                )
+    assert got["h"].dtype == jnp.bfloat16
+
+
+def test_mean_of_bfloat16_sums_in_float32(workers):
+    x = np.full(8, 1, jnp.bfloat16)
+    x[0] = 256  # 256 + 1 + ... would stay 256 in bfloat16
+    got = workers.map(lambda x: collectives.mean(x, BOTH))(workers.put(x))
+    assert float(got[0]) == float(jnp.bfloat16((256 + 7) / 8))
+
+
+@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
+@pytest.mark.parametrize("kind", ["hop", "swap", "partial"])
+def test_shift(workers, tree, axes, kind):
+    size = len(groups(axes)[0])
+    permutation = {
+        "hop": [(i, (i + 1) % size) for i in range(size)],
+        "swap": [(i, i ^ 1) for i in range(size)],
+        "partial": [(0, size - 1)],
+    }[kind]
+    got = workers.map(lambda t: collectives.shift(t, permutation, axes))(workers.put(tree))
+    for group in groups(axes):
+        for name in tree:
+            expected = np.zeros_like(tree[name][group])
+            for source, target in permutation:
+                expected[target] = tree[name][group[source]]
+            np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
+
+
+@pytest.mark.parametrize(
+    "permutation, message",
+    [
+        ([(0, 1), (0, 2)], "every source may occur once"),
+        ([(0, 1), (2, 1)], "every destination may occur once"),
+        ([(0, 8)], r"must lie in 0..7 for a group of 8"),
+    ],
+)
+def test_shift_refuses_what_is_no_permutation(permutation, message):
+    workers = lj.Workers(2, 4)
+    f = workers.map(lambda x: collectives.shift(x, permutation, BOTH))
+    with pytest.raises(ValueError, match=message):
+        f(workers.put(jnp.ones(8)))
+
+
+def test_one_collective_per_dtype():
+    """Trees travel as one buffer per dtype, however many leaves they have."""
+    workers = lj.Workers(2, 4)
+    tree = {str(i): jnp.ones((8, 3 + i)) for i in range(10)} | {
+        f"h{i}": jnp.ones((8, 2), jnp.bfloat16) for i in range(5)
+    }
+    f = workers.map(lambda t: collectives.take_from(t, jnp.int32(0), BOTH))
+    text = f.lower(workers.put(tree)).as_text()
+    assert text.count("stablehlo.all_reduce") == 2
+
+
+def test_outside_of_any_axis_is_an_error_that_says_so():
+    with pytest.raises(NameError, match="call this inside `Workers.map`"):
+        collectives.mean(jnp.ones(2), "node")

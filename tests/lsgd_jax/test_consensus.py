@@ -1,0 +1,56 @@
+"""consensus, consensus_distance, center: on stacked trees, outside of map."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lsgd_jax as lj
+
+
+def test_consensus_leaves_out_workers_that_are_not_finite():
+    tree = {
+        "w": np.arange(12.0, dtype=np.float32).reshape(4, 3),
+        "b": np.ones(4, np.float32),
+    }
+    tree["b"][2] = np.nan  # worker 2 is out with all its leaves
+    got = lj.consensus(lj.Workers(2, 2).put(tree))
+    np.testing.assert_allclose(got["w"], tree["w"][[0, 1, 3]].mean(axis=0), rtol=1e-6)
+    assert float(got["b"]) == 1
+
+
+def test_consensus_keeps_dtypes_and_sums_in_float32():
+    x = jnp.ones((512, 1), jnp.bfloat16)
+    got = lj.consensus(x)
+    assert got.dtype == jnp.bfloat16 and float(got[0]) == 1
+
+
+def test_consensus_distance_by_hand():
+    # x̄ = (2, 0), ‖x_i − x̄‖ = 1, 1, ‖x̄‖ = 2
+    assert float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))) == 0.5
+
+
+def test_consensus_distance_of_equal_workers_is_zero_even_at_the_origin():
+    assert float(lj.consensus_distance({"w": jnp.zeros((4, 2))})) == 0
+
+
+def test_consensus_distance_ignores_who_is_not_finite():
+    x = jnp.array([[1.0, 0.0], [3.0, 0.0], [jnp.inf, 0.0]])
+    assert float(lj.consensus_distance(x)) == 0.5
+
+
+def test_center_prefers_the_center_of_the_method():
+    class CenterState(NamedTuple):
+        center: lj.Shared
+
+    params = jnp.array([[1.0], [3.0]])
+    state = ({"deep": CenterState(lj.Shared(jnp.array([9.0])))},)
+    assert lj.center(params, state).tolist() == [9.0]
+    assert lj.center(params, ()).tolist() == [2.0]
+
+
+def test_under_jit_and_on_several_workers_per_device():
+    workers = lj.Workers(2, 4, devices=jax.devices()[:2])
+    x = workers.put(np.arange(8.0, dtype=np.float32)[:, None])
+    assert jax.jit(lj.consensus)(x).tolist() == [3.5]

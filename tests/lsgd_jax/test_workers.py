@@ -1,0 +1,287 @@
+"""Workers: placing trees, running per-worker functions, and what is refused."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import lsgd_jax as lj
+from lsgd_jax import collectives
+from lsgd_jax.workers import _device_grid, _pick
+
+
+GRIDS = [
+    (2, 4, 8),
+    (2, 4, 4),
+    (2, 4, 2),
+    (2, 4, 1),
+    (4, 2, 2),
+    (1, 6, 3),
+    (6, 1, 3),
+    (7, 1, 7),
+]
+
+
+@pytest.fixture(params=GRIDS, ids=str)
+def workers(request):
+    nodes, locals, devices = request.param
+    return lj.Workers(nodes, locals, devices=jax.devices()[:devices])
+
+
+def test_put_and_fetch_give_the_same_back(workers):
+    tree = {"w": np.random.default_rng(0).normal(size=(workers.num_workers, 3)), "b": None}
+    tree["w"] = tree["w"].astype(np.float32)
+    back = workers.fetch(workers.put(tree))
+    np.testing.assert_array_equal(back["w"], tree["w"])
+    assert workers.put(tree)["w"].sharding == workers.sharding
+
+
+def test_every_worker_knows_its_place(workers):
+    """index, size and gather agree with node = i // locals, local = i mod locals."""
+
+    def places(_):
+        axes = ("node", "local")
+        both = collectives.index(axes)
+        return (
+            collectives.index("node"),
+            collectives.index("local"),
+            both,
+            collectives.gather(both, axes),
+            collectives.gather(both, "local"),
+            collectives.gather(both, "node"),
+        )
+
+    nodes, locals, W = workers.nodes, workers.locals, workers.num_workers
+    node, local, index, all_ids, row, column = workers.fetch(
+        workers.map(places)(workers.put(jnp.zeros(W)))
+    )
+    ids = np.arange(W)
+    np.testing.assert_array_equal(index, ids)
+    np.testing.assert_array_equal(node, ids // locals)
+    np.testing.assert_array_equal(local, ids % locals)
+    np.testing.assert_array_equal(all_ids, np.tile(ids, (W, 1)))
+    np.testing.assert_array_equal(row, ids.reshape(nodes, locals).repeat(locals, axis=0))
+    np.testing.assert_array_equal(column, np.tile(ids.reshape(nodes, locals).T, (nodes, 1)))
+
+
+def test_map_is_the_function_of_each_worker(workers):
+    W = workers.num_workers
+    x, y = np.arange(2.0 * W).reshape(W, 2), np.arange(W) * 10.0
+    f = lambda x, y: {"sum": x.sum() + y, "x": x}
+    out = workers.map(f)(workers.put(x), workers.put(y))
+    np.testing.assert_allclose(out["sum"], x.sum(axis=1) + y)
+    np.testing.assert_allclose(out["x"], x)
+
+
+def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
+    def f(x, shared):
+        assert isinstance(shared, lj.Shared) and shared.value["a"].shape == (3,)
+        total = lax.psum(x, collectives.names(("node", "local")))
+        return x + shared.value["a"][0], lj.Shared(total)
+
+    W = workers.num_workers
+    x, total = workers.map(f)(
+        workers.put(jnp.ones(W)), workers.share({"a": jnp.arange(3.0) + 4})
+    )
+    assert x.tolist() == [5.0] * W
+    assert total.value.shape == () and float(total.value) == W
+    assert total.value.sharding.is_fully_replicated
+
+
+def test_all_arguments_may_be_shared(workers):
+    f = workers.map(lambda s: s.value + collectives.index(("node", "local")))
+    assert f(workers.share(jnp.int32(5))).tolist() == [
+        5 + i for i in range(workers.num_workers)
+    ]
+
+
+def test_feeding_results_back_compiles_once_and_donates(workers):
+    state = workers.put(
+        {"x": jnp.ones((workers.num_workers, 5)), "t": lj.Shared(jnp.int32(0))}
+    )
+    step = workers.map(
+        lambda s: {"x": s["x"] * 2, "t": lj.Shared(s["t"].value + 1)}, donate=0
+    )
+    old = state
+    for _ in range(4):
+        state = step(state)
+    assert step._cache_size() == 1
+    assert old["x"].is_deleted() and old["t"].value.is_deleted()
+    assert float(state["x"][0, 0]) == 16 and int(state["t"].value) == 4
+
+
+def test_put_makes_buffers_of_its_own(workers):
+    given = jax.device_put(jnp.ones(workers.num_workers), workers.sharding)
+    placed = workers.put(given)
+    workers.map(lambda x: x + 1, donate=0)(placed)
+    assert placed.is_deleted() and given.tolist() == [1.0] * workers.num_workers
+    host = np.ones(workers.num_workers, np.float32)
+    placed = workers.put(host)
+    host[:] = 7
+    assert placed.tolist() == [1.0] * workers.num_workers
+
+
+def test_replicate_and_random_keys(workers):
+    W = workers.num_workers
+    copies = workers.replicate({"w": jnp.arange(3.0), "n": np.int32(2)})
+    assert copies["w"].shape == (W, 3) and copies["n"].tolist() == [2] * W
+    keys = workers.put(jax.random.split(jax.random.key(0), W))
+    drawn = workers.map(lambda key: jax.random.normal(key, ()))(keys)
+    assert len(set(drawn.tolist())) == W
+    assert workers.replicate(jax.random.key(1)).shape == (W,)
+    pass_on = workers.map(lambda key, shared: (key, shared))
+    both = keys, workers.share(jax.random.key(2))
+    for _ in range(3):
+        both = pass_on(*both)
+    assert pass_on._cache_size() == 1
+
+
+def test_put_owned_takes_this_process_rows():
+    workers = lj.Workers(2, 4)
+    assert workers.owned == range(8)
+    assert workers.put_owned(np.arange(8)).tolist() == list(range(8))
+    with pytest.raises(ValueError, match="leading axis of 8 .the workers of this process."):
+        workers.put_owned(np.arange(7))
+
+
+def test_gradients_are_each_worker_its_own(workers):
+    """No sum over workers sneaks in, also for parameters that are shared."""
+    W = workers.num_workers
+    loss = lambda w, x: (w * x).sum()
+    grads = workers.map(lambda w, x: jax.grad(loss)(w.value, x))
+    x = np.arange(W * 2.0).reshape(W, 2)
+    got = grads(workers.share(jnp.ones(2)), workers.put(x))
+    np.testing.assert_allclose(got, x)
+
+
+def test_functions_for_one_worker_need_no_casts():
+    """Scans and conds that carry constants work: types are not checked for varying."""
+
+    def f(x):
+        total, _ = lax.scan(lambda c, _: (c + x, None), jnp.zeros([]), length=3)
+        return lax.cond(x > 1, lambda: total, lambda: jnp.zeros([]))
+
+    workers = lj.Workers(2, 4)
+    assert workers.map(f)(workers.put(jnp.arange(8.0))).tolist() == [
+        0, 0, 6, 9, 12, 15, 18, 21
+    ]  # fmt: skip
+
+
+def test_raw_axis_names_work_unless_an_axis_is_split():
+    f = lambda x: lax.psum(x, "local")
+    for devices in (8, 2, 1):
+        workers = lj.Workers(2, 4, devices=jax.devices()[:devices])
+        assert workers.map(f)(workers.put(jnp.ones(8))).tolist() == [4.0] * 8
+    split = lj.Workers(2, 4, devices=jax.devices()[:4])
+    with pytest.raises(NameError, match="local"):
+        split.map(f)(split.put(jnp.ones(8)))
+
+
+@pytest.mark.parametrize("bad", [np.ones((7, 2)), np.ones(()), np.ones((2, 4))])
+def test_a_wrong_leading_axis_is_refused(bad):
+    workers = lj.Workers(2, 4)
+    message = r"leading axis of 8 \(W = 2 nodes x 4 locals\), got shape .* at \['w'\]"
+    with pytest.raises(ValueError, match=message):
+        workers.put({"w": bad})
+    with pytest.raises(ValueError, match="leading axis of 8"):
+        workers.map(lambda t: t)({"w": bad})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"nodes": 0}, "`nodes` must be a positive int, got nodes=0"),
+        ({"nodes": 2, "locals": -1}, "`locals` must be a positive int, got locals=-1"),
+        ({"nodes": 2.5}, "`nodes` must be a positive int, got nodes=2.5"),
+        ({"nodes": True}, "`nodes` must be a positive int, got nodes=True"),
+    ],
+)
+def test_bad_counts_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lj.Workers(**arguments)
+
+
+def test_devices_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ValueError, match="do not divide over the 3 devices given; 1, 2, 4, 8"
+    ):
+        lj.Workers(2, 4, devices=jax.devices()[:3])
+
+
+def test_the_largest_fitting_grid_is_taken():
+    assert lj.Workers(1, 7).mesh.size == 7
+    assert lj.Workers(3, 3).mesh.size == 3  # a node's workers keep to its devices
+    assert lj.Workers(3, 4).mesh.devices.shape == (3, 2)
+    assert lj.Workers(16, 1).workers_per_device == 2
+    assert lj.Workers(2).locals == 4 and lj.Workers().num_workers == 8
+
+
+def _hosts(*counts):
+    """Stand-ins for the devices of hosts with so many devices each."""
+    return [
+        types.SimpleNamespace(process_index=host, id=10 * host + i)
+        for host, count in enumerate(counts)
+        for i in range(count)
+    ]
+
+
+def test_each_host_gives_the_same_number_of_devices():
+    assert [d.id for d in _pick(_hosts(4, 4), (2, 3))] == [0, 1, 2, 10, 11, 12]
+    assert [d.id for d in _pick(_hosts(2, 2, 2, 2), (2, 4))] == [
+        0,
+        1,
+        10,
+        11,
+        20,
+        21,
+        30,
+        31,
+    ]
+    assert [d.id for d in _pick(_hosts(3, 1), (1, 4))] == [0, 1, 2, 10]
+
+
+def test_the_devices_of_a_slice_count_as_one_host():
+    devices = _hosts(2, 2)
+    for device in devices:
+        device.slice_index = 0
+    assert [d.id for d in _pick(devices, (1, 2))] == [0, 1]
+
+
+def test_grid_shape():
+    assert _device_grid(2, 4, None).shape == (2, 4)
+
+
+def test_repr_says_how_workers_lie():
+    assert repr(lj.Workers(2, 4, devices=jax.devices()[:4])) == (
+        "Workers(nodes=2, locals=4) on 4 cpu devices (2 x 2), 2 workers per device"
+    )
+
+
+def test_optimizers_keep_their_types_from_init_on(workers):
+    """Counts that differ between workers only later on are stacked from the start."""
+    for base in (
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        optax.contrib.reduce_on_plateau(),
+    ):
+        tx = optax.apply_if_finite(base, 5)
+
+        def step(params, state, grads, tx=tx):
+            updates, state = tx.update(grads, state, params, value=grads.sum())
+            return optax.apply_updates(params, updates), state
+
+        params = workers.put(jnp.ones((workers.num_workers, 2)))
+        state = workers.map(tx.init)(params)
+        before = jax.tree.map(lambda x: (jax.typeof(x), x.sharding), state)
+        step = workers.map(step, donate=(0, 1))
+        grads = jnp.ones((workers.num_workers, 2)).at[0].set(jnp.nan)
+        for _ in range(3):
+            params, state = step(params, state, workers.put(grads))
+        assert before == jax.tree.map(lambda x: (jax.typeof(x), x.sharding), state)
+        assert step._cache_size() == 1
+        assert state.total_notfinite.tolist() == [3] + [0] * (workers.num_workers - 1)
+        assert bool(jnp.isfinite(params).all())

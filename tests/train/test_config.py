@@ -1,0 +1,58 @@
+"""The configuration: written and read back, what differs, run folders."""
+
+import dataclasses
+
+import pytest
+
+from configs import cifar10_cnn7, digits
+from train import config as configuration
+from train import run_folder
+from train.config import Config
+
+
+@pytest.mark.parametrize(
+    "config", [digits.CONFIG, cifar10_cnn7.CONFIG], ids=lambda c: c.name
+)
+def test_written_and_read_back(config, tmp_path):
+    configuration.write(config, tmp_path / "config.json")
+    assert configuration.read(tmp_path / "config.json") == config
+    with pytest.raises(FileExistsError):
+        configuration.write(config, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "x"}', '{"nonsense": 1}'])
+def test_a_file_that_holds_no_configuration(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="holds no configuration of a run"):
+        configuration.read(tmp_path / "config.json")
+
+
+def test_only_how_long_and_what_is_reported_may_change():
+    old = digits.CONFIG
+    free = dataclasses.replace(old, steps=9, log_every=1, run_dir="x", resume=True)
+    assert configuration.differences(old, free) == []
+    data = dataclasses.replace(old.data, shard=True)
+    other = dataclasses.replace(old, data=data, batch_size=7)
+    assert len(configuration.differences(old, other)) == 2
+
+
+def test_new_run_folders_never_meet(tmp_path):
+    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
+    first, second = run_folder.create(config), run_folder.create(config)
+    assert first != second and first.parent == second.parent == tmp_path
+    assert run_folder.newest(str(tmp_path), "digits") == second
+
+
+def test_the_newest_run_is_of_the_same_experiment(tmp_path):
+    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
+    folder = run_folder.create(config)
+    run_folder.create(dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path)))
+    assert run_folder.newest(str(tmp_path), "digits") == folder
+
+
+def test_the_papers_settings():
+    config = cifar10_cnn7.CONFIG
+    assert isinstance(config, Config)
+    assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
+    assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, 0)
+    assert (config.lsgd.local_period, config.lsgd.local_pull) == (64, 0.1)
