@@ -60,6 +60,8 @@ def _resumed(config: Config, arguments: Sequence[str]) -> Config:
                 where[name] = match[1] if match[1] is not None else following
     folder = run_folder.to_resume(dataclasses.replace(config, **where))
     saved = configuration.read(folder / run_folder.CONFIG)
+    if saved.name != config.name:
+        raise ValueError(f"{folder} is a run of {saved.name!r}, not of {config.name!r}")
     return dataclasses.replace(saved, **where)
 
 

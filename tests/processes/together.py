@@ -1,0 +1,87 @@
+"""What each of several processes does in test_processes.py: python together.py JOB ..."""
+
+import json
+import pathlib
+import sys
+
+import jax
+
+
+def lsgd_oracle(folder):
+    """The parameters after the last step of an oracle, each process loading its rows."""
+    import numpy as np
+    import optax
+
+    import lsgd_jax as lj
+
+    oracle = np.load(folder / "lsgd_multi_leader.npz")
+    workers = lj.Workers(2, 4)
+    tx = optax.chain(optax.sgd(0.1), lj.lsgd(0.2, 0.4, 2, 4, loss_window=3))
+    mine = slice(workers.owned.start, workers.owned.stop)
+
+    def step(params, state, grads, loss):
+        updates, state = tx.update(grads, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    def rows(name, *t):
+        return np.asarray(oracle[name][t][mine] if t else oracle[name][mine], np.float32)
+
+    params = workers.put_owned({"w": rows("x0_w"), "b": rows("x0_b")})
+    state = workers.map(tx.init)(params)
+    step = workers.map(step, donate=(0, 1))
+    for t in range(16):
+        grads = workers.put_owned({"w": rows("grads_w", t), "b": rows("grads_b", t)})
+        params, state = step(params, state, grads, workers.put_owned(rows("losses", t)))
+    got = workers.fetch(params)
+    center = workers.fetch(lj.consensus(params))
+    for name in ("w", "b"):
+        expected = oracle[f"params_{name}"][-1]
+        np.testing.assert_allclose(got[name], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(center[name], expected.mean(0), rtol=1e-5, atol=1e-6)
+    leaders = [workers.fetch(level.leader).tolist() for level in lj.diagnostics(state)]
+    whole = workers.put(np.arange(8))
+    assert workers.fetch(whole).tolist() == list(range(8))
+    return {"owned": list(workers.owned), "leaders": leaders}
+
+
+def digits(folder):
+    """Steps of the trainer: in one process all at once, in several resumed half-way."""
+    import dataclasses
+
+    from configs.digits import CONFIG
+    from train.config import LsgdConfig
+    from train.loop import Run
+
+    config = dataclasses.replace(
+        CONFIG,
+        lsgd=LsgdConfig(local_period=2, global_period=4),
+        steps=4 if jax.process_count() > 1 else 8,
+        batch_size=8,
+        log_every=2,
+        test_every=4,
+        checkpoint_every=4,
+        run_dir=str(folder / "run"),
+    )
+    run = Run(config)
+    result = run.train()
+    if jax.process_count() > 1:
+        run = Run(dataclasses.replace(config, steps=8, resume=True))
+        result = run.train()
+    numbers = run.experiment.workers.fetch(run.state.params)
+    total = sum(float(abs(x).sum()) for x in jax.tree.leaves(numbers))
+    return {"error": result.center_error, "step": result.step, "total": total}
+
+
+if __name__ == "__main__":
+    job, folder, port, count, rank = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    if int(count) > 1:
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}",
+            int(count),
+            int(rank),
+            heartbeat_timeout_seconds=20,
+            initialization_timeout=60,
+        )
+    answer = globals()[job](pathlib.Path(folder))
+    print("ANSWER " + json.dumps(answer), flush=True)
