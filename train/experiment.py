@@ -84,6 +84,10 @@ def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
 class Experiment:
     """A configuration, built: everything that can be wrong with it is found here.
 
+    Args:
+      config: what to build.
+      dataset: data and transforms to take instead of those that the configuration names.
+
     Attributes:
       workers: the grid.
       sampler: which images each worker sees at which step.
@@ -95,19 +99,23 @@ class Experiment:
         or wrong.
     """
 
-    def __init__(self, config: Config):
+    def __init__(
+        self,
+        config: Config,
+        dataset: tuple[Dataset, transforms.Transforms] | None = None,
+    ):
         self._config = config
         self._tx = make_optimizer(config)
-        dataset, self._transforms = load_dataset(config)
-        self._model = MODELS[config.model](num_classes=dataset.num_classes)
-        self._example = self._transforms.test(jnp.asarray(dataset.test.images[:1]))
+        data, self._transforms = load_dataset(config) if dataset is None else dataset
+        self._model = MODELS[config.model](num_classes=data.num_classes)
+        self._example = self._transforms.test(jnp.asarray(data.test.images[:1]))
         check_model_fits(config, self._example.shape)
         workers = config.workers.nodes * config.workers.locals
-        size = len(dataset.train.labels) // (workers if config.data.shard else 1)
+        size = len(data.train.labels) // (workers if config.data.shard else 1)
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
         self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
-        self.data = self._place_training_data(dataset.train, size)
-        self._test_batches = self._place_test_data(dataset.test)
+        self.data = self._place_training_data(data.train, size)
+        self._test_batches = self._place_test_data(data.test)
         self.step = self.workers.map(self._step, donate=0)
         self._count_wrong = self.workers.map(self._count_wrong_of_one)
         self._pick = jax.jit(
