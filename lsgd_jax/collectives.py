@@ -195,6 +195,15 @@ def coordinatewise(rule: Callable[[jax.Array], jax.Array], tree: Tree, axes: Axe
     return _packed(apply, tree)
 
 
+def drawn(
+    probability: jax.Array | float, seed: int, step: jax.Array, axes: Axes
+) -> jax.Array:
+    """Whether this worker's coin fell at this step: a bool scalar, varying."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    coin = jax.random.uniform(jax.random.fold_in(key, index(axes)))
+    return coin < probability
+
+
 def everybody(axes: Axes) -> bool:
     """Whether the group is all workers of the node × local grid, where we are traced."""
     named = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -253,6 +253,15 @@ def check_size(topology: Topology, num_workers: int) -> None:
         )
 
 
+def check_one_peer(topology: Topology) -> None:
+    """Raises ValueError unless each worker sends and receives at most once in a round."""
+    if any(len(round) > 1 for round in topology.rounds):
+        raise ValueError(
+            "`topology` must have one peer: in every round each worker sends to at most "
+            f"one and receives from at most one; got {topology!r}"
+        )
+
+
 def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topology:
     """The graph where i sends to i + hop mod W for each hop of the round."""
     rounds = [

@@ -11,7 +11,7 @@ from lsgd_jax import collectives
 from lsgd_jax._types import Shared
 from lsgd_jax.checks import check_fraction, check_not_negative, check_option
 from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.methods.gossip import blend, message_nbytes
+from lsgd_jax.methods.gossip import blend, message_nbytes, send, share
 from lsgd_jax.pull import (
     Target,
     observe_step,
@@ -21,7 +21,7 @@ from lsgd_jax.pull import (
     sound,
     step_towards,
 )
-from lsgd_jax.topology import Topology, check_size, exponential
+from lsgd_jax.topology import Topology, check_one_peer, check_size, exponential
 
 
 Interpolation = Literal["constant", "clock", "loss"]
@@ -98,7 +98,7 @@ def pairwise(
         check_fraction("fetch_probability", fetch_probability)
     check_not_negative("divergence_threshold", divergence_threshold)
     if topology is not None:
-        _check_one_peer(topology)
+        check_one_peer(topology)
 
     def observe(state, loss, count):
         measure = state.measure
@@ -129,7 +129,7 @@ def pairwise(
             if divergence_threshold:
                 calm = mine < divergence_threshold
                 f = jnp.where(calm, jnp.clip(f * mine / divergence_threshold, 0, 1), f)
-        f = jnp.where(_drawn(rate(fetch_probability, t), seed, t, axes), f, 0)
+        f = jnp.where(collectives.drawn(rate(fetch_probability, t), seed, t, axes), f, 0)
         f = jnp.where(there, jnp.where(healthy, f, 1), 0)
         if interpolation == "clock":
             mine = mine + f * (theirs - mine)
@@ -199,32 +199,21 @@ def gosgd(
     if not callable(send_probability):
         check_fraction("send_probability", send_probability)
     if topology is not None:
-        _check_one_peer(topology)
+        check_one_peer(topology)
 
     def aim(y, state, healthy):
         t, w = state.step.value, state.weight
         graph = _graph(topology, axes)
-        r = graph.round_at(t)
-        has_peer = jnp.asarray(graph.out_degrees > 0)[r, collectives.index(axes)]
-        sends = _drawn(rate(send_probability, t), seed, t, axes) & has_peer & healthy
-        given = jnp.where(sends, w / 2, 0)
-        message = jax.tree.map(lambda a: jnp.where(healthy, a, 0), y)
-        sums, mass = collectives.push(message, given, graph.rounds, r, axes)
-        own = w - given
+        sends = healthy & collectives.drawn(rate(send_probability, t), seed, t, axes)
+        kept = share(graph, graph.round_at(t), axes)  # 1/2, or all where there is no peer
+        own = jnp.where(sends, kept * w, w)
+        sums, mass = send(y, jnp.where(sends, w, 0), healthy, graph, t, axes)
         z = blend(y, jnp.where(healthy, own, 0), sums, mass)
         return z, healthy | (mass > 0), SumWeightState(state.step, own + mass)
 
     init = lambda params: SumWeightState(Shared(jnp.int32(0)), jnp.float32(1))
     payload = lambda params: _payload(params, topology, axes)
     return quarantine(pull(Target(axes, init, observe_step, aim, payload), 1.0))
-
-
-def _check_one_peer(topology: Topology) -> None:
-    if any(len(round) > 1 for round in topology.rounds):
-        raise ValueError(
-            "`topology` must have one peer: in every round each worker sends to at most "
-            f"one and receives from at most one; got {topology!r}"
-        )
 
 
 def _graph(topology: Topology | None, axes: Axes) -> Topology:
@@ -242,10 +231,3 @@ def _part(a: Array, whole: Array) -> Array:
     """a / whole within [0, 1]; 0 / 0 is 1/2."""
     part = a / jnp.where(whole == 0, 1, whole)
     return jnp.where(whole == 0, 0.5, jnp.clip(part, 0, 1))
-
-
-def _drawn(probability: Array | float, seed: int, step: Array, axes: Axes) -> Array:
-    """Whether this worker's coin of this step fell: a bool scalar, varying."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    coin = jax.random.uniform(jax.random.fold_in(key, collectives.index(axes)))
-    return coin < probability

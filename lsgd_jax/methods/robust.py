@@ -1,70 +1,16 @@
 """Aggregations of gradients, first in a chain: the mean, and what withstands attackers."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
 from lsgd_jax import collectives
-from lsgd_jax._types import Shared, Tree
+from lsgd_jax._types import Tree
+from lsgd_jax.aggregate import aggregate
 from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import (
-    PullState,
-    all_finite,
-    communicate_if,
-    mean_of,
-    nbytes,
-    sum_nbytes,
-    tree_where,
-)
-
-
-def _aggregation(
-    rule: Callable[[Tree, Any, Array], tuple[Tree, Any]],
-    payload: Callable[[Tree], int],
-    axes: Axes,
-    init_own: Callable[[Tree], Any] = lambda params: (),
-    until: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Replaces gradients by rule(g, own state, finite) -> (aggregate, own state).
-
-    The state is a `PullState`: its `count` are the exchanges so far, and its `healed`
-    counts the gradients of this worker that were not finite.
-    """
-
-    def init(params: Tree) -> Any:
-        return PullState(
-            count=Shared(jnp.zeros([], jnp.int32)),
-            healed=jnp.zeros([], jnp.int32),
-            target=init_own(params),
-            axes=axes,
-            period=1,
-            payload=payload(params),
-        )
-
-    def update(updates, state, params=None, **extra_args):
-        del params, extra_args
-        finite = all_finite(updates)
-        count = state.count.value
-
-        def exchange(g, own):
-            aggregate, own = rule(g, own, finite)
-            cast = jax.tree.map(lambda a, g: a.astype(g.dtype), aggregate, g)
-            return cast, own, state.healed + ~finite, optax.safe_increment(count)
-
-        def keep(g, own):
-            return g, own, state.healed, count
-
-        due = True if until is None else count < until
-        g, own, healed, count = communicate_if(due, exchange, keep, (updates, state.target))
-        return g, dataclasses.replace(state, count=Shared(count), healed=healed, target=own)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+from lsgd_jax.pull import mean_of, nbytes, sum_nbytes, tree_where
 
 
 def allreduce(
@@ -99,7 +45,7 @@ def allreduce(
         mean = mean_of(sums, count)
         return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g), own
 
-    return _aggregation(rule, sum_nbytes, axes, until=until)
+    return aggregate(rule, sum_nbytes, axes, until=until)
 
 
 def coordinate_median(
@@ -129,7 +75,7 @@ def coordinate_median(
         del finite
         return collectives.coordinatewise(_median, g, axes), own
 
-    return _aggregation(rule, nbytes, axes)
+    return aggregate(rule, nbytes, axes)
 
 
 def licm(
@@ -176,7 +122,7 @@ def licm(
         del finite
         return collectives.coordinatewise(near_median, g, axes), own
 
-    return _aggregation(rule, nbytes, axes)
+    return aggregate(rule, nbytes, axes)
 
 
 def cge(
@@ -236,7 +182,7 @@ def cge(
     def zeros(params: Tree) -> Tree:
         return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params) if decay else ()
 
-    return _aggregation(rule, lambda g: sum_nbytes(g) + 4, axes, zeros)
+    return aggregate(rule, lambda g: sum_nbytes(g) + 4, axes, zeros)
 
 
 def _median(rows: Array) -> Array:

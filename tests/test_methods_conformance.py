@@ -1,0 +1,190 @@
+"""One table of all methods, run through what every method keeps to."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import METHODS, Run, exchanges, run_of
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+
+
+every_method = pytest.mark.parametrize("name", METHODS)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+SICK = 1
+
+
+def rows(tree, keep):
+    return jax.tree.map(lambda x: np.asarray(x)[keep], tree)
+
+
+@functools.cache
+def base_alone(W):
+    return Run(optax.sgd(0.1), 1, W, 1).train()[0]
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.alone])
+def test_one_worker_is_the_base_optimizer(name):
+    """With momentum, so that what the base sees must be untouched as well."""
+    base = optax.sgd(0.1, momentum=0.9, nesterov=True)
+    run = Run(METHODS[name].chain(1, base), 1, 1, 1)
+    seen, _ = run.train()
+    params, state = run.start, base.init(run.start)
+    for after, target in zip(seen, run.batches):
+        grads = jax.tree.map(jnp.subtract, params, target)
+        updates, state = base.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        close(after, jax.device_get(params))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "locals", "devices"), [(4, 2, (8, 2)), (1, 3, (3, 1)), (5, 1, (5, 1))]
+)
+@every_method
+def test_every_grid_and_the_same_numbers_on_it(name, nodes, locals, devices):
+    if nodes * locals in METHODS[name].refuses:
+        with pytest.raises(ValueError, match="power of two"):
+            run_of(name, nodes, locals, devices[0])
+        return
+    one, other = (run_of(name, nodes, locals, count).train()[0] for count in devices)
+    for a, b in zip(one, other):
+        chex.assert_tree_all_finite(a)
+        close(a, b)
+    apart = lambda tree: float(lj.consensus_distance(jax.tree.map(jnp.asarray, tree)))
+    alone = base_alone(nodes * locals)
+    if METHODS[name].first and METHODS[name].then is None:
+        # Not the parameters but their steps come together.
+        move = lambda seen: jax.tree.map(np.subtract, seen[1], seen[0])
+        assert apart(move(one)) < 1e-3 * apart(move(alone))
+    else:
+        assert apart(one[-1]) < 0.9 * apart(alone[-1])
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "for_ever"])
+@every_method
+def test_a_non_finite_worker_stays_alone_and_is_healed_or_reported(name, lasting):
+    run = run_of(name, 4, 2, 8)
+    batches = list(run.batches)
+    for t in range(1, len(batches) if lasting else 2):
+        target = batches[t]["w"].at[SICK].set(jnp.nan)
+        batches[t] = {"w": target, "b": batches[t]["b"].at[SICK].set(jnp.inf)}
+    seen, state = run.train(batches)
+    healthy, _ = run.train()
+    for params in seen:
+        chex.assert_tree_all_finite(params)  # the others', and what is left of its own
+    healed = sum(level.healed for level in lj.diagnostics(state))
+    others = np.arange(run.W) != SICK
+    assert healed[SICK] >= 1 and not healed[others].any()
+    # The worker was alive before, and its illness did make a difference.
+    close(seen[0], healthy[0])
+    assert np.abs(rows(seen[-1], SICK)["b"] - rows(healthy[-1], SICK)["b"]).max() > 1e-4
+
+
+@every_method
+def test_compiles_once_and_state_keeps_its_types(name):
+    run = run_of(name, 4, 2, 8)
+    params = run.workers.put(run.start)
+    before = run.init(params)
+    described = lambda x: (x.shape, x.dtype, x.sharding, x.aval.weak_type)
+    kept = jax.tree.map(described, (params, before))
+    _, after = run.step(params, before, run.workers.put(run.batches[0]))
+    params, after = run.step(params, after, run.workers.put(run.batches[0]))
+    assert jax.tree.map(described, (params, after)) == kept
+    assert run.step._cache_size() == 1
+
+
+@every_method
+def test_bfloat16_parameters_stay_bfloat16(name):
+    run = run_of(name, 4, 2, 8)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.start)
+    state = jax.eval_shape(run.init, half)
+    params, after = jax.eval_shape(run.step, half, state, half)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+@every_method
+def test_communicates_on_due_steps_only_and_what_it_says(name):
+    """Read from the compiled program of 8 workers on 8 devices."""
+    method, run = METHODS[name], run_of(name, 4, 2, 8)
+    always, in_branches = exchanges(run.text)
+    _, state = run.train()
+    pulls = lj.diagnostics(state)
+    assert all(level.period % method.due == 0 for level in pulls) or method.first
+    said = [
+        level.payload
+        for level, rounds in zip(pulls, method.rounds(run.W), strict=True)
+        for _ in range(rounds)
+    ]
+    if method.due > 1:
+        assert always == 0
+    assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
+
+
+@every_method
+def test_predicates_of_communication_are_the_same_on_all_workers(name):
+    """By type: whatever decides on a branch with collectives varies over no axis."""
+    tx = METHODS[name].chain(8, optax.sgd(0.1))
+    run = run_of(name, 4, 2, 8)
+    axes = ("node", "local")
+    mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    is_shared = lambda node: isinstance(node, lj.Shared)
+    params = run.workers.put(run.start)
+    state = run.init(params)
+    specs = jax.tree.map(
+        lambda n: P() if is_shared(n) else P(axes), state, is_leaf=is_shared
+    )
+    one = lambda tree: jax.tree.map(
+        lambda n: n if is_shared(n) else n[0], tree, is_leaf=is_shared
+    )
+
+    def update(params, state, value):
+        updates, _ = tx.update(one(params), one(state), one(params), value=value[0])
+        return jax.tree.map(lambda u: u[None], updates)
+
+    update = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=P(axes)
+    )
+    program = jax.make_jaxpr(update)(params, state, jnp.ones(8))
+    decided = 0
+    for equation in _equations(program.jaxpr):
+        if equation.primitive.name == "cond":
+            inside = {
+                inner.primitive.name
+                for branch in equation.params["branches"]
+                for inner in _equations(branch.jaxpr)
+            }
+            if any(n.startswith(("psum", "ppermute", "all_gather")) for n in inside):
+                assert not equation.invars[0].aval.manual_axis_type.varying
+                decided += 1
+    assert decided > 0 or exchanges(run.text)[0] > 0
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+@every_method
+def test_ignores_extra_arguments_and_needs_parameters(name):
+    method = METHODS[name]
+    tx = method.make(1)
+    workers = lj.Workers(1, 1, devices=jax.devices()[:1])
+    x = workers.put(jnp.ones((1, 2)))
+    state = workers.map(tx.init)(x)
+    call = lambda x, s: tx.update(x, s, x, value=x.sum(), something=0)[0]
+    chex.assert_shape(workers.map(call)(x, state), (1, 2))
+    if not method.first:
+        with pytest.raises(ValueError, match="needs the parameters"):
+            workers.map(lambda x, s: tx.update(x, s, value=x.sum())[0])(x, state)
