@@ -73,7 +73,7 @@ METHODS = {
         lambda W: lj.pairwise("loss", divergence_threshold=2.0), rounds=hops
     ),
     "gosgd": Method(lambda W: lj.gosgd(send_probability=0.7), rounds=hops),
-    "wagma": Method(lambda W: lj.wagma(2, 3), rounds=lambda W: (3, 1), refuses=(3, 5)),
+    "wagma": Method(lambda W: lj.wagma(2, 3), rounds=lambda W: (3, 1), refuses=(5,)),
     "allreduce": Method(lambda W: lj.allreduce(), first=True),
     "post_local_sgd": Method(
         lambda W: lj.allreduce(until=3),
