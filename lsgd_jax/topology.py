@@ -9,7 +9,7 @@ worker sends at most one message and receives at most one. A permutation is one 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +143,9 @@ class Topology:
         return "\n".join(lines)
 
 
+Graph = Topology | Callable[[int], Topology]
+
+
 def ring(num_workers: int) -> Topology:
     """Every worker sends to both neighbours, at every step.
 
@@ -250,6 +253,45 @@ def check_size(topology: Topology, num_workers: int) -> None:
     if topology.num_workers != num_workers:
         raise ValueError(
             f"`topology` must be one of {num_workers} workers, got {topology!r}"
+        )
+
+
+def for_group(
+    topology: Graph, check: Callable[[Topology], None] = lambda topology: None
+) -> Callable[[int], Topology]:
+    """The graph as a function of the number of workers, which is known at trace time only.
+
+    Args:
+      topology: a graph, or a function that builds one for a number of workers (`ring`).
+      check: raises ValueError if the graph will not do; early for a graph that is given.
+    """
+    if isinstance(topology, Topology):
+        check(topology)
+
+    def build(num_workers: int) -> Topology:
+        graph = topology if isinstance(topology, Topology) else topology(num_workers)
+        check_size(graph, num_workers)
+        check(graph)
+        return graph
+
+    return build
+
+
+def check_balanced(topology: Topology) -> None:
+    """Raises ValueError unless the mixing matrices are doubly stochastic."""
+    if not topology.balanced:
+        raise ValueError(
+            "`topology` must be balanced (each worker sends to as many as it receives "
+            f"from, with equal weights); push-sum (`sgp`) takes any graph; got {topology!r}"
+        )
+
+
+def check_paired(topology: Topology) -> None:
+    """Raises ValueError unless the workers meet in pairs."""
+    if not topology.paired:
+        raise ValueError(
+            "`topology` must pair the workers: in every round each meets at most one "
+            f"other, both ways; got {topology!r}"
         )
 
 

@@ -418,6 +418,17 @@ def test_pairwise_fetches_with_a_probability():
     assert len({tuple(row) for row in fetched}) > 1  # drawn anew each step
 
 
+@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+def test_pairwise_keeps_to_itself_if_its_peer_is_sick(interpolation):
+    run = make(lj.pairwise(interpolation), 4)
+    x = run.start["w"]
+    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, state = run.train([sick])
+    close(seen[0]["w"][2], np.asarray(x[2]))  # which would take from 1
+    close(seen[0]["w"][1], np.asarray(x[0]))  # which takes its peer whole
+    assert np.isfinite(np.asarray(find(state, "measure"))[[0, 2, 3]]).all()
+
+
 def test_gosgd_conserves_weights_and_what_they_weigh():
     run = make(lj.gosgd(send_probability=0.5, seed=1), 4)
     params = run.workers.put(run.start)
@@ -584,6 +595,15 @@ def test_refuses_another_number_of_workers(tx, message):
     workers = lj.Workers(1, 4, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=message):
         workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((4, 2))))
+
+
+@pytest.mark.parametrize("method", [lj.dpsgd, lj.adpsgd, lj.sgp, lj.osgp])
+def test_a_graph_may_be_built_for_the_workers_at_hand(method):
+    build = graph.bipartite_exponential
+    built, given = (make(method(g), 4).train()[0] for g in (build, build(4)))
+    close(built, given)
+    with pytest.raises(ValueError, match="balanced|pair"):
+        make(lj.adpsgd(lambda W: UNEQUAL), 4)
 
 
 def test_pairwise_needs_the_loss_if_it_goes_by_it():

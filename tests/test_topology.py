@@ -55,6 +55,7 @@ def test_colours_are_as_few_as_the_largest_degree(seed):
     graph = topology.from_edges([chosen], num_workers)
     check_round(graph.rounds[0], num_workers)
     assert edges(graph.rounds[0]) == sorted(chosen)
+    assert topology.from_edges([chosen[::-1]], num_workers) == graph
     degrees = [sum(e[side] == i for e in chosen) for side in (0, 1) for i in range(9)]
     assert len(graph.rounds[0]) == max(degrees)
 

@@ -11,7 +11,14 @@ from lsgd_jax import collectives
 from lsgd_jax._types import Shared, Tree
 from lsgd_jax.collectives import Axes, widened
 from lsgd_jax.pull import Order, Target, nbytes, observe_step, pull, quarantine
-from lsgd_jax.topology import Topology, check_size
+from lsgd_jax.topology import (
+    Graph,
+    Topology,
+    bipartite_exponential,
+    check_balanced,
+    check_paired,
+    for_group,
+)
 
 
 class GossipState(NamedTuple):
@@ -24,7 +31,7 @@ class GossipState(NamedTuple):
     step: Shared[Array]
 
 
-def neighbors(topology: Topology, axes: Axes = ("node", "local")) -> Target:
+def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Target:
     r"""The weighted mean of a worker and its neighbours in a graph, as a target of `pull`.
 
     .. math::
@@ -34,30 +41,28 @@ def neighbors(topology: Topology, axes: Axes = ("node", "local")) -> Target:
     is not finite is left out, and its share stays with the receiver.
 
     Args:
-      topology: the graph; every worker sends to as many as it receives from.
+      topology: the graph, or the function that builds it for W workers; every worker
+        sends to as many as it receives from.
       axes: the mesh axes of the group, whose W workers the graph joins.
 
     Raises:
       ValueError: a graph that is not balanced; in `update`, one of another size.
 
     >>> from lsgd_jax.topology import ring
-    >>> neighbors(ring(4)).payload(jnp.zeros(3))
-    32
+    >>> neighbors(ring(4), axes="local").axes
+    'local'
     """
-    if not topology.balanced:
-        raise ValueError(
-            "`topology` must be balanced (each worker sends to as many as it receives "
-            f"from, with equal weights); push-sum (`sgp`) takes any graph; got {topology!r}"
-        )
+    graph = for_group(topology, check_balanced)
 
     def aim(y, state, healthy):
-        r = state.step.value
-        sums, mass = send(y, 1.0, healthy, topology, r, axes)
+        here = graph(collectives.size(axes))
+        sums, mass = send(y, 1.0, healthy, here, state.step.value, axes)
         own = jnp.where(healthy, 1 - mass, 0)
         return blend(y, own, sums, mass), healthy | (mass > 0), state
 
     init = lambda params: GossipState(Shared(jnp.int32(0)))
-    return Target(axes, init, observe_step, aim, lambda p: message_nbytes(p, topology))
+    payload = lambda params: message_nbytes(params, graph(collectives.size(axes)))
+    return Target(axes, init, observe_step, aim, payload)
 
 
 def send(
@@ -72,7 +77,6 @@ def send(
 
     m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not healthy.
     """
-    check_size(topology, collectives.size(axes))
     r = topology.round_at(step)
     given = jnp.where(healthy, share(topology, r, axes) * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(healthy, y, 0), y)
@@ -102,7 +106,7 @@ def message_nbytes(params: Tree, topology: Topology) -> int:
 
 
 def dpsgd(
-    topology: Topology,
+    topology: Graph,
     order: Order = "combine_then_adapt",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,7 +121,8 @@ def dpsgd(
     receiver; it takes the mean of its own neighbours whole.
 
     Args:
-      topology: the graph, with equal degrees: `ring`, `exponential`, `complete`, ….
+      topology: the graph, with equal degrees: `ring(W)`, `exponential(W)`, …; or, without
+        its W, the function that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
       axes: the mesh axes of the group.
 
@@ -138,7 +143,7 @@ def dpsgd(
 
 
 def adpsgd(
-    topology: Topology,
+    topology: Graph = bipartite_exponential,
     order: Order = "combine_then_adapt",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
@@ -152,7 +157,7 @@ def adpsgd(
     meets nobody keeps x + u. Workers that are not finite are treated as in `dpsgd`.
 
     Args:
-      topology: the graph, in rounds of pairs: `bipartite_exponential`.
+      topology: the graph, in rounds of pairs, or the function that builds it.
       order: 'adapt_then_combine' averages x + u instead of x.
       axes: the mesh axes of the group.
 
@@ -169,9 +174,6 @@ def adpsgd(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
     """
-    if not topology.paired:
-        raise ValueError(
-            "`topology` must pair the workers: in every round each meets at most one "
-            f"other, both ways; got {topology!r}"
-        )
-    return dpsgd(topology, order, axes)
+    return quarantine(
+        pull(neighbors(for_group(topology, check_paired), axes), 1.0, order=order)
+    )

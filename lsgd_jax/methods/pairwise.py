@@ -21,7 +21,7 @@ from lsgd_jax.pull import (
     sound,
     step_towards,
 )
-from lsgd_jax.topology import Topology, check_one_peer, check_size, exponential
+from lsgd_jax.topology import Graph, check_one_peer, exponential, for_group
 
 
 Interpolation = Literal["constant", "clock", "loss"]
@@ -44,7 +44,7 @@ def pairwise(
     interpolation: Interpolation = "constant",
     value: optax.ScalarOrSchedule = 0.5,
     divergence_threshold: float = 0.0,
-    topology: Topology | None = None,
+    topology: Graph | None = None,
     fetch_probability: optax.ScalarOrSchedule = 1.0,
     seed: int = 0,
     axes: Axes = ("node", "local"),
@@ -97,8 +97,7 @@ def pairwise(
     if not callable(fetch_probability):
         check_fraction("fetch_probability", fetch_probability)
     check_not_negative("divergence_threshold", divergence_threshold)
-    if topology is not None:
-        check_one_peer(topology)
+    graph = for_group(topology or exponential, check_one_peer)
 
     def observe(state, loss, count):
         measure = state.measure
@@ -115,10 +114,10 @@ def pairwise(
 
     def aim(y, state, healthy):
         t, mine = state.step.value, state.measure
-        graph = _graph(topology, axes)
+        here = graph(collectives.size(axes))
         message = jax.tree.map(lambda a: jnp.where(healthy, a, 0), (y, mine))
         sent = healthy.astype(jnp.float32)
-        arrived = collectives.push(message, sent, graph.rounds, graph.round_at(t), axes)
+        arrived = collectives.push(message, sent, here.rounds, here.round_at(t), axes)
         (z, theirs), there = arrived[0], arrived[1] > 0
 
         f = rate(value, t)
@@ -133,15 +132,17 @@ def pairwise(
         f = jnp.where(there, jnp.where(healthy, f, 1), 0)
         if interpolation == "clock":
             mine = mine + f * (theirs - mine)
-        here = jax.tree.map(lambda a: jnp.where(healthy, widened(a), 0), y)
-        z = step_towards(here, here, z, f)
+        own = jax.tree.map(lambda a: jnp.where(healthy, widened(a), 0), y)
+        z = step_towards(own, own, z, f)
         return z, healthy | there, PairwiseState(state.step, mine)
 
     def init(params):
         del params
         return PairwiseState(Shared(jnp.int32(0)), jnp.float32(0))
 
-    payload = lambda params: _payload(params, topology, axes) + 4  # the measure
+    payload = lambda params: (
+        message_nbytes(params, graph(collectives.size(axes))) + 4
+    )  # the measure
     return quarantine(pull(Target(axes, init, observe, aim, payload), 1.0))
 
 
@@ -158,7 +159,7 @@ class SumWeightState(NamedTuple):
 
 
 def gosgd(
-    topology: Topology | None = None,
+    topology: Graph | None = None,
     send_probability: optax.ScalarOrSchedule = 1.0,
     seed: int = 0,
     axes: Axes = ("node", "local"),
@@ -198,33 +199,21 @@ def gosgd(
     """
     if not callable(send_probability):
         check_fraction("send_probability", send_probability)
-    if topology is not None:
-        check_one_peer(topology)
+    graph = for_group(topology or exponential, check_one_peer)
 
     def aim(y, state, healthy):
         t, w = state.step.value, state.weight
-        graph = _graph(topology, axes)
+        here = graph(collectives.size(axes))
         sends = healthy & collectives.drawn(rate(send_probability, t), seed, t, axes)
-        kept = share(graph, graph.round_at(t), axes)  # 1/2, or all where there is no peer
+        kept = share(here, here.round_at(t), axes)  # 1/2, or all where there is no peer
         own = jnp.where(sends, kept * w, w)
-        sums, mass = send(y, jnp.where(sends, w, 0), healthy, graph, t, axes)
+        sums, mass = send(y, jnp.where(sends, w, 0), healthy, here, t, axes)
         z = blend(y, jnp.where(healthy, own, 0), sums, mass)
         return z, healthy | (mass > 0), SumWeightState(state.step, own + mass)
 
     init = lambda params: SumWeightState(Shared(jnp.int32(0)), jnp.float32(1))
-    payload = lambda params: _payload(params, topology, axes)
+    payload = lambda params: message_nbytes(params, graph(collectives.size(axes)))
     return quarantine(pull(Target(axes, init, observe_step, aim, payload), 1.0))
-
-
-def _graph(topology: Topology | None, axes: Axes) -> Topology:
-    """The topology, checked to be one of the group, or the default one of its size."""
-    graph = topology or exponential(collectives.size(axes))
-    check_size(graph, collectives.size(axes))
-    return graph
-
-
-def _payload(params, topology: Topology | None, axes: Axes) -> int:
-    return message_nbytes(params, _graph(topology, axes))
 
 
 def _part(a: Array, whole: Array) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from lsgd_jax import collectives
 from lsgd_jax._types import Shared, Tree
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.collectives import Axes, widened
@@ -22,7 +23,7 @@ from lsgd_jax.pull import (
     sound,
     tree_where,
 )
-from lsgd_jax.topology import Topology
+from lsgd_jax.topology import Graph, for_group
 
 
 class PushSumState(NamedTuple):
@@ -40,7 +41,7 @@ class PushSumState(NamedTuple):
 
 
 def sgp(
-    topology: Topology, axes: Axes = ("node", "local")
+    topology: Graph, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
@@ -57,7 +58,7 @@ def sgp(
     It takes what its neighbours sent whole and keeps its weight.
 
     Args:
-      topology: any graph.
+      topology: any graph, or the function that builds it for W workers.
       axes: the mesh axes of the group.
 
     Returns:
@@ -76,7 +77,7 @@ def sgp(
 
 
 def osgp(
-    topology: Topology, staleness: int = 1, axes: Axes = ("node", "local")
+    topology: Graph, staleness: int = 1, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
 
@@ -91,7 +92,7 @@ def osgp(
     `sgp`.
 
     Args:
-      topology: any graph.
+      topology: any graph, or the function that builds it for W workers.
       staleness: σ ≥ 1; keeps σ - 1 copies of the parameters under way.
       axes: the mesh axes of the group.
 
@@ -111,13 +112,15 @@ def osgp(
 
 
 def _push_sum(
-    topology: Topology, staleness: int, axes: Axes
+    topology: Graph, staleness: int, axes: Axes
 ) -> optax.GradientTransformationExtraArgs:
     """`sgp` (staleness 0: the step travels) and `osgp`, without the quarantine.
 
     A message is the de-biased x in the parameters' dtype and a weight, so that numerators
     are formed in float32 by the receiver.
     """
+
+    graph = for_group(topology)
 
     def init(params: Tree) -> Any:
         nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params)
@@ -128,7 +131,7 @@ def _push_sum(
             target=PushSumState(jnp.float32(1), under_way),
             axes=axes,
             period=1,
-            payload=message_nbytes(params, topology),
+            payload=message_nbytes(params, graph(collectives.size(axes))),
         )
 
     def update(updates, state, params=None, *, value=None, **extra_args):
@@ -140,12 +143,13 @@ def _push_sum(
         y = plus(x, jax.tree.map(lambda u: (u / w).astype(u.dtype), u))  # (w x + u) / w
         healthy = sound(value) & all_finite(y)
 
+        here = graph(collectives.size(axes))
         travelling = x if staleness else y
-        sent = send(travelling, w, healthy, topology, t, axes)
+        sent = send(travelling, w, healthy, here, t, axes)
         arrived, *under_way = (*state.target.under_way, sent)
         sums, mass = arrived
 
-        own = jnp.where(healthy, share(topology, topology.round_at(t), axes) * w, 0)
+        own = jnp.where(healthy, share(here, here.round_at(t), axes) * w, 0)
         weight = jnp.where(healthy, own, w) + mass
         z = blend(travelling, own, sums, mass)
         if staleness:
