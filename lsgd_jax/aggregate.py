@@ -21,10 +21,34 @@ def aggregate(
     init_own: Callable[[Tree], Any] = lambda params: (),
     until: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces gradients by rule(g, own state, finite) -> (aggregate, own state).
+    r"""Replaces each worker's gradient by something made of everybody's.
 
-    The state is a `PullState`: its `count` are the exchanges so far, and its `healed`
-    counts the gradients of this worker that were not finite.
+    .. math:: g_i \leftarrow \text{rule}(g_1, \dots, g_W) \quad \text{on the first } until
+      \text{ steps}
+
+    It stands first in a chain, before the base optimizer.
+
+    Args:
+      rule: (g, own, finite) -> (aggregate, own), for one worker; the one place that
+        communicates. g: its gradients; own: its state; finite: bool scalar, whether all
+        of g is finite; aggregate: a tree like g, cast to the dtypes of g.
+      payload: params -> bytes that each worker hands to the collectives of one exchange.
+      axes: the mesh axes of the group.
+      init_own: params -> own.
+      until: the last step on which to communicate; None: on all.
+
+    Returns:
+      A gradient transformation for one worker. Its state is a `PullState` of period 1:
+      `count` are the exchanges so far, `healed` how many gradients of this worker were not
+      finite, `target` is own.
+
+    >>> import lsgd_jax as lj
+    >>> first = lambda g, own, finite: (lj.collectives.take_from(g, 0, "local"), own)
+    >>> tx = aggregate(first, payload=lambda params: 4, axes="local")
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> follow = workers.map(lambda g: tx.update(g, tx.init(g))[0])
+    >>> follow(workers.put(jnp.array([1.0, 2.0]))).tolist()
+    [1.0, 1.0]
     """
 
     def init(params: Tree) -> Any:

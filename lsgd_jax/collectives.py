@@ -98,6 +98,11 @@ def take_from(tree: Tree, source: jax.Array, axes: Axes) -> Tree:
 def total(tree: Tree, axes: Axes, where: jax.Array | bool = True) -> tuple[Tree, jax.Array]:
     """The sum of the group's trees over the workers `where` (bool, varying) holds.
 
+    Args:
+      tree: what to add up; varying per worker. What is not taken in may be nan or inf.
+      axes: the mesh axes of the group.
+      where: whether this worker takes part.
+
     Returns:
       (sums, count): a tree in float32 at least, and how many took part (float32 scalar).
       Both are the same for the whole group, and travel together.

@@ -49,7 +49,8 @@ class PullState:
 
     Attributes:
       count: int32 scalar, local steps taken; shared.
-      healed: int32 scalar, how often this worker took the target whole; per worker.
+      healed: int32 scalar, how often this worker took the target whole (or, in an
+        aggregation of gradients, was left out); per worker.
       target: the target's own state.
       axes: the mesh axes of the group.
       period: the pull's `every`, in steps.

@@ -95,6 +95,8 @@ def test_easgd_center_follows_its_rule():
 GROUPED = {
     "easgd": lambda axes: lj.easgd(0.6, 2, axes=axes),
     "diloco": lambda axes: lj.diloco(2, axes=axes),
+    "sgp": lambda axes: lj.sgp(graph.exponential, axes=axes),
+    "wagma": lambda axes: lj.wagma(2, 3, axes=axes),
 }
 
 
@@ -105,9 +107,9 @@ def one_group(name, W):
 
 @pytest.mark.parametrize("devices", [8, 2, 1])
 @pytest.mark.parametrize("axes", ["local", "node"])
-@pytest.mark.parametrize("name", ["easgd", "diloco"])
-def test_a_group_has_a_center_of_its_own(name, axes, devices):
-    """Inside the nodes, or across them: as if the groups ran by themselves."""
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_run_by_themselves(name, axes, devices):
+    """Inside the nodes, or across them; each has a centre of its own."""
     nodes, locals = 2, 4
     run = Run(optax.chain(SGD, GROUPED[name](axes)), nodes, locals, devices)
     seen, state = run.train()
@@ -120,7 +122,9 @@ def test_a_group_has_a_center_of_its_own(name, axes, devices):
         for a, b in zip(seen, expected):
             close(rows(a), b)
         centers.append(jax.device_get(lj.center(expected[-1], own)))
-    assert isinstance(find(state, "center" if name == "easgd" else "anchor"), lj.Grouped)
+    if name in ("easgd", "diloco"):
+        field = {"easgd": "center", "diloco": "anchor"}[name]
+        assert isinstance(find(state, field), lj.Grouped)
     center = jax.device_get(lj.center(seen[-1], state))
     close(center, jax.tree.map(lambda *c: np.mean(c, axis=0), *centers))
 
@@ -575,6 +579,7 @@ def test_bfloat16_center_moves_by_less_than_a_rounding_step():
         (lambda: lj.licm(-1.0), "`gamma` must be at least 0"),
         (lambda: lj.cge(-1), "`faulty` must be a positive int"),
         (lambda: lj.cge(1, decay=1.5), "`decay` must be in"),
+        (lambda: lj.cge(1, decay=1), "`decay` must be less than 1"),
     ],
 )
 def test_refuses(build, message):

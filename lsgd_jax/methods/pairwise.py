@@ -140,9 +140,10 @@ def pairwise(
         del params
         return PairwiseState(Shared(jnp.int32(0)), jnp.float32(0))
 
-    payload = lambda params: (
-        message_nbytes(params, graph(collectives.size(axes))) + 4
-    )  # the measure
+    def payload(params):
+        measure = 4
+        return message_nbytes(params, graph(collectives.size(axes))) + measure
+
     return quarantine(pull(Target(axes, init, observe, aim, payload), 1.0))
 
 

@@ -21,6 +21,7 @@ from lsgd_jax.pull import (
     plus,
     quarantine,
     sound,
+    step_towards,
     tree_where,
 )
 from lsgd_jax.topology import Graph, for_group
@@ -140,10 +141,11 @@ def _push_sum(
             raise ValueError(NO_PARAMS)
         x, u, w = params, updates, state.target.weight
         t = jnp.asarray(optax.safe_increment(state.count.value))
-        y = plus(x, jax.tree.map(lambda u: (u / w).astype(u.dtype), u))  # (w x + u) / w
+        here = graph(collectives.size(axes))
+        scaled = lambda w: jax.tree.map(lambda u: (u / w).astype(u.dtype), u)
+        y = plus(x, scaled(w))  # (w x + u) / w
         healthy = sound(value) & all_finite(y)
 
-        here = graph(collectives.size(axes))
         travelling = x if staleness else y
         sent = send(travelling, w, healthy, here, t, axes)
         arrived, *under_way = (*state.target.under_way, sent)
@@ -152,11 +154,10 @@ def _push_sum(
         own = jnp.where(healthy, share(here, here.round_at(t), axes) * w, 0)
         weight = jnp.where(healthy, own, w) + mass
         z = blend(travelling, own, sums, mass)
-        if staleness:
-            late = jnp.where(healthy, 1 / weight, 0)
-            z = jax.tree.map(lambda z, u: z + late * jnp.where(healthy, u, 0), z, u)
         found = healthy | (mass > 0)
-        move = jax.tree.map(lambda z, x: z - finite_part(x), z, x)
+        moved = step_towards(scaled(weight if staleness else w), travelling, z, 1.0)
+        whole = jax.tree.map(lambda x, z: z - finite_part(x), x, z)
+        move = tree_where(healthy, moved, whole)
         return tree_where(found, move, u), dataclasses.replace(
             state,
             count=Shared(t),

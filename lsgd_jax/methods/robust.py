@@ -159,6 +159,8 @@ def cge(
     if faulty != 0:
         check_positive_int("faulty", faulty)
     check_fraction("decay", decay)
+    if decay == 1:
+        raise ValueError("`decay` must be less than 1, or no gradient ever enters h")
 
     def rule(g, own, finite):
         workers = collectives.size(axes)
