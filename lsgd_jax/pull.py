@@ -32,7 +32,8 @@ class Target(NamedTuple):
       aim: (y, state, healthy) -> (target, found, state), on due steps; the one place
         that communicates. y: a tree of parameters; target: a tree like y; found: bool
         scalar, whether anybody healthy was there to aim at.
-      payload: params -> bytes that each worker hands to the collectives of one `aim`.
+      payload: params -> bytes that each worker hands to the collectives of one `aim`;
+        called in `init`, where the axes are bound.
     """
 
     axes: Axes

@@ -12,6 +12,7 @@ from harness import METHODS, Run, exchanges, run_of
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax.diagnostics import waiting
 
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -97,9 +98,35 @@ def test_a_non_finite_worker_stays_alone_and_is_healed_or_reported(name, lasting
     healed = sum(level.healed for level in lj.diagnostics(state))
     others = np.arange(run.W) != SICK
     assert healed[SICK] >= 1 and not healed[others].any()
+    if not lasting:
+        assert not waiting(state).any()
+        chex.assert_tree_all_finite(state)
     # The worker was alive before, and its illness did make a difference.
     close(seen[0], healthy[0])
     assert np.abs(rows(seen[-1], SICK)["b"] - rows(healthy[-1], SICK)["b"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.first])
+def test_everybody_sick_at_once(name):
+    """Who has a centre goes back to it when due; what is under way heals; others wait."""
+    run = run_of(name, 4, 2, 8)
+    batches = list(run.batches)
+    batches[2] = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), batches[2])
+    seen, state = run.train(batches)
+    for params in seen:
+        chex.assert_tree_all_finite(params)
+    chex.assert_tree_all_finite(lj.center(seen[-1], state))
+    if name == "osgp_delayed":
+        assert not waiting(state).any()
+        return
+    close(seen[2], seen[1])
+    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle")
+    if name.startswith(with_center):
+        assert not waiting(state).any()
+        assert (sum(level.healed for level in lj.diagnostics(state)) == 1).all()
+    else:
+        assert waiting(state).all()
+        close(seen[-1], seen[1])
 
 
 @every_method

@@ -89,10 +89,10 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
         way = jax.tree.map(jnp.subtract, anchor, mean_of(sums, count))
         step, moved = outer.update(way, outer_state, anchor)
         renewed = (optax.apply_updates(anchor, step), moved)
-        found = count > 0
-        anchor, outer_state = tree_where(found, renewed, (anchor, outer_state))
+        anchor, outer_state = tree_where(count > 0, renewed, (anchor, outer_state))
         equal = lambda tree: collectives.equal(tree, axes)
-        return anchor, found, AnchorState(equal(anchor), equal(outer_state))
+        # The anchor is there to aim at even if nobody is healthy.
+        return anchor, jnp.asarray(True), AnchorState(equal(anchor), equal(outer_state))
 
     return Target(axes, init, observe, aim, sum_nbytes)
 

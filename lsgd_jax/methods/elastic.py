@@ -65,14 +65,15 @@ def moving_center(
     def aim(y, state, healthy):
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
-        sums, count = collectives.total(gaps, axes, healthy)
+        sums, _ = collectives.total(gaps, axes, healthy)
         alpha = rate(strength, state.step.value)
         center = jax.tree.map(lambda c, s: (c + alpha * s).astype(c.dtype), old, sums)
         target = center if renewed else old
         if collectives.size(axes) == 1:
             target = center = tree_where(healthy, y, old)
         state = state._replace(center=collectives.equal(center, axes))
-        return target, count > 0, state
+        # The centre is there to aim at even if nobody is healthy.
+        return target, jnp.asarray(True), state
 
     return Target(axes, init, observe_step, aim, sum_nbytes)
 

@@ -75,7 +75,7 @@ def parle(
 
     η is the `learning_rate`, η' the `outer_learning_rate`, L the `period`, γ⁻¹ and ρ⁻¹
     `anchor_pull` and `center_pull`, β the `decay`. ρ⁻¹ = 0 is Entropy-SGD; L = 1, γ⁻¹ = 0
-    is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD, of rate η η' (1 - β) as the step is seen
+    is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD, of steps η' (1 - β) u, as u is seen
     through z. The mean of the anchors, which `lsgd_jax.center` returns, is the model to
     test. A worker whose y or loss is not finite is left out of the mean and takes it.
 
@@ -119,10 +119,11 @@ def parle(
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         sums, count = collectives.total(anchor, axes, healthy)
-        found = count > 0
-        center = tree_where(found, mean_of(sums, count), old)
+        center = tree_where(count > 0, mean_of(sums, count), old)
         anchor = tree_where(healthy, anchor, center)
         equal = collectives.equal(center, axes)
+        # The centre is there to aim at even if nobody is healthy.
+        found = jnp.asarray(True)
         return anchor, found, ParleState(anchor, anchor, equal, state.step)
 
     exchange = pull(Target(axes, init, observe_step, aim, sum_nbytes), 1.0, period)
