@@ -33,6 +33,21 @@ class Shared(Generic[T]):
     value: T
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped(Generic[T]):
+    """A leaf (or tree) that is equal within a group of workers, and kept by each of them.
+
+    What stands in a `Shared` if the group is all workers stands in a `Grouped` if it is
+    only a part of them: `Workers` stacks it, as everything that differs between workers.
+
+    Attributes:
+      value: the tree itself, with a leading axis of W outside of `Workers.map`.
+    """
+
+    value: T
+
+
 def is_shared(node: object) -> bool:
     """Whether a node of a tree is a `Shared`: the `is_leaf` of tree maps."""
     return isinstance(node, Shared)

@@ -32,3 +32,15 @@ def check_option(name: str, value: Any, options: Sequence[str]) -> None:
     if value not in options:
         known = ", ".join(repr(option) for option in options)
         raise ValueError(f"`{name}` must be one of {known}, got {name}={value!r}")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a number of at least 0."""
+    try:
+        valid = bool(0 <= value < float("inf"))
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"`{name}` must be at least 0 and finite (or a schedule), got {name}={value!r}"
+        )

@@ -1,4 +1,4 @@
-"""What workers say to each other: elect, take_from, mean, shift, on whole pytrees.
+"""What workers say to each other: elect, take_from, mean, shift, push, on whole pytrees.
 
 Every function is written for ONE worker and names the group it speaks to by its mesh
 axes. Trees are packed into one buffer per dtype before anything travels, because the
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lsgd_jax._types import Tree
+from lsgd_jax._types import Grouped, Shared, Tree
 
 
 Axes = str | tuple[str, ...]
@@ -20,6 +20,7 @@ Axes = str | tuple[str, ...]
 # With several workers on a device, `Workers` may split an axis in two: the devices
 # along it, and the slots of one device (a vmapped axis).
 DEVICE, SLOT = "{}_device", "{}_slot"
+WORKER_AXES = ("node", "local")
 
 
 def bound(axis: str) -> bool:
@@ -62,12 +63,14 @@ def index(axes: Axes) -> jax.Array:
 
 def gather(x: jax.Array, axes: Axes) -> jax.Array:
     """Everybody's x, stacked in the order of `index`: shape (size, *x.shape)."""
-    group = size(axes)
+    devices, slots = _devices_and_slots(axes)
     # One axis at a time, the innermost first: vmapped axes know no other way.
     stacked = x
-    for name in reversed(names(axes)):
+    for name in reversed(slots):
         stacked = lax.all_gather(stacked, name)
-    return stacked.reshape(group, *x.shape)
+    if devices:
+        stacked = lax.all_gather(stacked, devices)
+    return stacked.reshape(size(axes), *x.shape)
 
 
 def elect(score: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
@@ -92,21 +95,33 @@ def take_from(tree: Tree, source: jax.Array, axes: Axes) -> Tree:
     return _packed(lambda x: lax.psum(jnp.where(mine, x, 0), names(axes)), tree)
 
 
+def total(tree: Tree, axes: Axes, where: jax.Array | bool = True) -> tuple[Tree, jax.Array]:
+    """The sum of the group's trees over the workers `where` (bool, varying) holds.
+
+    Args:
+      tree: what to add up; varying per worker. What is not taken in may be nan or inf.
+      axes: the mesh axes of the group.
+      where: whether this worker takes part.
+
+    Returns:
+      (sums, count): a tree in float32 at least, and how many took part (float32 scalar).
+      Both are the same for the whole group, and travel together.
+    """
+    where = jnp.asarray(where)
+    wide = jax.tree.map(lambda x: jnp.where(where, widened(x), 0), tree)
+    taking_part = where.astype(jnp.float32)
+    return _packed(lambda x: lax.psum(x, names(axes)), (wide, taking_part))
+
+
 def mean(tree: Tree, axes: Axes, where: jax.Array | bool = True) -> Tree:
     """The mean of the group's trees over the workers `where` (bool, varying) holds.
 
     Sums run in float32 at least and come back in each leaf's dtype. If nobody takes
     part the mean is nan.
     """
-    where = jnp.asarray(where)
-    count = lax.psum(where.astype(jnp.float32), names(axes))
-
-    def buffer_mean(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        total = lax.psum(jnp.where(where, wide, 0), names(axes))
-        return (total / count.astype(total.dtype)).astype(x.dtype)
-
-    return _packed(buffer_mean, tree)
+    sums, count = total(tree, axes, where)
+    divide = lambda s, x: (s / count.astype(s.dtype)).astype(x.dtype)
+    return jax.tree.map(divide, sums, tree)
 
 
 def shift(tree: Tree, permutation: Sequence[tuple[int, int]], axes: Axes) -> Tree:
@@ -133,9 +148,85 @@ def shift(tree: Tree, permutation: Sequence[tuple[int, int]], axes: Axes) -> Tre
                 f"indices must lie in 0..{group - 1} for a group of {group} workers, "
                 f"got {permutation=}"
             )
-    slots = tuple(name for name in names(axes) if _is_slot(name))
-    devices = tuple(name for name in names(axes) if not _is_slot(name))
+    devices, slots = _devices_and_slots(axes)
     return _packed(lambda x: _permute(x, permutation, devices, slots), tree)
+
+
+def push(
+    tree: Tree,
+    weight: jax.Array,
+    rounds: Sequence[Sequence[Sequence[tuple[int, int]]]],
+    r: jax.Array,
+    axes: Axes,
+) -> tuple[Tree, jax.Array]:
+    """Each worker's tree and weight sent to its out-neighbours in one round of a graph.
+
+    Args:
+      tree: what to send, finite; varying per worker.
+      weight: float32 scalar; varying per worker.
+      rounds: of each round the permutations it is made of, as for `shift`.
+      r: int32 scalar, the round; the same for the whole group.
+      axes: the mesh axes of the group.
+
+    Returns:
+      (sums, mass): with the sum over this worker's in-neighbours j, Σ weight_j · tree_j (in
+      float32 at least) and Σ weight_j; zeros where nobody sends.
+    """
+
+    def send_along(permutations):
+        def send(message):
+            sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), message[0])
+            mass = jnp.zeros_like(message[1])
+            for permutation in permutations:
+                arrived, m = shift(message, permutation, axes)
+                weighed = jax.tree.map(lambda x, m=m: m * widened(x), arrived)
+                sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
+            return sums, mass
+
+        return send
+
+    branches = [send_along(permutations) for permutations in rounds]
+    if len(branches) == 1:
+        return branches[0]((tree, weight))
+    return lax.switch(r, branches, (tree, weight))
+
+
+def coordinatewise(rule: Callable[[jax.Array], jax.Array], tree: Tree, axes: Axes) -> Tree:
+    """A rule [W, n] -> [n] over the group's W values, applied to every coordinate.
+
+    The rule sees float32 at least; the result is in the dtypes of the tree.
+    """
+    apply = lambda x: rule(widened(gather(x, axes))).astype(x.dtype)
+    return _packed(apply, tree)
+
+
+def drawn(
+    probability: jax.Array | float, seed: int, step: jax.Array, axes: Axes
+) -> jax.Array:
+    """Whether this worker's coin fell at this step: a bool scalar, varying."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    coin = jax.random.uniform(jax.random.fold_in(key, index(axes)))
+    return coin < probability
+
+
+def everybody(axes: Axes) -> bool:
+    """Whether the group is all workers of the node × local grid, where we are traced."""
+    named = (axes,) if isinstance(axes, str) else tuple(axes)
+    others = [axis for axis in WORKER_AXES if axis not in named]
+    parts = lambda axis: (axis, SLOT.format(axis), DEVICE.format(axis))
+    return all(
+        lax.axis_size(part) == 1 for axis in others for part in parts(axis) if bound(part)
+    )
+
+
+def equal(tree: Tree, axes: Axes) -> Shared | Grouped:
+    """Marks what is equal in the group: `Shared` if the group is all workers."""
+    return Shared(tree) if everybody(axes) else Grouped(tree)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """x in float32 at least: what sums run in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _permute(
@@ -158,6 +249,12 @@ def _permute(
         row = lax.ppermute(rows[s], devices, pairs) if devices else rows[s]
         arrived = arrived.at[t].add(row)
     return arrived[index(slots)]
+
+
+def _devices_and_slots(axes: Axes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the axes across devices, and of those inside a device."""
+    slots = tuple(name for name in names(axes) if _is_slot(name))
+    return tuple(name for name in names(axes) if name not in slots), slots
 
 
 def _is_slot(name: str) -> bool:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._types import Tree
+from lsgd_jax._types import Tree, is_shared
 
 
 def _healthy(params: Tree) -> Array:
@@ -88,12 +88,15 @@ def center(params: Tree, opt_state: Tree) -> Tree:
       opt_state: the optimizer's state over all workers.
 
     Returns:
-      One tree, leaves [...].
+      One tree, leaves [...], in the dtypes of `params`.
 
     >>> center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
     2.0
     """
     own = lambda node: hasattr(node, "center")
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
-        return node.center.value
+        # A group that is not all workers has a centre of its own: take their mean.
+        tree = node.center.value
+        tree = tree if is_shared(node.center) else consensus(tree)
+        return jax.tree.map(lambda c, x: c.astype(x.dtype), tree, params)
     return consensus(params)

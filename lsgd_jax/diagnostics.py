@@ -18,7 +18,8 @@ class Diagnostics:
 
     Attributes:
       steps: int32 scalar, steps taken.
-      healed: int32 [W], how often each worker took its target whole.
+      healed: int32 [W], how often each worker took its target whole (or, in an
+        aggregation of gradients, was left out).
       leader: int32 [W], who led each worker at the last pull, an index in the group of
         `axes`; -1 before the first; None if the pull elects nobody.
       score: float [W], each worker's mean loss over its window; None likewise.

@@ -32,7 +32,8 @@ class Target(NamedTuple):
       aim: (y, state, healthy) -> (target, found, state), on due steps; the one place
         that communicates. y: a tree of parameters; target: a tree like y; found: bool
         scalar, whether anybody healthy was there to aim at.
-      payload: params -> bytes that each worker hands to the collectives of one `aim`.
+      payload: params -> bytes that each worker hands to the collectives of one `aim`;
+        called in `init`, where the axes are bound.
     """
 
     axes: Axes
@@ -49,7 +50,8 @@ class PullState:
 
     Attributes:
       count: int32 scalar, local steps taken; shared.
-      healed: int32 scalar, how often this worker took the target whole; per worker.
+      healed: int32 scalar, how often this worker took the target whole (or, in an
+        aggregation of gradients, was left out); per worker.
       target: the target's own state.
       axes: the mesh axes of the group.
       period: the pull's `every`, in steps.
@@ -142,17 +144,17 @@ def pull(
             here = y if order == "adapt_then_combine" else x
             healthy = sound & all_finite(y)
             z, found, target_state = target.aim(here, target_state, healthy)
-            weight: Any = strength(count) if callable(strength) else strength
-            pulled = step_towards(u, here, z, weight)
-            whole = jax.tree.map(lambda x, z: z - _finite_part(x), x, z)
+            pulled = step_towards(u, here, z, rate(strength, count))
+            whole = jax.tree.map(lambda x, z: z - finite_part(x), x, z)
             heal = found & ~healthy
-            moved = _where(heal, whole, _where(found, pulled, u))
+            moved = tree_where(heal, whole, tree_where(found, pulled, u))
             return (moved, state.healed + heal), target_state
 
         def keep(u, target_state):
             return (u, state.healed), target_state
 
-        (u, healed), seen = _on_due_steps(count, every, exchange, keep, (u, seen))
+        due = every == 1 or count % every == 0
+        (u, healed), seen = communicate_if(due, exchange, keep, (u, seen))
         return u, dataclasses.replace(
             state, count=Shared(count), healed=healed, target=seen
         )
@@ -206,7 +208,7 @@ def quarantine(
         # What is nan in x itself must not pass for 0 in `apply_updates`: it stays nan.
         stay = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), 0, jnp.nan), params)
         stay = optax.tree.cast_like(stay, u)
-        return _where(healthy, u, stay), QuarantineState(~healthy, inner_state)
+        return tree_where(healthy, u, stay), QuarantineState(~healthy, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -229,7 +231,23 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
     [1.5, 2.0]
     """
-    return jax.tree.map(lambda x, u: (_finite_part(x) + u).astype(x.dtype), params, updates)
+    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)
+
+
+def observe(state: Any, value: Array | None, count: Array) -> tuple[Any, Array]:
+    """`Target.observe` for targets that need neither the loss nor the step."""
+    del count
+    return state, sound(value)
+
+
+def observe_step(state: Any, value: Array | None, count: Array) -> tuple[Any, Array]:
+    """`Target.observe` for targets whose state has a field `step`: the step, shared."""
+    return state._replace(step=Shared(count)), sound(value)
+
+
+def sound(value: Array | None) -> Array:
+    """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
+    return jnp.asarray(True) if value is None else jnp.isfinite(value).all()
 
 
 def all_finite(tree: Tree) -> Array:
@@ -251,19 +269,21 @@ def step_towards(u: Tree, here: Tree, target: Tree, weight: Numeric) -> Tree:
     return jax.tree.map(leaf, u, here, target)
 
 
-def _on_due_steps(count, every, exchange, keep, operands):
-    """exchange(*operands) if `every` divides the count, otherwise keep(*operands).
+def communicate_if(
+    due: Array | bool, exchange: Callable, keep: Callable, operands: tuple
+) -> Any:
+    """exchange(*operands) if due, otherwise keep(*operands).
 
-    The count is shared, so all workers take the same branch and meet in its collectives.
+    Where `due` is an array it must come from a shared count, so that all workers take the
+    same branch and meet in its collectives.
     """
 
-    if every == 1:
+    if due is True:
         return exchange(*operands)
 
     def typed(branch, other):
         return lambda *operands: _typed_alike(branch(*operands), other(*operands))
 
-    due = count % every == 0
     return lax.cond(due, typed(exchange, keep), typed(keep, exchange), *operands)
 
 
@@ -288,12 +308,28 @@ def nbytes(tree: Tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _finite_part(x: Array) -> Array:
+def sum_nbytes(tree: Tree) -> int:
+    """The bytes of a sum over the tree: float32 at least, and a count (see `total`)."""
+    sizes = [leaf.size * max(leaf.dtype.itemsize, 4) for leaf in jax.tree.leaves(tree)]
+    return sum(sizes) + 4
+
+
+def mean_of(sums: Tree, count: Array) -> Tree:
+    """sums / count, in the dtypes of the sums."""
+    return jax.tree.map(lambda s: s / count.astype(s.dtype), sums)
+
+
+def rate(strength: optax.ScalarOrSchedule, count: Array) -> Any:
+    """The strength at this step: a number, or a schedule's value."""
+    return strength(count) if callable(strength) else strength
+
+
+def finite_part(x: Array) -> Array:
     """x, with zeros in place of what is not finite."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
+def tree_where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
     """`jnp.where` leaf by leaf, in the dtypes of `otherwise`."""
     return jax.tree.map(
         lambda a, b: jnp.where(condition, a.astype(b.dtype), b), tree, otherwise

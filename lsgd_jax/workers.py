@@ -13,10 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lsgd_jax._types import Shared, Tree, is_shared
 from lsgd_jax.checks import check_positive_int
-from lsgd_jax.collectives import DEVICE, SLOT
-
-
-AXES = ("node", "local")
+from lsgd_jax.collectives import DEVICE, SLOT, WORKER_AXES
 
 
 class Workers:
@@ -211,13 +208,15 @@ class Workers:
         `lax.psum` over it then fails instead of summing a part.
         """
         device_names = []
-        for axis, devices, workers in zip(AXES, grid.shape, (self.nodes, self.locals)):
+        for axis, devices, workers in zip(
+            WORKER_AXES, grid.shape, (self.nodes, self.locals)
+        ):
             whole, inside = devices == workers, devices == 1
             device_names.append(axis if whole else DEVICE.format(axis))
             if not whole:
                 name = axis if inside else SLOT.format(axis)
                 self._slots.append((name, workers // devices))
-        types = (AxisType.Auto,) * len(AXES)
+        types = (AxisType.Auto,) * len(WORKER_AXES)
         return Mesh(grid, device_names, axis_types=types)
 
     def _spmd(self, fn: Callable, args: Any, outputs: Any = None) -> Callable:

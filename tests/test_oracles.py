@@ -17,19 +17,30 @@ FOLDER = pathlib.Path(__file__).parent / "oracles"
 CASES = json.loads((FOLDER / "index.json").read_text())
 
 
+SETUP = ("method", "nodes", "locals", "steps", "lr")
+
+
 def build(case):
     """The transformation of an oracle's settings."""
-    settings = {
-        key: value
-        for key, value in case.items()
-        if key not in ("method", "nodes", "locals", "steps", "lr")
-    }
-    method = getattr(lj, case["method"])
-    return optax.chain(optax.sgd(case["lr"]), method(**settings))
+    count = case["nodes"] * case["locals"]
+    settings = {key: value for key, value in case.items() if key not in SETUP}
+    name, base = case["method"], optax.sgd(case["lr"])
+    if name in ("allreduce", "cge", "coordinate_median"):
+        return optax.chain(getattr(lj, name)(**settings), base)
+    if name == "dpsgd_ring":
+        name, settings = "dpsgd", {"topology": lj.topology.ring(count)}
+    if name in ("sgp", "osgp"):
+        settings["topology"] = lj.topology.exponential(count)
+    if name == "slowmo":
+        settings["learning_rate"] = case["lr"]
+    if name == "diloco":
+        rate, momentum = settings.pop("outer_lr"), settings.pop("outer_momentum")
+        settings["outer"] = optax.sgd(rate, momentum=momentum, nesterov=True)
+    return optax.chain(base, getattr(lj, name)(**settings))
 
 
 @pytest.mark.parametrize("devices", [8, 4, 2, 1])
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("lsgd")])
+@pytest.mark.parametrize("name", CASES)
 def test_oracle(name, devices):
     case, oracle = CASES[name], np.load(FOLDER / f"{name}.npz")
     count = case["nodes"] * case["locals"]

@@ -1,0 +1,131 @@
+"""Group averaging: the mean of changing groups every step, of everybody now and then."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from lsgd_jax import collectives
+from lsgd_jax._types import Shared, Tree
+from lsgd_jax.checks import check_positive_int
+from lsgd_jax.collectives import Axes, widened
+from lsgd_jax.methods.averaging import average
+from lsgd_jax.pull import Target, mean_of, observe_step, pull, quarantine, sum_nbytes
+
+
+class GroupState(NamedTuple):
+    """The state of `butterfly`.
+
+    Attributes:
+      step: int32 scalar, steps so far; shared.
+    """
+
+    step: Shared[Array]
+
+
+def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Target:
+    r"""The mean of a group of S workers that changes every step, as a target of `pull`.
+
+    The group of worker i at step t are the workers whose number agrees with i outside of
+    the bits from r log2 S to (r + 1) log2 S, r = (t - 1) mod ceil(log2 W / log2 S). Who
+    is not finite is left out. The sum is worked out in log2 S exchanges with one partner
+    each. With W = S^k, k steps give the exact mean.
+
+    Args:
+      group_size: S, a power of two; the last of the r rounds may have smaller groups.
+      axes: the mesh axes of all W workers.
+
+    Raises:
+      ValueError: a size that is no power of two; in `init` or `update`, W is none.
+
+    >>> butterfly(2).axes
+    ('node', 'local')
+    """
+    check_positive_int("group_size", group_size)
+    if group_size < 2 or not _power_of_two(group_size):
+        raise ValueError(
+            f"`group_size` must be a power of two, at least 2, got {group_size=}"
+        )
+
+    def rounds() -> list[list[int]]:
+        """Of each round the hops between partners: the bits of its groups."""
+        workers = collectives.size(axes)
+        if not _power_of_two(workers):
+            raise ValueError(
+                "groups that change along a butterfly need a power of two workers "
+                f"(1, 2, 4, 8, …), got {workers}"
+            )
+        hops = [2**b for b in range(workers.bit_length() - 1)]
+        each = group_size.bit_length() - 1
+        return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
+
+    def sum_over(hops: list[int]):
+        workers = collectives.size(axes)
+
+        def add_up(tree):
+            for hop in hops:
+                swap = [(i, i ^ hop) for i in range(workers)]
+                tree = jax.tree.map(jnp.add, tree, collectives.shift(tree, swap, axes))
+            return tree
+
+        return add_up
+
+    def aim(y, state, healthy):
+        mine = jax.tree.map(lambda y: jnp.where(healthy, widened(y), 0), y)
+        branches = [sum_over(hops) for hops in rounds()]
+        r = (state.step.value - 1) % len(branches)
+        sums, count = lax.switch(r, branches, (mine, healthy.astype(jnp.float32)))
+        return mean_of(sums, count), count > 0, state
+
+    def init(params: Tree) -> GroupState:
+        del params
+        return GroupState(Shared(jnp.int32(0)))
+
+    def payload(params: Tree) -> int:
+        messages = sum(map(len, rounds())) / len(rounds())
+        return round(messages * sum_nbytes(params))
+
+    return Target(axes, init, observe_step, aim, payload)
+
+
+def wagma(
+    group_size: int, sync_period: int, axes: Axes = ("node", "local")
+) -> optax.GradientTransformationExtraArgs:
+    r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
+
+    .. math::
+      y_i \leftarrow \frac{1}{|G_i(t)|} \sum_{j \in G_i(t)} y_j, \qquad
+      y_i \leftarrow \frac{1}{W} \sum_j y_j \quad \text{if } t \bmod \tau = 0,
+
+    with y = x + u the worker's parameters after its own step t = 1, 2, …, G_i(t) its
+    group of S workers at that step (see `butterfly`) and τ the `sync_period`. A worker
+    whose y or loss is not finite is left out and takes its group's mean whole.
+
+    Args:
+      group_size: S, a power of two.
+      sync_period: τ, in steps.
+      axes: the mesh axes of all W workers.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a size that is no power of two, a period below 1; in `init` or `update`,
+        a number of workers that is no power of two.
+
+    Reference: Li et al., Breaking (Global) Barriers in Parallel Stochastic Optimization
+    with Wait-Avoiding Group Averaging, TPDS 2021, arXiv:2005.00124.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.wagma(group_size=2, sync_period=10))
+    """
+    check_positive_int("sync_period", sync_period)
+    # The mean of the groups' means is the mean: both pulls together are the second one.
+    groups = pull(butterfly(group_size, axes), 1.0)
+    return quarantine(optax.chain(groups, pull(average(axes), 1.0, sync_period)))
+
+
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

@@ -1,0 +1,223 @@
+"""Pairwise averaging: every worker takes from one peer (dpwa, GoSGD)."""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax import collectives
+from lsgd_jax._types import Shared
+from lsgd_jax.checks import check_fraction, check_not_negative, check_option
+from lsgd_jax.collectives import Axes, widened
+from lsgd_jax.methods.gossip import blend, message_nbytes, send, share
+from lsgd_jax.pull import (
+    Target,
+    observe_step,
+    pull,
+    quarantine,
+    rate,
+    sound,
+    step_towards,
+)
+from lsgd_jax.topology import Graph, check_one_peer, exponential, for_group
+
+
+Interpolation = Literal["constant", "clock", "loss"]
+
+
+class PairwiseState(NamedTuple):
+    """The state of `pairwise`.
+
+    Attributes:
+      step: int32 scalar, steps so far; shared.
+      measure: float32 scalar, this worker's clock, or its loss at this step, or 0, by
+        the kind of interpolation; per worker.
+    """
+
+    step: Shared[Array]
+    measure: Array
+
+
+def pairwise(
+    interpolation: Interpolation = "constant",
+    value: optax.ScalarOrSchedule = 0.5,
+    divergence_threshold: float = 0.0,
+    topology: Graph | None = None,
+    fetch_probability: optax.ScalarOrSchedule = 1.0,
+    seed: int = 0,
+    axes: Axes = ("node", "local"),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
+
+    .. math:: y_i \leftarrow f y_j + (1 - f) y_i \quad \text{with probability } p,
+
+    with y = x + u, j the one worker that sends to i in the step's round of the graph, p
+    the `fetch_probability` and f by `interpolation`:
+
+    - 'constant': f = `value`;
+    - 'clock': :math:`f = c_j / (c_i + c_j)`, c the clock, which counts steps from 0 and
+      is mixed as y is: :math:`c_i \leftarrow f c_j + (1 - f) c_i`;
+    - 'loss': :math:`f = v_i / (v_i + v_j)`, v the loss at this step: the worse worker
+      takes more. If :math:`v_i < \theta`, the `divergence_threshold`, then
+      :math:`f \leftarrow f v_i / \theta`.
+
+    0 / 0 is 1/2, and f is kept within [0, 1]. If the peer's y or loss is not finite a
+    worker keeps its own y; if its own is not, it takes the peer's whole.
+
+    Args:
+      interpolation: how f is found.
+      value: f in [0, 1], or a schedule of t.
+      divergence_threshold: θ ≥ 0.
+      topology: a graph in which each worker sends to one; None: `exponential`, where i
+        takes from i - hop.
+      fetch_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
+      seed: of the draws.
+      axes: the mesh axes of the group.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. With 'loss', `update`
+      needs ``value=`` (the worker's loss at x).
+
+    Raises:
+      ValueError: an unknown interpolation, a fraction outside [0, 1], a negative
+        threshold, a graph with more than one peer; in `update`, a graph of another size,
+        or no loss where one is needed.
+
+    Reference: the dpwa library (pair-wise averaging), after Jin, Yuan, Iandola, Keutzer,
+    How to Scale Distributed Deep Learning?, 2016, arXiv:1611.04581.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.pairwise("loss", divergence_threshold=0.1))
+    """
+    check_option("interpolation", interpolation, get_args(Interpolation))
+    if not callable(value):
+        check_fraction("value", value)
+    if not callable(fetch_probability):
+        check_fraction("fetch_probability", fetch_probability)
+    check_not_negative("divergence_threshold", divergence_threshold)
+    graph = for_group(topology or exponential, check_one_peer)
+
+    def observe(state, loss, count):
+        measure = state.measure
+        if interpolation == "clock":
+            measure = measure + 1
+        if interpolation == "loss":
+            if loss is None or jnp.shape(loss) != ():
+                raise ValueError(
+                    "`interpolation='loss'` needs each worker's loss, a scalar: call "
+                    f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
+                )
+            measure = jnp.asarray(loss, jnp.float32)
+        return PairwiseState(Shared(count), measure), sound(loss)
+
+    def aim(y, state, healthy):
+        t, mine = state.step.value, state.measure
+        here = graph(collectives.size(axes))
+        message = jax.tree.map(lambda a: jnp.where(healthy, a, 0), (y, mine))
+        sent = healthy.astype(jnp.float32)
+        arrived = collectives.push(message, sent, here.rounds, here.round_at(t), axes)
+        (z, theirs), there = arrived[0], arrived[1] > 0
+
+        f = rate(value, t)
+        if interpolation == "clock":
+            f = _part(theirs, mine + theirs)
+        if interpolation == "loss":
+            f = _part(mine, mine + theirs)
+            if divergence_threshold:
+                calm = mine < divergence_threshold
+                f = jnp.where(calm, jnp.clip(f * mine / divergence_threshold, 0, 1), f)
+        f = jnp.where(collectives.drawn(rate(fetch_probability, t), seed, t, axes), f, 0)
+        f = jnp.where(there, jnp.where(healthy, f, 1), 0)
+        if interpolation == "clock":
+            mine = mine + f * (theirs - mine)
+        own = jax.tree.map(lambda a: jnp.where(healthy, widened(a), 0), y)
+        z = step_towards(own, own, z, f)
+        return z, healthy | there, PairwiseState(state.step, mine)
+
+    def init(params):
+        del params
+        return PairwiseState(Shared(jnp.int32(0)), jnp.float32(0))
+
+    def payload(params):
+        measure = 4
+        return message_nbytes(params, graph(collectives.size(axes))) + measure
+
+    return quarantine(pull(Target(axes, init, observe, aim, payload), 1.0))
+
+
+class SumWeightState(NamedTuple):
+    """The state of `gosgd`.
+
+    Attributes:
+      step: int32 scalar, steps so far; shared.
+      weight: float32 scalar, this worker's weight, 1 at first; per worker.
+    """
+
+    step: Shared[Array]
+    weight: Array
+
+
+def gosgd(
+    topology: Graph | None = None,
+    send_probability: optax.ScalarOrSchedule = 1.0,
+    seed: int = 0,
+    axes: Axes = ("node", "local"),
+) -> optax.GradientTransformationExtraArgs:
+    r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
+
+    With probability p worker j sends :math:`(y_j, w_j / 2)` to its peer and keeps
+    :math:`w_j / 2`. Who receives takes the weighted mean:
+
+    .. math::
+      y_i \leftarrow \frac{w_i y_i + (w_j / 2) y_j}{w_i + w_j / 2}, \qquad
+      w_i \leftarrow w_i + w_j / 2,
+
+    with y = x + u, w the weight (1 at first) as it stands after i's own sending, j the
+    one worker that sends to i in the step's round of the graph and p the
+    `send_probability`. Σ w and Σ w y are conserved. A worker whose y or loss is not
+    finite sends nothing, takes what arrives whole and keeps its weight.
+
+    Args:
+      topology: a graph in which each worker sends to one; None: `exponential`.
+      send_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
+      seed: of the draws.
+      axes: the mesh axes of the group.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a probability outside [0, 1], a graph with more than one peer; in
+        `update`, a graph of another size.
+
+    Reference: Blot, Picard, Cord, Thome, Gossip Training for Deep Learning, 2016,
+    arXiv:1611.09726.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.gosgd(send_probability=0.1))
+    """
+    if not callable(send_probability):
+        check_fraction("send_probability", send_probability)
+    graph = for_group(topology or exponential, check_one_peer)
+
+    def aim(y, state, healthy):
+        t, w = state.step.value, state.weight
+        here = graph(collectives.size(axes))
+        sends = healthy & collectives.drawn(rate(send_probability, t), seed, t, axes)
+        kept = share(here, here.round_at(t), axes)  # 1/2, or all where there is no peer
+        own = jnp.where(sends, kept * w, w)
+        sums, mass = send(y, jnp.where(sends, w, 0), healthy, here, t, axes)
+        z = blend(y, jnp.where(healthy, own, 0), sums, mass)
+        return z, healthy | (mass > 0), SumWeightState(state.step, own + mass)
+
+    init = lambda params: SumWeightState(Shared(jnp.int32(0)), jnp.float32(1))
+    payload = lambda params: message_nbytes(params, graph(collectives.size(axes)))
+    return quarantine(pull(Target(axes, init, observe_step, aim, payload), 1.0))
+
+
+def _part(a: Array, whole: Array) -> Array:
+    """a / whole within [0, 1]; 0 / 0 is 1/2."""
+    part = a / jnp.where(whole == 0, 1, whole)
+    return jnp.where(whole == 0, 0.5, jnp.clip(part, 0, 1))

@@ -1,0 +1,208 @@
+"""What the tests of methods share: a small problem, compiled once per method and grid."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lsgd_jax as lj
+
+
+graph = lj.topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One row of the table of methods.
+
+    Attributes:
+      make: W -> the method's transformation.
+      first: whether it stands before the base optimizer.
+      then: what stands behind both.
+      alone: whether with one worker it is exactly the base optimizer.
+      due: the steps between exchanges; 1 if there is one at every step.
+      rounds: W -> per pull, over how many rounds of a graph its exchange is compiled.
+      refuses: of the numbers of workers tested, those it refuses.
+    """
+
+    make: Callable[[int], optax.GradientTransformationExtraArgs]
+    first: bool = False
+    then: optax.GradientTransformationExtraArgs | None = None
+    alone: bool = True
+    due: int = 1
+    rounds: Callable[[int], tuple[int, ...]] = lambda W: (1,)
+    refuses: tuple[int, ...] = ()
+
+    def chain(self, W, base):
+        tx = self.make(W)
+        chain = [tx, base] if self.first else [base, tx]
+        return optax.chain(*chain, *([self.then] if self.then else []))
+
+
+hops = lambda W: (len(graph.exponential(W).rounds),)
+pairs = lambda W: (len(graph.bipartite_exponential(W).rounds),)
+
+METHODS = {
+    "lsgd": Method(
+        lambda W: lj.lsgd(0.3, 0.2, 2, 4, loss_window=2), due=2, rounds=lambda W: (1, 1)
+    ),
+    "easgd": Method(lambda W: lj.easgd(0.5, 2), due=2),
+    "easgd_combine": Method(
+        lambda W: lj.easgd(lambda t: 0.1 * t, 2, order="combine_then_adapt"), due=2
+    ),
+    "downpour": Method(lambda W: lj.downpour(2), due=2),
+    "local_sgd": Method(lambda W: lj.local_sgd(2), due=2),
+    "diloco": Method(lambda W: lj.diloco(2), due=2, alone=False),
+    "slowmo": Method(lambda W: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t), due=2, alone=False),
+    "parle": Method(lambda W: lj.parle(0.1, 2, decay=0.5), due=2, alone=False),
+    "dpsgd": Method(lambda W: lj.dpsgd(graph.ring(W))),
+    "adpsgd": Method(lambda W: lj.adpsgd(graph.bipartite_exponential(W)), rounds=pairs),
+    "sgp": Method(lambda W: lj.sgp(graph.exponential(W)), rounds=hops),
+    "osgp": Method(lambda W: lj.osgp(graph.exponential(W)), rounds=hops),
+    "osgp_delayed": Method(
+        lambda W: lj.osgp(graph.exponential(W), staleness=3), rounds=hops
+    ),
+    "pairwise": Method(lambda W: lj.pairwise(fetch_probability=0.7), rounds=hops),
+    "pairwise_clock": Method(lambda W: lj.pairwise("clock"), rounds=hops),
+    "pairwise_loss": Method(
+        lambda W: lj.pairwise("loss", divergence_threshold=2.0), rounds=hops
+    ),
+    "gosgd": Method(lambda W: lj.gosgd(send_probability=0.7), rounds=hops),
+    "wagma": Method(lambda W: lj.wagma(2, 3), rounds=lambda W: (3, 1), refuses=(5,)),
+    "allreduce": Method(lambda W: lj.allreduce(), first=True),
+    "post_local_sgd": Method(
+        lambda W: lj.allreduce(until=3),
+        first=True,
+        then=lj.local_sgd(2),
+        due=2,
+        rounds=lambda W: (1, 1),
+    ),
+    "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
+    "licm": Method(lambda W: lj.licm(0.5), first=True),
+    "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),
+    "cge_decay": Method(lambda W: lj.cge(int(W > 1), decay=0.5), first=True, alone=False),
+}
+
+
+class Run:
+    """A method over workers on devices, its step compiled ahead of time.
+
+    Each worker descends from its own start to a target of its own that changes by step:
+    f(x) = |x - target|² / 2. The compiled step refuses any argument whose shape, dtype or
+    sharding is not what it was compiled for.
+    """
+
+    def __init__(self, tx, nodes, locals, devices, seed=0, dtype=jnp.float32):
+        self.W, self.tx = nodes * locals, tx
+        self.workers = lj.Workers(nodes, locals, devices=jax.devices()[:devices])
+        draw = np.random.default_rng(seed).normal
+        start = {"w": draw(size=(self.W, 3, 2)), "b": draw(size=(self.W, 4))}
+        self.start = jax.tree.map(lambda x: jnp.asarray(x, dtype), start)
+        self.draw = lambda: jax.tree.map(
+            lambda x: jnp.asarray(draw(size=x.shape), dtype), start
+        )
+        self.batches = [self.draw() for _ in range(8)]
+
+        def train_step(params, state, target):
+            grads = jax.tree.map(jnp.subtract, params, target)
+            value = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
+            updates, state = tx.update(grads, state, params, value=value)
+            return optax.apply_updates(params, updates), state
+
+        params = self.workers.put(self.start)
+        self.init = self.workers.map(tx.init)
+        self.step = self.workers.map(train_step)
+        arguments = (params, self.init(params), self.workers.put(self.batches[0]))
+        self.compiled = self.step.lower(*arguments).compile()
+        self.text = self.compiled.as_text()
+
+    def train(self, batches=None, start=None):
+        """The parameters (on the host) after each step, and the last state."""
+        params = self.workers.put(self.start if start is None else start)
+        state, seen = self.init(params), []
+        for batch in self.batches if batches is None else batches:
+            params, state = self.compiled(params, state, self.workers.put(batch))
+            seen.append(self.workers.fetch(params))
+        return seen, state
+
+    def still(self, steps, start):
+        """Where the workers stand after steps whose gradients are zero, and the state."""
+        params = self.workers.put(start)
+        state, seen = self.init(params), []
+        for _ in range(steps):
+            params, state = self.compiled(params, state, params)
+            seen.append(self.workers.fetch(params))
+        return seen, state
+
+
+@functools.cache
+def run_of(name, nodes, locals, devices, rate=0.1):
+    tx = METHODS[name].chain(nodes * locals, optax.sgd(rate))
+    return Run(tx, nodes, locals, devices)
+
+
+# Reading compiled HLO
+
+COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)"
+    r"(?:-start)?\("
+)
+SHAPE = re.compile(r"\b([a-z]+)(\d+)\[([\d,]*)\]")
+
+
+def nbytes_of(shape):
+    """The bytes of an HLO shape, tuples included."""
+    return sum(
+        int(bits) // 8 * int(np.prod([int(n) for n in dims.split(",") if n]))
+        for _, bits, dims in SHAPE.findall(shape)
+    )
+
+
+def exchanges(text):
+    """What a compiled program communicates: (on every step, in each branch).
+
+    Both count the operand bytes of collectives: those reached from the entry without
+    entering a conditional, and a list of those of every branch that has any.
+    """
+    bodies, current, entry = {}, None, None
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            current = header[2]
+            bodies[current], entry = [], current if header[1] else entry
+        elif current:
+            bodies[current].append(line)
+
+    sizes, calls, branches = {}, {}, []
+    for name, lines in bodies.items():
+        defined = {}
+        sizes[name], calls[name] = 0, []
+        for line in lines:
+            made = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ", line)
+            if not made:
+                continue
+            defined[made[1]] = made[2]
+            if found := COLLECTIVE.search(line):
+                operands = line[found.end() : line.index(")", found.end())]
+                for operand in re.findall(r"%([\w.\-]+)", operands):
+                    sizes[name] += nbytes_of(defined[operand])
+            called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
+            calls[name] += called
+            if " conditional(" in line:
+                several = re.search(r"branch_computations=\{(.*?)\}", line)
+                both = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
+                branches += (
+                    [b.strip().lstrip("%") for b in several[1].split(",")]
+                    if several
+                    else both
+                )
+
+    def reached(name):
+        return sizes[name] + sum(reached(callee) for callee in calls[name])
+
+    return reached(entry), sorted(n for n in map(reached, branches) if n)
