@@ -5,6 +5,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
+import optax
+
+import lsgd_jax as lj
+
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -24,3 +29,26 @@ def test_the_example_runs():
 def test_links_lead_somewhere():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text())
     assert links and all((ROOT / link).is_file() for link in links)
+
+
+def test_every_line_that_builds_a_method_builds_it():
+    lines = re.findall(r"`((?:lj|optax)\.[a-z_]+\([^`]*\))`", README.read_text())
+    complete = [x for x in lines if not re.search(r"\.\.\.|params|opt_state", x)]
+    built = [eval(line, {"lj": lj, "optax": optax}) for line in complete]
+    transformations = [tx for tx in built if isinstance(tx, optax.GradientTransformation)]
+    assert len(transformations) >= 19
+
+
+def test_the_table_gives_the_bytes_of_an_exchange():
+    """4P per exchange and peer, up to 8 bytes of scores and counts."""
+    rows = re.findall(r"\| ([^|]*) \| `(lj\.[^`]*)`", README.read_text())
+    workers = lj.Workers(2, 4)
+    params = workers.put({"w": np.ones((8, 1000), np.float32)})
+    assert len(rows) == 18
+    for written, line in rows:
+        tx = eval(line, {"lj": lj, "optax": optax})
+        levels = lj.diagnostics(workers.map(tx.init)(params))
+        neighbors = 2 if "neighbour" in written else 1
+        for level in levels:
+            assert 0 <= level.payload - 4 * 1000 * neighbors <= 8 * neighbors, line
+        assert ("/τ" in written) == any(level.period > 1 for level in levels), line

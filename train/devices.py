@@ -13,5 +13,9 @@ def provide(workers: int) -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     asked = "xla_force_host_platform_device_count" in flags
-    if not asked and "JAX_NUM_CPU_DEVICES" not in os.environ:
+    if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    try:
         lj.emulate_devices(workers)
+    except RuntimeError:
+        pass  # jax has its devices already: they hold several workers each if need be

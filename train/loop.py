@@ -220,16 +220,14 @@ class Run:
             )
 
     def _leaders(self, level: lj.Diagnostics) -> dict[str, Any]:
-        """Who led at a pull: one worker per node, or one of all."""
-        leader = np.asarray(level.leader)
+        """Who led at a pull (one worker per node, or one of all), and everybody's score."""
+        leader, score = np.asarray(level.leader), np.asarray(level.score)
+        scores = {"scores": score.tolist()}
         if level.axes == "local":
-            locals = self.config.workers.locals
-            nodes = np.arange(self.config.workers.nodes)
-            return {
-                "level": "node",
-                "leaders": (leader[::locals] + nodes * locals).tolist(),
-            }
-        return {"level": "all", "leaders": [int(leader[0])]}
+            nodes, locals = self.config.workers.nodes, self.config.workers.locals
+            of_nodes = leader[::locals] + np.arange(nodes) * locals
+            return {"level": "node", "leaders": of_nodes.tolist(), **scores}
+        return {"level": "all", "leaders": [int(leader[0])], **scores}
 
     def _write(self, kind: str, step: int | None = None, **values: Any) -> None:
         if self._records is not None:

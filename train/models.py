@@ -12,6 +12,7 @@ def max_pool_2x2(x: Array) -> Array:
     On CPUs the backward pass of a maximum over a reshape is far faster than that of
     `nn.max_pool` (a select-and-scatter).
 
+    >>> import jax.numpy as jnp
     >>> max_pool_2x2(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
     [[5.0, 7.0], [13.0, 15.0]]
     """

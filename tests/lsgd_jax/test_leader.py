@@ -1,21 +1,15 @@
 """lsgd: against NumPy, workers that are not finite, types, and what is refused."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
-
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import reference  # noqa: E402
 
 
 FREE = optax.with_extra_args_support(optax.identity())

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -19,9 +18,20 @@ QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 
 LIMIT_S = 240
 
 
-def start(folder, *options, **settings):
-    """python -m train digits in a process of its own."""
-    command = [sys.executable, "-m", "train", *QUICK, "--run-dir", str(folder), *options]
+RUN = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
+
+
+def start(folder, *options, before=""):
+    """python -m train digits in a process of its own, after a line of Python."""
+    command = [
+        sys.executable,
+        "-c",
+        before + RUN,
+        *QUICK,
+        "--run-dir",
+        str(folder),
+        *options,
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
         command,
@@ -29,7 +39,6 @@ def start(folder, *options, **settings):
         stderr=subprocess.STDOUT,
         text=True,
         env=environment | {"PYTHONPATH": str(ROOT)},
-        **settings,
     )
 
 
@@ -133,7 +142,7 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path, number, status):
 
 def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path):
     """Files may not grow beyond 256 KiB: checkpoints fail, the rest goes on."""
-    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
+    full = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**18, 2**18)); "
     folder = tmp_path / "run"
     process = start(
         folder,
@@ -143,7 +152,7 @@ def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path)
         "4",
         "--test-every",
         "4",
-        preexec_fn=full,
+        before=full,
     )
     output = end(process)
     assert process.returncode == 1, output

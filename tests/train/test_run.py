@@ -1,6 +1,7 @@
 """Runs of the trainer in this process: what they leave, resuming, and what goes wrong."""
 
 import dataclasses
+import gc
 import json
 import pathlib
 import shutil
@@ -111,6 +112,8 @@ def test_metrics_hold_every_interval_every_election_and_every_test(finished):
     for event in events["leaders"]:
         groups = [{0, 1}, {2, 3}] if event["level"] == "node" else [{0, 1, 2, 3}]
         assert all(worker in group for worker, group in zip(event["leaders"], groups))
+        best = [min(group, key=lambda i: event["scores"][i]) for group in groups]
+        assert event["leaders"] == best
     last = events["train"][-1]
     assert last["loss"] < events["train"][0]["loss"]
     assert last["consensus_distance"] > 0 and last["healed"] == last["waiting"] == 0
@@ -164,9 +167,9 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     run, _ = finished
     assert traces.count(run.experiment) == 2
     experiment, state = run.experiment, run.experiment.init()
-    old = jax.tree.leaves((state.params, state.opt_state, state.step))
     experiment.step(state, experiment.data, experiment.rows(0))
-    assert len(old) > 20 and all(leaf.is_deleted() for leaf in old)
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.size > 100]
+    assert len(arrays) > 10 and all(leaf.is_deleted() for leaf in arrays)
 
 
 # Resuming
@@ -205,6 +208,8 @@ def test_events_after_the_resumed_checkpoint_do_not_count(copied):
     assert [event["step"] for event in events["train"]] == [4, 8, 12, 14]
 
 
+# Orbax leaves coroutines behind when a restore fails; they complain when collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(copied, capsys):
     broken = max((p for p in files_of(copied, 12)), key=lambda path: path.stat().st_size)
     broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
@@ -214,6 +219,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(copied, capsys):
     assert "warning: the checkpoint of step 12 can not be read" in printed
     assert files_of(copied, "unreadable-12")  # set aside, not deleted
     assert run.train().step == 12
+    gc.collect()
 
 
 def files_of(config, step):
@@ -221,12 +227,14 @@ def files_of(config, step):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_readable_checkpoint_at_all(copied):
     for step in (6, 12):
         for path in files_of(copied, step):
             path.write_bytes(b"")
     with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
         Run(copied)
+    gc.collect()
 
 
 def test_another_configuration_is_refused_and_named(copied):
