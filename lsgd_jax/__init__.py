@@ -9,6 +9,7 @@ from lsgd_jax.consensus import center as center
 from lsgd_jax.consensus import consensus as consensus
 from lsgd_jax.consensus import consensus_distance as consensus_distance
 from lsgd_jax.devices import emulate_devices as emulate_devices
+from lsgd_jax.devices import reserve_threads as _reserve_threads
 from lsgd_jax.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax.diagnostics import diagnostics as diagnostics
 from lsgd_jax.diagnostics import waiting as waiting
@@ -56,3 +57,5 @@ from lsgd_jax.workers import Workers as Workers
 
 
 __version__ = "0.1.0"
+
+_reserve_threads()

@@ -1,6 +1,7 @@
 """Many devices out of one CPU, for trying out and for tests."""
 
 import os
+import re
 
 import jax
 
@@ -10,10 +11,8 @@ from lsgd_jax.checks import check_positive_int
 def emulate_devices(count: int) -> None:
     """Lets this machine's CPU pass for several devices; call it before jax uses a device.
 
-    Sets `jax_num_cpu_devices`, and gives XLA threads enough (the environment variable
-    PJRT_NPROC, unless it is set): a device that waits in a collective keeps a thread, and
-    with one thread per device those that the others still need for their convolutions
-    can run out, which ends the process after 40 s.
+    The same as ``jax.config.update("jax_num_cpu_devices", count)``, and XLA gets threads
+    enough for them (see `reserve_threads`).
 
     Args:
       count: how many devices; GPUs and TPUs are not affected.
@@ -27,5 +26,20 @@ def emulate_devices(count: int) -> None:
     """
     check_positive_int("count", count)
     jax.config.update("jax_num_cpu_devices", count)
-    # Each device may wait in one collective of the step and in one of a diagnosis.
-    os.environ.setdefault("PJRT_NPROC", str(2 * count + (os.cpu_count() or 1)))
+    reserve_threads()
+
+
+def reserve_threads() -> None:
+    """Asks XLA for threads enough for the CPU devices that are to be emulated.
+
+    XLA takes one thread per emulated device. One that waits in a collective keeps its
+    thread, and those that the others still need for their convolutions can run out: the
+    process then ends after 40 s. Sets the environment variable PJRT_NPROC, unless it is
+    set; without effect once jax has its devices. Importing `lsgd_jax` calls this, too.
+    """
+    flag = r"xla_force_host_platform_device_count=(\d+)"
+    asked = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
+    count = max([jax.config.values["jax_num_cpu_devices"], *map(int, asked)])
+    if count > 1:
+        # Each device may wait in one collective of the step and in one of a diagnosis.
+        os.environ.setdefault("PJRT_NPROC", str(2 * count + (os.cpu_count() or 1)))

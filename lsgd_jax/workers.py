@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lsgd_jax._types import Shared, Tree, is_shared
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.collectives import DEVICE, SLOT, WORKER_AXES
+from lsgd_jax.devices import reserve_threads
 
 
 class Workers:
@@ -57,6 +58,7 @@ class Workers:
         devices: Sequence[jax.Device] | None = None,
     ):
         check_positive_int("nodes", nodes)
+        reserve_threads()
         if locals is None:
             available = len(jax.devices() if devices is None else devices)
             locals = max(1, available // nodes)

@@ -19,7 +19,15 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted before training began; nothing was lost", file=sys.stderr)
         return 130
-    result = run.train()
+    try:
+        result = run.train()
+    except KeyboardInterrupt:
+        print(
+            "interrupted a second time; checkpoints written before are kept, to go on: "
+            f"python -m train {config.name} --run-dir {run.folder} --resume",
+            file=sys.stderr,
+        )
+        return 130
     if result.stopped_by == signal.SIGINT:
         return 130
     return 0 if result.saved and result.stopped_by != "nonfinite" else 1

@@ -1,0 +1,46 @@
+"""Emulated devices get threads enough, whichever way they are asked for."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import lsgd_jax as lj
+
+
+@pytest.mark.parametrize(
+    "code, settings, expected",
+    [
+        ("import jax, lsgd_jax as lj; lj.emulate_devices(6)", {}, 6),
+        ("import jax; jax.config.update('jax_num_cpu_devices', 6); import lsgd_jax", {}, 6),
+        ("import jax, lsgd_jax", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
+        (
+            "import jax, lsgd_jax",
+            {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"},
+            6,
+        ),
+        ("import jax, lsgd_jax", {}, 1),
+    ],
+)
+def test_threads_for_every_way_to_ask_for_devices(code, settings, expected):
+    names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    show = "; import os; print(len(jax.devices()), os.environ.get('PJRT_NPROC', 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + show],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | settings | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    devices, threads = map(int, done.stdout.split())
+    assert devices == expected
+    assert threads > 2 * devices if devices > 1 else threads == 0
+
+
+def test_too_late_is_an_error():
+    lj.Workers(1, 2)
+    with pytest.raises(RuntimeError):
+        lj.emulate_devices(3)
