@@ -18,10 +18,11 @@ import numpy as np
 
 import lsgd_jax as lj
 from configs.cifar10_cnn7 import CONFIG
-from train.config import LsgdConfig, WorkersConfig
+from train.config import WorkersConfig
 from train.data import transforms
 from train.data.arrays import Dataset, Images
 from train.experiment import Experiment
+from train.methods import Lsgd
 
 
 BLOCK = 64
@@ -41,7 +42,7 @@ class Arm:
         config = dataclasses.replace(
             CONFIG,
             workers=WorkersConfig(nodes=2, locals=4),
-            lsgd=LsgdConfig(pull, pull, local_period=16, global_period=64),
+            method=Lsgd(pull, pull, local_period=16, global_period=64),
             batch_size=batch_size,
         )
         dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)

@@ -8,7 +8,8 @@ Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 w
 momentum, weight decay 1e-4, pulls 0.1 every 64 steps; with 4 workers there is one leader.
 """
 
-from train.config import Config, DataConfig, LsgdConfig, OptimizerConfig, WorkersConfig
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
+from train.methods import Lsgd
 
 
 CONFIG = Config(
@@ -17,7 +18,7 @@ CONFIG = Config(
     data=DataConfig(name="cifar10"),
     workers=WorkersConfig(nodes=1, locals=4),
     optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-4),
-    lsgd=LsgdConfig(local_pull=0.1, global_pull=0.0, local_period=64, global_period=128),
+    method=Lsgd(local_pull=0.1, global_pull=0.0, local_period=64, global_period=128),
     steps=20_000,
     batch_size=128,
     log_every=64,

@@ -6,7 +6,8 @@ Time:      about 15 s of training
 Expected:  test error of the centre below 2 %
 """
 
-from train.config import Config, DataConfig, LsgdConfig, OptimizerConfig, WorkersConfig
+from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
+from train.methods import Lsgd
 
 
 CONFIG = Config(
@@ -15,7 +16,7 @@ CONFIG = Config(
     data=DataConfig(name="digits"),
     workers=WorkersConfig(nodes=2, locals=4),
     optimizer=OptimizerConfig(learning_rate=0.05, momentum=0.9, nesterov=True),
-    lsgd=LsgdConfig(local_pull=0.1, global_pull=0.1, local_period=8, global_period=32),
+    method=Lsgd(local_pull=0.1, global_pull=0.1, local_period=8, global_period=32),
     steps=500,
     batch_size=32,
     test_every=25,

@@ -37,10 +37,10 @@ class Checkpoints:
         """Begins to write a checkpoint; training may go on meanwhile.
 
         Returns:
-          Whether the one begun before has arrived safely (True if there was none). If it
-          could not be written, the checkpoints before it are still there.
+          Whether it has been begun. Whether it arrives is known after `wait` or `close`; if
+          it does not, the checkpoints before it are still there.
         """
-        arrived = self.wait()
+        self.wait()
         if step not in self._manager.all_steps():
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
@@ -51,7 +51,7 @@ class Checkpoints:
             except (OSError, ValueError, RuntimeError) as error:
                 self._failed(error)
                 return False
-        return arrived
+        return True
 
     def wait(self) -> bool:
         """Waits for the checkpoint being written; whether it has arrived safely."""

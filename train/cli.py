@@ -16,6 +16,7 @@ import configs
 from train import config as configuration
 from train import run_folder
 from train.config import Config
+from train.methods import find
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
@@ -40,11 +41,18 @@ def parse(arguments: Sequence[str]) -> Config:
       ValueError: a setting that is not possible; SystemExit: the command line can not be
         understood (status 2) or asks for help (status 0).
     """
-    known = experiments()
-    if "--resume" in arguments and arguments[0] in known:
-        summary, config = known[arguments[0]]
-        known[arguments[0]] = (summary, _resumed(config, arguments))
-    config = _parse(known, arguments)
+    known, name = experiments(), arguments[0] if arguments else ""
+    method = _option("method", arguments)
+    if method is None and "--method" in arguments:
+        method = ""  # asked for, and no name given
+    if name in known:
+        summary, config = known[name]
+        if "--resume" in arguments:
+            config = _resumed(config, arguments)
+        if method is not None and find(method) is not type(config.method):
+            config = dataclasses.replace(config, method=find(method)())
+        known[name] = (summary, config)
+    config = _parse(known, _without_option("method", arguments))
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
     return config
@@ -52,17 +60,36 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     """The configuration of the run that the command line wants to resume."""
-    where: dict[str, Any] = {"resume": True, "runs": config.runs, "run_dir": None}
+    where: dict[str, Any] = {"resume": True}
     for name in ("runs", "run_dir"):
-        pattern = re.compile(rf"--{name.replace('_', '[-_]')}(?:=(.*))?$", re.DOTALL)
-        for argument, following in zip(arguments, [*arguments[1:], None]):
-            if match := pattern.match(argument):
-                where[name] = match[1] if match[1] is not None else following
+        given = _option(name, arguments)
+        where[name] = getattr(config, name) if given is None else given
     folder = run_folder.to_resume(dataclasses.replace(config, **where))
     saved = configuration.read(folder / run_folder.CONFIG)
     if saved.name != config.name:
         raise ValueError(f"{folder} is a run of {saved.name!r}, not of {config.name!r}")
     return dataclasses.replace(saved, **where)
+
+
+def _option(name: str, arguments: Sequence[str]) -> str | None:
+    """The value of --name VALUE or --name=VALUE, or None."""
+    for argument, following in zip(arguments, [*arguments[1:], None]):
+        option, equals, value = argument.partition("=")
+        if option.replace("_", "-") == f"--{name.replace('_', '-')}":
+            return value if equals else following
+    return None
+
+
+def _without_option(name: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments without --name VALUE or --name=VALUE."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == f"--{name}":
+            next(rest, None)
+        elif not argument.startswith(f"--{name}="):
+            kept.append(argument)
+    return kept
 
 
 def _parse(known: dict[str, tuple[str, Config]], arguments: Sequence[str]) -> Config:

@@ -8,6 +8,7 @@ import typing
 from typing import Any, Literal
 
 from lsgd_jax.checks import check_positive_int
+from train.methods import Lsgd, Method, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +50,6 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LsgdConfig:
-    """Leader SGD: how hard and how often workers are pulled to their leaders."""
-
-    # Pull towards the leader of the node, in [0, 1]; 0 switches the level off.
-    local_pull: float = 0.1
-    # Pull towards the leader of all workers, in [0, 1]; 0 switches the level off.
-    global_pull: float = 0.1
-    # Steps between pulls towards the node's leader.
-    local_period: int = 64
-    # Steps between pulls towards the leader of all.
-    global_period: int = 128
-    # Number of last losses (batches) that a worker is judged by.
-    loss_window: int = 10
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """One experiment."""
 
@@ -78,8 +63,10 @@ class Config:
     workers: WorkersConfig = WorkersConfig()
     # Every worker's own optimizer.
     optimizer: OptimizerConfig = OptimizerConfig()
-    # Leader SGD.
-    lsgd: LsgdConfig = LsgdConfig()
+    # The method. Choose another one with --method NAME: lsgd, easgd, downpour, local-sgd,
+    # slowmo, diloco, parle, dpsgd, sgp, osgp, adpsgd, pairwise, gosgd, wagma, allreduce,
+    # coordinate-median, licm, cge, or alone (nothing is exchanged).
+    method: Method = Lsgd()
     # Training steps of every worker.
     steps: int = 1000
     # Images per worker and step.
@@ -147,18 +134,19 @@ def differences(old: Config, new: Config) -> list[str]:
     >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
     ['seed: the run has 0, the command says 1']
     """
-    before, after = _flat(dataclasses.asdict(old)), _flat(dataclasses.asdict(new))
+    before, after = _flat(_to_dict(old)), _flat(_to_dict(new))
+    both = before.keys() & after.keys() - FREE_ON_RESUME
     return [
         f"{field}: the run has {before[field]!r}, the command says {after[field]!r}"
-        for field in before
-        if field not in FREE_ON_RESUME and before[field] != after[field]
+        for field in sorted(both)
+        if before[field] != after[field]
     ]
 
 
 def write(config: Config, path: os.PathLike) -> None:
     """Writes the configuration as JSON to a new file."""
     with open(path, "x") as file:
-        json.dump(dataclasses.asdict(config), file, indent=2)
+        json.dump(_to_dict(config), file, indent=2)
         file.write("\n")
 
 
@@ -174,8 +162,16 @@ def read(path: os.PathLike) -> Config:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
 
 
+def _to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as nested dicts, the method's name among its options."""
+    values = dataclasses.asdict(config)
+    return values | {"method": {"name": config.method.name, **values["method"]}}
+
+
 def _build(cls: type, values: dict[str, Any]) -> Any:
     """The dataclass `cls` with the values, nested dataclasses included."""
+    if cls is Method:
+        cls = find(values.pop("name"))
     hints = typing.get_type_hints(cls)
     nested = {
         name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value

@@ -1,6 +1,5 @@
 """What a configuration stands for: the grid, the data, the step of one worker, the test."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -45,17 +44,16 @@ class TestResult(NamedTuple):
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """SGD that skips gradients that are not finite, then the pulls of leader SGD."""
+    """SGD that skips gradients that are not finite, with the method before or behind it."""
     sgd = config.optimizer
     base = optax.chain(
-        optax.add_decayed_weights(sgd.weight_decay)
-        if sgd.weight_decay
-        else optax.identity(),
+        optax.add_decayed_weights(sgd.weight_decay),
         optax.sgd(sgd.learning_rate, sgd.momentum or None, nesterov=sgd.nesterov),
     )
-    pulls = lj.lsgd(**dataclasses.asdict(config.lsgd))
     # Without it one gradient with a nan would stay in the momentum for ever.
-    return optax.chain(optax.apply_if_finite(base, max_consecutive_errors=NEVER), pulls)
+    base = optax.apply_if_finite(base, max_consecutive_errors=NEVER)
+    method = config.method.build(config.workers.nodes * config.workers.locals)
+    return optax.chain(method, base) if config.method.first else optax.chain(base, method)
 
 
 def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:

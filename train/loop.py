@@ -80,8 +80,9 @@ class Run:
         self.experiment = Experiment(config)
         self.folder = run_folder.create(config) if resumed is None else resumed
         self._screen = Screen(config.steps)
+        warn = lambda text: self._screen.warn(text)  # on the screen of that moment
         self._checkpoints = Checkpoints(
-            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, self._screen.warn
+            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, warn
         )
         state: TrainState = self.experiment.init()
         self.step, seconds = 0, 0.0
@@ -93,7 +94,7 @@ class Run:
             seconds = restored.notes["seconds"]
         self.state = state
         self._watch = Stopwatch(seconds)
-        self._records = Records(self.folder, self._screen.warn) if is_main() else None
+        self._records = Records(self.folder, warn) if is_main() else None
         self._recent = np.full(config.workers.nodes * config.workers.locals, np.inf)
         self._reported_at: float | None = None
         self._nonfinite_steps = 0
@@ -135,7 +136,8 @@ class Run:
             seconds = self._watch.seconds
             if stopped_by is None:
                 tested = tested or self._test()
-            saved = self._save() and self._checkpoints.close()
+            begun = self._save()
+            saved = self._checkpoints.close() and begun
 
         center, best = tested or (np.nan, np.nan)
         result = Result(self.folder, self.step, seconds, center, best, stopped_by, saved)
@@ -162,7 +164,7 @@ class Run:
         return center.error, best.error
 
     def _save(self) -> bool:
-        """Begins to write a checkpoint; whether all before have arrived."""
+        """Begins to write a checkpoint of this step; whether that went well so far."""
         if self.step == self._saved_step:
             return True
         self._saved_step = self.step
@@ -185,7 +187,6 @@ class Run:
             loss = np.where(finite, report.losses, 0).sum() / finite.sum()
         self._recent = np.where(np.isfinite(losses), losses, np.inf)
         self._watch_for_nonfinite(report, finite)
-        levels = report.pulls[-1][1] if report.pulls else ()
         self._write(
             "train",
             report.step,
@@ -194,9 +195,9 @@ class Run:
             steps_per_second=pace,
             consensus_distance=report.consensus_distance,
             waiting=int(report.waiting.sum()),
-            **_totals(levels),
+            **_totals(report.levels),
         )
-        for step, levels in report.pulls:
+        for step, levels in report.elections:
             for level in levels:
                 if step % level.period == 0 and level.leader is not None:
                     self._write("leaders", step, **self._leaders(level))

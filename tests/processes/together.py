@@ -49,12 +49,12 @@ def digits(folder):
     import dataclasses
 
     from configs.digits import CONFIG
-    from train.config import LsgdConfig
     from train.loop import Run
+    from train.methods import Lsgd
 
     config = dataclasses.replace(
         CONFIG,
-        lsgd=LsgdConfig(local_period=2, global_period=4),
+        method=Lsgd(local_period=2, global_period=4),
         steps=4 if jax.process_count() > 1 else 8,
         batch_size=8,
         log_every=2,

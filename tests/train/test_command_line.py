@@ -62,7 +62,10 @@ def end(process):
         (["digits", "--workers.nodes", "0"], "`workers.nodes` must be a positive int"),
         (["digits", "--optimizer.momentum", "1"], "`optimizer.momentum` must be in [0, 1)"),
         (["digits", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
-        (["digits", "--lsgd.local-pull", "7"], "`local_pull` must be in [0, 1]"),
+        (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
+        (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
+        (["digits", "--method"], "got method=''"),
+        (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
         (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
         (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),
         (
@@ -92,7 +95,7 @@ def test_help_explains_every_field(capsys):
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in (
-        "--lsgd.local-period INT Steps between pulls towards the node's leader.",
+        "--method.local-period INT Steps between pulls towards the node's leader.",
         "--batch-size INT Images per worker and step.",
         "--workers.locals INT Number of workers in each node.",
         "--optimizer.learning-rate FLOAT Learning rate.",
@@ -104,16 +107,32 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path):
     """Options left out are those of the run; others must not change the experiment."""
     from train import config as configuration
 
-    config = cli.parse(["digits", "--seed", "5", "--lsgd.local-period", "3"])
+    config = cli.parse(["digits", "--seed", "5", "--method.local-period", "3"])
     configuration.write(config, tmp_path / "config.json")
     resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
     resumed = cli.parse(resume)
-    assert (resumed.seed, resumed.lsgd.local_period, resumed.steps) == (5, 3, 9)
+    assert (resumed.seed, resumed.method.local_period, resumed.steps) == (5, 3, 9)
     with pytest.raises(ValueError, match="seed: the run has 5, the command says 6"):
         cli.parse([*resume, "--seed", "6"])
     cifar = ["cifar10-cnn7", "--resume", "--run-dir", str(tmp_path), "--data.dir", "x"]
     with pytest.raises(ValueError, match="is a run of 'digits', not of 'cifar10-cnn7'"):
         cli.parse(cifar)
+
+
+def test_a_method_brings_its_own_options(tmp_path):
+    from train import config as configuration
+    from train.methods import Easgd, Lsgd
+
+    config = cli.parse(["digits", "--method", "easgd", "--method.period", "3"])
+    assert config.method == Easgd(period=3)
+    configuration.write(config, tmp_path / "config.json")
+    assert configuration.read(tmp_path / "config.json") == config
+    # The experiment's own settings of its method stay unless another one is chosen.
+    assert cli.parse(["digits", "--method", "lsgd"]).method == Lsgd(0.1, 0.1, 8, 32)
+    resume = ["digits", "--resume", "--run-dir", str(tmp_path)]
+    assert cli.parse(resume).method == Easgd(period=3)
+    with pytest.raises(ValueError, match="method.name: the run has 'easgd', .* says 'sgp'"):
+        cli.parse([*resume, "--method", "sgp"])
 
 
 @pytest.mark.parametrize(

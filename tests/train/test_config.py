@@ -55,4 +55,4 @@ def test_the_papers_settings():
     assert isinstance(config, Config)
     assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
     assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, 0)
-    assert (config.lsgd.local_period, config.lsgd.local_pull) == (64, 0.1)
+    assert (config.method.local_period, config.method.local_pull) == (64, 0.1)

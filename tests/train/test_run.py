@@ -14,15 +14,16 @@ import pytest
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train import figures, records
-from train.config import DataConfig, LsgdConfig, OptimizerConfig, WorkersConfig
+from train.config import DataConfig, OptimizerConfig, WorkersConfig
 from train.experiment import Experiment
 from train.loop import Run
+from train.methods import Lsgd
 
 
 SMALL = dataclasses.replace(
     CONFIG,
     workers=WorkersConfig(nodes=2, locals=2),
-    lsgd=LsgdConfig(local_period=2, global_period=4, loss_window=3),
+    method=Lsgd(local_period=2, global_period=4, loss_window=3),
     steps=12,
     batch_size=16,
     log_every=4,
@@ -239,11 +240,11 @@ def test_no_readable_checkpoint_at_all(copied):
 
 def test_another_configuration_is_refused_and_named(copied):
     changed = dataclasses.replace(
-        copied, seed=3, lsgd=dataclasses.replace(copied.lsgd, local_pull=0.5)
+        copied, seed=3, method=dataclasses.replace(copied.method, local_pull=0.5)
     )
     message = (
-        "is a run of another configuration: lsgd.local_pull: the run has 0.1, the command "
-        "says 0.5; seed: the run has 0, the command says 3"
+        "is a run of another configuration: method.local_pull: the run has 0.1, the "
+        "command says 0.5; seed: the run has 0, the command says 3"
     )
     with pytest.raises(ValueError, match=message):
         Run(changed)
@@ -318,7 +319,7 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
             "`batch_size` must be at most 7, the number of training images per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
-        ({"lsgd": LsgdConfig(local_pull=3)}, "`local_pull` must be in"),
+        ({"method": Lsgd(local_pull=3)}, "`local_pull` must be in"),
         ({"data": DataConfig("cifar10")}, "`data.dir` must name the folder"),
         ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
     ],

@@ -1,0 +1,42 @@
+"""Every method trains digits end to end for a few steps, on four workers."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from configs.digits import CONFIG
+from train import records
+from train.config import WorkersConfig
+from train.loop import Run
+from train.methods import METHODS, Lsgd
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains(name, tmp_path):
+    options = {"period": 2} if "period" in METHODS[name].__dataclass_fields__ else {}
+    config = dataclasses.replace(
+        CONFIG,
+        workers=WorkersConfig(nodes=2, locals=2),
+        method=Lsgd(0.1, 0.1, 2, 4) if name == "lsgd" else METHODS[name](**options),
+        steps=8,
+        batch_size=16,
+        log_every=4,
+        test_every=8,
+        checkpoint_every=8,
+        run_dir=str(tmp_path / "run"),
+    )
+    run = Run(config)
+    result = run.train()
+    assert result.saved and result.stopped_by is None and 0 <= result.center_error < 90
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
+    events = records.read(result.folder)
+    first, last = events["train"]
+    assert last["loss"] < first["loss"]
+    numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
+    sent = last.get("bytes_sent", 0)
+    assert sent == 0 if name == "alone" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
+    # All took the same gradient, or exchanged everything at the last step.
+    together = config.method.first or name in ("downpour", "local-sgd", "slowmo", "diloco")
+    assert (last["consensus_distance"] < 1e-6) == together
