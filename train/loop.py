@@ -85,17 +85,18 @@ class Run:
             self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, warn
         )
         state: TrainState = self.experiment.init()
-        self.step, seconds = 0, 0.0
+        self.step, seconds, recent = 0, 0.0, [None] * self.experiment.workers.num_workers
         if config.resume:
             restored = self._checkpoints.restore_latest(state)
             if restored is None:
                 raise ValueError(f"{self.folder} holds no checkpoint that can be read")
             self.step, state = restored.step, restored.state
-            seconds = restored.notes["seconds"]
+            seconds, recent = restored.notes["seconds"], restored.notes["recent_losses"]
         self.state = state
         self._watch = Stopwatch(seconds)
         self._records = Records(self.folder, warn) if is_main() else None
-        self._recent = np.full(config.workers.nodes * config.workers.locals, np.inf)
+        # Of each worker, over the last interval; inf if none of them was finite.
+        self._recent_losses = np.array([np.inf if x is None else x for x in recent])
         self._reported_at: float | None = None
         self._nonfinite_steps = 0
         self._saved_step = self.step if config.resume else -1
@@ -124,7 +125,7 @@ class Run:
                     self._report(self._ledger.close_interval(self.step, self.state))
                 if self.step % config.test_every == 0 and not last:
                     tested = self._test()
-                if self.step % config.checkpoint_every == 0:
+                if self.step % config.checkpoint_every == 0 and not last:
                     self._save()
                 if self._nonfinite_steps >= config.stop_after_nonfinite:
                     stopped_by = "nonfinite"
@@ -150,7 +151,7 @@ class Run:
         jax.block_until_ready(self.state)
         with self._watch:
             center = self.experiment.test_center(self.state)
-            worker = int(np.argmin(self._recent))
+            worker = int(np.argmin(self._recent_losses))
             best = self.experiment.test_worker(self.state, worker)
         self._write(
             "test",
@@ -168,10 +169,10 @@ class Run:
         if self.step == self._saved_step:
             return True
         self._saved_step = self.step
+        recent = [x if np.isfinite(x) else None for x in self._recent_losses.tolist()]
         with self._watch:
-            return self._checkpoints.save(
-                self.step, self.state, {"seconds": self._watch.seconds}
-            )
+            notes = {"seconds": self._watch.seconds, "recent_losses": recent}
+            return self._checkpoints.save(self.step, self.state, notes)
 
     def _report(self, report: Report | None) -> None:
         """Writes and shows what an interval of steps did."""
@@ -185,7 +186,7 @@ class Run:
         with np.errstate(all="ignore"):
             losses = np.where(finite, report.losses, 0).sum(0) / finite.sum(0)
             loss = np.where(finite, report.losses, 0).sum() / finite.sum()
-        self._recent = np.where(np.isfinite(losses), losses, np.inf)
+        self._recent_losses = np.where(np.isfinite(losses), losses, np.inf)
         self._watch_for_nonfinite(report, finite)
         self._write(
             "train",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import exchanges
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
@@ -131,6 +132,17 @@ def test_bytes_sent_are_exchanges_times_parameters(finished):
     )
 
 
+def test_steps_without_a_pull_communicate_nothing(finished):
+    """Read from the compiled step: collectives stand in the two pulls' branches alone."""
+    run, _ = finished
+    experiment = run.experiment
+    arguments = experiment.init(), experiment.data, experiment.rows(0)
+    always, when_due = exchanges(experiment.step.lower(*arguments).compile().as_text())
+    numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
+    assert always == 0
+    assert when_due == [4 * (numbers + 1)] * 2
+
+
 def test_figures_can_be_drawn_again(finished, capsys):
     _, result = finished
     assert figures.main([str(result.folder)]) == 0
@@ -196,6 +208,7 @@ def test_resuming_a_finished_run_tests_it_again(copied, finished):
     run = Run(copied)
     result = run.train()
     assert result.step == 12 and result.center_error == finished[1].center_error
+    assert result.best_error == finished[1].best_error
     assert_equal_to_the_bit(finished[0].state, run.state)
 
 
