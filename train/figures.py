@@ -72,7 +72,7 @@ def _training(events: Events) -> Any:
     grid[0][0].set_ylabel("training loss, mean of workers")
     grid[1][0].set_ylabel("test error, %")
     grid[1][0].legend(frameon=False)
-    return _tidy(figure)
+    return tidy(figure)
 
 
 def _leaders(events: Events, nodes: int, locals: int) -> Any:
@@ -110,7 +110,7 @@ def _leaders(events: Events, nodes: int, locals: int) -> Any:
         when.set_yticks(range(nodes * locals))
     grid[-1][0].set_xlabel("step")
     grid[-1][1].set_xlabel("elections won")
-    return _tidy(figure)
+    return tidy(figure)
 
 
 def _of_level(elections: list[dict[str, Any]], level: str) -> list[dict[str, Any]]:
@@ -127,10 +127,11 @@ def _consensus(events: Events) -> Any:
     axes.set_xlabel("step")
     axes.set_ylabel("mean ‖x_i − x̄‖ / ‖x̄‖")
     axes.set_ylim(bottom=0)
-    return _tidy(figure)
+    return tidy(figure)
 
 
-def _tidy(figure: Any) -> Any:
+def tidy(figure: Any) -> Any:
+    """The figure without the frames that say nothing."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

@@ -160,6 +160,9 @@ class Run:
             best_error=best.error,
             best_loss=best.loss,
             best_worker=worker,
+            bytes_sent=sum(
+                level.bytes_sent for level in lj.diagnostics(self.state.opt_state)
+            ),
         )
         self._screen.tested(center.error)
         return center.error, best.error
