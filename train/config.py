@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lsgd_jax.checks import check_positive_int
 from train.methods import Lsgd, Method, find
+from train.statistics import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Config:
     # The experiment's name, which also begins the name of its run folder.
     name: str
     # The network.
-    model: Literal["digits-cnn", "cnn7"]
+    model: Literal["digits-cnn", "digits-bn", "cnn7"]
     # The data.
     data: DataConfig = DataConfig()
     # The grid of workers.
@@ -67,6 +68,9 @@ class Config:
     # slowmo, diloco, parle, dpsgd, sgp, osgp, adpsgd, pairwise, gosgd, wagma, allreduce,
     # coordinate-median, licm, cge, or alone (nothing is exchanged).
     method: Method = Lsgd()
+    # Batch statistics: each worker keeps its own; or they are averaged at each
+    # communication; or reestimated from training data before each test.
+    batch_statistics: Policy = "reestimate"
     # Training steps of every worker.
     steps: int = 1000
     # Images per worker and step.

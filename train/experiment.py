@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
+from train import statistics
 from train.config import Config
 from train.data import cifar10, digits, transforms
 from train.data.arrays import Dataset, Images
@@ -18,6 +19,7 @@ from train.models import MODELS
 
 NEVER = np.iinfo(np.int32).max
 TEST_BATCH = 256  # images per worker
+REESTIMATE_BATCHES = 8  # per worker
 
 
 class TrainState(NamedTuple):
@@ -25,12 +27,16 @@ class TrainState(NamedTuple):
 
     Attributes:
       params: the workers' parameters, [W, ...].
+      stats: their batch statistics and whatever else the model keeps, [W, ...].
+      stats_state: the state of what averages them, or ().
       opt_state: their optimizers' state.
       key: random key of each worker, [W]; never changes, the step is folded in.
       step: int32 scalar, steps taken; shared.
     """
 
     params: Any
+    stats: Any
+    stats_state: Any
     opt_state: Any
     key: Array
     step: lj.Shared[Array]
@@ -114,7 +120,10 @@ class Experiment:
         self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
         self.data = self._place_training_data(data.train, size)
         self._test_batches = self._place_test_data(data.test)
+        self._variables = jax.eval_shape(self._init_model)
+        self._average_stats = self._make_stats_average()
         self.step = self.workers.map(self._step, donate=0)
+        self._reestimate = self.workers.map(self._stats_of_batch)
         self._count_wrong = self.workers.map(self._count_wrong_of_one)
         self._pick = jax.jit(
             lambda params, worker: jax.tree.map(lambda x: x[worker], params),
@@ -125,16 +134,35 @@ class Experiment:
 
     def init(self) -> TrainState:
         """The state before the first step: all workers start from the same parameters."""
-        model_key, worker_key = jax.random.split(jax.random.key(self._config.seed))
-        init = jax.jit(lambda key, x: self._model.init(key, x, train=False)["params"])
-        params = self.workers.replicate(init(model_key, self._example))
-        keys = jax.random.split(worker_key, self.workers.num_workers)
+        start, stats_average = jax.jit(self._init_model)(), self._average_stats
+        params = self.workers.replicate(start.pop("params"))
+        stats = self.workers.replicate(start)
+        init_stats = stats_average.init if stats_average else lambda stats: ()
         return TrainState(
             params=params,
+            stats=stats,
+            stats_state=self.workers.map(init_stats)(stats),
             opt_state=self.workers.map(self._tx.init)(params),
-            key=self.workers.put(keys),
+            key=self.workers.put(self._worker_keys()),
             step=self.workers.share(jnp.zeros([], jnp.int32)),
         )
+
+    def _init_model(self) -> dict[str, Any]:
+        key, _ = jax.random.split(jax.random.key(self._config.seed))
+        return dict(self._model.init(key, self._example, train=False))
+
+    def _worker_keys(self) -> Array:
+        _, key = jax.random.split(jax.random.key(self._config.seed))
+        return jax.random.split(key, self.workers.num_workers)
+
+    def _make_stats_average(self) -> optax.GradientTransformationExtraArgs | None:
+        stats = {k: v for k, v in self._variables.items() if k != "params"}
+        stacked = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.workers.num_workers, *x.shape), x.dtype),
+            self._variables["params"],
+        )
+        opt_state = jax.eval_shape(self.workers.map(self._tx.init), stacked)
+        return statistics.averaging(self._config.batch_statistics, stats, opt_state)
 
     def rows(self, step: int) -> Array:
         """Which images each worker learns from at a step (from 0): int32 [W, B], placed."""
@@ -142,10 +170,10 @@ class Experiment:
 
     # One worker's step
 
-    def _loss(self, params: Any, key: Array, images: Array, labels: Array) -> Array:
-        variables, rngs = {"params": params}, {"dropout": key}
-        logits: Any = self._model.apply(variables, images, True, rngs=rngs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    def _apply(self, params: Any, stats: Any, key: Array, images: Array) -> tuple[Any, Any]:
+        """The logits while training, and the renewed statistics."""
+        variables, rngs = {"params": params, **stats}, {"dropout": key}
+        return self._model.apply(variables, images, True, rngs=rngs, mutable=list(stats))
 
     def _step(self, state: TrainState, data: Any, rows: Array) -> tuple[TrainState, Array]:
         """One worker's step: (its state, its data, rows of its batch) -> (state, loss)."""
@@ -153,39 +181,68 @@ class Experiment:
         key = jax.random.fold_in(state.key, state.step.value)
         image_key, dropout_key = jax.random.split(key)
         x = self._transforms.train(image_key, images[rows])
-        loss, grads = jax.value_and_grad(self._loss)(
-            state.params, dropout_key, x, labels[rows]
-        )
+
+        def loss_of(params):
+            logits, stats = self._apply(params, state.stats, dropout_key, x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows])
+            return losses.mean(), stats
+
+        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = self._tx.update(
             grads, state.opt_state, state.params, value=loss
         )
         params = lj.apply_updates(state.params, updates)
+        stats, stats_state = statistics.averaged(
+            self._average_stats, stats, state.stats_state
+        )
         step = lj.Shared(state.step.value + 1)
-        return TrainState(params, opt_state, state.key, step), loss
+        return TrainState(params, stats, stats_state, opt_state, state.key, step), loss
 
     # Testing: reads the training state and leaves it alone
 
     def test_center(self, state: TrainState) -> TestResult:
         """The test of the model that the workers stand for together."""
-        return self._test(lj.center(state.params, state.opt_state))
+        center = lj.center(state.params, state.opt_state)
+        return self._test(center, lj.consensus(state.stats) if state.stats else {})
 
     def test_worker(self, state: TrainState, worker: int) -> TestResult:
         """The test of one worker's own model."""
-        return self._test(self._pick(state.params, worker))
+        return self._test(*self._pick((state.params, state.stats), worker))
 
-    def _test(self, params: Any) -> TestResult:
-        totals = [
-            self._count_wrong(lj.Shared(params), *batch) for batch in self._test_batches
-        ]
+    def _test(self, params: Any, stats: Any) -> TestResult:
+        if stats and self._config.batch_statistics == "reestimate":
+            stats = self._stats_from_data(params, stats)
+        variables = lj.Shared({"params": params, **stats})
+        totals = [self._count_wrong(variables, *batch) for batch in self._test_batches]
         wrong, loss, count = np.sum(self.workers.fetch(totals), axis=(0, 2))
         return TestResult(error=float(100 * wrong / count), loss=float(loss / count))
 
-    def _count_wrong_of_one(self, params, images, labels, valid):
-        x = self._transforms.test(images)
-        logits: Any = self._model.apply({"params": params.value}, x, False)
+    def _count_wrong_of_one(self, variables, images, labels, valid):
+        logits: Any = self._model.apply(
+            variables.value, self._transforms.test(images), False
+        )
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         wrong = logits.argmax(axis=1) != labels
         return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
+
+    def _stats_from_data(self, params: Any, stats: Any) -> Any:
+        """The mean statistics of some batches of every worker, with these parameters."""
+        keys = self.workers.put(self._worker_keys())
+        shared = lj.Shared((params, stats))
+        batches = min(REESTIMATE_BATCHES, self.sampler.steps_per_epoch)
+        seen = [
+            lj.consensus(self._reestimate(shared, self.data, self.rows(step), keys))
+            for step in range(batches)
+        ]
+        return jax.tree.map(lambda *each: sum(each) / batches, *seen)
+
+    def _stats_of_batch(self, variables, data, rows, key):
+        params, stats = variables.value
+        images, _ = data.value if isinstance(data, lj.Shared) else data
+        image_key, dropout_key = jax.random.split(key)
+        x = self._transforms.train(image_key, images[rows])
+        apply = lambda stats: self._apply(params, stats, dropout_key, x)
+        return statistics.of_batch(apply, stats)
 
     # Data on the devices
 

@@ -36,6 +36,21 @@ class DigitsCNN(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
+class DigitsBatchNormCNN(nn.Module):
+    """The same with batch normalization."""
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        for features in (32, 64):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        x = max_pool_2x2(x).reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(128)(x))
+        return nn.Dense(self.num_classes)(x)
+
+
 class CNN7(nn.Module):
     """The 7-layer CNN of LSGD's CIFAR-10 experiments, for 28 x 28 crops: 351,946 numbers.
 
@@ -55,4 +70,4 @@ class CNN7(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
-MODELS = {"digits-cnn": DigitsCNN, "cnn7": CNN7}
+MODELS = {"digits-cnn": DigitsCNN, "digits-bn": DigitsBatchNormCNN, "cnn7": CNN7}
