@@ -38,8 +38,10 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Every worker's own optimizer: SGD."""
+    """Every worker's own optimizer."""
 
+    # SGD, or LARS for large batches (with --method allreduce).
+    name: Literal["sgd", "lars"] = "sgd"
     # Learning rate.
     learning_rate: float = 0.1
     # Momentum coefficient, in [0, 1).
@@ -65,8 +67,8 @@ class Config:
     # Every worker's own optimizer.
     optimizer: OptimizerConfig = OptimizerConfig()
     # The method. Choose another one with --method NAME: lsgd, easgd, downpour, local-sgd,
-    # slowmo, diloco, parle, dpsgd, sgp, osgp, adpsgd, pairwise, gosgd, wagma, allreduce,
-    # coordinate-median, licm, cge, or alone (nothing is exchanged).
+    # post-local-sgd, slowmo, diloco, parle, dpsgd, sgp, osgp, adpsgd, pairwise, gosgd,
+    # wagma, allreduce, coordinate-median, licm, cge, or alone (nothing is exchanged).
     method: Method = Lsgd()
     # Batch statistics: each worker keeps its own; or they are averaged at each
     # communication; or reestimated from training data before each test.

@@ -50,16 +50,19 @@ class TestResult(NamedTuple):
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """SGD that skips gradients that are not finite, with the method before or behind it."""
-    sgd = config.optimizer
-    base = optax.chain(
-        optax.add_decayed_weights(sgd.weight_decay),
-        optax.sgd(sgd.learning_rate, sgd.momentum or None, nesterov=sgd.nesterov),
-    )
+    """SGD or LARS that skips gradients that are not finite, with the method around it."""
+    options, momentum = config.optimizer, config.optimizer.momentum
+    if options.name == "lars":
+        rate, decay = options.learning_rate, options.weight_decay
+        base = optax.lars(rate, decay, momentum=momentum, nesterov=options.nesterov)
+    else:
+        base = optax.chain(
+            optax.add_decayed_weights(options.weight_decay),
+            optax.sgd(options.learning_rate, momentum or None, nesterov=options.nesterov),
+        )
     # Without it one gradient with a nan would stay in the momentum for ever.
     base = optax.apply_if_finite(base, max_consecutive_errors=NEVER)
-    method = config.method.build(config.workers.nodes * config.workers.locals)
-    return optax.chain(method, base) if config.method.first else optax.chain(base, method)
+    return config.method.around(base, config.workers.nodes * config.workers.locals)
 
 
 def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:

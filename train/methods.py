@@ -1,8 +1,8 @@
 """The methods that the trainer knows: their options, and the transformation they build.
 
 Every class is one method; `--method NAME` chooses it and its fields become the options
-`--method.FIELD`. `build(workers)` makes the transformation for so many workers. `first`
-says whether it stands before the base optimizer (on gradients) or behind it.
+`--method.FIELD`. `build(workers)` makes the transformation for so many workers, `around`
+puts it before the base optimizer (if it is about gradients, `first`) or behind it.
 """
 
 import dataclasses
@@ -27,6 +27,13 @@ class Method:
         """The transformation for so many workers: by default the one of that name."""
         del workers
         return getattr(lj, self.name.replace("-", "_"))(**dataclasses.asdict(self))
+
+    def around(
+        self, base: optax.GradientTransformation, workers: int
+    ) -> optax.GradientTransformationExtraArgs:
+        """The chain of a base optimizer and this method."""
+        method = self.build(workers)
+        return optax.chain(method, base) if self.first else optax.chain(base, method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +90,22 @@ class LocalSgd(Method):
     name = "local-sgd"
     # Steps between exchanges.
     period: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PostLocalSgd(LocalSgd):
+    """Post-local SGD: all-reduce SGD until a step, then local SGD."""
+
+    name = "post-local-sgd"
+    # The last step with the mean gradient.
+    switch_step: int = 1000
+
+    def around(
+        self, base: optax.GradientTransformation, workers: int
+    ) -> optax.GradientTransformationExtraArgs:
+        del workers
+        first = lj.allreduce(until=self.switch_step)
+        return optax.chain(first, base, lj.local_sgd(self.period))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +269,7 @@ class Cge(Method):
 
 
 CLASSES = (
-    *(Lsgd, Easgd, Downpour, LocalSgd, SlowMo, Diloco, Parle),
+    *(Lsgd, Easgd, Downpour, LocalSgd, PostLocalSgd, SlowMo, Diloco, Parle),
     *(Dpsgd, Sgp, Osgp, Adpsgd, Pairwise, Gosgd, Wagma),
     *(Allreduce, CoordinateMedian, Licm, Cge, Alone),
 )

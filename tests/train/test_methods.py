@@ -8,14 +8,15 @@ import pytest
 
 from configs.digits import CONFIG
 from train import records
-from train.config import WorkersConfig
+from train.config import OptimizerConfig, WorkersConfig
 from train.loop import Run
-from train.methods import METHODS, Lsgd
+from train.methods import METHODS, Allreduce, Lsgd
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_trains(name, tmp_path):
-    options = {"period": 2} if "period" in METHODS[name].__dataclass_fields__ else {}
+    small = {"period": 2, "switch_step": 4}
+    options = {k: v for k, v in small.items() if k in METHODS[name].__dataclass_fields__}
     config = dataclasses.replace(
         CONFIG,
         workers=WorkersConfig(nodes=2, locals=2),
@@ -38,5 +39,22 @@ def test_a_method_trains(name, tmp_path):
     sent = last.get("bytes_sent", 0)
     assert sent == 0 if name == "alone" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
     # All took the same gradient, or exchanged everything at the last step.
-    together = config.method.first or name in ("downpour", "local-sgd", "slowmo", "diloco")
+    whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
+    together = config.method.first or name in whole
     assert (last["consensus_distance"] < 1e-6) == together
+
+
+def test_lars_behind_all_reduce(tmp_path):
+    optimizer = OptimizerConfig(name="lars", learning_rate=5.0, momentum=0.9)
+    config = dataclasses.replace(
+        CONFIG,
+        workers=WorkersConfig(nodes=1, locals=2),
+        optimizer=optimizer,
+        method=Allreduce(),
+        steps=8,
+        batch_size=16,
+        log_every=4,
+        run_dir=str(tmp_path / "run"),
+    )
+    events = records.read(Run(config).train().folder)
+    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
