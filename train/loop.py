@@ -80,9 +80,8 @@ class Run:
         self.experiment = Experiment(config)
         self.folder = run_folder.create(config) if resumed is None else resumed
         self._screen = Screen(config.steps)
-        warn = lambda text: self._screen.warn(text)  # on the screen of that moment
         self._checkpoints = Checkpoints(
-            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, warn
+            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, self._warn
         )
         state: TrainState = self.experiment.init()
         self.step, seconds, recent = 0, 0.0, [None] * self.experiment.workers.num_workers
@@ -94,7 +93,7 @@ class Run:
             seconds, recent = restored.notes["seconds"], restored.notes["recent_losses"]
         self.state = state
         self._watch = Stopwatch(seconds)
-        self._records = Records(self.folder, warn) if is_main() else None
+        self._records: Records | None = None
         # Of each worker, over the last interval; inf if none of them was finite.
         self._recent_losses = np.array([np.inf if x is None else x for x in recent])
         self._reported_at: float | None = None
@@ -107,6 +106,7 @@ class Run:
         self._screen = Screen(config.steps, self.step)
         self._ledger = Ledger(experiment.workers, self.state.opt_state)
         self._watch = Stopwatch(self._watch.seconds)
+        self._records = Records(self.folder, self._warn) if is_main() else None
         self._write("start", processes=jax.process_count(), **_versions())
         self._screen.say(f"{experiment.workers}; run folder {self.folder}")
         tested = None
@@ -144,6 +144,9 @@ class Run:
         result = Result(self.folder, self.step, seconds, center, best, stopped_by, saved)
         self._end(result)
         return result
+
+    def _warn(self, text: str) -> None:
+        self._screen.warn(text)  # on the screen of that moment
 
     def _test(self) -> tuple[float, float]:
         """Tests the centre and the best worker: their errors in %."""
