@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 from train import cli, devices, records, run_folder
 from train.config import Config
@@ -154,7 +155,10 @@ def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
     for axes, label in zip(panels, labels):
         axes.set_xlabel(label)
         axes.set_yscale("log")
-    panels[2].set_xscale("symlog")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+    panels[2].set_xscale("symlog")  # a method may send nothing
+    panels[2].set_xlim(left=0)
     panels[0].set_ylabel("test error of the centre, %")
     panels[0].legend(frameon=False)
     tidy(figure).savefig(path, dpi=120)
