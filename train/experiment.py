@@ -78,6 +78,11 @@ def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:
     return dataset, transforms.cifar10()
 
 
+def _own(data: Any) -> Any:
+    """One worker's images and labels: its own part, or what all workers share."""
+    return data.value if isinstance(data, lj.Shared) else data
+
+
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
     """Raises ValueError if the network is made for images of another size."""
     size = getattr(MODELS[config.model], "image_size", None)
@@ -180,7 +185,7 @@ class Experiment:
 
     def _step(self, state: TrainState, data: Any, rows: Array) -> tuple[TrainState, Array]:
         """One worker's step: (its state, its data, rows of its batch) -> (state, loss)."""
-        images, labels = data.value if isinstance(data, lj.Shared) else data
+        images, labels = _own(data)
         key = jax.random.fold_in(state.key, state.step.value)
         image_key, dropout_key = jax.random.split(key)
         x = self._transforms.train(image_key, images[rows])
@@ -241,7 +246,7 @@ class Experiment:
 
     def _stats_of_batch(self, variables, data, rows, key):
         params, stats = variables.value
-        images, _ = data.value if isinstance(data, lj.Shared) else data
+        images, _ = _own(data)
         image_key, dropout_key = jax.random.split(key)
         x = self._transforms.train(image_key, images[rows])
         apply = lambda stats: self._apply(params, stats, dropout_key, x)
@@ -255,7 +260,7 @@ class Experiment:
         order = np.random.default_rng(self._config.seed).permutation(len(train.labels))
         workers = self.workers.num_workers
         parts = order[: workers * size].reshape(workers, size)
-        mine = parts[self.workers.owned.start : self.workers.owned.stop]
+        mine = parts[list(self.workers.owned)]
         return self.workers.put_owned((train.images[mine], train.labels[mine]))
 
     def _place_test_data(self, test: Images) -> list[tuple[Array, Array, Array]]:
@@ -265,7 +270,7 @@ class Experiment:
         batches = []
         for start in range(0, count, workers * batch):
             rows = np.arange(start, start + workers * batch).reshape(workers, batch)
-            mine = rows[self.workers.owned.start : self.workers.owned.stop]
+            mine = rows[list(self.workers.owned)]
             taken = np.minimum(mine, count - 1)
             batches.append(
                 self.workers.put_owned(

@@ -163,9 +163,7 @@ class Run:
             best_error=best.error,
             best_loss=best.loss,
             best_worker=worker,
-            bytes_sent=sum(
-                level.bytes_sent for level in lj.diagnostics(self.state.opt_state)
-            ),
+            bytes_sent=_bytes_sent(lj.diagnostics(self.state.opt_state)),
         )
         self._screen.tested(center.error)
         return center.error, best.error
@@ -275,12 +273,17 @@ def _last_line(result: Result, config: Config) -> str:
     return f"stopped at step {result.step} after {seconds}, {state}; to go on: {resume}"
 
 
+def _bytes_sent(levels: tuple[lj.Diagnostics, ...]) -> int:
+    """Bytes that each worker has sent, over all levels."""
+    return sum(level.bytes_sent for level in levels)
+
+
 def _totals(levels: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
     """Bytes sent per worker and workers healed, over all levels."""
     if not levels:
         return {}
     return {
-        "bytes_sent": sum(level.bytes_sent for level in levels),
+        "bytes_sent": _bytes_sent(levels),
         "healed": int(sum(np.sum(level.healed) for level in levels)),
     }
 
