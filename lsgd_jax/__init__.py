@@ -53,6 +53,7 @@ from lsgd_jax.pull import Target as Target
 from lsgd_jax.pull import apply_updates as apply_updates
 from lsgd_jax.pull import pull as pull
 from lsgd_jax.pull import quarantine as quarantine
+from lsgd_jax.resize import resize as resize
 from lsgd_jax.workers import Workers as Workers
 
 

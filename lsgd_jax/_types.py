@@ -47,6 +47,13 @@ class Grouped(Generic[T]):
 
     value: T
 
+    def resized(self) -> "Grouped[T]":
+        """For `resize`: of other workers it is not known who forms a group."""
+        raise ValueError(
+            "the workers must stay the same if groups of them, and not all, have something "
+            "in common (`Grouped`)"
+        )
+
 
 def is_shared(node: object) -> bool:
     """Whether a node of a tree is a `Shared`: the `is_leaf` of tree maps."""

@@ -40,7 +40,8 @@ class Workers:
       owned: the workers whose device belongs to this process, as a range.
 
     Raises:
-      ValueError: a count below 1, or devices that the workers do not divide over.
+      ValueError: a count below 1, devices that the workers do not divide over, or a
+        process that would have no worker.
 
     >>> workers = Workers(nodes=2, locals=4)
     >>> workers
@@ -66,6 +67,8 @@ class Workers:
         self.nodes, self.locals = int(nodes), int(locals)
         self.num_workers = self.nodes * self.locals
         grid = _device_grid(self.nodes, self.locals, devices)
+        if devices is None:
+            _check_nobody_is_idle(grid, jax.process_count())
         self._slots: list[tuple[str, int]] = []
         self.mesh = self._name_axes(grid)
         self.sharding = NamedSharding(self.mesh, _leading_axis_over(self.mesh))
@@ -349,6 +352,17 @@ def _device_grid(
     return np.array(_pick(available, shape), dtype=object).reshape(shape)
 
 
+def _check_nobody_is_idle(grid: np.ndarray, processes: int) -> None:
+    """Raises ValueError if a process has no device in the grid: it could not take part."""
+    busy = {device.process_index for device in grid.flat}
+    idle = [str(process) for process in range(processes) if process not in busy]
+    if idle:
+        raise ValueError(
+            f"every process must have a worker, but of {processes} processes these have "
+            f"none: {', '.join(idle)}; take more workers, or fewer processes"
+        )
+
+
 def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
     """Device grids on which every device holds workers that follow one another."""
     divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
@@ -359,16 +373,22 @@ def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
 
 
 def _pick(devices: Sequence[jax.Device], shape: tuple[int, int]) -> list[jax.Device]:
-    """The devices for the grid in order, the same number from each host if it can be."""
+    """The devices for the grid, host by host, as many from each host if it can be."""
     used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}
     for device in devices:
-        # The devices of a TPU slice are as close as those of one host.
-        close = getattr(device, "slice_index", None)
-        hosts.setdefault(device.process_index if close is None else close, []).append(
-            device
-        )
+        hosts.setdefault(_host(device), []).append(device)
     share, rest = divmod(used, len(hosts))
     if rest or any(len(members) < share for members in hosts.values()):
-        return list(devices)[:used]
+        return list(itertools.chain(*hosts.values()))[:used]
     return [device for members in hosts.values() for device in members[:share]]
+
+
+def _host(device: jax.Device) -> int:
+    """What devices that are close to one another have in common.
+
+    XLA numbers TPU slices, and the machines (or NVLink domains) of GPUs and CPUs by their
+    boot ids, so that processes on one machine have one number, however many there are.
+    """
+    close = getattr(device, "slice_index", None)
+    return device.process_index if close is None else close

@@ -35,6 +35,10 @@ class LeaderState(NamedTuple):
     leader: Array
     elected: Tree | None
 
+    def resized(self) -> "LeaderState":
+        """For `resize`: losses go with their worker, and nobody was elected yet."""
+        return self._replace(leader=jnp.full_like(self.leader, -1))
+
 
 def leader(axes: Axes, window: int = 10, remember: bool = False) -> Target:
     r"""The worker with the lowest mean loss over the last steps, as a target of `pull`.

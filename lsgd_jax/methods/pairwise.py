@@ -158,6 +158,10 @@ class SumWeightState(NamedTuple):
     step: Shared[Array]
     weight: Array
 
+    def resized(self) -> "SumWeightState":
+        """For `resize`: y stays, and with w = 1 for everybody Σ w = W holds again."""
+        return self._replace(weight=jnp.ones_like(self.weight))
+
 
 def gosgd(
     topology: Graph | None = None,

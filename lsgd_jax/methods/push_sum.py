@@ -40,6 +40,15 @@ class PushSumState(NamedTuple):
     weight: Array
     under_way: tuple[tuple[Tree, Array], ...]
 
+    def resized(self) -> "PushSumState":
+        """For `resize`: x stays, and with w = 1 for everybody Σ w = W holds again."""
+        if self.under_way:
+            raise ValueError(
+                "the workers must stay the same while messages are under way to them "
+                f"(`staleness` above 1), got staleness={len(self.under_way) + 1}"
+            )
+        return self._replace(weight=jnp.ones_like(self.weight))
+
 
 def sgp(
     topology: Graph, axes: Axes = ("node", "local")

@@ -147,7 +147,7 @@ def cge(
       An optax transformation for one worker, the first in its chain.
 
     Raises:
-      ValueError: f below 0, β outside [0, 1); in `update`, f not below W.
+      ValueError: f below 0, β outside [0, 1); in `init`, f not below W.
 
     Reference: Gupta, Liu, Vaidya, Byzantine Fault-Tolerant Distributed Machine Learning
     Using Stochastic Gradient Descent (SGD) and Norm-Based Comparative Gradient Elimination
@@ -164,11 +164,6 @@ def cge(
 
     def rule(g, own, finite):
         workers = collectives.size(axes)
-        if faulty >= workers:
-            raise ValueError(
-                f"`faulty` must be less than the number of workers ({workers}), got "
-                f"{faulty=}"
-            )
         h = jax.tree.map(widened, g)
         if decay:
             ema = jax.tree.map(lambda h, g: decay * h + (1 - decay) * g, own, h)
@@ -181,10 +176,16 @@ def cge(
         mean = mean_of(sums, count)
         return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g), own
 
-    def zeros(params: Tree) -> Tree:
+    def init(params: Tree) -> Tree:
+        workers = collectives.size(axes)
+        if faulty >= workers:
+            raise ValueError(
+                f"`faulty` must be less than the number of workers ({workers}), got "
+                f"{faulty=}"
+            )
         return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params) if decay else ()
 
-    return aggregate(rule, lambda g: sum_nbytes(g) + 4, axes, zeros)
+    return aggregate(rule, lambda g: sum_nbytes(g) + 4, axes, init)
 
 
 def _median(rows: Array) -> Array:

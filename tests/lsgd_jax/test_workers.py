@@ -11,7 +11,7 @@ from jax import lax
 
 import lsgd_jax as lj
 from lsgd_jax import collectives
-from lsgd_jax.workers import _device_grid, _pick
+from lsgd_jax.workers import _check_nobody_is_idle, _device_grid, _pick
 
 
 GRIDS = [
@@ -250,6 +250,23 @@ def test_the_devices_of_a_slice_count_as_one_host():
     for device in devices:
         device.slice_index = 0
     assert [d.id for d in _pick(devices, (1, 2))] == [0, 1]
+
+
+def test_processes_of_one_host_stay_together_in_whatever_order_they_come():
+    """One process per device, ranks dealt out to the hosts in turn."""
+    devices = _hosts(*[1] * 6)
+    for device in devices:
+        device.slice_index = device.process_index % 2
+    assert [d.process_index for d in _pick(devices, (2, 3))] == [0, 2, 4, 1, 3, 5]
+    # Not as many from each host as from the others: still one host after another.
+    assert [d.process_index for d in _pick(devices, (1, 5))] == [0, 2, 4, 1, 3]
+
+
+def test_a_process_without_a_worker_is_refused():
+    grid = lambda hosts: np.array(hosts, dtype=object)
+    _check_nobody_is_idle(grid(_hosts(2, 2)), 2)
+    with pytest.raises(ValueError, match="of 4 processes these have none: 1, 3"):
+        _check_nobody_is_idle(grid(_hosts(2, 0, 1)), 4)
 
 
 def test_grid_shape():

@@ -1,0 +1,122 @@
+"""Resizing: rows go along, what is shared stays, and each method's invariants hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+def state_of(tx, nodes, locals, steps=3):
+    """Parameters and state of workers that stand apart, on the host."""
+    workers = lj.Workers(nodes, locals)
+    W = workers.num_workers
+
+    def step(params, state):
+        loss = jnp.square(params).sum()
+        updates, state = tx.update(-0.1 * params, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    params = workers.put(np.random.default_rng(0).normal(size=(W, 3)).astype(np.float32))
+    state, step = workers.map(tx.init)(params), workers.map(step)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return workers.fetch((params, state))
+
+
+def settle(tx, nodes, locals, params, state, steps):
+    """Where the workers come to stand if they only exchange."""
+    workers = lj.Workers(nodes, locals)
+    params, state = workers.put((params, state))
+
+    def step(params, state):
+        updates, state = tx.update(jnp.zeros_like(params), state, params, value=0.0)
+        return lj.apply_updates(params, updates), state
+
+    step = workers.map(step)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return workers.fetch((params, state))
+
+
+def test_rows_go_along_and_what_is_shared_stays():
+    state = {"own": np.arange(6).reshape(3, 2), "all": lj.Shared((np.ones(3), 7))}
+    other = lj.resize(state, [2, 0, 0, 2])
+    assert other["own"].tolist() == [[4, 5], [0, 1], [0, 1], [4, 5]]
+    ones, seven = other["all"].value
+    assert ones.tolist() == [1, 1, 1] and seven == 7
+
+
+# Who sends to two halves its weight differently from who sends to one: weights part.
+UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
+
+
+@pytest.mark.parametrize("gosgd", [False, True], ids=["sgp", "gosgd"])
+def test_weights_are_one_again_and_so_nobody_counts_twice(gosgd):
+    """Left to themselves the workers meet in the plain mean of what they went on from."""
+    before = lj.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
+    after = lj.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
+    params, state = state_of(before, 1, 4)
+    weight = lambda state: state.inner.target.weight
+    assert np.ptp(weight(state)) > 0.1 and weight(state).sum() == pytest.approx(4)
+    sources = [1, 2, 2]
+    others, other = lj.resize((params, state), sources)
+    assert weight(other).tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(others, params[sources])
+    met, _ = settle(after, 1, 3, others, other, 80)
+    expected = np.broadcast_to(params[sources].mean(0), (3, 3))
+    np.testing.assert_allclose(met, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_messages_under_way_can_not_be_resized():
+    ring = lj.topology.ring(4)
+    at_once = state_of(lj.osgp(ring, staleness=1), 1, 4)
+    assert lj.resize(at_once, [0, 1])[0].shape == (2, 3)
+    with pytest.raises(ValueError, match="messages are under way .* got staleness=3"):
+        lj.resize(state_of(lj.osgp(ring, staleness=3), 1, 4), [0, 1])
+
+
+def test_groups_that_are_not_all_workers_can_not_be_resized():
+    _, state = state_of(lj.easgd(0.5, 2, axes="local"), 2, 2)
+    with pytest.raises(ValueError, match="the workers must stay the same if groups"):
+        lj.resize(state, [0, 1])
+
+
+def test_losses_go_along_and_the_next_leader_is_elected_among_the_new_ones():
+    tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3)
+    params, state = state_of(tx, 2, 2, steps=2)
+    params, state = lj.resize((params, state), [3, 1, 3])
+    local, overall = lj.diagnostics(state)
+    assert local.leader.tolist() == overall.leader.tolist() == [-1, -1, -1]
+    assert local.score[0] == local.score[2] != local.score[1]
+    best = int(np.argmin(overall.score))
+    _, state = settle(tx, 1, 3, params, state, 2)
+    assert lj.diagnostics(state)[1].leader.tolist() == [best] * 3
+
+
+def test_the_last_leaders_pull_nobody_until_new_ones_are_elected():
+    """Their parameters are kept where every step pulls to them, but they led others."""
+    tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3, local_proximal=1.0)
+    params, state = state_of(tx, 2, 2, steps=2)
+    params, state = lj.resize((params, state), [3, 1])
+    stay, _ = settle(tx, 1, 2, params, state, 1)
+    np.testing.assert_array_equal(stay, params)
+
+
+def test_a_shared_outer_state_moves_the_same_whoever_is_there():
+    """Slow momentum and anchor stay: still workers are moved as by the momentum alone."""
+    tx = lj.diloco(2, optax.sgd(0.5, momentum=0.9))
+    params, state = state_of(tx, 1, 4, steps=4)
+    anchor, trace = state.inner.target.anchor.value, state.inner.target.outer.value[0].trace
+    others, other = lj.resize((params, state), [2])
+    met, _ = settle(tx, 1, 1, others, other, 2)
+    np.testing.assert_allclose(met[0], anchor - 0.5 * 0.9 * trace, rtol=1e-5, atol=1e-6)
+
+
+def test_device_arrays_and_random_keys():
+    tree = {"x": jnp.arange(4.0), "key": jax.random.split(jax.random.key(0), 4)}
+    other = lj.resize(tree, [3, 1])
+    assert other["x"].tolist() == [3, 1] and other["key"].shape == (2,)
+    assert (other["key"][0] == tree["key"][3]).item()
