@@ -16,3 +16,4 @@ from lsgd_jax.devices import emulate_devices  # noqa: E402
 
 emulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # made here and now: a command that is tested must not ask for others

@@ -3,34 +3,40 @@
 import signal
 import sys
 
-from train import cli, devices
-from train.loop import Run
+from train import cli, devices, distributed
+from train.data.arrays import DataError
+from train.loop import Run, resume_command
 
 
 def main(arguments: list[str]) -> int:
-    """Trains; the exit status is 0, 1 (stopped, or not saved), 2 (wrong usage), 130."""
+    """Trains; the exit status is 0, 1 (stopped, or not saved), 2 (wrong usage), 130.
+
+    With several processes also 70 (an unexpected error) and 75 (a process was lost).
+    """
     try:
         config = cli.parse(arguments)
+        distributed.join(config)
         devices.provide(config.workers.nodes * config.workers.locals)
         run = Run(config)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return distributed.leave(2, str(error))
     except KeyboardInterrupt:
-        print("interrupted before training began; nothing was lost", file=sys.stderr)
-        return 130
+        return distributed.leave(130, "interrupted before training began; nothing was lost")
     try:
         result = run.train()
     except KeyboardInterrupt:
-        print(
-            "interrupted a second time; checkpoints written before are kept, to go on: "
-            f"python -m train {config.name} --run-dir {run.folder} --resume",
-            file=sys.stderr,
-        )
-        return 130
+        kept = "interrupted a second time; checkpoints written before are kept, to go on: "
+        return distributed.leave(130, kept + resume_command(config, run.folder))
+    except DataError as error:
+        again = f"to go on later: {resume_command(config, run.folder)}"
+        return distributed.leave(1, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
         return 130
     return 0 if result.saved and result.stopped_by != "nonfinite" else 1
+
+
+def _resume(run: Run) -> str:
+    return f"python -m train {run.config.name} --run-dir {run.folder} --resume"
 
 
 if __name__ == "__main__":

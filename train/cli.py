@@ -14,8 +14,9 @@ import tyro
 
 import configs
 from train import config as configuration
-from train import run_folder
-from train.config import Config
+from train import elastic, run_folder
+from train.checkpoints import latest_notes
+from train.config import Config, DistributedConfig
 from train.methods import find
 
 
@@ -23,7 +24,7 @@ def experiments() -> dict[str, tuple[str, Config]]:
     """The named experiments in `configs`: what each is, and its configuration.
 
     >>> sorted(experiments())
-    ['cifar10-cnn7', 'digits']
+    ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16', 'digits', 'imagenet-resnet50']
     """
     found = {}
     for module in pkgutil.iter_modules(configs.__path__):
@@ -35,7 +36,8 @@ def experiments() -> dict[str, tuple[str, Config]]:
 def parse(arguments: Sequence[str]) -> Config:
     """The configuration that the command line asks for.
 
-    With --resume the options left out are those of the run that is resumed.
+    With --resume the options left out are those of the run that is resumed, its workers
+    those of its latest checkpoint.
 
     Raises:
       ValueError: a setting that is not possible; SystemExit: the command line can not be
@@ -60,7 +62,8 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     """The configuration of the run that the command line wants to resume."""
-    where: dict[str, Any] = {"resume": True}
+    # Where its processes found together, which may have been elsewhere, is of no account.
+    where: dict[str, Any] = {"resume": True, "distributed": DistributedConfig()}
     for name in ("runs", "run_dir"):
         given = _option(name, arguments)
         where[name] = getattr(config, name) if given is None else given
@@ -68,7 +71,8 @@ def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     saved = configuration.read(folder / run_folder.CONFIG)
     if saved.name != config.name:
         raise ValueError(f"{folder} is a run of {saved.name!r}, not of {config.name!r}")
-    return dataclasses.replace(saved, **where)
+    latest = elastic.grid(latest_notes(folder / run_folder.CHECKPOINTS))
+    return dataclasses.replace(saved, workers=latest or saved.workers, **where)
 
 
 def _option(name: str, arguments: Sequence[str]) -> str | None:
@@ -112,8 +116,11 @@ def one_line(message: str) -> str:
     'Wrong: no option --foo'
     """
     title = re.search(r"╭─+ (.*?) ─+╮", message)
-    body = re.sub(r"[╭╮╰╯│─]+", " ", message.replace(title[0], "") if title else message)
+    body = re.sub(
+        r"[╭╮╰╯│─]+|-{5,}", " ", message.replace(title[0], "") if title else message
+    )
     text = " ".join(body.split())
     if title and not text.startswith(title[1]):
         text = f"{title[1]}: {text}"
-    return text
+    text = re.sub(r"^Value error:? Error parsing \w+: ", "", text)
+    return re.sub(r" For full helptext, (see|run) ", "; see ", text)

@@ -9,22 +9,23 @@ standard deviation over the seeds). The same command goes on where an interrupte
 stopped.
 """
 
-import argparse
-import csv
 import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
-from train import cli, devices, records, run_folder
-from train.config import Config
+from lsgd_jax.checks import check_positive_int
+from train import cli, devices, distributed, records, run_folder, tables
+from train.arguments import Parser
+from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.figures import tidy
 from train.loop import Run
 from train.methods import find
+from train.processes import is_main
 
 
 class Curve(NamedTuple):
@@ -36,43 +37,70 @@ class Curve(NamedTuple):
     errors: list[float]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse(arguments: Sequence[str]) -> tuple[dict[tuple[str, int], Config], pathlib.Path]:
     """The configuration of every (method, seed), and the folder for it all.
 
     Raises:
       ValueError: an unknown method, no method, fewer than one seed.
     """
-    parser = _Parser(
-        prog="python -m train.compare", description=__doc__, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m train.compare", __doc__)
     parser.add_argument("experiment", help="a named experiment, such as digits")
     parser.add_argument("--methods", required=True, help="names, joined by commas")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds each")
     parser.add_argument("--out", required=True, help="the folder for runs and results")
     options, others = parser.parse_known_args(arguments)
-    if options.seeds < 1:
-        raise ValueError(f"`seeds` must be a positive int, got seeds={options.seeds}")
-    for name in ("--resume", "--run-dir", "--method", "--seed"):
-        if any(given.partition("=")[0] == name for given in others):
-            raise ValueError(f"{name} is set by the comparison; leave it out")
-    out = pathlib.Path(options.out)
-    configs = {}
+    check_left_out(others, "--method")
+    commands = {}
     for method in options.methods.split(","):
         find(method)
-        for seed in range(options.seeds):
-            folder = out / f"{method}-{seed}"
-            command = [options.experiment, "--method", method, "--seed", str(seed)]
-            command += ["--run-dir", str(folder), *others]
+        commands[method] = [options.experiment, "--method", method, *others]
+    out = pathlib.Path(options.out)
+    return of_seeds(commands, options.seeds, out), out
+
+
+def check_left_out(arguments: Sequence[str], *more: str) -> None:
+    """Raises ValueError if a command line has options that a comparison sets itself."""
+    for name in ("--resume", "--run-dir", "--seed", *more):
+        if any(given.partition("=")[0] == name for given in arguments):
+            raise ValueError(f"{name} is set by the comparison; leave it out")
+
+
+def of_seeds(
+    commands: dict[str, list[str]], seeds: int, out: pathlib.Path
+) -> dict[tuple[str, int], Config]:
+    """The configurations of some commands with seeds 0, 1, …, each with a run folder.
+
+    Raises:
+      ValueError: fewer than one seed, a command that is not possible, or a run that began
+        with other settings, workers included: they would not be compared fairly.
+    """
+    check_positive_int("seeds", seeds)
+    free = FREE_ON_RESUME - WORKERS
+    configs = {}
+    for name, command in commands.items():
+        for seed in range(seeds):
+            folder = out / f"{name}-{seed}"
+            arguments = [*command, "--seed", str(seed), "--run-dir", str(folder)]
             if (folder / run_folder.CHECKPOINTS).exists():
-                command.append("--resume")
-            configs[method, seed] = cli.parse(command)
-    return configs, out
+                arguments.append("--resume")
+            configs[name, seed] = config = cli.parse(arguments)
+            if config.resume:
+                run_folder.check_same_experiment(config, folder, free)
+    return configs
+
+
+def run(
+    configs: dict[tuple[str, int], Config], out: pathlib.Path
+) -> dict[tuple[str, int], Curve] | None:
+    """Trains whatever has not ended yet; the tests of all, or None if a run was stopped."""
+    most = max(configs.values(), key=lambda c: c.workers.nodes * c.workers.locals)
+    distributed.join(most)
+    devices.provide(most.workers.nodes * most.workers.locals)
+    for config in configs.values():
+        if not train(config):
+            print(f"stopped; the same command goes on from {out}", file=sys.stderr)
+            return None
+    return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
 
 
 def train(config: Config) -> bool:
@@ -113,31 +141,32 @@ def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
             {
                 "method": method,
                 "seeds": len(runs),
-                "test error, %": _spread([run.errors[-1] for run in runs], 2),
-                "lowest, %": _spread([min(run.errors) for run in runs], 2),
-                "training time, s": _spread([run.seconds[-1] for run in runs], 1),
-                "MB sent per worker": _spread([run.megabytes[-1] for run in runs], 1),
+                "test error, %": spread([run.errors[-1] for run in runs], 2),
+                "lowest, %": spread([min(run.errors) for run in runs], 2),
+                "training time, s": spread([run.seconds[-1] for run in runs], 1),
+                "MB sent per worker": spread([run.megabytes[-1] for run in runs], 1),
             }
         )
     return rows
 
 
-def _spread(numbers: list[float], digits: int) -> str:
+def spread(numbers: Sequence[float], digits: int) -> str:
+    """The mean ± standard deviation, or a single number alone.
+
+    >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2)
+    ('2.0 ± 1.0', '1.00')
+    """
     mean = f"{statistics.mean(numbers):.{digits}f}"
     if len(numbers) == 1:
         return mean
     return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
 
 
-def write(rows: list[dict[str, Any]], out: pathlib.Path) -> str:
-    """Writes compare.csv and compare.md; the latter's text."""
-    with open(out / "compare.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    text = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    (out / "compare.md").write_text(text)
+def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
+    """Writes rows as NAME.csv and NAME.md; the latter's text."""
+    tables.write_csv(rows, out / f"{name}.csv")
+    text = tables.markdown(rows)
+    (out / f"{name}.md").write_text(text)
     return text
 
 
@@ -169,16 +198,13 @@ def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
     try:
         configs, out = parse(arguments)
-        first = next(iter(configs.values()))
-        devices.provide(first.workers.nodes * first.workers.locals)
-        for config in configs.values():
-            if not train(config):
-                print(f"stopped; the same command goes on from {out}", file=sys.stderr)
-                return 1
+        curves = run(configs, out)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    curves = {(method, seed): read(out / f"{method}-{seed}") for method, seed in configs}
+        return distributed.leave(2, str(error))
+    if curves is None:
+        return 1
+    if not is_main():
+        return 0
     print(write(summarize(curves), out), end="")
     draw(curves, out / "compare.png")
     return 0

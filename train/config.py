@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import typing
+from collections.abc import Set
 from typing import Any, Literal
 
 from lsgd_jax.checks import check_positive_int
@@ -14,7 +15,7 @@ from train.statistics import Policy
 
 @dataclasses.dataclass(frozen=True)
 class WorkersConfig:
-    """The grid of workers."""
+    """The grid of workers. A run may go on with another one (see --resume)."""
 
     # Number of nodes (groups of close-by workers).
     nodes: int = 2
@@ -26,14 +27,25 @@ class WorkersConfig:
 class DataConfig:
     """What the workers learn from."""
 
-    # The data set: `digits` comes with scikit-learn, `cifar10` needs --data.dir.
-    name: Literal["digits", "cifar10"] = "digits"
-    # Folder (or .tar.gz) with the official files of the data set.
+    # The data set: `digits` comes with scikit-learn, the others need --data.dir.
+    name: Literal["digits", "cifar10", "imagenet"] = "digits"
+    # Folder (or .tar.gz) with the official files of the data set; for imagenet one with
+    # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
     dir: str | None = None
     # Take binary data files of the right size although their checksum differs.
     accept_other_files: bool = False
     # Give each worker a part of the training images of its own instead of all of them.
     shard: bool = False
+    # Side of the squares that images are cropped to, and of imagenet's scaled to: at random
+    # for training (cifar10, imagenet).
+    crop: int = 28
+    # Black pixels put around the training images before they are cropped (cifar10).
+    padding: int = 0
+    # Threads of each process that read images from files, by default one per CPU core
+    # (imagenet).
+    reader_threads: int | None = None
+    # Batches to read ahead of the training step (imagenet).
+    read_ahead: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +62,46 @@ class OptimizerConfig:
     nesterov: bool = False
     # L2 penalty added to the gradient, per unit of weight.
     weight_decay: float = 0.0
+    # Steps after which the learning rate is multiplied by --optimizer.drop-factor.
+    drop_at: tuple[int, ...] = ()
+    # What the learning rate is multiplied by at each of --optimizer.drop-at.
+    drop_factor: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """How several processes, on one host or many, find together. Not part of a run."""
+
+    # Who has started the processes: `auto` finds out whether Open MPI, Slurm, a Kubernetes
+    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process alone.
+    cluster: Literal["auto", "mpi4py", "none"] = "auto"
+    # HOST:PORT where process 0 waits for the others, if the cluster does not say so.
+    coordinator: str | None = None
+    # Number of processes, if the cluster does not say so.
+    num_processes: int | None = None
+    # Which of them this one is, from 0, if the cluster does not say so.
+    process_id: int | None = None
+    # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
+    # if it sees several and the cluster has started several processes on the host.
+    gpus: Literal["auto", "one", "all"] = "auto"
+    # Seconds to wait until all processes are there.
+    start_timeout: int = 300
+    # Seconds without a sign of life after which a process counts as lost.
+    heartbeat_timeout: int = 30
+
+    def __post_init__(self):
+        prefix = "distributed."
+        for name in ("start_timeout", "heartbeat_timeout"):
+            check_positive_int(prefix + name, getattr(self, name))
+        if self.num_processes is not None:
+            check_positive_int(prefix + "num_processes", self.num_processes)
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            holds = host != "" and port.isdecimal() and 0 < int(port) < 2**16
+            _check(holds, prefix + "coordinator", "HOST:PORT", self)
+        if self.process_id is not None:
+            holds = 0 <= self.process_id < (self.num_processes or 2**31)
+            _check(holds, prefix + "process_id", "in [0, num_processes)", self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +111,7 @@ class Config:
     # The experiment's name, which also begins the name of its run folder.
     name: str
     # The network.
-    model: Literal["digits-cnn", "digits-bn", "cnn7"]
+    model: Literal["digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50"]
     # The data.
     data: DataConfig = DataConfig()
     # The grid of workers.
@@ -93,8 +145,11 @@ class Config:
     runs: str = "runs"
     # The run folder itself; by default a new one, RUNS/NAME-DATE-TIME.
     run_dir: str | None = None
-    # Go on from the last checkpoint of --run-dir (by default the newest run of NAME).
+    # Go on from the last checkpoint of --run-dir (by default the newest run of NAME), with
+    # its workers or, if --workers names others, with these.
     resume: bool = False
+    # How several processes find together.
+    distributed: DistributedConfig = DistributedConfig()
 
     def __post_init__(self):
         counts = (
@@ -105,6 +160,10 @@ class Config:
             check_positive_int(name, getattr(self, name))
         check_positive_int("workers.nodes", self.workers.nodes)
         check_positive_int("workers.locals", self.workers.locals)
+        for name in ("crop", "read_ahead"):
+            check_positive_int(f"data.{name}", getattr(self.data, name))
+        if self.data.reader_threads is not None:
+            check_positive_int("data.reader_threads", self.data.reader_threads)
         optimizer = self.optimizer
         _check(
             optimizer.learning_rate > 0, "optimizer.learning_rate", "positive", optimizer
@@ -113,12 +172,30 @@ class Config:
         _check(
             optimizer.weight_decay >= 0, "optimizer.weight_decay", "at least 0", optimizer
         )
+        drops = optimizer.drop_at
+        ascending = all(before < at for before, at in zip((0, *drops), drops))
+        _check(ascending, "optimizer.drop_at", "positive and ascending", optimizer)
+        _check(optimizer.drop_factor > 0, "optimizer.drop_factor", "positive", optimizer)
+        data = self.data
+        _check(data.padding >= 0, "data.padding", "at least 0", data)
+        fits = data.name != "cifar10" or data.crop <= 32
+        _check(fits, "data.crop", "at most 32 with cifar10", data)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
 
 
-# What may change when a run is resumed: how long it goes on and what it reports.
+# What each process may be given as it needs it.
+FREE_PER_PROCESS = {
+    "data.dir",
+    *(f"distributed.{field.name}" for field in dataclasses.fields(DistributedConfig)),
+}
+
+# What may change when a run is resumed: how long it goes on, what it reports, where, and
+# its workers (see train.elastic).
+WORKERS = frozenset({"workers.nodes", "workers.locals"})
 FREE_ON_RESUME = {
+    *WORKERS,
+    *FREE_PER_PROCESS,
     "steps",
     "log_every",
     "test_every",
@@ -128,25 +205,35 @@ FREE_ON_RESUME = {
     "runs",
     "run_dir",
     "resume",
-    "data.dir",
     "data.accept_other_files",
+    "data.reader_threads",
+    "data.read_ahead",
 }
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """What makes the new configuration another experiment, as 'field: old -> new'.
+def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> list[str]:
+    """What makes the new configuration another experiment, the `free` fields aside.
 
     >>> old = Config(name="a", model="cnn7")
     >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
     ['seed: the run has 0, the command says 1']
     """
-    before, after = _flat(_to_dict(old)), _flat(_to_dict(new))
-    both = before.keys() & after.keys() - FREE_ON_RESUME
+    before, after = fields(old), fields(new)
+    both = before.keys() & after.keys() - free
     return [
         f"{field}: the run has {before[field]!r}, the command says {after[field]!r}"
         for field in sorted(both)
         if before[field] != after[field]
     ]
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """All settings by their full names.
+
+    >>> fields(Config(name="a", model="cnn7"))["workers.nodes"]
+    2
+    """
+    return _flat(_to_dict(config))
 
 
 def write(config: Config, path: os.PathLike) -> None:
@@ -179,11 +266,14 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     if cls is Method:
         cls = find(values.pop("name"))
     hints = typing.get_type_hints(cls)
-    nested = {
-        name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-        for name, value in values.items()
-    }
-    return cls(**nested)
+    return cls(**{name: _restore(hints[name], value) for name, value in values.items()})
+
+
+def _restore(hint: Any, value: Any) -> Any:
+    """A value as it was before JSON, which knows neither dataclasses nor tuples."""
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

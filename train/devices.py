@@ -3,10 +3,13 @@
 import os
 
 import lsgd_jax as lj
+from train import coordination
 
 
 def provide(workers: int) -> None:
     """Lets a CPU pass for one device per worker; call it before jax uses a device.
+
+    Of several processes each provides for its share of the workers.
 
     GPUs and TPUs are used as they are (several workers per device if need be), and so is
     what JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
@@ -16,6 +19,6 @@ def provide(workers: int) -> None:
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     try:
-        lj.emulate_devices(workers)
+        lj.emulate_devices(max(1, workers // coordination.num_processes()))
     except RuntimeError:
         pass  # jax has its devices already: they hold several workers each if need be

@@ -1,5 +1,8 @@
 """What a configuration stands for: the grid, the data, the step of one worker, the test."""
 
+import contextlib
+import warnings
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +13,16 @@ from jax import Array
 
 import lsgd_jax as lj
 from train import statistics
+from train.backlog import Backlog
 from train.config import Config
-from train.data import cifar10, digits, transforms
-from train.data.arrays import Dataset, Images
-from train.data.sampler import EpochSampler
+from train.data import cifar10, digits, imagenet, transforms
+from train.data.arrays import DataError, Dataset
+from train.data.imagenet import ImageFolder
+from train.data.resident import Resident
+from train.data.sampler import EpochSampler, parts
+from train.data.stream import Stream
 from train.models import MODELS
+from train.processes import cores
 
 
 NEVER = np.iinfo(np.int32).max
@@ -52,35 +60,54 @@ class TestResult(NamedTuple):
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     """SGD or LARS that skips gradients that are not finite, with the method around it."""
     options, momentum = config.optimizer, config.optimizer.momentum
+    rate, decay = learning_rate(config), options.weight_decay
     if options.name == "lars":
-        rate, decay = options.learning_rate, options.weight_decay
         base = optax.lars(rate, decay, momentum=momentum, nesterov=options.nesterov)
     else:
         base = optax.chain(
-            optax.add_decayed_weights(options.weight_decay),
-            optax.sgd(options.learning_rate, momentum or None, nesterov=options.nesterov),
+            optax.add_decayed_weights(decay),
+            optax.sgd(rate, momentum or None, nesterov=options.nesterov),
         )
     # Without it one gradient with a nan would stay in the momentum for ever.
     base = optax.apply_if_finite(base, max_consecutive_errors=NEVER)
-    return config.method.around(base, config.workers.nodes * config.workers.locals)
+    return config.method.around(base, config.workers.nodes * config.workers.locals, rate)
 
 
-def load_dataset(config: Config) -> tuple[Dataset, transforms.Transforms]:
+def learning_rate(config: Config) -> optax.ScalarOrSchedule:
+    """The learning rate, a schedule if it drops.
+
+    >>> from train.config import OptimizerConfig
+    >>> optimizer = OptimizerConfig(learning_rate=0.5, drop_at=(10,))
+    >>> rate = learning_rate(Config(name="a", model="cnn7", optimizer=optimizer))
+    >>> [round(float(rate(step)), 3) for step in (0, 9, 10)]
+    [0.5, 0.5, 0.05]
+    """
+    options = config.optimizer
+    if not options.drop_at:
+        return options.learning_rate
+    drops = dict.fromkeys(options.drop_at, options.drop_factor)
+    return optax.piecewise_constant_schedule(options.learning_rate, drops)
+
+
+def load_dataset(config: Config) -> tuple[Dataset | ImageFolder, transforms.Transforms]:
     """The data set and what is done to its images."""
     if config.data.name == "digits":
         return digits.load(), transforms.digits()
+    if config.data.name == "imagenet":
+        if config.data.dir is None:
+            raise ValueError(
+                "`data.dir` must name the folder with train/CLASS/*.JPEG and "
+                "val/CLASS/*.JPEG, got data.dir=None"
+            )
+        folder = imagenet.load(config.data.dir, config.data.crop)
+        return folder, transforms.imagenet()
     if config.data.dir is None:
         raise ValueError(
             "`data.dir` must name the folder of the official CIFAR-10 files (or their "
             ".tar.gz), got data.dir=None"
         )
     dataset = cifar10.load(config.data.dir, config.data.accept_other_files)
-    return dataset, transforms.cifar10()
-
-
-def _own(data: Any) -> Any:
-    """One worker's images and labels: its own part, or what all workers share."""
-    return data.value if isinstance(data, lj.Shared) else data
+    return dataset, transforms.cifar10(config.data.crop, config.data.padding)
 
 
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
@@ -99,12 +126,14 @@ class Experiment:
     Args:
       config: what to build.
       dataset: data and transforms to take instead of those that the configuration names.
+      warn: called with a line about what is wrong with the data and is no error.
 
     Attributes:
       workers: the grid.
       sampler: which images each worker sees at which step.
-      data: the training images and labels on the devices: of each worker its own part, or
-        in a `Shared` all of them.
+      data: what lies on the devices for good: of each worker its own training images and
+        labels, or in a `Shared` all of them, or nothing if batches bring them along.
+      data_sizes: the numbers of images and classes, by name.
 
     Raises:
       ValueError: settings that do not go together; DataError: data files that are missing
@@ -114,20 +143,27 @@ class Experiment:
     def __init__(
         self,
         config: Config,
-        dataset: tuple[Dataset, transforms.Transforms] | None = None,
+        dataset: tuple[Dataset | ImageFolder, transforms.Transforms] | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ):
         self._config = config
         self._tx = make_optimizer(config)
         data, self._transforms = load_dataset(config) if dataset is None else dataset
         self._model = MODELS[config.model](num_classes=data.num_classes)
-        self._example = self._transforms.test(jnp.asarray(data.test.images[:1]))
+        self._example = self._transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
         check_model_fits(config, self._example.shape)
         workers = config.workers.nodes * config.workers.locals
-        size = len(data.train.labels) // (workers if config.data.shard else 1)
+        images = len(data.train.labels)
+        self.data_sizes = {
+            "train_images": images,
+            "test_images": len(data.test.labels),
+            "classes": data.num_classes,
+        }
+        size = images // (workers if config.data.shard else 1)
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
         self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
-        self.data = self._place_training_data(data.train, size)
-        self._test_batches = self._place_test_data(data.test)
+        self._source = self._make_source(data, warn)
+        self.data, self._test_batches = self._source.data, self._source.test_batches
         self._variables = jax.eval_shape(self._init_model)
         self._average_stats = self._make_stats_average()
         self.step = self.workers.map(self._step, donate=0)
@@ -172,9 +208,38 @@ class Experiment:
         opt_state = jax.eval_shape(self.workers.map(self._tx.init), stacked)
         return statistics.averaging(self._config.batch_statistics, stats, opt_state)
 
-    def rows(self, step: int) -> Array:
-        """Which images each worker learns from at a step (from 0): int32 [W, B], placed."""
-        return self.workers.put_owned(self.sampler.rows(step, self.workers.owned))
+    # Data
+
+    def _make_source(
+        self, data: Dataset | ImageFolder, warn: Callable[[str], None]
+    ) -> Resident | Stream:
+        options, seed = self._config.data, self._config.seed
+        count, workers = len(data.train.labels), self.workers.num_workers
+        own = parts(count, workers, seed) if options.shard else None
+        common = self.sampler, self.workers, own, TEST_BATCH
+        if isinstance(data, Dataset):
+            return Resident(data, *common)
+        return Stream(
+            data,
+            *common,
+            seed=seed,
+            threads=options.reader_threads or cores(),
+            ahead=options.read_ahead,
+            warn=warn,
+        )
+
+    def batches(self, steps: range) -> Generator[Any, None, None]:
+        """What each worker learns from at each of the steps (from 0), on the devices."""
+        return self._source.batches(steps)
+
+    def batch(self, step: int) -> Any:
+        """What each worker learns from at a step (from 0), on the devices."""
+        with contextlib.closing(self.batches(range(step, step + 1))) as batches:
+            return next(batches)
+
+    def backlog(self) -> Backlog:
+        """For steps on their way: as many as the memory for their batches allows."""
+        return Backlog(self._source.most_in_flight)
 
     # One worker's step
 
@@ -183,16 +248,16 @@ class Experiment:
         variables, rngs = {"params": params, **stats}, {"dropout": key}
         return self._model.apply(variables, images, True, rngs=rngs, mutable=list(stats))
 
-    def _step(self, state: TrainState, data: Any, rows: Array) -> tuple[TrainState, Array]:
-        """One worker's step: (its state, its data, rows of its batch) -> (state, loss)."""
-        images, labels = _own(data)
+    def _step(self, state: TrainState, data: Any, batch: Any) -> tuple[TrainState, Array]:
+        """One worker's step: (its state, its data, its batch) -> (state, loss)."""
+        images, labels = self._source.images_and_labels(data, batch)
         key = jax.random.fold_in(state.key, state.step.value)
         image_key, dropout_key = jax.random.split(key)
-        x = self._transforms.train(image_key, images[rows])
+        x = self._transforms.train(image_key, images)
 
         def loss_of(params):
             logits, stats = self._apply(params, state.stats, dropout_key, x)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return losses.mean(), stats
 
         (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
@@ -221,8 +286,11 @@ class Experiment:
         if stats and self._config.batch_statistics == "reestimate":
             stats = self._stats_from_data(params, stats)
         variables = lj.Shared({"params": params, **stats})
-        totals = [self._count_wrong(variables, *batch) for batch in self._test_batches]
+        add = self.backlog().add
+        totals = [add(self._count_wrong(variables, *batch)) for batch in self._test_batches]
         wrong, loss, count = np.sum(self.workers.fetch(totals), axis=(0, 2))
+        if not count:
+            raise DataError("no image to test with can be read any more")
         return TestResult(error=float(100 * wrong / count), loss=float(loss / count))
 
     def _count_wrong_of_one(self, variables, images, labels, valid):
@@ -238,43 +306,17 @@ class Experiment:
         keys = self.workers.put(self._worker_keys())
         shared = lj.Shared((params, stats))
         batches = min(REESTIMATE_BATCHES, self.sampler.steps_per_epoch)
+        add = self.backlog().add
         seen = [
-            lj.consensus(self._reestimate(shared, self.data, self.rows(step), keys))
-            for step in range(batches)
+            lj.consensus(add(self._reestimate(shared, self.data, batch, keys)))
+            for batch in self.batches(range(batches))
         ]
         return jax.tree.map(lambda *each: sum(each) / batches, *seen)
 
-    def _stats_of_batch(self, variables, data, rows, key):
+    def _stats_of_batch(self, variables, data, batch, key):
         params, stats = variables.value
-        images, _ = _own(data)
+        images, _ = self._source.images_and_labels(data, batch)
         image_key, dropout_key = jax.random.split(key)
-        x = self._transforms.train(image_key, images[rows])
+        x = self._transforms.train(image_key, images)
         apply = lambda stats: self._apply(params, stats, dropout_key, x)
         return statistics.of_batch(apply, stats)
-
-    # Data on the devices
-
-    def _place_training_data(self, train: Images, size: int) -> Any:
-        if not self._config.data.shard:
-            return self.workers.share((train.images, train.labels))
-        order = np.random.default_rng(self._config.seed).permutation(len(train.labels))
-        workers = self.workers.num_workers
-        parts = order[: workers * size].reshape(workers, size)
-        mine = parts[list(self.workers.owned)]
-        return self.workers.put_owned((train.images[mine], train.labels[mine]))
-
-    def _place_test_data(self, test: Images) -> list[tuple[Array, Array, Array]]:
-        """The test images in batches [W, b, ...], the last one filled up."""
-        workers, count = self.workers.num_workers, len(test.labels)
-        batch = min(TEST_BATCH, -(-count // workers))
-        batches = []
-        for start in range(0, count, workers * batch):
-            rows = np.arange(start, start + workers * batch).reshape(workers, batch)
-            mine = rows[list(self.workers.owned)]
-            taken = np.minimum(mine, count - 1)
-            batches.append(
-                self.workers.put_owned(
-                    (test.images[taken], test.labels[taken], mine < count)
-                )
-            )
-        return batches

@@ -2,12 +2,14 @@
 
 import pathlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 
 from train import config as configuration
 from train import records
+from train.config import Config
 from train.run_folder import CONFIG
 
 
@@ -31,7 +33,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     config = configuration.read(folder / CONFIG)
     figures = {
         "training.png": _training(events),
-        "leaders.png": _leaders(events, config.workers.nodes, config.workers.locals),
+        "leaders.png": _leaders(events, _grids(events, config)),
         "consensus.png": _consensus(events),
     }
     written = []
@@ -75,11 +77,32 @@ def _training(events: Events) -> Any:
     return tidy(figure)
 
 
-def _leaders(events: Events, nodes: int, locals: int) -> Any:
+class Stretch(NamedTuple):
+    """Steps of a run that had the same grid of workers."""
+
+    begin: int
+    end: int
+    nodes: int
+    locals: int
+
+
+def _grids(events: Events, config: Config) -> list[Stretch]:
+    """The grids of a run that was resumed with other workers, one after another."""
+    began = [config.workers.nodes, config.workers.locals]
+    starts = {0: began}
+    for event in events.get("start", []):
+        starts[event["step"]] = event.get("workers", began)
+    last = max([event["step"] for kind in events.values() for event in kind], default=0)
+    ends = [*list(starts)[1:], last]
+    return [Stretch(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
+
+
+def _leaders(events: Events, grids: list[Stretch]) -> Any:
     """Which worker led when (left) and how often (right), in its node and of all."""
     elections = events.get("leaders", [])
     if not elections:
         return None
+    workers = range(max(grid.nodes * grid.locals for grid in grids))
     levels = [level for level in ("node", "all") if _of_level(elections, level)]
     figure, grid = plt.subplots(
         len(levels),
@@ -93,13 +116,15 @@ def _leaders(events: Events, nodes: int, locals: int) -> Any:
     for (when, often), level in zip(grid, levels):
         chosen = _of_level(elections, level)
         points = [(e["step"], worker) for e in chosen for worker in e["leaders"]]
-        steps, workers = zip(*points)
-        when.scatter(steps, workers, s=14, marker="|", color=BLUE)
-        counts = [workers.count(worker) for worker in range(nodes * locals)]
-        often.barh(range(nodes * locals), counts, color=BLUE, height=0.7)
-        for border in range(locals, nodes * locals, locals):
-            for axes in (when, often):
-                axes.axhline(border - 0.5, color=GREY, lw=0.8)
+        steps, leaders = zip(*points)
+        when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
+        counts = [leaders.count(worker) for worker in workers]
+        often.barh(workers, counts, color=BLUE, height=0.7)
+        for begin, end, nodes, locals in grids:
+            borders = np.arange(locals, nodes * locals, locals) - 0.5
+            when.hlines(borders, begin, end, color=GREY, lw=0.8)
+        for border in borders:  # of the last grid
+            often.axhline(border, color=GREY, lw=0.8)
         title = "leader of each node" if level == "node" else "leader of all"
         changes = sum(a["leaders"] != b["leaders"] for a, b in zip(chosen, chosen[1:]))
         when.set_title(
@@ -107,7 +132,7 @@ def _leaders(events: Events, nodes: int, locals: int) -> Any:
         )
         when.set_xlim(0, elections[-1]["step"] * 1.02)
         when.set_ylabel("worker")
-        when.set_yticks(range(nodes * locals))
+        when.set_yticks(workers)
     grid[-1][0].set_xlabel("step")
     grid[-1][1].set_xlabel("elections won")
     return tidy(figure)

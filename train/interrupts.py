@@ -1,20 +1,22 @@
 """Ctrl-C and SIGTERM as a request to stop after the current step."""
 
+import os
 import signal
 import types
 
-import jax
 from jax.experimental import multihost_utils
+
+from train import coordination
 
 
 class Interrupts:
     """While open, notes SIGINT and SIGTERM instead of dying; a second SIGINT interrupts.
 
     With several processes SIGTERM belongs to jax's preemption service, which lets all
-    processes stop at the same step.
+    processes stop at the same step, whichever was asked to. A SIGINT is passed on to it.
 
     Attributes:
-      received: the signal that came, or None.
+      received: the signal that came, to any of the processes, or None.
     """
 
     def __init__(self):
@@ -22,9 +24,10 @@ class Interrupts:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Interrupts":
-        if jax.process_count() == 1:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+        joined = coordination.is_joined()
+        numbers = [signal.SIGINT] if joined else [signal.SIGINT, signal.SIGTERM]
+        for number in numbers:
+            self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_) -> None:
@@ -35,9 +38,15 @@ class Interrupts:
         if self.received == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        if coordination.is_joined():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def stop_at(self, step: int) -> bool:
         """Whether to stop after this step; to be asked at every step by every process."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.received = signal.SIGTERM
-        return self.received is not None
+        if not coordination.is_joined():
+            return self.received is not None
+        if not multihost_utils.reached_preemption_sync_point(step):
+            return False
+        noted = coordination.gather(str(int(self.received or signal.SIGTERM)))
+        self.received = signal.Signals(min(map(int, noted)))  # SIGINT is the lower number
+        return True

@@ -1,18 +1,24 @@
 """The training loop."""
 
+import contextlib
+import dataclasses
 import pathlib
 import platform
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import lsgd_jax as lj
-from train import run_folder
+from train import config as configuration
+from train import distributed, elastic, records, run_folder
 from train.checkpoints import Checkpoints
 from train.config import Config
+from train.data.arrays import DataError
 from train.experiment import Experiment, TrainState
 from train.figures import draw
 from train.interrupts import Interrupts
@@ -77,28 +83,42 @@ class Run:
         resumed = run_folder.to_resume(config) if config.resume else None
         if resumed is not None:
             run_folder.check_same_experiment(config, resumed)
-        self.experiment = Experiment(config)
+        self.experiment = Experiment(config, warn=self._warn_here)
+        if resumed is not None:
+            self._check_same_data(resumed)
         self.folder = run_folder.create(config) if resumed is None else resumed
+        self.step = 0
+        distributed.tell_where(self._where)
         self._screen = Screen(config.steps)
         self._checkpoints = Checkpoints(
             self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, self._warn
         )
         state: TrainState = self.experiment.init()
-        self.step, seconds, recent = 0, 0.0, [None] * self.experiment.workers.num_workers
+        seconds, before = 0.0, 0
+        # Of each worker, over the last interval; inf if none of them was finite.
+        self._recent_losses = np.full(self.experiment.workers.num_workers, np.inf)
+        self._resizing: elastic.Resizing | None = None
+        restored = None
         if config.resume:
-            restored = self._checkpoints.restore_latest(state)
-            if restored is None:
-                raise ValueError(f"{self.folder} holds no checkpoint that can be read")
+            began = configuration.read(self.folder / run_folder.CONFIG)
+            restored = elastic.restore(
+                self._checkpoints, state, self.experiment.workers, began.workers
+            )
+        if restored is not None:
             self.step, state = restored.step, restored.state
-            seconds, recent = restored.notes["seconds"], restored.notes["recent_losses"]
-        self.state = state
+            seconds, self._recent_losses = restored.notes["seconds"], restored.recent_losses
+            self._resizing = restored.resizing
+            # What an exchange costs may depend on the number of workers.
+            now = _bytes_sent(lj.diagnostics(state.opt_state))
+            before = restored.notes.get("bytes_sent", now) - now
+        elif config.resume:
+            self._warn(f"{self.folder} holds no checkpoint yet; the run begins at step 0")
+        self.state, self._bytes_before = state, before
         self._watch = Stopwatch(seconds)
         self._records: Records | None = None
-        # Of each worker, over the last interval; inf if none of them was finite.
-        self._recent_losses = np.array([np.inf if x is None else x for x in recent])
         self._reported_at: float | None = None
         self._nonfinite_steps = 0
-        self._saved_step = self.step if config.resume else -1
+        self._saved_step = -1 if restored is None else self.step
 
     def train(self) -> Result:
         """Trains to the end, or until a signal, or until no worker is finite any more."""
@@ -107,15 +127,25 @@ class Run:
         self._ledger = Ledger(experiment.workers, self.state.opt_state)
         self._watch = Stopwatch(self._watch.seconds)
         self._records = Records(self.folder, self._warn) if is_main() else None
-        self._write("start", processes=jax.process_count(), **_versions())
+        grid = [config.workers.nodes, config.workers.locals]
+        sizes = experiment.data_sizes
+        processes = jax.process_count()
+        self._write("start", workers=grid, processes=processes, **sizes, **_versions())
         self._screen.say(f"{experiment.workers}; run folder {self.folder}")
+        if self._resizing is not None:
+            self._screen.say(str(self._resizing))
+            self._write("resized", **self._resizing.event())
         tested = None
         stopped_by: signal.Signals | str | None = None
 
-        with Interrupts() as interrupts, self._screen:
+        batches = experiment.batches(range(self.step, config.steps))
+        backlog = experiment.backlog()
+        reading = contextlib.closing(batches)
+        with Interrupts() as interrupts, self._screen, reading, self._data_may_be_lost():
             while self.step < config.steps and stopped_by is None:
-                rows = experiment.rows(self.step)
-                self.state, loss = experiment.step(self.state, experiment.data, rows)
+                batch = next(batches)
+                self.state, loss = experiment.step(self.state, experiment.data, batch)
+                backlog.add(loss)
                 self.step += 1
                 self._ledger.add(self.step, loss, self.state.opt_state)
                 last = self.step == config.steps
@@ -146,7 +176,46 @@ class Run:
         return result
 
     def _warn(self, text: str) -> None:
-        self._screen.warn(text)  # on the screen of that moment
+        """Of all processes, since it may concern only one."""
+        if is_main():
+            self._screen.warn(text)  # on the screen of that moment
+        else:
+            print(f"process {jax.process_index()}: warning: {text}", file=sys.stderr)
+
+    def _where(self) -> str:
+        """Where this run is and how to go on with it, if it can not go on by itself."""
+        return (
+            f"at step {self.step}; checkpoints are kept in "
+            f"{self.folder / run_folder.CHECKPOINTS}; to go on: "
+            f"{resume_command(self.config, self.folder)}"
+        )
+
+    def _warn_here(self, text: str) -> None:
+        self._screen.warn_here(text)
+
+    def _check_same_data(self, folder: pathlib.Path) -> None:
+        """Raises ValueError if the run has begun with other data than those at hand."""
+        if not (folder / run_folder.METRICS).exists():
+            return
+        for start in records.read(folder).get("start", []):
+            for name, count in self.experiment.data_sizes.items():
+                before = start.get(name, count)
+                if before != count:
+                    raise ValueError(
+                        f"{folder} is a run on other data: with {before} "
+                        f"{name.replace('_', ' ')}, and here are {count}"
+                    )
+
+    @contextlib.contextmanager
+    def _data_may_be_lost(self) -> Iterator[None]:
+        """Saves the state if no data can be read any more."""
+        try:
+            yield
+        except DataError:
+            if jax.process_count() == 1:  # the others would not take part
+                self._save()
+                self._checkpoints.close()
+            raise
 
     def _test(self) -> tuple[float, float]:
         """Tests the centre and the best worker: their errors in %."""
@@ -163,7 +232,7 @@ class Run:
             best_error=best.error,
             best_loss=best.loss,
             best_worker=worker,
-            bytes_sent=_bytes_sent(lj.diagnostics(self.state.opt_state)),
+            bytes_sent=self._bytes_sent(lj.diagnostics(self.state.opt_state)),
         )
         self._screen.tested(center.error)
         return center.error, best.error
@@ -175,7 +244,12 @@ class Run:
         self._saved_step = self.step
         recent = [x if np.isfinite(x) else None for x in self._recent_losses.tolist()]
         with self._watch:
-            notes = {"seconds": self._watch.seconds, "recent_losses": recent}
+            notes = {
+                "seconds": self._watch.seconds,
+                "recent_losses": recent,
+                "workers": dataclasses.asdict(self.config.workers),
+                "bytes_sent": self._bytes_sent(lj.diagnostics(self.state.opt_state)),
+            }
             return self._checkpoints.save(self.step, self.state, notes)
 
     def _report(self, report: Report | None) -> None:
@@ -200,7 +274,7 @@ class Run:
             steps_per_second=pace,
             consensus_distance=report.consensus_distance,
             waiting=int(report.waiting.sum()),
-            **_totals(report.levels),
+            **self._totals(report.levels),
         )
         for step, levels in report.elections:
             for level in levels:
@@ -235,6 +309,17 @@ class Run:
             return {"level": "node", "leaders": of_nodes.tolist(), **scores}
         return {"level": "all", "leaders": [int(leader[0])], **scores}
 
+    def _bytes_sent(self, levels: tuple[lj.Diagnostics, ...]) -> int:
+        """Bytes that each worker has sent, over all levels."""
+        return self._bytes_before + _bytes_sent(levels)
+
+    def _totals(self, levels: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
+        """Bytes sent per worker and workers healed, over all levels."""
+        if not levels:
+            return {}
+        healed = int(sum(np.sum(level.healed) for level in levels))
+        return {"bytes_sent": self._bytes_sent(levels), "healed": healed}
+
     def _write(self, kind: str, step: int | None = None, **values: Any) -> None:
         if self._records is not None:
             step = self.step if step is None else step
@@ -246,12 +331,20 @@ class Run:
             "end",
             center_error=result.center_error,
             best_error=result.best_error,
-            stopped_by=str(result.stopped_by) if result.stopped_by else "",
+            stopped_by=getattr(result.stopped_by, "name", result.stopped_by) or "",
         )
         if self._records is not None:
             self._records.close()
-            draw(self.folder)
+            try:
+                draw(self.folder)
+            except OSError as error:
+                self._warn(f"the figures can not be written: {error}")
         self._screen.say(_last_line(result, self.config))
+
+
+def resume_command(config: Config, folder: pathlib.Path) -> str:
+    """The command that goes on with a run."""
+    return f"python -m train {config.name} --run-dir {folder} --resume"
 
 
 def _last_line(result: Result, config: Config) -> str:
@@ -262,7 +355,7 @@ def _last_line(result: Result, config: Config) -> str:
             f"(best worker) after {result.step} steps and {seconds}; everything is in "
             f"{result.folder}"
         )
-    resume = f"python -m train {config.name} --run-dir {result.folder} --resume"
+    resume = resume_command(config, result.folder)
     if result.stopped_by == "nonfinite":
         return (
             f"stopped at step {result.step} after {seconds}: no worker had a finite loss "
@@ -274,18 +367,8 @@ def _last_line(result: Result, config: Config) -> str:
 
 
 def _bytes_sent(levels: tuple[lj.Diagnostics, ...]) -> int:
-    """Bytes that each worker has sent, over all levels."""
+    """Bytes that each worker would have sent among these workers, over all levels."""
     return sum(level.bytes_sent for level in levels)
-
-
-def _totals(levels: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
-    """Bytes sent per worker and workers healed, over all levels."""
-    if not levels:
-        return {}
-    return {
-        "bytes_sent": _bytes_sent(levels),
-        "healed": int(sum(np.sum(level.healed) for level in levels)),
-    }
 
 
 def _versions() -> dict[str, Any]:

@@ -29,9 +29,13 @@ class Method:
         return getattr(lj, self.name.replace("-", "_"))(**dataclasses.asdict(self))
 
     def around(
-        self, base: optax.GradientTransformation, workers: int
+        self,
+        base: optax.GradientTransformation,
+        workers: int,
+        learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        """The chain of a base optimizer and this method."""
+        """The chain of a base optimizer (of that learning rate) and this method."""
+        del learning_rate
         method = self.build(workers)
         return optax.chain(method, base) if self.first else optax.chain(base, method)
 
@@ -101,9 +105,12 @@ class PostLocalSgd(LocalSgd):
     switch_step: int = 1000
 
     def around(
-        self, base: optax.GradientTransformation, workers: int
+        self,
+        base: optax.GradientTransformation,
+        workers: int,
+        learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        del workers
+        del workers, learning_rate
         first = lj.allreduce(until=self.switch_step)
         return optax.chain(first, base, lj.local_sgd(self.period))
 
@@ -119,6 +126,19 @@ class SlowMo(Method):
     alpha: float = 1.0
     # Slow momentum, in [0, 1].
     beta: float = 0.5
+
+    def around(
+        self,
+        base: optax.GradientTransformation,
+        workers: int,
+        learning_rate: optax.ScalarOrSchedule = 1.0,
+    ) -> optax.GradientTransformationExtraArgs:
+        del workers
+        if callable(learning_rate):  # optax counts the steps from 0, the library from 1
+            schedule = learning_rate
+            learning_rate = lambda t: schedule(t - 1)
+        slow = lj.slowmo(self.period, self.alpha, self.beta, learning_rate)
+        return optax.chain(base, slow)
 
 
 @dataclasses.dataclass(frozen=True)

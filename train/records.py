@@ -14,8 +14,8 @@ from train.run_folder import METRICS, TENSORBOARD
 class Records:
     """Writes one JSON line per event, and its scalars as TensorBoard events.
 
-    A line has the kind ('start', 'train', 'leaders', 'test', 'end'), the step and the
-    training seconds so far. Numbers that are not finite are written as null.
+    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'end'), the step
+    and the training seconds so far. Numbers that are not finite are written as null.
 
     Args:
       folder: the run folder; lines are added to what is there.

@@ -2,9 +2,10 @@
 
 import pathlib
 import time
+from collections.abc import Set
 
 from train import config as configuration
-from train.config import Config
+from train.config import FREE_ON_RESUME, Config
 from train.processes import agree, is_main, wait_for_all
 
 
@@ -37,13 +38,39 @@ def to_resume(config: Config) -> pathlib.Path:
     return pathlib.Path(config.run_dir)
 
 
-def check_same_experiment(config: Config, folder: pathlib.Path) -> None:
+def check_same_experiment(
+    config: Config, folder: pathlib.Path, free: Set[str] = FREE_ON_RESUME
+) -> None:
     """Raises ValueError if the folder's run was of another configuration, saying how."""
-    changes = configuration.differences(configuration.read(folder / CONFIG), config)
+    changes = configuration.differences(configuration.read(folder / CONFIG), config, free)
     if changes:
         raise ValueError(
             f"{folder} is a run of another configuration: {'; '.join(changes)}"
         )
+
+
+def unused(wanted: pathlib.Path) -> pathlib.Path:
+    """PATH, or the first of PATH-2, PATH-3, … that is not there."""
+    path, count = wanted, 1
+    while path.exists():
+        count += 1
+        path = wanted.with_name(f"{wanted.name}-{count}")
+    return path
+
+
+def taken(path: pathlib.Path) -> bool:
+    """Whether something is there that is not an empty folder."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def choose(config: Config) -> pathlib.Path:
+    """The folder of a run that is about to begin or to go on; nothing is made yet."""
+    if config.resume:
+        return to_resume(config)
+    if config.run_dir is not None:
+        return pathlib.Path(config.run_dir)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return unused(pathlib.Path(config.runs) / f"{config.name}-{stamp}")
 
 
 def create(config: Config) -> pathlib.Path:
@@ -52,21 +79,12 @@ def create(config: Config) -> pathlib.Path:
     Raises:
       ValueError: --run-dir is there already and is not an empty folder.
     """
-    if config.run_dir is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        wanted = pathlib.Path(config.runs) / f"{config.name}-{stamp}"
-        folder, count = wanted, 1
-        while folder.exists():
-            count += 1
-            folder = wanted.with_name(f"{wanted.name}-{count}")
-        folder = pathlib.Path(agree(str(folder)))
-    else:
-        folder = pathlib.Path(config.run_dir)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(
-                f"`run_dir` must be a new folder, but {folder} exists; add --resume to go "
-                "on with the run in it"
-            )
+    folder = pathlib.Path(agree(str(choose(config))))
+    if taken(folder):
+        raise ValueError(
+            f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
+            "with the run in it"
+        )
     wait_for_all("run folder chosen")
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """What a run shows: a progress bar on a terminal, a line now and then elsewhere."""
 
+import sys
 import time
 
 import rich.console
@@ -18,15 +19,16 @@ class Screen:
     Args:
       steps: where the run ends.
       start: the step from which it goes on.
+      what: what the steps are called.
     """
 
-    def __init__(self, steps: int, start: int = 0):
+    def __init__(self, steps: int, start: int = 0, what: str = "step"):
         self._console = rich.console.Console(quiet=not is_main(), highlight=False)
-        self._steps = steps
+        self._steps, self._what = steps, what
         self._last_line = -float("inf")
         self._error = ""
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
             rich.progress.TimeRemainingColumn(compact=True),
@@ -50,21 +52,47 @@ class Screen:
         """Prints a line that must not be overlooked."""
         self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
 
+    def warn_here(self, text: str) -> None:
+        """The same for what concerns this process alone, whichever it is."""
+        if is_main():
+            self.warn(text)
+        else:
+            print(f"warning: {text}", file=sys.stderr)
+
     def tested(self, error: float) -> None:
         """Notes the centre's test error in %, to be shown beside the progress."""
         self._error = f"test error {error:.2f} %"
 
-    def progress(self, step: int, loss: float, steps_per_second: float | None) -> None:
+    def progress(
+        self, step: int, loss: float | None, steps_per_second: float | None
+    ) -> None:
         """Shows how far training is, and at which pace if that is known."""
-        pace = f"{steps_per_second:.1f} steps/s" if steps_per_second else ""
-        text = ", ".join(filter(None, [f"loss {loss:.4f}", self._error, pace]))
+        loss_text = "" if loss is None else f"loss {loss:.4f}"
+        pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
+        text = ", ".join(filter(None, [loss_text, self._error, pace]))
         self._bar.update(self._task, completed=step, description=text)
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
             if steps_per_second:
                 text += f", {_clock((self._steps - step) / steps_per_second)} left"
-            self.say(f"step {step}/{self._steps}: {text}")
+            where = f"{self._what} {step}/{self._steps}"
+            self.say(f"{where}: {text}" if text else where)
+
+
+class Pace:
+    """How many a second, counted from the first call: before it something was compiled."""
+
+    def __init__(self):
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, done: int) -> float | None:
+        """The pace now that so many are done; None if it is not known yet."""
+        now = time.monotonic()
+        if self._first is None or now == self._first[1]:
+            self._first = self._first or (done, now)
+            return None
+        return (done - self._first[0]) / (now - self._first[1])
 
 
 def _clock(seconds: float) -> str:

@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from train import compare, records
+from train import config as configuration
 
 
 OPTIONS = (
@@ -44,6 +45,17 @@ def test_the_same_seeds_and_so_the_same_data_for_every_method(tmp_path):
     assert list(configs) == [("lsgd", 0), ("lsgd", 1), ("sgp", 0), ("sgp", 1)]
     assert [config.seed for config in configs.values()] == [0, 1, 0, 1]
     assert len({(c.steps, c.batch_size, c.data) for c in configs.values()}) == 1
+
+
+def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
+    """They could be resumed, but not with the budget of the others."""
+    (config,) = compare.parse(command(str(tmp_path), "lsgd"))[0].values()
+    (tmp_path / "lsgd-0" / "checkpoints").mkdir(parents=True)
+    configuration.write(config, tmp_path / "lsgd-0" / "config.json")
+    assert list(compare.parse(command(str(tmp_path), "lsgd"))[0]) == [("lsgd", 0)]
+    assert compare.main([*command(str(tmp_path), "lsgd"), "--workers.nodes", "1"]) == 2
+    message = "another configuration: workers.nodes: the run has 2, the command says 1"
+    assert message in capsys.readouterr().err
 
 
 def test_mean_and_standard_deviation_over_seeds():

@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 
-from configs import cifar10_cnn7, digits
+from configs import cifar10_cnn7, cifar10_resnet20, cifar10_vgg16, digits
 from train import config as configuration
 from train import run_folder
 from train.config import Config
 
 
 @pytest.mark.parametrize(
-    "config", [digits.CONFIG, cifar10_cnn7.CONFIG], ids=lambda c: c.name
+    "config",
+    [m.CONFIG for m in (digits, cifar10_cnn7, cifar10_resnet20, cifar10_vgg16)],
+    ids=lambda c: c.name,
 )
 def test_written_and_read_back(config, tmp_path):
     configuration.write(config, tmp_path / "config.json")
@@ -31,6 +33,11 @@ def test_only_how_long_and_what_is_reported_may_change():
     old = digits.CONFIG
     free = dataclasses.replace(old, steps=9, log_every=1, run_dir="x", resume=True)
     assert configuration.differences(old, free) == []
+    workers = configuration.WorkersConfig(nodes=3, locals=5)
+    others = dataclasses.replace(old, workers=workers)
+    assert configuration.differences(old, others) == []
+    free = configuration.FREE_ON_RESUME - configuration.WORKERS
+    assert len(configuration.differences(old, others, free)) == 2
     data = dataclasses.replace(old.data, shard=True)
     other = dataclasses.replace(old, data=data, batch_size=7)
     assert len(configuration.differences(old, other)) == 2
@@ -50,8 +57,11 @@ def test_the_newest_run_is_of_the_same_experiment(tmp_path):
     assert run_folder.newest(str(tmp_path), "digits") == folder
 
 
-def test_the_papers_settings():
-    config = cifar10_cnn7.CONFIG
+@pytest.mark.parametrize(
+    "experiment", [cifar10_cnn7, cifar10_resnet20, cifar10_vgg16], ids=lambda m: m.__name__
+)
+def test_the_papers_settings(experiment):
+    config = experiment.CONFIG
     assert isinstance(config, Config)
     assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
     assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, 0)

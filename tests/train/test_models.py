@@ -6,16 +6,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import CNN7, DigitsCNN, max_pool_2x2
+from train.models import CNN7, VGG16, BasicBlock, DigitsCNN, ResNet20, max_pool_2x2
 
 
-@pytest.mark.parametrize("model, size, count", [(CNN7, 28, 351_946), (DigitsCNN, 8, None)])
-def test_parameters_and_logits(model, size, count):
-    x = jnp.zeros((2, size, size, 3 if size == 28 else 1))
-    variables = model().init(jax.random.key(0), x, train=False)
-    assert model().apply(variables, x, train=False).shape == (2, 10)
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(variables))
-    assert count is None or numbers == count
+@pytest.mark.parametrize(
+    "model, shape, count",
+    [
+        (CNN7, (28, 28, 3), 351_946),
+        (ResNet20, (28, 28, 3), 269_722),
+        (ResNet20, (32, 32, 3), 269_722),
+        (VGG16, (32, 32, 3), 15_253_578),
+        (DigitsCNN, (8, 8, 1), 151_306),
+    ],
+)
+def test_parameters_and_logits(model, shape, count):
+    x = jnp.zeros((2, *shape))
+    init = lambda key: model().init(key, x, train=False)
+    variables = jax.eval_shape(init, jax.random.key(0))
+    logits = jax.eval_shape(lambda v: model().apply(v, x, train=False), variables)
+    assert logits.shape == (2, 10)
+    assert sum(leaf.size for leaf in jax.tree.leaves(variables["params"])) == count
+
+
+def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
+    block = BasicBlock(features=6, stride=2)
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1, 4, 4, 2)), jnp.float32)
+    variables = block.init(jax.random.key(0), x, train=False)
+    # Without its convolutions the block is the shortcut alone.
+    zeros = jax.tree.map(jnp.zeros_like, variables["params"])
+    y = block.apply({**variables, "params": zeros}, x, train=False)
+    expected = np.zeros((1, 2, 2, 6), np.float32)
+    expected[..., 2:4] = x[:, ::2, ::2]
+    np.testing.assert_array_equal(y, expected)
 
 
 def test_pooling_is_that_of_flax_gradient_included():

@@ -136,7 +136,7 @@ def test_steps_without_a_pull_communicate_nothing(finished):
     """Read from the compiled step: collectives stand in the two pulls' branches alone."""
     run, _ = finished
     experiment = run.experiment
-    arguments = experiment.init(), experiment.data, experiment.rows(0)
+    arguments = experiment.init(), experiment.data, experiment.batch(0)
     always, when_due = exchanges(experiment.step.lower(*arguments).compile().as_text())
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
     assert always == 0
@@ -180,7 +180,7 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     run, _ = finished
     assert traces.count(run.experiment) == 2
     experiment, state = run.experiment, run.experiment.init()
-    experiment.step(state, experiment.data, experiment.rows(0))
+    experiment.step(state, experiment.data, experiment.batch(0))
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.size > 100]
     assert len(arrays) > 10 and all(leaf.is_deleted() for leaf in arrays)
 
@@ -318,7 +318,7 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
     images, labels = run.experiment.data
     assert images.shape == (4, 1437 // 4, 8, 8, 1) and labels.shape == (4, 1437 // 4)
     assert not isinstance(run.experiment.data, lj.Shared)
-    rows = np.asarray(run.experiment.rows(0))
+    rows = np.asarray(run.experiment.batch(0))
     assert rows.shape == (4, 16) and rows.max() < 1437 // 4
     assert run.train().step == 4
 

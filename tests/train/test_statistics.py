@@ -88,7 +88,7 @@ def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(ru
     images = experiment.data.value[0]
     means = []
     for step in range(8):
-        for rows in np.asarray(experiment.rows(step)):
+        for rows in np.asarray(experiment.batch(step)):
             x = experiment._transforms.test(images[rows])  # digits: as in training
             y = nn.Conv(32, (3, 3), use_bias=False).apply({"params": center["Conv_0"]}, x)
             means.append(np.asarray(y).mean(axis=(0, 1, 2)))

@@ -42,3 +42,20 @@ def test_cifar10_is_scaled_per_channel():
     expected = (IMAGES[:, 2:30, 2:30] / 255 - np.array(mean)) / np.array(std)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert got.dtype == jnp.float32
+
+
+def test_padding_lets_crops_reach_over_the_border_in_black():
+    padded = np.pad(IMAGES, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    key = jax.random.key(1)
+    crops = transforms.cifar10(32, padding=4).train(key, jnp.asarray(IMAGES))
+    expected = transforms.cifar10(32).train(key, jnp.asarray(padded))
+    np.testing.assert_allclose(crops, expected, rtol=1e-5, atol=1e-5)
+    assert crops.shape == (64, 32, 32, 3)
+    black = transforms.cifar10(32).test(jnp.zeros((1, 32, 32, 3), jnp.uint8))[0, 0, 0]
+    corners = np.asarray(crops)[:, [0, 0, -1, -1], [0, -1, 0, -1]]
+    assert np.isclose(corners, black, rtol=1e-5, atol=1e-5).all(-1).any()
+
+
+def test_the_test_images_are_never_padded():
+    whole = transforms.cifar10(32, padding=4).test(jnp.asarray(IMAGES))
+    np.testing.assert_array_equal(whole, transforms.cifar10(32).test(jnp.asarray(IMAGES)))

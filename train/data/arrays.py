@@ -47,6 +47,11 @@ class Dataset:
     test: Images
     num_classes: int
 
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Of one image: [H, W, C]."""
+        return self.train.images.shape[1:]
+
     def __post_init__(self) -> None:
         check_positive_int("num_classes", self.num_classes)
         for name, part in (("train", self.train), ("test", self.test)):

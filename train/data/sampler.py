@@ -34,7 +34,7 @@ class EpochSampler:
             )
         self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
 
-        @functools.lru_cache(maxsize=1)
+        @functools.lru_cache(maxsize=2)  # who reads ahead goes to and fro between epochs
         def orders(epoch: int, workers: range) -> np.ndarray:
             return np.stack(
                 [
@@ -50,3 +50,27 @@ class EpochSampler:
         epoch, batch = divmod(step, self.steps_per_epoch)
         start = batch * self.batch_size
         return self._orders(epoch, workers)[:, start : start + self.batch_size]
+
+
+def parts(count: int, workers: int, seed: int) -> np.ndarray:
+    """Random parts of `count` images, all of one size, one per worker: int [W, count // W].
+
+    >>> parts(7, workers=2, seed=0).shape
+    (2, 3)
+    """
+    order = np.random.default_rng(seed).permutation(count)
+    size = count // workers
+    return order[: workers * size].reshape(workers, size)
+
+
+def rows_in_batches(count: int, workers: int, most: int) -> np.ndarray:
+    """The rows 0 to count - 1 in batches of at most `most` per worker: int [n, W, b].
+
+    The last batch is filled up with rows from `count` on.
+
+    >>> rows_in_batches(5, workers=2, most=2).tolist()
+    [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    """
+    batch = min(most, -(-count // workers))
+    batches = -(-count // (workers * batch))
+    return np.arange(batches * workers * batch).reshape(batches, workers, batch)

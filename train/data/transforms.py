@@ -48,9 +48,13 @@ def random_crop_flip(key: Array, images: Array, size: int) -> Array:
             image, (corner[0], corner[1], 0), (size, size, channels)
         )
 
-    crops = jax.vmap(crop)(images, corners)
-    flip = jax.random.bernoulli(flip_key, 0.5, (batch, 1, 1, 1))
-    return jnp.where(flip, crops[:, :, ::-1], crops)
+    return random_flip(flip_key, jax.vmap(crop)(images, corners))
+
+
+def random_flip(key: Array, images: Array) -> Array:
+    """Each image, mirrored left to right half of the time."""
+    flip = jax.random.bernoulli(key, 0.5, (len(images), 1, 1, 1))
+    return jnp.where(flip, images[:, :, ::-1], images)
 
 
 def digits() -> Transforms:
@@ -59,12 +63,25 @@ def digits() -> Transforms:
     return Transforms(train=lambda key, images: scale(images), test=scale)
 
 
-def cifar10(size: int = 28) -> Transforms:
-    """Random crops and flips for training, the middle for testing, as in LSGD's code."""
+def cifar10(size: int = 28, padding: int = 0) -> Transforms:
+    """Random crops and flips for training, the middle for testing, as in LSGD's code.
+
+    Args:
+      size: side of the crops.
+      padding: black pixels put around the images before they are cropped at random.
+    """
     scale = lambda images: normalize(
         images, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
     )
+    border = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    pad = lambda images: jnp.pad(images, border) if padding else images
     return Transforms(
-        train=lambda key, images: scale(random_crop_flip(key, images, size)),
+        train=lambda key, images: scale(random_crop_flip(key, pad(images), size)),
         test=lambda images: scale(center_crop(images, size)),
     )
+
+
+def imagenet() -> Transforms:
+    """Random flips for training; images come cropped to their size from their files."""
+    scale = lambda images: normalize(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return Transforms(train=lambda key, images: scale(random_flip(key, images)), test=scale)

@@ -1,0 +1,30 @@
+"""Tables of results, as CSV and as Markdown."""
+
+import csv
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+
+Rows = Sequence[dict[str, Any]]
+
+
+def markdown(rows: Rows) -> str:
+    """The rows, of the same columns each, as a Markdown table.
+
+    >>> print(markdown([{"method": "lsgd", "seeds": 3}]), end="")
+    | method | seeds |
+    | --- | --- |
+    | lsgd | 3 |
+    """
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    cells = lambda line: (str(cell).replace("|", r"\|") for cell in line)
+    return "".join(f"| {' | '.join(cells(line))} |\n" for line in lines)
+
+
+def write_csv(rows: Rows, path: pathlib.Path) -> None:
+    """Writes the rows, of the same columns each, as CSV with a header."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
