@@ -1,0 +1,41 @@
+"""python -m train.paper NAME [--options]: an experiment of the paper. See NAME --help."""
+
+import importlib
+import sys
+
+
+# Each module has a docstring whose first line says what it is, and main(arguments) -> int.
+EXPERIMENTS = {
+    "sinc": "train.paper.sinc",
+    "matrix-completion": "train.paper.matrix_completion",
+    "theory": "train.paper.theory",
+    "cifar10": "train.paper.cifar10",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs an experiment; the status is 0, 1 (something fails to hold), 2 (usage), 130."""
+    name = arguments[0] if arguments else ""
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n")
+        for name, module in EXPERIMENTS.items():
+            summary = (importlib.import_module(module).__doc__ or "").partition("\n")[0]
+            print(f"  {name:<20}{summary}")
+        return 0
+    if name not in EXPERIMENTS:
+        known = ", ".join(EXPERIMENTS)
+        rule = f"the experiment must be one of {known}"
+        print(f"error: {rule}, got {name!r}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(EXPERIMENTS[name]).main(arguments[1:])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""A claim: a number that was computed, and the bound it has to keep."""
+
+from typing import Any, Literal, NamedTuple
+
+
+class Claim(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      statement: what is claimed.
+      computed: what was computed, from how much.
+      measured: the number it comes to, the worst over all cases.
+      relation: how it must stand to the bound.
+      bound: the bound.
+      tolerance: by how much the bound may be missed: rounding, quadrature.
+
+    >>> claim = Claim("½ at least", "a share", 0.4996, "≥", 0.5, 1e-3)
+    >>> claim.holds, round(claim.missed_by, 4)
+    (True, 0.0004)
+    >>> claim._replace(measured=float("nan")).holds
+    False
+    """
+
+    statement: str
+    computed: str
+    measured: float
+    relation: Literal["≤", "≥"]
+    bound: float
+    tolerance: float
+
+    @property
+    def missed_by(self) -> float:
+        """How far beyond the bound the number lies; 0 within, nan if there is none."""
+        gap = self.measured - self.bound
+        return max(gap if self.relation == "≤" else -gap, 0.0) if gap == gap else gap
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bound is kept; a number that is nan keeps none."""
+        return self.missed_by <= self.tolerance
+
+    def row(self) -> dict[str, str]:
+        """The claim as a row of a table."""
+        return {
+            "statement": self.statement,
+            "computed": self.computed,
+            "measured": f"{self.measured:.4g}",
+            "bound": f"{self.relation} {self.bound:.4g}",
+            "tolerance": f"{self.tolerance:.0e}" if self.tolerance else "0",
+            "missed by": f"{self.missed_by:.1e}" if self.missed_by else "0",
+            "holds": "yes" if self.holds else "NO",
+        }
+
+
+class Outcome(NamedTuple):
+    """What a statement's check found.
+
+    Attributes:
+      claims: what must hold.
+      remarks: what else was seen: beyond the statement, or against a stronger one.
+      figure: a matplotlib figure of it.
+    """
+
+    claims: list[Claim]
+    remarks: list[str]
+    figure: Any
