@@ -1,0 +1,131 @@
+"""python -m train.landscape RUN: the loss around a worker and its leaders.
+
+    python -m train.landscape RUN [--step N] [--worker N] [--grid 31] [--test] [--out DIR]
+
+takes a checkpoint of a run of any method and draws the training loss over the plane through
+one worker, the leader of its node and the leader of all (for methods without leaders: the
+centre and the best worker), and the way on which the worker came there from the checkpoint
+before. That way is walked again step by step, which gives the same numbers to the bit. It
+does not lie in the plane; how far off it is at every step is drawn as well.
+
+The loss is that of the network as it is tested, over a fixed set of training images. Batch
+statistics are those of the very images at every point of the plane.
+
+Writes landscape.png and landscape.npz (the grid, the way, and where everybody stands) into
+the run folder, and changes nothing else there.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from lsgd_jax.checks import check_positive_int
+from train import config as configuration
+from train import run_folder
+from train.arguments import Parser
+from train.landscape import picture
+from train.landscape.opened import Opened
+from train.landscape.survey import survey
+
+
+AUTHOR = "python -m train.landscape"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options.
+
+    Raises:
+      ValueError: one that is not possible.
+    """
+    parser = Parser(AUTHOR, __doc__)
+    add = parser.add_argument
+    add("run", type=pathlib.Path, help="a run folder")
+    add("--step", type=int, help="of the checkpoint (the latest one)")
+    add("--worker", type=int, help="whose landscape (the worst that does not lead)")
+    add("--grid", type=int, default=31, help="points along each side (31)")
+    add("--images", type=int, default=512, help="images the loss is the mean of (512)")
+    add("--test", action="store_true", help="also map the error on as many test images")
+    add("--path-steps", type=int, default=1000, help="longest way to walk again (1000)")
+    add("--margin", type=float, default=0.2, help="around what is shown, a share (0.2)")
+    add("--chunk", type=int, help="points per device at a time (what is quick)")
+    add("--data-dir", help="where the data are (where the run found them)")
+    add("--out", type=pathlib.Path, help="folder for the results (the run folder)")
+    options = parser.parse_args(arguments)
+    check_positive_int("images", options.images)
+    check_positive_int("chunk", 1 if options.chunk is None else options.chunk)
+    for name, least in (("grid", 2), ("path_steps", 0), ("margin", 0)):
+        value = getattr(options, name)
+        if not least <= value < np.inf:
+            raise ValueError(f"`{name}` must be at least {least}, got {name}={value}")
+    return options
+
+
+class Files(NamedTuple):
+    """What is written: the figure and the numbers."""
+
+    figure: pathlib.Path
+    numbers: pathlib.Path
+
+
+def files_in(out: pathlib.Path) -> Files:
+    """The files to write, in a folder that is made if need be.
+
+    Raises:
+      ValueError: one is there and not from this command, or the folder can not be made.
+    """
+    files = Files(out / "landscape.png", out / "landscape.npz")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            if path.exists() and AUTHOR.encode() not in path.read_bytes():
+                raise ValueError(
+                    f"{path} is there and not from this command; choose another folder "
+                    "with --out"
+                )
+    except OSError as error:
+        raise ValueError(f"{out} can not take the results: {error}") from error
+    return files
+
+
+def write(path: pathlib.Path, fill: Callable[[BinaryIO], None]) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            fill(file)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draws; the exit status is 0, 1 (not written), 2 (wrong usage), 130 (interrupted)."""
+    say = lambda line: print(line, flush=True)
+    try:
+        options = parse(arguments)
+        configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
+        figure, numbers = files_in(options.out or options.run)
+        warn = lambda line: say(f"warning: {line}")
+        opened = Opened(options.run, options.step, options.data_dir, warn)
+        landscape = survey(opened, options, say)
+        write(numbers, lambda file: picture.save(landscape, file, AUTHOR))
+        write(figure, lambda file: picture.draw(landscape, file, AUTHOR))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: the results can not be written: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(figure, numbers, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

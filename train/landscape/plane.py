@@ -1,0 +1,227 @@
+"""A plane through points of parameter space: its directions, coordinates, and a grid on it.
+
+Points are flat vectors [P], as `jax.flatten_util.ravel_pytree` makes them of parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import lsgd_jax as lj
+
+
+# Nearer to the origin than rounding to float32 can move a point, relative to its norm.
+SAME_POINT = 1e-5
+# So near to what is spanned already that rounding decides on the direction.
+SAME_LINE = 1e-3
+
+Vector = np.ndarray | Array
+
+
+def flat(params: Any) -> np.ndarray:
+    """One model's parameters as a vector [P] on the host."""
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
+
+
+class Plane(NamedTuple):
+    """The points o + a u + b v.
+
+    Attributes:
+      origin: o [P].
+      basis: u and v, orthonormal, [2, P].
+    """
+
+    origin: Vector
+    basis: Vector
+
+
+def through(
+    origin: np.ndarray, candidates: Iterable[tuple[str, np.ndarray]]
+) -> tuple[Plane, dict[str, np.ndarray]]:
+    r"""The plane through a point o and the first two others that span one with it.
+
+    Gram-Schmidt: with :math:`d = z - o` for a candidate z and e_k the directions so far,
+
+    .. math:: r = d - \sum_k \langle d, e_k \rangle e_k, \qquad e = r / \|r\|.
+
+    A candidate is passed over if it is not finite, equals o up to rounding, or lies on the
+    line found already. The first direction thus points from o to the first candidate taken,
+    which has the coordinates (‖d‖, 0).
+
+    Args:
+      origin: o [P].
+      candidates: names and points z [P], taken one by one until two are found.
+
+    Returns:
+      The plane, float64, and of the two points that it was laid through the names and
+      coordinates (a, b).
+
+    Raises:
+      ValueError: the candidates span no plane.
+
+    >>> o, x, y = np.zeros(3), np.array([2.0, 0, 0]), np.array([1.0, 1, 0])
+    >>> plane, taken = through(o, [("o", o), ("x", x), ("2 x", 2 * x), ("y", y)])
+    >>> {name: place.tolist() for name, place in taken.items()}
+    {'x': [2.0, 0.0], 'y': [1.0, 1.0]}
+    >>> plane.basis.tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    origin = np.asarray(origin, np.float64)
+    nearest = SAME_POINT * np.linalg.norm(origin)
+    basis, taken = np.zeros([0, origin.size]), {}
+    for name, point in candidates:
+        direction = np.asarray(point, np.float64) - origin
+        length = np.linalg.norm(direction)
+        rest = direction - (basis @ direction) @ basis
+        new = np.linalg.norm(rest)
+        if length > nearest and new > SAME_LINE * length and np.isfinite(new):
+            basis = np.vstack([basis, rest / new])
+            taken[name] = direction
+        if len(taken) == 2:
+            return Plane(origin, basis), {k: basis @ d for k, d in taken.items()}
+    raise ValueError(f"two directions make a plane, got {len(taken)}")
+
+
+def coordinates(plane: Plane, point: Vector) -> Array:
+    """Where a point [P] stands: [a, b, its distance from the plane].
+
+    >>> plane = Plane(jnp.zeros(3), jnp.eye(3)[:2])
+    >>> coordinates(plane, jnp.array([3.0, 4.0, -2.0])).tolist()
+    [3.0, 4.0, 2.0]
+    """
+    gap = point - plane.origin
+    # Sums and no matrix products, which some devices round to fewer bits.
+    along = jnp.sum(plane.basis * gap[None], axis=1)
+    off = gap - jnp.sum(along[:, None] * plane.basis, axis=0)
+    return jnp.append(along, jnp.sqrt(jnp.sum(jnp.square(off))))
+
+
+def point_at(plane: Plane, place: Vector) -> Vector:
+    """The point o + a u + b v [P] at the coordinates (a, b)."""
+    return plane.origin + place[0] * plane.basis[0] + place[1] * plane.basis[1]
+
+
+def principal(points: np.ndarray, origin: np.ndarray) -> Iterator[np.ndarray]:
+    """Points o + σ_i v_i in the principal directions of points [n, P] around o.
+
+    σ_i and v_i are the singular values and right singular vectors of the points minus o,
+    the largest first.
+
+    >>> cloud = np.array([[1.0, 3.0], [1.0, -3.0], [1.5, 0.0]])
+    >>> first, second = principal(cloud, np.array([1.0, 0.0]))
+    >>> np.abs(first - [1.0, 0.0]).round(2).tolist()
+    [0.0, 4.24]
+    """
+    _, sizes, directions = np.linalg.svd(points - origin, full_matrices=False)
+    for size, direction in zip(sizes, directions):
+        yield origin + size * direction
+
+
+def filterwise_random(seed: int, params: Any) -> Any:
+    """A random direction, each of its filters as long as that of the parameters.
+
+    Normal numbers, scaled so that every filter (all numbers of a leaf that make one output,
+    the last axis) has the norm of the parameters' own. Leaves with one axis at most, biases
+    and scales, stay 0. Li et al., Visualizing the Loss Landscape of Neural Nets,
+    NeurIPS 2018, section 4.
+
+    >>> params = {"kernel": np.full((4, 2), [[1.0, 3.0]]), "bias": np.ones(2)}
+    >>> direction = filterwise_random(0, params)
+    >>> np.linalg.norm(direction["kernel"], axis=0).tolist(), direction["bias"].tolist()
+    ([2.0, 6.0], [0.0, 0.0])
+    """
+    rng = np.random.default_rng(seed)
+
+    def direction(x: Any) -> np.ndarray:
+        if np.ndim(x) < 2:
+            return np.zeros_like(x)
+        drawn = rng.standard_normal(np.shape(x)).astype(x.dtype)
+        norm = lambda x: np.sqrt(np.square(x).sum(tuple(range(x.ndim - 1)), keepdims=True))
+        return drawn * norm(np.asarray(x)) / norm(drawn)
+
+    return jax.tree.map(direction, params)
+
+
+def frame(places: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """The corners of a square around places [n, 2], each side wider by margin · side.
+
+    Raises:
+      ValueError: all places are equal.
+
+    >>> low, high = frame(np.array([[0.0, 0.0], [4.0, 1.0]]), margin=0.25)
+    >>> low.tolist(), high.tolist()
+    ([-1.0, -2.5], [5.0, 3.5])
+    """
+    low, high = places.min(axis=0), places.max(axis=0)
+    half = (high - low).max() * (0.5 + margin)
+    if not half > 0:
+        raise ValueError("places that are all equal have no frame")
+    return (low + high) / 2 - half, (low + high) / 2 + half
+
+
+def evaluate(
+    function: Callable[..., Array],
+    plane: Plane,
+    places: np.ndarray,
+    batches: Sequence[Any],
+    workers: lj.Workers,
+    chunk: int = 1,
+    progress: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
+    r"""A function's sum over batches at places of the plane.
+
+    .. math:: F(a, b) = \sum_k f(o + a u + b v, \text{batch}_k)
+
+    Every device has `chunk` places at a time, as vmapped parameters; f is compiled once.
+
+    Args:
+      function: f, (parameters [P], batch) -> array [n].
+      plane: in the dtype that f is to see.
+      places: (a, b), [N, 2].
+      batches: trees of arrays, of the same shapes.
+      workers: one worker per device that is to share the work.
+      chunk: places per device and call.
+      progress: called now and then with the number of places done.
+
+    Returns:
+      float64 [N, n].
+
+    >>> plane = Plane(jnp.zeros(3), jnp.eye(3)[:2])
+    >>> square = lambda x, scale: scale * jnp.sum(x**2)[None]
+    >>> places = np.array([[0.0, 1.0], [2.0, 1.0], [3.0, 4.0]])
+    >>> evaluate(square, plane, places, [1.0, 3.0], lj.Workers(1, 2)).tolist()
+    [[4.0], [20.0], [100.0]]
+    """
+    devices, each = workers.num_workers, workers.num_workers * chunk
+    shared = workers.share(plane)
+    placed = [workers.share(batch) for batch in batches]
+
+    def of_chunk(places, plane, batch):
+        at = lambda place: function(point_at(plane.value, place), batch.value)
+        return jax.vmap(at)(places)
+
+    of_chunks = workers.map(of_chunk)
+    rounds = -(-len(places) // each)
+    # The last round is filled up with the last place.
+    rows = np.minimum(np.arange(rounds * each), len(places) - 1)
+    filled = np.asarray(places, plane.origin.dtype)[rows]
+    filled = filled.reshape(rounds, devices, chunk, 2)
+    sums: list[Any] = []
+    for r in range(rounds):
+        sums.append([of_chunks(workers.put(filled[r]), shared, b) for b in placed])
+        if r:  # the round before: the devices have work while we wait
+            sums[r - 1] = _total(workers, sums[r - 1])
+            progress(r * each)
+    sums[-1] = _total(workers, sums[-1])
+    progress(len(places))
+    return np.concatenate(sums)[: len(places)]
+
+
+def _total(workers: lj.Workers, of_batches: list[Array]) -> np.ndarray:
+    """[places, n]: the sum over batches, in float64."""
+    total = np.sum(workers.fetch(of_batches), axis=0, dtype=np.float64)
+    return total.reshape(-1, total.shape[-1])
