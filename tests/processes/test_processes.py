@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from images import make_folder
 
 
 HERE = pathlib.Path(__file__).parent
@@ -15,8 +16,11 @@ ROOT = HERE.parents[1]
 LIMIT_S = 300
 
 
-def run(job, folder, count):
-    """What every process answers; all are ended after a hard limit."""
+def run(job, folder, count, script="together.py", before=lambda i: []):
+    """What every process answers; all are ended after a hard limit.
+
+    before: process -> a command that is to run the process.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -25,8 +29,9 @@ def run(job, folder, count):
     processes = [
         subprocess.Popen(
             [
+                *before(i),
                 sys.executable,
-                HERE / "together.py",
+                HERE / script,
                 job,
                 folder,
                 str(port),
@@ -62,6 +67,33 @@ def test_lsgd_over_processes_reproduces_its_oracle(count):
     assert all(answer["leaders"] == answers[0]["leaders"] for answer in answers)
 
 
+IN_TURN = [[0, 1], [4, 5], [2, 3], [6, 7]]  # two processes with two workers on each host
+
+
+def test_the_node_axis_follows_the_hosts():
+    """Processes 0 and 2 are one node of four workers, 1 and 3 the other one."""
+    answers, _ = run("lsgd_oracle_on_pretended_hosts", HERE.parent / "oracles", 4)
+    assert [answer["owned"] for answer in answers] == IN_TURN
+
+
+def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
+    """Two of the processes are shown another boot id, as if they were on another host."""
+    shown = "/proc/sys/kernel/random/boot_id"
+    other = tmp_path / "boot_id"
+    other.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
+    mount = f'mount --bind {other} {shown} && exec "$@"'
+    elsewhere = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    try:
+        seen = subprocess.run([*elsewhere, "cat", shown], capture_output=True, text=True)
+    except FileNotFoundError:
+        seen = None
+    if seen is None or seen.stdout != other.read_text():
+        pytest.skip("the boot id can not be covered here")
+    before = lambda i: elsewhere if i % 2 else []
+    answers, _ = run("lsgd_oracle", HERE.parent / "oracles", 4, before=before)
+    assert [answer["owned"] for answer in answers] == IN_TURN
+
+
 def test_the_trainer_over_two_processes_is_the_trainer(tmp_path):
     (alone,), _ = run("digits", tmp_path / "one", 1)
     answers, outputs = run("digits", tmp_path / "two", 2)
@@ -77,3 +109,29 @@ def test_the_trainer_over_two_processes_is_the_trainer(tmp_path):
     metrics = (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(x)["step"] for x in metrics if '"kind": "train"' in x]
     assert steps == [2, 4, 6, 8]
+
+
+def test_images_in_files_over_two_processes_are_the_same(tmp_path):
+    data = make_folder(tmp_path / "data", train=8, val=9)
+    broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
+    for path in broken:
+        path.write_bytes(b"")
+    (alone,), outputs = run("imagenet", tmp_path / "one", 1)
+    assert all(outputs[0].count(str(path)) == 1 for path in broken)
+    answers, outputs = run("imagenet", tmp_path / "two", 2)
+    assert answers[0] == answers[1] and answers[0]["step"] == alone["step"] == 8
+    assert answers[0]["error"] == pytest.approx(alone["error"], abs=4)  # one of 26 images
+    assert answers[0]["total"] == pytest.approx(alone["total"], rel=1e-4)
+    # Each process says what it could not read; each of its two sessions says it once.
+    assert all(f"warning: {broken[0]} is left out" in output for output in outputs)
+    assert sum(output.count(str(broken[1])) for output in outputs) == 2
+    assert "test error" in outputs[0] and "test error" not in outputs[1]
+
+
+def test_processes_that_see_other_files_all_end_with_an_error(tmp_path):
+    for process in ("0", "1"):
+        make_folder(tmp_path / process / "data", train=8, val=9)
+    (tmp_path / "1" / "data" / "val" / "bee" / "0.JPEG").unlink()
+    answers, _ = run("other_files", tmp_path, 2)
+    assert answers == ["the images must be the same files for all processes"] * 2
+    assert not list(tmp_path.glob("*/result"))

@@ -44,16 +44,56 @@ def lsgd_oracle(folder):
     return {"owned": list(workers.owned), "leaders": leaders}
 
 
+def lsgd_oracle_on_pretended_hosts(folder):
+    """The same, ranks dealt out to two hosts in turn."""
+    from lsgd_jax import workers
+
+    workers._host = lambda device: device.process_index % 2
+    return lsgd_oracle(folder)
+
+
 def digits(folder):
     """Steps of the trainer: in one process all at once, in several resumed half-way."""
+    from configs.digits import CONFIG
+
+    return train(CONFIG, folder)
+
+
+def imagenet(folder):
+    """The same with images in files, which lie beside the folder."""
     import dataclasses
 
-    from configs.digits import CONFIG
+    from configs.imagenet_resnet50 import CONFIG
+    from train.config import DataConfig, OptimizerConfig, WorkersConfig
+
+    data = DataConfig("imagenet", dir=str(folder.parent / "data"), crop=16)
+    config = dataclasses.replace(
+        CONFIG,
+        model="digits-bn",
+        data=dataclasses.replace(data, reader_threads=2),
+        workers=WorkersConfig(2, 4),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+    )
+    return train(config, folder)
+
+
+def other_files(folder):
+    """What a process says whose images are not those of the other one."""
+    try:
+        imagenet(folder / str(jax.process_index()) / "result")
+    except ValueError as error:
+        return str(error)
+
+
+def train(config, folder):
+    """Eight steps of an experiment with a few settings changed."""
+    import dataclasses
+
     from train.loop import Run
     from train.methods import Lsgd
 
     config = dataclasses.replace(
-        CONFIG,
+        config,
         method=Lsgd(local_period=2, global_period=4),
         steps=4 if jax.process_count() > 1 else 8,
         batch_size=8,
@@ -72,7 +112,8 @@ def digits(folder):
     return {"error": result.center_error, "step": result.step, "total": total}
 
 
-if __name__ == "__main__":
+def main(jobs):
+    """Does one of the jobs in this process, as the command line says."""
     job, folder, port, count, rank = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     if int(count) > 1:
@@ -83,5 +124,9 @@ if __name__ == "__main__":
             heartbeat_timeout_seconds=20,
             initialization_timeout=60,
         )
-    answer = globals()[job](pathlib.Path(folder))
+    answer = jobs[job](pathlib.Path(folder))
     print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,114 @@
+"""What each of several processes does in test_same_numbers.py; runs in pytest's, too."""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lsgd_jax as lj
+
+
+STEPS = 12
+METHODS = {
+    "lsgd": lambda: lj.lsgd(0.3, 0.2, local_period=2, global_period=4, loss_window=3),
+    "easgd": lambda: lj.easgd(beta=0.5, period=2),
+    "sgp": lambda: lj.sgp(lj.topology.exponential(8)),
+}
+
+
+def train(name):
+    """The parameters of 8 workers, a small network each, after some steps of a method."""
+    workers = lj.Workers(2, 4)
+    tx = optax.chain(optax.sgd(0.1, momentum=0.5), METHODS[name]())
+    draw = np.random.default_rng(0).normal
+    start = {"in": draw(size=(8, 5, 16)), "out": draw(size=(8, 16, 3))}
+    inputs = draw(size=(STEPS, 8, 10, 5))
+    wanted = np.sin(inputs @ draw(size=(5, 3)))
+    mine = lambda tree: jax.tree.map(
+        lambda x: np.asarray(x, np.float32)[list(workers.owned)], tree
+    )
+
+    def step(params, state, x, y):
+        def loss_of(params):
+            return jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - y).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    params = workers.put_owned(mine(start))
+    state, step = workers.map(tx.init)(params), workers.map(step, donate=(0, 1))
+    for x, y in zip(inputs, wanted):
+        params, state = step(params, state, *workers.put_owned(mine((x, y))))
+    return workers.fetch(params)
+
+
+def methods(folder):
+    """Trains with every method and writes the parameters to METHOD.npz; their sums."""
+    sums = {}
+    for method in METHODS:
+        params = train(method)
+        sums[method] = [float(np.abs(x).sum()) for x in params.values()]
+        if jax.process_index() == 0:
+            np.savez(folder / f"{method}.npz", **params)
+    return sums
+
+
+def configured(folder, nodes, locals, steps, **changes):
+    """A few steps of the trainer in a run folder."""
+    from configs.digits import CONFIG
+    from train.config import WorkersConfig
+    from train.methods import Lsgd
+
+    return dataclasses.replace(
+        CONFIG,
+        workers=WorkersConfig(nodes, locals),
+        method=Lsgd(local_period=2, global_period=4),
+        steps=steps,
+        batch_size=4,
+        log_every=2,
+        run_dir=str(folder),
+        **changes,
+    )
+
+
+def numbers_of(run):
+    """The parameters of a run's workers by name, arrays [W, ...]."""
+    fetched = run.experiment.workers.fetch(run.state.params)
+    leaves = jax.tree_util.tree_leaves_with_path(fetched)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def write_and_grow(folder):
+    """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
+    from tiny import Tiny
+
+    from train.loop import Run
+    from train.models import MODELS
+
+    MODELS["digits-cnn"] = Tiny
+    jax.config.update("jax_num_cpu_devices", 2)  # of each process
+    run = Run(configured(folder / "run", 2, 2, steps=4))
+    run.train()
+    before = numbers_of(run)
+    grown = Run(configured(folder / "run", 2, 4, steps=6, resume=True))
+    owned, sources = list(grown.experiment.workers.owned), grown._resizing.sources
+    restored = numbers_of(grown)
+    same = all((restored[name] == x[sources]).all() for name, x in before.items())
+    result = grown.train()
+    after = numbers_of(grown)
+    if jax.process_index() == 0:
+        np.savez(folder / "before.npz", **before)
+        np.savez(folder / "after.npz", **after)
+    return {"owned": owned, "sources": sources, "same": same, "step": result.step}
+
+
+if __name__ == "__main__":
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    from together import main
+
+    main({"methods": methods, "write_and_grow": write_and_grow})

@@ -1,0 +1,311 @@
+"""What goes wrong with several processes, done to them: nothing hangs, nothing is lost."""
+
+import functools
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from trainers import (
+    LIMIT_S,
+    SMALL,
+    Trainers,
+    assert_equal_to_the_bit,
+    by_open_mpi_5,
+    by_options,
+    by_slurm,
+    checkpoints,
+    environment,
+    numbers,
+    reported,
+)
+
+from train import cli, records
+from train.loop import Run
+
+
+HEARTBEAT_S = 15
+LOST = 75
+FOR_EVER = ["--steps", "1000000"]
+
+END = 60  # where runs end if nothing else is said
+
+# At most 10 steps a second, so that there is time to do something to them.
+SLOWLY = (
+    "import time; from train.experiment import Experiment; whole = Experiment.batches; "
+    "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """steps -> the numbers after so many steps in one process that nothing happens to."""
+
+    @functools.cache
+    def after(steps):
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        options = ["--steps", str(steps), "--checkpoint-every", str(steps)]
+        Run(cli.parse([*SMALL, *options, "--run-dir", str(folder)])).train()
+        return numbers(folder, steps)
+
+    return after
+
+
+@pytest.fixture
+def start(tmp_path, cache):
+    """Starts trainers whose run is in tmp_path / 'run'."""
+    started = []
+
+    def start(count, *options, by=by_options, before=SLOWLY, **variables):
+        run = ["--run-dir", str(tmp_path / "run")]
+        heartbeat = ["--distributed.heartbeat-timeout", str(HEARTBEAT_S)]
+        each = [(own, variables | set_) for own, set_ in by(count)]
+        arguments = [*SMALL, *run, *heartbeat, *options]
+        folder = tmp_path / f"printed-{len(started)}"
+        started.append(Trainers(folder, arguments, each, cache, before))
+        return started[-1]
+
+    yield start
+    for trainers in started:
+        trainers.__exit__()
+
+
+def assert_named(trainers, survivors, lost, run):
+    """The survivors end in time; their last line names the lost one and how to go on."""
+    statuses = trainers.end(limit=3 * HEARTBEAT_S)
+    for i in survivors:
+        last = trainers.last_line(i)
+        assert statuses[i] == LOST, trainers.printed(i)
+        assert last.startswith(f"error: process {lost} (host "), trainers.printed(i)
+        assert ") was lost at step " in last
+        assert f"; checkpoints are kept in {run}/checkpoints; to go on: " in last
+        assert last.endswith(f"python -m train digits --run-dir {run} --resume")
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_one_of_four_is_killed_and_the_run_goes_on(start, undisturbed, tmp_path, kills):
+    """kill -9 at a random step, again and again: the same numbers to the bit at the end."""
+    run, chance = tmp_path / "run", random.Random(kills)
+    for kill in range(kills):
+        trainers = start(4, *FOR_EVER, *["--resume"] * (kill > 0))
+        wanted = reported(run) + chance.randrange(4, 12)
+        trainers.until(lambda wanted=wanted: reported(run) >= wanted)
+        lost = chance.randrange(4) if kills > 1 else 2
+        trainers.send(signal.SIGKILL, lost)
+        assert_named(trainers, {0, 1, 2, 3} - {lost}, lost, run)
+    last = max(checkpoints(run))
+    steps = END if kills == 1 else last + 10
+    trainers = start(4, "--steps", str(steps), "--resume", before="")
+    assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
+    begins = [event["step"] for event in records.read(run)["start"]]
+    assert begins[-1] == last and len(begins) == kills + 1
+    assert_equal_to_the_bit(numbers(run, steps), undisturbed(steps))
+
+
+def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
+    """The run goes on from the checkpoint before."""
+    run = tmp_path / "run"
+    trainers = start(2, *FOR_EVER)
+    unfinished = lambda: list((run / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+    trainers.until(lambda: checkpoints(run) and unfinished())
+    trainers.send(signal.SIGKILL, 0)
+    assert_named(trainers, {1}, 0, run)
+    (torn,) = unfinished()
+    before = checkpoints(run)
+    assert int(torn.name.partition(".")[0]) not in before
+    trainers = start(2, "--resume", "--steps", str(END), before="")
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert "can not be read" not in trainers.printed(0)
+    assert [event["step"] for event in records.read(run)["start"]] == [0, max(before)]
+    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+
+
+def test_one_that_stands_still_is_waited_for_and_sigterm_to_one_stops_all(
+    start, undisturbed, tmp_path
+):
+    run = tmp_path / "run"
+    trainers = start(2, *FOR_EVER, by=by_slurm)
+    trainers.until(lambda: reported(run) >= 4)
+    trainers.send(signal.SIGSTOP, 1)
+    time.sleep(HEARTBEAT_S / 3)
+    stopped_at = reported(run)
+    time.sleep(0.5)
+    assert reported(run) == stopped_at
+    trainers.send(signal.SIGCONT, 1)
+    trainers.until(lambda: reported(run) >= stopped_at + 4)
+
+    trainers.send(signal.SIGTERM, 1)
+    assert trainers.end(limit=30) == [0, 0], trainers.printed(0)
+    last = max(checkpoints(run))
+    assert f"stopped at step {last} after" in trainers.printed(0)
+    assert ", saved; to go on: " in trainers.last_line(0)
+    assert "to go on" not in trainers.printed(1)  # the first process speaks for all
+
+    rest = ["--resume", "--steps", str(END)]
+    trainers = start(2, *rest, by=by_open_mpi_5, before="")
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+
+
+def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_path):
+    """Training goes on; from the last whole checkpoint the run goes on on another disk."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, stderr=-3).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        (disk / "run").mkdir()
+        run.symlink_to(disk / "run")
+        more = ["--keep-checkpoints", "100", "--steps", "32"]
+        trainers = start(2, *more, before="")
+        assert trainers.end() == [1, 1], trainers.printed(0)
+        for i, name in enumerate(["warning: ", "process 1: warning: "]):
+            assert f"\n{name}the checkpoint of step " in trainers.printed(i)
+            assert " was not written: " in trainers.printed(i)
+        assert "test error" in trainers.last_line(
+            0
+        ) and "after 32 steps" in trainers.last_line(0)
+        whole = checkpoints(run)
+        assert whole and whole == list(range(4, 4 * len(whole) + 1, 4)) and max(whole) < 32
+        run.unlink()
+        shutil.copytree(disk / "run", run)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)])
+    rest = ["--resume", "--steps", str(END), "--checkpoint-every", str(END)]
+    trainers = start(2, *rest, before="")
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+
+
+def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start, tmp_path):
+    full = (
+        "import resource, sys; '--distributed.process-id=1' in sys.argv and "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18)); "
+    )
+    trainers = start(2, "--steps", "8", before=full)
+    assert trainers.end() == [1, 1], trainers.printed(0)
+    words = "warning: the checkpoint of step {} was not written: {}"
+    for step in (4, 8):
+        reason = "another process could not write its part"
+        assert words.format(step, reason) in trainers.printed(0)
+        assert words.format(step, "OUT_OF_RANGE") in trainers.printed(1)
+    assert "after 8 steps" in trainers.last_line(0)
+    assert checkpoints(tmp_path / "run") == []
+
+
+# At the start
+
+
+def test_processes_that_were_told_other_things_do_not_begin(start, tmp_path):
+    """Here another seed, and a data folder, which may well be another one."""
+    by = lambda count: [
+        ([*own, f"--seed={i}", f"--data.dir={i}"], set_)
+        for i, (own, set_) in enumerate(by_options(count))
+    ]
+    trainers = start(2, by=by)
+    assert trainers.end(150) == [2, 2], trainers.printed(0)
+    for i in range(2):
+        (line,) = [x for x in trainers.printed(i).splitlines() if x.startswith("error: ")]
+        assert line == trainers.last_line(i)
+        words = "`seed` must be the same in all processes, got 0 in process 0 and 1 in "
+        assert line.endswith(f"{words}process 1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_waits_in_vain_says_so(start, tmp_path):
+    """A wrong address, processes that do not come, a port that is taken, another count."""
+    few = "--distributed.start-timeout=3"
+    nobody = start(2, few, by=lambda count: by_options(count)[1:])
+    alone = start(2, few, by=lambda count: by_options(count)[:1])
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["--distributed.num-processes=2", "--distributed.process-id=0"]
+        options.append(f"--distributed.coordinator=127.0.0.1:{port}")
+        refused = start(1, by=lambda _: [(options, {})])
+        assert refused.end(150) == [2]
+    assert (
+        f"nothing can listen at 127.0.0.1:{port}, is the port taken?"
+        in refused.last_line(0)
+    )
+    one_too_many = ["--distributed.num-processes=3"]
+    others = start(
+        2,
+        by=lambda n: [(x + one_too_many * i, y) for i, (x, y) in enumerate(by_options(n))],
+    )
+    for trainers in (nobody, alone):
+        assert trainers.end(150) == [LOST]
+        assert re.fullmatch(
+            r"error: the processes did not come together within 3 s through 127.0.0.1:\d+; "
+            "have all been started, and can all reach it\\? `--distributed.cluster none` "
+            "trains in this process alone",
+            trainers.last_line(0),
+        )
+    assert others.end(150) == [2, 2]
+    words = (
+        "`distributed.num_processes` must be the same for all, got 3 in process 1, but 2"
+    )
+    assert words in others.last_line(0) and words in others.last_line(1)
+    assert not (tmp_path / "run").exists()
+
+
+# With the launcher
+
+
+def test_the_launcher_restarts_the_trainer_and_passes_ctrl_c_on(
+    undisturbed, cache, tmp_path
+):
+    run = tmp_path / "run"
+
+    def launch(*options):
+        command = [sys.executable, "-m", "train.launch", "--processes", "2", "--grace", "1"]
+        trainer = [*SMALL, "--run-dir", str(run), "--distributed.heartbeat-timeout", "8"]
+        with open(tmp_path / "printed.txt", "a") as file:
+            return subprocess.Popen(
+                [*command, *options, "--", *trainer, *FOR_EVER],
+                stdout=file,
+                stderr=file,
+                env=environment(cache),
+            )
+
+    def until(holds):
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            printed = (tmp_path / "printed.txt").read_text()
+            assert launcher.poll() is None and time.monotonic() < deadline, printed
+            time.sleep(0.01)
+
+    launcher = launch("--max-restarts", "3")
+    try:
+        until(lambda: checkpoints(run))
+        children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        first = list(map(int, children.read_text().split()))
+        os.kill(first[1], signal.SIGKILL)
+        killed_at = max(checkpoints(run))
+        until(lambda: reported(run) and len(records.read(run)["start"]) == 2)
+        begun = records.read(run)["start"][-1]["step"]
+        assert begun >= killed_at
+        until(lambda: reported(run) > begun)
+        launcher.send_signal(signal.SIGINT)
+        status = launcher.wait(LIMIT_S)
+    finally:
+        launcher.kill()
+    printed = (tmp_path / "printed.txt").read_text()
+    assert status == 130, printed
+    assert "\nprocess 1 was ended by SIGKILL:\n" in printed
+    assert "\nrestart 1 of 3\n" in printed and "restart 2" not in printed
+    last = max(checkpoints(run))
+    assert f"[0] stopped at step {last} after" in printed and ", saved; to go on" in printed
+    assert_equal_to_the_bit(numbers(run, last), undisturbed(last))

@@ -1,0 +1,168 @@
+"""Several processes of the trainer on this machine, with a hard limit, for tests."""
+
+import contextlib
+import os
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train import records
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMIT_S = 240
+
+# Four workers, whatever the processes are; steps of a few milliseconds.
+SMALL = (
+    "digits --workers.nodes 2 --workers.locals 2 --batch-size 4 --method.local-period 2 "
+    "--method.global-period 4 --log-every 2 --checkpoint-every 4 --test-every 1000000"
+).split()
+
+
+def environment(cache=None, **variables):
+    """That of a process; compiled programs are kept in the folder `cache`."""
+    left_out = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+    kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    if cache is not None:
+        variables["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        variables["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # A proxy to nowhere: nobody may ask it for the way to the other processes.
+    proxy = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | proxy | variables
+
+
+def free_port(candidates=(0,)):
+    """The first of the ports that nobody listens at; 0 stands for any."""
+    for port in candidates:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return free.getsockname()[1]
+    raise OSError("no free port")
+
+
+def by_options(count):
+    """Of each process, the options and variables by which it finds the others."""
+    coordinator = f"--distributed.coordinator=127.0.0.1:{free_port()}"
+    number = f"--distributed.num-processes={count}"
+    options = [[coordinator, number, f"--distributed.process-id={i}"] for i in range(count)]
+    return [(option, {}) for option in options]
+
+
+def by_slurm(count):
+    """The same as srun does it on one host; jax makes the port out of the job's number."""
+    port = free_port(random.sample(range(61440, 65536), 100))
+    job = {"SLURM_JOB_ID": str(port - 61440), "SLURM_NODEID": "0"}
+    job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": str(count)}
+    job |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_TASKS": str(count)}
+    ranks = map(str, range(count))
+    return [([], job | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in ranks]
+
+
+def by_open_mpi_5(count):
+    """The same as mpirun of Open MPI 5 does it on one host."""
+    job = {"PMIX_NAMESPACE": f"prterun-host-{free_port()}@1"}
+    sizes = {"OMPI_COMM_WORLD_SIZE": str(count), "OMPI_COMM_WORLD_LOCAL_SIZE": str(count)}
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return [([], job | sizes | dict.fromkeys(names, str(i))) for i in range(count)]
+
+
+class Trainers:
+    """Processes of the trainer, numbered from 0.
+
+    Args:
+      folder: for what they print.
+      arguments: of all of them.
+      each: of each, its own options and variables.
+      cache: see `environment`.
+      before: a line of Python that each runs first.
+    """
+
+    def __init__(self, folder, arguments, each, cache=None, before=""):
+        folder.mkdir(parents=True, exist_ok=True)
+        run = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
+        self._files = [folder / f"{i}.txt" for i in range(len(each))]
+        self._processes = []
+        for file, (options, variables) in zip(self._files, each):
+            with open(file, "w") as output:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", f"{before}{run}", *arguments, *options],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=environment(cache, **variables),
+                    )
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def send(self, number, process):
+        self._processes[process].send_signal(number)
+
+    def printed(self, process):
+        return self._files[process].read_text()
+
+    def last_line(self, process):
+        return self.printed(process).rstrip("\n").rpartition("\n")[2]
+
+    def until(self, holds):
+        """Waits for a condition; fails if it does not come or a process ends before."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            texts = "\n".join(map(self.printed, range(len(self._files))))
+            assert time.monotonic() < deadline, texts
+            assert all(process.poll() is None for process in self._processes), texts
+            time.sleep(0.001)
+
+    def end(self, limit=LIMIT_S):
+        """The exit statuses of all, which must end within the limit in seconds."""
+        deadline = time.monotonic() + limit
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, deadline - time.monotonic()))
+        texts = "\n".join(map(self.printed, range(len(self._files))))
+        assert all(process.returncode is not None for process in self._processes), texts
+        return [process.returncode for process in self._processes]
+
+
+def reported(run_dir):
+    """The last step in a run's metrics, or 0."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    return max([e["step"] for e in records.read(run_dir).get("train", [])], default=0)
+
+
+def checkpoints(run_dir):
+    """The steps of a run's complete checkpoints."""
+    found = (run_dir / "checkpoints").glob("*")
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+
+def numbers(run_dir, step):
+    """Everything that a checkpoint holds, by name."""
+    path = (run_dir / "checkpoints" / str(step) / "state").absolute()
+    checkpointer = ocp.PyTreeCheckpointer()
+    kinds = checkpointer.metadata(path).item_metadata.tree
+    whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), kinds)
+    tree = checkpointer.restore(path, restore_args=whole)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_equal_to_the_bit(some, others):
+    assert some.keys() == others.keys() and len(some) > 10
+    for name in some:
+        np.testing.assert_array_equal(some[name], others[name], err_msg=name)
