@@ -1,0 +1,67 @@
+"""Trainers timed in alternating blocks of steps, since a shared machine's pace drifts."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.cifar10_cnn7 import CONFIG
+from train.config import WorkersConfig
+from train.data.arrays import Dataset, Images
+from train.data.transforms import Transforms
+from train.experiment import Experiment
+
+
+def made_up(count: int) -> Images:
+    """Random images of CIFAR-10's form."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, size=(count, 32, 32, 3), dtype=np.uint8)
+    return Images(images, rng.integers(0, 10, size=count, dtype=np.int32))
+
+
+class Arm:
+    """One of the trainers: CNN7 on made-up images, 2 x 4 workers, and its state."""
+
+    def __init__(self, transforms: Transforms, **changes: Any):
+        workers = WorkersConfig(nodes=2, locals=4)
+        config = dataclasses.replace(CONFIG, workers=workers, **changes)
+        dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
+        self.experiment = Experiment(config, (dataset, transforms))
+        self._state, self._step = self.experiment.init(), 0
+
+    def batch(self, step: int) -> jax.Array:
+        """What the workers learn from at a step."""
+        return self.experiment.batch(step)
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Runs a block of steps."""
+        experiment = self.experiment
+        began = time.perf_counter()
+        for _ in range(steps):
+            batch = self.batch(self._step)
+            self._state, _ = experiment.step(self._state, experiment.data, batch)
+            self._step += 1
+        jax.block_until_ready(self._state)
+        return (time.perf_counter() - began) / steps
+
+
+def ratios(first: Arm, second: Arm, rounds: int, steps: int) -> list[float]:
+    """Seconds per step of the first over the second, for pairs of blocks side by side."""
+    found = []
+    for arm in (first, second):
+        arm.seconds_per_step(steps)  # compiles
+    for turn in range(rounds):
+        order = (first, second) if turn % 2 else (second, first)
+        took = {arm: arm.seconds_per_step(steps) for arm in order}
+        found.append(took[first] / took[second])
+        print(f"{1e3 * took[first]:.1f} ms, {1e3 * took[second]:.1f} ms", flush=True)
+    return found
+
+
+def summary(found: list[float]) -> str:
+    """The median and every ratio."""
+    each = ", ".join(f"{ratio:.3f}" for ratio in found)
+    return f"median {statistics.median(found):.3f} of {each}"
