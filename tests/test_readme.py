@@ -28,7 +28,7 @@ def test_the_example_runs():
 
 def test_links_lead_somewhere():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text())
-    assert links and all((ROOT / link).is_file() for link in links)
+    assert links and all((ROOT / link).exists() for link in links)
 
 
 def test_every_line_that_builds_a_method_builds_it():
