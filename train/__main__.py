@@ -35,9 +35,5 @@ def main(arguments: list[str]) -> int:
     return 0 if result.saved and result.stopped_by != "nonfinite" else 1
 
 
-def _resume(run: Run) -> str:
-    return f"python -m train {run.config.name} --run-dir {run.folder} --resume"
-
-
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

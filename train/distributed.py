@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +70,7 @@ def join(config: Config) -> None:
     )
     gpus = local_device_ids(options.gpus, started, os.environ)
     try:
+        _check_port_is_free(started.arguments)
         with _without_proxies(), _ended_by_ctrl_c():
             jax.distributed.initialize(
                 **started.arguments,
@@ -78,12 +80,33 @@ def join(config: Config) -> None:
             )
     except (RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        if "RPC server" in reason:
-            reason = f"nothing can listen at {where}, is the port taken? ({reason})"
         raise ValueError(f"started by {started.by}, but {reason}; {ALONE}") from error
     watch.begin(options.heartbeat_timeout)
     _watch = watch
     _check_agreement(config)
+
+
+def _check_port_is_free(arguments: Mapping[str, Any]) -> None:
+    """Raises OSError if the others could not find process 0 where they are to look for it.
+
+    Asked for before jax is, which may die of it (SIGSEGV, jax 0.10.2).
+    """
+    address = arguments.get("coordinator_address")
+    if address is None or arguments.get("process_id") != 0:
+        return
+    everywhere = f"[::]:{address.rpartition(':')[2]}"  # where jax listens by itself
+    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+    host, _, port = listens.rpartition(":")
+    host = "" if host == "[::]" else host.strip("[]")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind) as trial:
+        # As servers do: connections that were closed a moment ago take no port.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except OSError as error:
+            reason = f"nothing can listen at {address}: {error.strerror}"
+            raise OSError(f"{reason}; is the port taken?") from error
 
 
 def leave(status: int, line: str) -> int:

@@ -236,10 +236,8 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
         options.append(f"--distributed.coordinator=127.0.0.1:{port}")
         refused = start(1, by=lambda _: [(options, {})])
         assert refused.end(150) == [2]
-    assert (
-        f"nothing can listen at 127.0.0.1:{port}, is the port taken?"
-        in refused.last_line(0)
-    )
+    why = f"nothing can listen at 127.0.0.1:{port}: Address already in use; is the port"
+    assert why in refused.last_line(0)
     one_too_many = ["--distributed.num-processes=3"]
     others = start(
         2,
