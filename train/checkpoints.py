@@ -162,11 +162,11 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int) -> None:
-        wait_for_all(f"unreadable-{step}")
+        wait_for_all()
         if is_main():
             target = self._folder / f"unreadable-{step}"
             (self._folder / str(step)).rename(target)
-        wait_for_all(f"set-aside-{step}")
+        wait_for_all()
         self._manager.reload()
 
     def close(self) -> bool:

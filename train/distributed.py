@@ -78,7 +78,7 @@ def join(config: Config) -> None:
                 initialization_timeout=options.start_timeout,
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
             )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"started by {started.by}, but {reason}; {ALONE}") from error
     watch.begin(options.heartbeat_timeout)

@@ -22,7 +22,7 @@ from train.data.resident import Resident
 from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
 from train.models import MODELS
-from train.processes import cores
+from train.processes import connect, cores
 
 
 NEVER = np.iinfo(np.int32).max
@@ -162,6 +162,7 @@ class Experiment:
         size = images // (workers if config.data.shard else 1)
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
         self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
+        connect(self.workers)
         self._source = self._make_source(data, warn)
         self.data, self._test_batches = self._source.data, self._source.test_batches
         self._variables = jax.eval_shape(self._init_model)

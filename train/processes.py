@@ -3,8 +3,9 @@
 import os
 
 import jax
-from jax.experimental import multihost_utils
+import jax.numpy as jnp
 
+import lsgd_jax as lj
 from train import coordination
 
 
@@ -23,10 +24,24 @@ def same_everywhere(text: str) -> bool:
     return not coordination.is_joined() or len(set(coordination.gather(text))) == 1
 
 
-def wait_for_all(name: str) -> None:
+def wait_for_all() -> None:
     """Returns when every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    if coordination.is_joined():
+        coordination.gather("")
+
+
+def connect(workers: lj.Workers) -> None:
+    """Connects the devices of all processes with one another, while all are here.
+
+    They would do so when they first communicate while training, and there gloo, which CPUs
+    use, gives up if one comes more than 30 s after another, from compiling for example.
+    """
+    wait_for_all()
+    if not coordination.is_joined():
+        return
+    groups = lj.collectives.WORKER_AXES, *lj.collectives.WORKER_AXES
+    meet = lambda x: [lj.collectives.mean(x, axes) for axes in groups]
+    jax.block_until_ready(workers.map(meet)(workers.replicate(jnp.zeros([]))))
 
 
 def cores() -> int:

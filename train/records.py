@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensorboardX
-
+from train.board import Board
 from train.run_folder import METRICS, TENSORBOARD
 
 
@@ -26,7 +25,7 @@ class Records:
     def __init__(self, folder: pathlib.Path, warn: Callable[[str], None]):
         self._warn, self._warned = warn, False
         self._path = folder / METRICS
-        self._board = tensorboardX.SummaryWriter(str(folder / TENSORBOARD))
+        self._board = Board(folder / TENSORBOARD)
         if self._path.exists() and self._path.read_bytes()[-1:] not in (b"\n", b""):
             self._append("\n")  # the line that a crash cut off stays a line of its own
 
@@ -34,10 +33,13 @@ class Records:
         """Writes one event."""
         line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
         self._append(json.dumps(_jsonable(line)) + "\n")
+        scalars = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
         try:
-            for name, value in values.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            self._board.add(step, scalars)
         except OSError as error:
             self._fail(error)
 

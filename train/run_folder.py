@@ -85,9 +85,9 @@ def create(config: Config) -> pathlib.Path:
             f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
             "with the run in it"
         )
-    wait_for_all("run folder chosen")
+    wait_for_all()
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)
         configuration.write(config, folder / CONFIG)
-    wait_for_all("run folder made")
+    wait_for_all()
     return folder

@@ -29,7 +29,7 @@ from train import coordination
 CRASHED = os.EX_SOFTWARE  # 70: an error that nobody expected
 LOST = os.EX_TEMPFAIL  # 75: another process was lost or could not be reached; try again
 
-LIFE = "life"  # the folder of the signs of life: a count, or [status, last line]
+LIFE = "life"  # the folder of the signs of life: a count, or [status, last word]
 
 
 class Watch:
@@ -94,10 +94,10 @@ class Watch:
             self._end(status, f"error: {self._name(process)}: {line}")
         self._end(LOST, f"error: {self._name(process)} crashed {self.where()} ({line})")
 
-    def leave(self, status: int, line: str) -> NoReturn:
-        """Ends this process with a last line, and all others."""
+    def leave(self, status: int, line: str, word: str | None = None) -> NoReturn:
+        """Ends this process with a last line, and all others with a word (or that line)."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            coordination.write(LIFE, json.dumps([status, line]))
+            coordination.write(LIFE, json.dumps([status, line if word is None else word]))
             if coordination.process_id() == 0:
                 time.sleep(3 * self._period)  # until everybody has read it: here it is kept
         self._end(status, line if status == 130 else f"error: {line}")
@@ -106,12 +106,13 @@ class Watch:
         """What becomes of an exception that nobody has caught."""
         if issubclass(kind, KeyboardInterrupt):
             self.leave(130, f"interrupted {self.where()}")
-        sys.__excepthook__(kind, error, trace)
         if issubclass(kind, jax.errors.JaxRuntimeError):
-            # A collective may have failed because a process was lost: jax knows it soon.
+            # A collective may have failed because a process was lost: jax knows it soon,
+            # and this process then ends with a line about the lost one.
             time.sleep(1.5 * self._timeout)
+        sys.__excepthook__(kind, error, trace)
         reason = " ".join(f"{kind.__name__}: {error}".split())[:200]
-        self.leave(CRASHED, f"this process crashed {self.where()} ({reason})")
+        self.leave(CRASHED, f"this process crashed {self.where()} ({reason})", reason)
 
     def _aborted(self, _: int) -> None:
         """On SIGABRT, in whichever thread it is."""

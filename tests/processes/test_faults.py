@@ -13,8 +13,10 @@ import sys
 import time
 
 import pytest
+from tiny import Tiny
 from trainers import (
     LIMIT_S,
+    ROOT,
     SMALL,
     Trainers,
     assert_equal_to_the_bit,
@@ -29,10 +31,11 @@ from trainers import (
 
 from train import cli, records
 from train.loop import Run
+from train.models import MODELS
+from train.watch import CRASHED, LOST
 
 
 HEARTBEAT_S = 15
-LOST = 75
 FOR_EVER = ["--steps", "1000000"]
 
 END = 60  # where runs end if nothing else is said
@@ -49,15 +52,29 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
+# Of a process: a network that compiles in no time, in place of the real one.
+TINY = (
+    f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import tiny; "
+    "from train.models import MODELS; MODELS['digits-cnn'] = tiny.Tiny; "
+)
+
+
+def train_here(*options, network=Tiny):
+    """Trains in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "digits-cnn", network)
+        Run(cli.parse([*SMALL, *options])).train()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """steps -> the numbers after so many steps in one process that nothing happens to."""
 
     @functools.cache
-    def after(steps):
+    def after(steps, network=Tiny):
         folder = tmp_path_factory.mktemp("undisturbed") / "run"
-        options = ["--steps", str(steps), "--checkpoint-every", str(steps)]
-        Run(cli.parse([*SMALL, *options, "--run-dir", str(folder)])).train()
+        every = ["--checkpoint-every", str(steps)]
+        train_here("--steps", str(steps), *every, "--run-dir", str(folder), network=network)
         return numbers(folder, steps)
 
     return after
@@ -68,13 +85,13 @@ def start(tmp_path, cache):
     """Starts trainers whose run is in tmp_path / 'run'."""
     started = []
 
-    def start(count, *options, by=by_options, before=SLOWLY, **variables):
+    def start(count, *options, by=by_options, before=SLOWLY, network=TINY, **variables):
         run = ["--run-dir", str(tmp_path / "run")]
         heartbeat = ["--distributed.heartbeat-timeout", str(HEARTBEAT_S)]
         each = [(own, variables | set_) for own, set_ in by(count)]
         arguments = [*SMALL, *run, *heartbeat, *options]
         folder = tmp_path / f"printed-{len(started)}"
-        started.append(Trainers(folder, arguments, each, cache, before))
+        started.append(Trainers(folder, arguments, each, cache, network + before))
         return started[-1]
 
     yield start
@@ -106,12 +123,34 @@ def test_one_of_four_is_killed_and_the_run_goes_on(start, undisturbed, tmp_path,
         trainers.send(signal.SIGKILL, lost)
         assert_named(trainers, {0, 1, 2, 3} - {lost}, lost, run)
     last = max(checkpoints(run))
-    steps = END if kills == 1 else last + 10
-    trainers = start(4, "--steps", str(steps), "--resume", before="")
-    assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
+    rest = ["--resume", "--steps", str(steps := END if kills == 1 else last + 10)]
+    if kills == 1:  # the rest in one process, which is quick
+        train_here(*rest, "--run-dir", str(run))
+    else:
+        trainers = start(4, *rest, before="")
+        assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
     begins = [event["step"] for event in records.read(run)["start"]]
     assert begins[-1] == last and len(begins) == kills + 1
     assert_equal_to_the_bit(numbers(run, steps), undisturbed(steps))
+
+
+def test_one_that_crashes_ends_the_others_at_once_and_says_why(start, tmp_path):
+    """By an error that nobody expected, which happens to process 1 alone."""
+    breaks = (
+        "import sys; from train.ledger import Ledger; add = Ledger.add; "
+        "Ledger.add = lambda self, step, *rest: 1 / (step < 7 or "
+        "'--distributed.process-id=0' in sys.argv) and add(self, step, *rest); "
+    )
+    trainers = start(2, *FOR_EVER, before=SLOWLY + breaks)
+    trainers.until(lambda: reported(tmp_path / "run") >= 4)
+    assert trainers.end(limit=HEARTBEAT_S) == [LOST, CRASHED], trainers.printed(0)
+    why = "(ZeroDivisionError: division by zero)"
+    assert "Traceback" in trainers.printed(1) and "Traceback" not in trainers.printed(0)
+    last = trainers.last_line(1)
+    assert last.startswith("error: this process crashed at step 7;") and why in last
+    last = trainers.last_line(0)
+    assert last.startswith("error: process 1 (host ") and ") crashed at step " in last
+    assert f"--run-dir {tmp_path / 'run'} --resume (" in last and why in last
 
 
 def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
@@ -159,11 +198,24 @@ def test_one_that_stands_still_is_waited_for_and_sigterm_to_one_stops_all(
     assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
+@pytest.mark.slow  # half a minute is how long gloo tries to connect
+def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
+    """As if its first step took long to compile."""
+    late = (
+        "import sys, time; from train.experiment import Experiment; "
+        "whole = Experiment.batches; Experiment.batches = lambda *a: "
+        "(time.sleep(40 * ('--distributed.process-id=1' in sys.argv)), whole(*a))[1]; "
+    )
+    trainers = start(2, "--steps", str(END), before=late)
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert_equal_to_the_bit(numbers(tmp_path / "run", END), undisturbed(END))
+
+
 def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_path):
     """Training goes on; from the last whole checkpoint the run goes on on another disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, stderr=-3).returncode:
         pytest.skip("no small disk can be mounted here")
     try:
@@ -195,7 +247,7 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
         "import resource, sys; '--distributed.process-id=1' in sys.argv and "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18)); "
     )
-    trainers = start(2, "--steps", "8", before=full)
+    trainers = start(2, "--steps", "8", before=full, network="")
     assert trainers.end() == [1, 1], trainers.printed(0)
     words = "warning: the checkpoint of step {} was not written: {}"
     for step in (4, 8):
@@ -306,4 +358,4 @@ def test_the_launcher_restarts_the_trainer_and_passes_ctrl_c_on(
     assert "\nrestart 1 of 3\n" in printed and "restart 2" not in printed
     last = max(checkpoints(run))
     assert f"[0] stopped at step {last} after" in printed and ", saved; to go on" in printed
-    assert_equal_to_the_bit(numbers(run, last), undisturbed(last))
+    assert_equal_to_the_bit(numbers(run, last), undisturbed(last, MODELS["digits-cnn"]))

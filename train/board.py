@@ -1,0 +1,81 @@
+"""Scalars for TensorBoard, written in the loop's own thread.
+
+tensorboardX's `SummaryWriter` writes in a thread of its own. That one ends at the first
+error, a full disk say, and the loop then waits for it for ever.
+"""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tensorboardX import summary
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
+
+
+FLUSH_S = 30  # at most so much is lost if the process is killed
+
+_files = itertools.count()
+
+
+class Board:
+    """A folder of TensorBoard's event files.
+
+    Its methods raise OSError if nothing can be written. What was written before stays
+    readable, and what comes after goes to a file of its own.
+
+    Args:
+      folder: where to write; made when it is needed.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._file: RecordWriter | None = None
+        self._flushed = time.monotonic()
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the values that some quantities have at a step."""
+        with self._given_up_on_error():
+            if self._file is None:
+                self._file = RecordWriter(self._new_path())
+                self._file.write(_event(file_version="brain.Event:2"))
+            for name, value in scalars.items():
+                self._file.write(_event(step=step, summary=summary.scalar(name, value)))
+            if time.monotonic() - self._flushed > FLUSH_S:
+                self._file.flush()
+                self._flushed = time.monotonic()
+
+    def _new_path(self) -> str:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now, host = int(time.time()), socket.gethostname()
+        name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{next(_files)}"
+        return str(self._folder / name)
+
+    def close(self) -> None:
+        """Writes out what is still held back."""
+        with self._given_up_on_error():
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """Leaves a file behind that can not be written to."""
+        try:
+            yield
+        except OSError:
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+            raise
+
+
+def _event(**values: Any) -> bytes:
+    event = event_pb2.Event(wall_time=time.time(), **values)  # type: ignore
+    return event.SerializeToString()
