@@ -25,6 +25,9 @@ SMALL = (
     "--method.global-period 4 --log-every 2 --checkpoint-every 4 --test-every 1000000"
 ).split()
 
+# To nowhere: no trainer may ask them for the way to the others.
+PROXIES = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+
 
 def environment(cache=None, **variables):
     """That of a process; compiled programs are kept in the folder `cache`."""
@@ -34,9 +37,7 @@ def environment(cache=None, **variables):
         variables["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         variables["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    # A proxy to nowhere: nobody may ask it for the way to the other processes.
-    proxy = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | proxy | variables
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
 
 
 def free_port(candidates=(0,)):
@@ -97,7 +98,7 @@ class Trainers:
                         [sys.executable, "-c", f"{before}{run}", *arguments, *options],
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        env=environment(cache, **variables),
+                        env=environment(cache, **(PROXIES | variables)),
                     )
                 )
 

@@ -178,23 +178,25 @@ class Group:
           is no failure.
         """
         running, failed, deadline = set(self._children), [], float("inf")
-        as_told = {0}
+        as_told, signals = {0}, [signal.SIGTERM, signal.SIGKILL]
         while running:
             self._show()
             ended = {child for child in running if child.has_ended()}
             running -= ended
             as_told.update(128 + number for number in self.sent)
             failed += [child for child in ended if child.status not in as_told]
-            if failed and deadline == float("inf"):
-                deadline = time.monotonic() + self._grace
-                self._send(signal.SIGTERM)
-                as_told.add(128 + signal.SIGTERM)
-            elif time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-                as_told.add(128 + signal.SIGKILL)
+            now = time.monotonic()
+            if failed and len(signals) == 2:
+                # One that ends because of another one may be faster than that one.
+                because = all(child.status == LOST for child in failed)
+                deadline = min(deadline, now + because * self._grace)
+            if signals and now >= deadline:
+                number = signals.pop(0)
+                self._send(number)
+                as_told.add(128 + number)
+                deadline = now + self._grace
         while self._show():
             pass
-        # One that ended because of another one may have been faster.
         return min(failed, key=lambda child: child.status == LOST) if failed else None
 
     def _show(self) -> bool:

@@ -122,11 +122,16 @@ class Run:
 
     def train(self) -> Result:
         """Trains to the end, or until a signal, or until no worker is finite any more."""
+        self._screen = Screen(self.config.steps, self.step)
+        if not is_main():
+            return self._train()
+        with contextlib.closing(Records(self.folder, self._warn)) as self._records:
+            return self._train()
+
+    def _train(self) -> Result:
         config, experiment = self.config, self.experiment
-        self._screen = Screen(config.steps, self.step)
         self._ledger = Ledger(experiment.workers, self.state.opt_state)
         self._watch = Stopwatch(self._watch.seconds)
-        self._records = Records(self.folder, self._warn) if is_main() else None
         grid = [config.workers.nodes, config.workers.locals]
         sizes = experiment.data_sizes
         processes = jax.process_count()
@@ -334,7 +339,6 @@ class Run:
             stopped_by=getattr(result.stopped_by, "name", result.stopped_by) or "",
         )
         if self._records is not None:
-            self._records.close()
             try:
                 draw(self.folder)
             except OSError as error:

@@ -1,7 +1,6 @@
 """The same code in several processes: the same numbers, files by the first one alone."""
 
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -9,23 +8,21 @@ import sys
 
 import pytest
 from images import make_folder
+from trainers import environment
 
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 LIMIT_S = 300
 
 
-def run(job, folder, count, script="together.py", before=lambda i: []):
+def run(job, folder, count, script="together.py", before=lambda i: [], cache=None):
     """What every process answers; all are ended after a hard limit.
 
-    before: process -> a command that is to run the process.
+    before: process -> a command that is to run the process. cache: see `environment`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"PYTHONPATH": str(ROOT), "PJRT_NPROC": "16"}
     processes = [
         subprocess.Popen(
             [
@@ -41,7 +38,7 @@ def run(job, folder, count, script="together.py", before=lambda i: []):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment(cache, PJRT_NPROC="16"),
         )
         for i in range(count)
     ]
@@ -95,8 +92,8 @@ def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
 
 
 def test_the_trainer_over_two_processes_is_the_trainer(tmp_path):
-    (alone,), _ = run("digits", tmp_path / "one", 1)
-    answers, outputs = run("digits", tmp_path / "two", 2)
+    (alone,), _ = run("digits", tmp_path / "one", 1, cache=tmp_path / "compiled")
+    answers, outputs = run("digits", tmp_path / "two", 2, cache=tmp_path / "compiled")
     assert answers[0] == answers[1]
     assert answers[0]["step"] == alone["step"] == 8
     assert answers[0]["error"] == pytest.approx(
@@ -116,9 +113,9 @@ def test_images_in_files_over_two_processes_are_the_same(tmp_path):
     broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
     for path in broken:
         path.write_bytes(b"")
-    (alone,), outputs = run("imagenet", tmp_path / "one", 1)
+    (alone,), outputs = run("imagenet", tmp_path / "one", 1, cache=tmp_path / "compiled")
     assert all(outputs[0].count(str(path)) == 1 for path in broken)
-    answers, outputs = run("imagenet", tmp_path / "two", 2)
+    answers, outputs = run("imagenet", tmp_path / "two", 2, cache=tmp_path / "compiled")
     assert answers[0] == answers[1] and answers[0]["step"] == alone["step"] == 8
     assert answers[0]["error"] == pytest.approx(alone["error"], abs=4)  # one of 26 images
     assert answers[0]["total"] == pytest.approx(alone["total"], rel=1e-4)

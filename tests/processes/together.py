@@ -54,8 +54,12 @@ def lsgd_oracle_on_pretended_hosts(folder):
 
 def digits(folder):
     """Steps of the trainer: in one process all at once, in several resumed half-way."""
-    from configs.digits import CONFIG
+    from tiny import Tiny
 
+    from configs.digits import CONFIG
+    from train.models import MODELS
+
+    MODELS["digits-cnn"] = Tiny
     return train(CONFIG, folder)
 
 
@@ -129,4 +133,5 @@ def main(jobs):
 
 
 if __name__ == "__main__":
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
     main(globals())

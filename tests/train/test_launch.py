@@ -155,7 +155,7 @@ def test_the_first_that_fails_counts(start):
     """Not one that fails because of it."""
     program = (
         "gone = pathlib.Path('gone')\n"
-        "if me == 2: gone.touch(); sys.exit(70)\n"
+        "if me == 2: gone.touch(); time.sleep(1); sys.exit(70)\n"
         "while not gone.exists(): time.sleep(0.01)\n"
         "sys.exit(75)"
     )
