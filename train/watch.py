@@ -29,7 +29,8 @@ from train import coordination
 CRASHED = os.EX_SOFTWARE  # 70: an error that nobody expected
 LOST = os.EX_TEMPFAIL  # 75: another process was lost or could not be reached; try again
 
-LIFE = "life"  # the folder of the signs of life: a count, or [status, last word]
+LIFE = "life"  # the folder of the signs of life: a count, DONE, or [status, last word]
+DONE = "done"
 
 
 class Watch:
@@ -65,8 +66,14 @@ class Watch:
         sys.excepthook = self._crashed
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
-        # Runs before jax leaves the others, which it does at exit, too.
-        atexit.register(lambda: (self._done.set(), thread.join(self._period)))
+        atexit.register(self._finish, thread)
+
+    def _finish(self, thread: threading.Thread) -> None:
+        """Ends the watch at exit, just before jax leaves the others."""
+        self._done.set()
+        thread.join(self._period)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            coordination.write(LIFE, DONE)
 
     @property
     def _period(self) -> float:
@@ -130,8 +137,8 @@ class Watch:
         me, old = coordination.process_id(), self._timeout / 3
         lost = [
             process
-            for process, (_, changed) in sorted(self._seen.items())
-            if self._looked - changed > old and process != me
+            for process, (sign, changed) in sorted(self._seen.items())
+            if self._looked - changed > old and process != me and sign != DONE
         ]
         silent = time.monotonic() - self._looked > old
         if not lost and me != 0 and (silent or not coordination.is_coordinator_there()):

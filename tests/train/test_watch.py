@@ -1,0 +1,53 @@
+"""Who of several processes is taken to be lost."""
+
+import ctypes
+import signal
+import time
+
+import pytest
+
+from train import coordination
+from train.watch import DONE, Watch
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """That of process 1 of four, which has looked just now."""
+    monkeypatch.setattr(coordination, "process_id", lambda: 1)
+    monkeypatch.setattr(coordination, "is_coordinator_there", lambda: True)
+    on_signal = ctypes.CDLL(None).signal
+    on_signal.argtypes, on_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    before = on_signal(signal.SIGABRT, None)
+    watch = Watch("not joined")
+    watch._timeout, watch._looked = 30.0, time.monotonic()
+    yield watch
+    on_signal(signal.SIGABRT, before)
+
+
+def seen(watch, **ago):
+    """Notes when the processes' signs of life have last changed."""
+    for name, (sign, seconds) in ago.items():
+        watch._seen[int(name[1:])] = sign, watch._looked - seconds
+
+
+def test_whose_sign_of_life_is_old_is_lost(watch):
+    seen(watch, p0=("7", 0.5), p1=("7", 20.0), p2=("9", 11.0), p3=("8", 12.0))
+    assert watch._lost() == [2, 3]
+
+
+def test_who_is_done_is_not_lost(watch):
+    seen(watch, p0=("7", 0.5), p2=(DONE, 100.0), p3=("8", 12.0))
+    assert watch._lost() == [3]
+
+
+def test_process_0_is_lost_if_nothing_listens_there(watch, monkeypatch):
+    seen(watch, p0=("7", 0.5), p2=("8", 0.5))
+    assert watch._lost() == []
+    monkeypatch.setattr(coordination, "is_coordinator_there", lambda: False)
+    assert watch._lost() == [0]
+
+
+def test_process_0_is_lost_if_the_service_has_long_been_silent(watch):
+    seen(watch, p0=("7", 0.5), p2=("8", 0.5))
+    watch._looked -= 11
+    assert watch._lost() == [0]
