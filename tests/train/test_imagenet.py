@@ -207,10 +207,10 @@ def test_resnet50_learns_from_a_batch():
     """On small images; the gradient reaches every parameter."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    model, x, labels = ResNet50(3), draw(2, 32, 32, 3), jnp.array([0, 1])
+    model, x, labels = ResNet50(3), draw(4, 32, 32, 3), jnp.array([0, 1, 2, 0])
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
     # Not the initial numbers, whose compilation takes long, but of their size.
-    size = lambda leaf: np.sqrt(2 * leaf.shape[-2] / np.prod(leaf.shape))  # by the outputs
+    size = lambda leaf: np.sqrt(2 * leaf.shape[-1] / np.prod(leaf.shape))  # by the inputs
     number = lambda leaf: draw(*leaf.shape) * size(leaf) if leaf.ndim > 1 else 0.3
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, number(leaf)), shapes["params"])
     stats = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes["batch_stats"])
