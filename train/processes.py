@@ -36,9 +36,9 @@ def connect(workers: lj.Workers) -> None:
     They would do so when they first communicate while training, and there gloo, which CPUs
     use, gives up if one comes more than 30 s after another, from compiling for example.
     """
-    wait_for_all()
     if not coordination.is_joined():
         return
+    wait_for_all()
     groups = lj.collectives.WORKER_AXES, *lj.collectives.WORKER_AXES
     meet = lambda x: [lj.collectives.mean(x, axes) for axes in groups]
     jax.block_until_ready(workers.map(meet)(workers.replicate(jnp.zeros([]))))
