@@ -12,8 +12,12 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
+from tiny import Tiny
 
-from train import records
+from train import cli, records
+from train.loop import Run
+from train.models import MODELS
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,8 +29,32 @@ SMALL = (
     "--method.global-period 4 --log-every 2 --checkpoint-every 4 --test-every 1000000"
 ).split()
 
+HEARTBEAT_S = 10
+FOR_EVER = ["--steps", "1000000"]
+
+END = 60  # where runs end if nothing else is said
+
+# Of a process: at most 10 steps a second, so that there is time to do something to them.
+SLOWLY = (
+    "import time; from train.experiment import Experiment; whole = Experiment.batches; "
+    "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
+)
+
+# Of a process: a network that compiles in no time, in place of the real one.
+TINY = (
+    f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import tiny; "
+    "from train.models import MODELS; MODELS['digits-cnn'] = tiny.Tiny; "
+)
+
 # To nowhere: no trainer may ask them for the way to the others.
 PROXIES = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+
+
+def train_here(*options, network=Tiny):
+    """Trains in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "digits-cnn", network)
+        Run(cli.parse([*SMALL, *options])).train()
 
 
 def environment(cache=None, **variables):
@@ -119,13 +147,17 @@ class Trainers:
     def last_line(self, process):
         return self.printed(process).rstrip("\n").rpartition("\n")[2]
 
-    def until(self, holds):
-        """Waits for a condition; fails if it does not come or a process ends before."""
+    def until(self, holds, gone=()):
+        """Waits for a condition; fails if it does not come or a process ends before.
+
+        gone: the processes that may have ended.
+        """
         deadline = time.monotonic() + LIMIT_S
+        needed = [x for i, x in enumerate(self._processes) if i not in gone]
         while not holds():
             texts = "\n".join(map(self.printed, range(len(self._files))))
             assert time.monotonic() < deadline, texts
-            assert all(process.poll() is None for process in self._processes), texts
+            assert all(process.poll() is None for process in needed), texts
             time.sleep(0.001)
 
     def end(self, limit=LIMIT_S):

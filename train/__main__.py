@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from train import cli, devices, distributed
+from train import cli, devices, distributed, survival
 from train.data.arrays import DataError
 from train.loop import Run, resume_command
 
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return distributed.leave(130, "interrupted before training began; nothing was lost")
     try:
-        result = run.train()
+        result = survival.train(run)
     except KeyboardInterrupt:
         kept = "interrupted a second time; checkpoints written before are kept, to go on: "
         return distributed.leave(130, kept + resume_command(config, run.folder))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.futures import synchronization
 
 from train import coordination
 from train.processes import agree, is_main, wait_for_all
@@ -44,8 +45,9 @@ class Barriers:
         """Returns when all processes are there.
 
         Raises:
-          RuntimeError: one has failed, or does not come within timeout_ms.
+          RuntimeError: one has failed or is lost, or does not come within timeout_ms.
         """
+        key = f"{coordination.who()}/{key}"  # the others may have been further
         self._visits[key] += 1
         here = f"{key}/{self._visits[key]}"
         coordination.write(here, "")
@@ -54,8 +56,9 @@ class Barriers:
         while time.monotonic() < deadline:
             # In this order: who has gone on from here has seen everybody here.
             anybody_failed = self._has_anybody_gone_on()
-            if len(coordination.read(here)) == coordination.num_processes():
+            if coordination.read(here).keys() >= set(coordination.members()):
                 return
+            coordination.check_nobody_is_lost()
             if anybody_failed and self.LAST not in key:
                 raise RuntimeError("another process could not write its part")
             time.sleep(0.02)
@@ -88,8 +91,22 @@ class Checkpoints:
         if coordination.is_joined():
             meet = ocp.options.AsyncOptions(barrier_sync_fn=barriers)
             options = dataclasses.replace(options, async_options=meet)
+        if coordination.has_lost_some() and len(coordination.members()) > 1:
+            options = self._among_those_left(options)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._unconfirmed: int | None = None
+
+    def _among_those_left(
+        self, options: ocp.CheckpointManagerOptions
+    ) -> ocp.CheckpointManagerOptions:
+        """Options for a manager that does not wait for those who are lost."""
+        self._folder.mkdir(exist_ok=True)  # which such a manager does not do
+        _catch_up()
+        active = ocp.options.MultiprocessingOptions(
+            active_processes=set(coordination.members()),
+            barrier_sync_key_prefix=coordination.who(),
+        )
+        return dataclasses.replace(options, create=False, multiprocessing_options=active)
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
         """Begins to write a checkpoint; training may go on meanwhile.
@@ -130,6 +147,11 @@ class Checkpoints:
             return False
         self._unconfirmed = None
         return True
+
+    def abandon(self) -> None:
+        """Waits for what is being written, whether it arrives or not."""
+        self._warn = lambda text: None
+        self.wait()
 
     def _failed(self, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -174,6 +196,17 @@ class Checkpoints:
         arrived = self.wait()
         self._manager.close()
         return arrived
+
+
+def _catch_up() -> None:
+    """Lets Orbax's processes go on with one number, by which they name where they meet.
+
+    One that was about to write when another one was lost may be further than the others.
+    """
+    ids = synchronization.OperationIdGenerator
+    furthest = max(map(int, coordination.gather(ids.get_current_operation_id())))
+    while int(ids.get_current_operation_id()) < furthest:
+        ids.next_operation_id()
 
 
 class Archive:

@@ -88,6 +88,9 @@ class DistributedConfig:
     start_timeout: int = 300
     # Seconds without a sign of life after which a process counts as lost.
     heartbeat_timeout: int = 30
+    # Experimental: if a node is lost, go on without it from the last checkpoint, instead of
+    # ending. Process 0 must not be lost.
+    survive: bool = False
 
     def __post_init__(self):
         prefix = "distributed."
@@ -184,11 +187,10 @@ class Config:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
 
 
+DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
+
 # What each process may be given as it needs it.
-FREE_PER_PROCESS = {
-    "data.dir",
-    *(f"distributed.{field.name}" for field in dataclasses.fields(DistributedConfig)),
-}
+FREE_PER_PROCESS = {"data.dir", *DISTRIBUTED} - {"distributed.survive"}
 
 # What may change when a run is resumed: how long it goes on, what it reports, where, and
 # its workers (see train.elastic).
@@ -196,6 +198,7 @@ WORKERS = frozenset({"workers.nodes", "workers.locals"})
 FREE_ON_RESUME = {
     *WORKERS,
     *FREE_PER_PROCESS,
+    *DISTRIBUTED,
     "steps",
     "log_every",
     "test_every",

@@ -19,6 +19,6 @@ def provide(workers: int) -> None:
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     try:
-        lj.emulate_devices(max(1, workers // coordination.num_processes()))
+        lj.emulate_devices(max(1, workers // len(coordination.members())))
     except RuntimeError:
         pass  # jax has its devices already: they hold several workers each if need be

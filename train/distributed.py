@@ -51,7 +51,8 @@ _watch: Watch | None = None  # over this process, if it is one of several
 def join(config: Config) -> None:
     """Joins the processes that were started together with this one, if there are any.
 
-    From then on the loss of one ends all, see `train.watch`.
+    From then on the loss of one ends all, see `train.watch`, unless it is to be survived,
+    see `train.survival`.
 
     Raises:
       ValueError: it can not be known who the others are, the port is taken, or the others
@@ -69,6 +70,10 @@ def join(config: Config) -> None:
         f"{where}; have all been started, and can all reach it? {ALONE}"
     )
     gpus = local_device_ids(options.gpus, started, os.environ)
+    # Its handler of SIGTERM would swallow the signal; see `train.interrupts`.
+    jax.config.update("jax_enable_preemption_service", False)
+    if options.survive:
+        _make_losses_survivable(options.heartbeat_timeout)
     try:
         _check_port_is_free(started.arguments)
         with _without_proxies(), _ended_by_ctrl_c():
@@ -81,9 +86,25 @@ def join(config: Config) -> None:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"started by {started.by}, but {reason}; {ALONE}") from error
-    watch.begin(options.heartbeat_timeout)
+    watch.begin(options.heartbeat_timeout, options.survive)
     _watch = watch
     _check_agreement(config)
+
+
+def _make_losses_survivable(timeout: int) -> None:
+    """Has collectives with a lost process fail, and jax not end the others because of it.
+
+    By themselves they wait: for half an hour on CPUs, for ever on GPUs.
+    """
+    flags = (
+        f"--xla_cpu_collective_timeout_seconds={timeout}",
+        "--xla_gpu_nccl_terminate_on_error=false",
+        "--xla_gpu_nccl_async_execution=true",
+        "--xla_gpu_nccl_blocking_communicators=false",
+    )
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+    os.environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] = "1"
+    jax.config.update("jax_enable_recoverability", True)
 
 
 def _check_port_is_free(arguments: Mapping[str, Any]) -> None:
@@ -123,6 +144,16 @@ def leave(status: int, line: str) -> int:
     return status
 
 
+def name(process: int) -> str:
+    """A process as messages name it."""
+    return f"process {process}" if _watch is None else _watch.name(process)
+
+
+def where() -> str:
+    """How far this process is and how to go on, as messages say it."""
+    return "" if _watch is None else _watch.where()
+
+
 def tell_where(where: Callable[[], str]) -> None:
     """Sets what a last line adds if a process is lost: how far it is, how to go on."""
     if _watch is not None:
@@ -134,7 +165,7 @@ def _check_agreement(config: Config) -> None:
     mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__} | fields(config)
     mine = {name: x for name, x in mine.items() if name not in FREE_PER_PROCESS}
     everybodys = [json.loads(text) for text in coordination.gather(json.dumps(mine))]
-    count = coordination.num_processes()
+    count = len(coordination.members())
     if len(everybodys) != count:
         raise ValueError(
             f"`distributed.num_processes` must be the same for all, got {count} in process "

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +127,7 @@ class Experiment:
       config: what to build.
       dataset: data and transforms to take instead of those that the configuration names.
       warn: called with a line about what is wrong with the data and is no error.
+      devices: those to use, all of them; None: as `lj.Workers` chooses them.
 
     Attributes:
       workers: the grid.
@@ -145,6 +146,7 @@ class Experiment:
         config: Config,
         dataset: tuple[Dataset | ImageFolder, transforms.Transforms] | None = None,
         warn: Callable[[str], None] = warnings.warn,
+        devices: Sequence[jax.Device] | None = None,
     ):
         self._config = config
         self._tx = make_optimizer(config)
@@ -161,7 +163,8 @@ class Experiment:
         }
         size = images // (workers if config.data.shard else 1)
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
-        self.workers = lj.Workers(config.workers.nodes, config.workers.locals)
+        grid = config.workers
+        self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices)
         connect(self.workers)
         self._source = self._make_source(data, warn)
         self.data, self._test_batches = self._source.data, self._source.test_batches

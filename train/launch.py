@@ -9,7 +9,8 @@ If one process fails the others are ended, too, and its last words are repeated 
 with --max-restarts the run then goes on from its last checkpoint, unless the command line
 was wrong (status 2), the run decided to stop by itself (1) or was interrupted (130). The
 exit status is that of the process that failed, or 128 plus the number of the signal that
-ended it.
+ended it. With the trainer's --distributed.survive only the first process counts: whether
+the others can be missed is left to the trainer.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from train.arguments import Parser
 
 TRAINER = "train"
 DELIBERATE = (1, 2, 130)  # exit statuses that call for no restart
+SURVIVE = "--distributed.survive"
 LOST = 75  # exit status of a process that ends because of another one
 LAST_WORDS = 20  # lines that are repeated
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -124,6 +126,7 @@ class Group:
     Args:
       commands, environments: of each process.
       grace: seconds that the others get to end in when one has failed.
+      survive: whether only the first process may end the others.
 
     Attributes:
       sent: the signals that were passed on.
@@ -134,9 +137,10 @@ class Group:
         commands: Sequence[Sequence[str]],
         environments: Sequence[Mapping[str, str]],
         grace: float,
+        survive: bool = False,
     ):
         self.sent: list[int] = []
-        self._grace = grace
+        self._grace, self._survive = grace, survive
         self._children: list[Child] = []
         self._pipes = selectors.DefaultSelector()
         self._handlers = {number: signal.signal(number, self._pass_on) for number in PASSED}
@@ -184,7 +188,12 @@ class Group:
             ended = {child for child in running if child.has_ended()}
             running -= ended
             as_told.update(128 + number for number in self.sent)
-            failed += [child for child in ended if child.status not in as_told]
+            unexpected = [child for child in ended if child.status not in as_told]
+            for child in unexpected:
+                if self._survive and child.index > 0:
+                    print(child.fate, file=sys.stderr)
+                else:
+                    failed.append(child)
             now = time.monotonic()
             if failed and len(signals) == 2:
                 # One that ends because of another one may be faster than that one.
@@ -209,8 +218,9 @@ class Group:
 
     @property
     def status(self) -> int:
-        """The highest of the exit statuses."""
-        return max(child.status for child in self._children)
+        """The highest of the exit statuses that count."""
+        counting = self._children[:1] if self._survive else self._children
+        return max(child.status for child in counting)
 
 
 def child() -> NoReturn:
@@ -293,6 +303,7 @@ class Program:
     def __init__(self, module: str, arguments: Sequence[str], restarts: bool):
         self._module, self._arguments = module, list(arguments)
         self._begun: pathlib.Path | None = None  # there once the run folder is
+        self._to_go_on = ["--resume"]
         if restarts and module == TRAINER:
             from train import cli, run_folder  # they take seconds
 
@@ -301,6 +312,10 @@ class Program:
             self._begun = folder / run_folder.CONFIG
             if config.run_dir is None:
                 self._arguments += ["--run-dir", str(folder)]
+            if config.distributed.survive:  # with all nodes again, whoever was lost
+                grid = config.workers
+                self._to_go_on += ["--workers.nodes", str(grid.nodes)]
+                self._to_go_on += ["--workers.locals", str(grid.locals)]
 
     def command(self, more: Sequence[str]) -> list[str]:
         """The command of a process that ends with this one."""
@@ -311,7 +326,7 @@ class Program:
         """From now on the trainer is to go on; another module gets the same once more."""
         begun = self._begun is not None and self._begun.exists()
         if begun and "--resume" not in self._arguments:
-            self._arguments.append("--resume")
+            self._arguments += self._to_go_on
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -349,7 +364,7 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     for restart in itertools.count(1):
         commands = [program.command(join) for join in joining(options.processes)]
-        with Group(commands, given, options.grace) as group:
+        with Group(commands, given, options.grace, SURVIVE in options.arguments) as group:
             failed = group.wait()
         if failed is None:
             return group.status

@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 import lsgd_jax as lj
 from train import config as configuration
-from train import distributed, elastic, records, run_folder
+from train import coordination, distributed, elastic, records, run_folder
 from train.checkpoints import Checkpoints
 from train.config import Config
 from train.data.arrays import DataError
@@ -23,7 +23,8 @@ from train.experiment import Experiment, TrainState
 from train.figures import draw
 from train.interrupts import Interrupts
 from train.ledger import Ledger, Report
-from train.processes import is_main
+from train.nodes import Nodes
+from train.processes import is_main, wait_for_all
 from train.records import Records
 from train.screen import Screen
 
@@ -38,6 +39,7 @@ class Result(NamedTuple):
       center_error, best_error: test errors in %; nan if the run was not tested.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint has arrived.
+      leaving: the processes that leave while the others go on; none if the run has ended.
     """
 
     folder: pathlib.Path
@@ -47,6 +49,7 @@ class Result(NamedTuple):
     best_error: float
     stopped_by: signal.Signals | str | None
     saved: bool
+    leaving: list[int]
 
 
 class Stopwatch:
@@ -72,18 +75,19 @@ class Run:
 
     Args:
       config: what to do.
+      devices: see `Experiment`.
 
     Raises:
       ValueError: the configuration, the data or the run folder is not what it must be;
         nothing has been written then.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
         self.config = config
         resumed = run_folder.to_resume(config) if config.resume else None
         if resumed is not None:
             run_folder.check_same_experiment(config, resumed)
-        self.experiment = Experiment(config, warn=self._warn_here)
+        self.experiment = Experiment(config, warn=self._warn_here, devices=devices)
         if resumed is not None:
             self._check_same_data(resumed)
         self.folder = run_folder.create(config) if resumed is None else resumed
@@ -118,6 +122,7 @@ class Run:
         self._records: Records | None = None
         self._reported_at: float | None = None
         self._nonfinite_steps = 0
+        self._interrupts = Interrupts()
         self._saved_step = -1 if restored is None else self.step
 
     def train(self) -> Result:
@@ -134,7 +139,7 @@ class Run:
         self._watch = Stopwatch(self._watch.seconds)
         grid = [config.workers.nodes, config.workers.locals]
         sizes = experiment.data_sizes
-        processes = jax.process_count()
+        processes = len(coordination.members())
         self._write("start", workers=grid, processes=processes, **sizes, **_versions())
         self._screen.say(f"{experiment.workers}; run folder {self.folder}")
         if self._resizing is not None:
@@ -146,7 +151,8 @@ class Run:
         batches = experiment.batches(range(self.step, config.steps))
         backlog = experiment.backlog()
         reading = contextlib.closing(batches)
-        with Interrupts() as interrupts, self._screen, reading, self._data_may_be_lost():
+        interrupts = self._interrupts
+        with interrupts, self._screen, reading, self._data_may_be_lost():
             while self.step < config.steps and stopped_by is None:
                 batch = next(batches)
                 self.state, loss = experiment.step(self.state, experiment.data, batch)
@@ -174,11 +180,32 @@ class Run:
                 tested = tested or self._test()
             begun = self._save()
             saved = self._checkpoints.close() and begun
+            wait_for_all()  # who is lost before here is missed by all, or by none
 
         center, best = tested or (np.nan, np.nan)
-        result = Result(self.folder, self.step, seconds, center, best, stopped_by, saved)
-        self._end(result)
+        leaving = self._leaving() if stopped_by == signal.SIGTERM else []
+        result = Result(
+            self.folder, self.step, seconds, center, best, stopped_by, saved, leaving
+        )
+        if not leaving:
+            self._end(result)
         return result
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether this process has been asked to stop."""
+        return self._interrupts.received is not None
+
+    def _leaving(self) -> list[int]:
+        """Those who were asked to stop, if others can go on without them."""
+        asked = self._interrupts.asked
+        left = Nodes.of(self.experiment.workers).without(asked)
+        can = self.config.distributed.survive and 0 in left.processes
+        return asked if can else []
+
+    def abandon(self) -> None:
+        """Ends what is under way after training has failed."""
+        self._checkpoints.abandon()
 
     def _warn(self, text: str) -> None:
         """Of all processes, since it may concern only one."""
@@ -217,7 +244,7 @@ class Run:
         try:
             yield
         except DataError:
-            if jax.process_count() == 1:  # the others would not take part
+            if not coordination.is_joined():  # the others would not take part
                 self._save()
                 self._checkpoints.close()
             raise

@@ -48,7 +48,7 @@ class Watch:
         self.where: Callable[[], str] = lambda: "before training began"
         self.hosts: list[str] = []
         self._not_joined = not_joined
-        self._timeout = 0.0
+        self._timeout, self._survive = 0.0, False
         self._seen: dict[int, tuple[str, float]] = {}  # sign of life, when it last changed
         self._looked = 0.0
         self._done = threading.Event()
@@ -59,10 +59,16 @@ class Watch:
         on_signal.argtypes, on_signal.restype = (ctypes.c_int, ctypes.c_void_p), None
         on_signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
-    def begin(self, heartbeat_timeout: float) -> None:
-        """Begins to watch, now that the process has joined the others."""
+    def begin(self, heartbeat_timeout: float, survive: bool) -> None:
+        """Begins to watch, now that the process has joined the others.
+
+        Args:
+          heartbeat_timeout: seconds without a sign of life that mean a loss.
+          survive: whether jax lets the others live, which then are told of a loss here.
+        """
         self.hosts = coordination.gather(socket.gethostname())
         self._timeout, self._looked = heartbeat_timeout, time.monotonic()
+        self._survive = survive
         sys.excepthook = self._crashed
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
@@ -74,6 +80,11 @@ class Watch:
         thread.join(self._period)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             coordination.write(LIFE, DONE)
+            # Where losses are survived jax does not let process 0 wait for the others, who
+            # need it even to leave. It is alone when it is the only one that lives.
+            if self._survive and coordination.process_id() == 0:
+                while coordination.live_members() > {0}:
+                    pass
 
     @property
     def _period(self) -> float:
@@ -92,14 +103,16 @@ class Watch:
                         self._seen[process] = sign, self._looked
                     if sign.startswith("[") and process != coordination.process_id():
                         self._follow(process, *json.loads(sign))
+            if self._survive:
+                coordination.note_lost(self._silent_for(self._timeout))
             if self._done.wait(self._period):
                 return
 
     def _follow(self, process: int, status: int, line: str) -> NoReturn:
         """Ends this process because another one has left word."""
         if status != CRASHED:
-            self._end(status, f"error: {self._name(process)}: {line}")
-        self._end(LOST, f"error: {self._name(process)} crashed {self.where()} ({line})")
+            self._end(status, f"error: {self.name(process)}: {line}")
+        self._end(LOST, f"error: {self.name(process)} crashed {self.where()} ({line})")
 
     def leave(self, status: int, line: str, word: str | None = None) -> NoReturn:
         """Ends this process with a last line, and all others with a word (or that line)."""
@@ -128,24 +141,30 @@ class Watch:
         lost = self._lost()
         if lost:
             were = "were" if len(lost) > 1 else "was"
-            names = " and ".join(map(self._name, lost))
+            names = " and ".join(map(self.name, lost))
             self._end(LOST, f"error: {names} {were} lost {self.where()}")
         self._end(LOST, f"error: jax has ended this process, see above, {self.where()}")
 
     def _lost(self) -> list[int]:
         """Those whose last sign of life is old; or process 0, if it does not answer."""
         me, old = coordination.process_id(), self._timeout / 3
-        lost = [
-            process
-            for process, (sign, changed) in sorted(self._seen.items())
-            if self._looked - changed > old and process != me and sign != DONE
-        ]
+        lost = self._silent_for(old)
         silent = time.monotonic() - self._looked > old
         if not lost and me != 0 and (silent or not coordination.is_coordinator_there()):
             return [0]
         return lost
 
-    def _name(self, process: int) -> str:
+    def _silent_for(self, seconds: float) -> list[int]:
+        """The others that have not given a sign of life for so long and are not done."""
+        others = set(coordination.members()) - {coordination.process_id()}
+        return [
+            process
+            for process, (sign, changed) in sorted(self._seen.items())
+            if self._looked - changed > seconds and process in others and sign != DONE
+        ]
+
+    def name(self, process: int) -> str:
+        """A process as messages name it."""
         return f"process {process} (host {self.hosts[process]})"
 
     def _end(self, status: int, line: str) -> NoReturn:

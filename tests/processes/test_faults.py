@@ -1,6 +1,5 @@
 """What goes wrong with several processes, done to them: nothing hangs, nothing is lost."""
 
-import functools
 import os
 import pathlib
 import random
@@ -13,12 +12,13 @@ import sys
 import time
 
 import pytest
-from tiny import Tiny
 from trainers import (
+    END,
+    FOR_EVER,
+    HEARTBEAT_S,
     LIMIT_S,
-    ROOT,
+    SLOWLY,
     SMALL,
-    Trainers,
     assert_equal_to_the_bit,
     by_open_mpi_5,
     by_options,
@@ -27,76 +27,12 @@ from trainers import (
     environment,
     numbers,
     reported,
+    train_here,
 )
 
-from train import cli, records
-from train.loop import Run
+from train import records
 from train.models import MODELS
 from train.watch import CRASHED, LOST
-
-
-HEARTBEAT_S = 15
-FOR_EVER = ["--steps", "1000000"]
-
-END = 60  # where runs end if nothing else is said
-
-# At most 10 steps a second, so that there is time to do something to them.
-SLOWLY = (
-    "import time; from train.experiment import Experiment; whole = Experiment.batches; "
-    "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
-)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("compiled")
-
-
-# Of a process: a network that compiles in no time, in place of the real one.
-TINY = (
-    f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import tiny; "
-    "from train.models import MODELS; MODELS['digits-cnn'] = tiny.Tiny; "
-)
-
-
-def train_here(*options, network=Tiny):
-    """Trains in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "digits-cnn", network)
-        Run(cli.parse([*SMALL, *options])).train()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """steps -> the numbers after so many steps in one process that nothing happens to."""
-
-    @functools.cache
-    def after(steps, network=Tiny):
-        folder = tmp_path_factory.mktemp("undisturbed") / "run"
-        every = ["--checkpoint-every", str(steps)]
-        train_here("--steps", str(steps), *every, "--run-dir", str(folder), network=network)
-        return numbers(folder, steps)
-
-    return after
-
-
-@pytest.fixture
-def start(tmp_path, cache):
-    """Starts trainers whose run is in tmp_path / 'run'."""
-    started = []
-
-    def start(count, *options, by=by_options, before=SLOWLY, network=TINY, **variables):
-        run = ["--run-dir", str(tmp_path / "run")]
-        heartbeat = ["--distributed.heartbeat-timeout", str(HEARTBEAT_S)]
-        each = [(own, variables | set_) for own, set_ in by(count)]
-        arguments = [*SMALL, *run, *heartbeat, *options]
-        folder = tmp_path / f"printed-{len(started)}"
-        started.append(Trainers(folder, arguments, each, cache, network + before))
-        return started[-1]
-
-    yield start
-    for trainers in started:
-        trainers.__exit__()
 
 
 def assert_named(trainers, survivors, lost, run):

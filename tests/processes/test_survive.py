@@ -1,154 +1,75 @@
-"""The example that survives a lost node: processes are killed for good, the rest go on."""
+"""--distributed.survive: nodes are lost for good, and the others go on."""
 
-import importlib.util
-import os
-import pathlib
-import re
 import signal
-import socket
-import subprocess
-import sys
-import time
 
-import jax
-import numpy as np
-import pytest
-
-import lsgd_jax as lj
-
-
-ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "survive_a_lost_node.py"
-LIMIT_S = 150  # for each run
-NODES, LOCALS, STEPS = 3, 2, 10
-
-
-class Nodes:
-    """The example in three processes, which are all gone at the end."""
-
-    def __init__(self, folder, rounds):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        environment |= {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(LOCALS),
-        }
-        self._until = time.monotonic() + LIMIT_S
-        self._logs = [folder / f"{i}.txt" for i in range(NODES)]
-        self.processes = []
-        for i, log in enumerate(self._logs):
-            command = f"--coordinator 127.0.0.1:{port} --num-processes {NODES}"
-            command += f" --process-id {i} --timeout 6 --round-steps {STEPS}"
-            command += f" --rounds {rounds}"
-            with log.open("w") as output:
-                process = subprocess.Popen(
-                    [sys.executable, EXAMPLE, *command.split()],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                )
-            self.processes.append(process)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-    def output(self, i):
-        return self._logs[i].read_text()
-
-    def wait_for(self, pattern, i=0):
-        """Returns when process i has written it."""
-        while not re.search(pattern, self.output(i)):
-            assert self.processes[i].poll() is None, self.output(i)
-            assert time.monotonic() < self._until, self.output(i)
-            time.sleep(0.05)
-
-    def status(self, i):
-        """The exit status of process i."""
-        return self.processes[i].wait(max(1, self._until - time.monotonic()))
-
-    def losses(self, i):
-        """[round, loss] as process i has written them."""
-        found = re.findall(r"round (\d+), loss (\S+),", self.output(i))
-        return np.array(found, np.float64)
-
-    def lost(self, i):
-        """Which processes were lost after which round, by process i."""
-        found = re.findall(r"lost \[(\d+)\] after round (\d+)", self.output(i))
-        return [(int(process), int(after)) for process, after in found]
-
-
-def example():
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("survive", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def expected(lost, rounds):
-    """The loss of each round: one process, and nodes taken out after the rounds said."""
-    train_step, tx, init = (getattr(example(), x) for x in ("train_step", "TX", "init"))
-    grid = lambda n: lj.Workers(n, LOCALS, devices=jax.devices()[: n * LOCALS])
-    nodes, workers, losses = list(range(NODES)), grid(NODES), []
-    step = workers.map(train_step)
-    params = workers.replicate(init(jax.random.key(1)))
-    state = params, workers.map(tx.init)(params)
-    for done in range(rounds):
-        for node in [node for node, after in lost if after == done]:
-            rows = np.arange(workers.num_workers).reshape(-1, LOCALS)
-            rows = np.delete(rows, nodes.index(node), axis=0).ravel()
-            kept = lj.resize(workers.fetch(state), rows)
-            nodes.remove(node)
-            workers = grid(len(nodes))
-            state, step = workers.put(kept), workers.map(train_step)
-        for t in range(done * STEPS, (done + 1) * STEPS):
-            first = t * workers.num_workers
-            seeds = np.arange(first, first + workers.num_workers, dtype=np.uint32)
-            *state, loss = step(*state, workers.put(seeds))
-        losses.append(float(workers.fetch(loss).mean()))
-    return losses
-
-
-@pytest.mark.parametrize(
-    "signals",
-    [
-        {1: signal.SIGKILL},
-        pytest.param({1: signal.SIGKILL, 2: signal.SIGTERM}, marks=pytest.mark.slow),
-    ],
-    ids=["one", "two"],
+from trainers import (
+    FOR_EVER,
+    HEARTBEAT_S,
+    assert_equal_to_the_bit,
+    checkpoints,
+    numbers,
+    reported,
+    train_here,
 )
-def test_the_nodes_left_train_on_as_if_the_lost_ones_had_been_taken_out(signals, tmp_path):
-    rounds = 100 * len(signals)
-    with Nodes(tmp_path, rounds) as nodes:
-        nodes.wait_for("round 3,")
-        for victim, how in signals.items():
-            nodes.processes[victim].send_signal(how)
-            assert nodes.status(victim) == -how
-            nodes.wait_for(rf"lost \[{victim}\]")
-        left = [i for i in range(NODES) if i not in signals]
-        assert [nodes.status(i) for i in left] == [0] * len(left), nodes.output(left[-1])
-        lost = nodes.lost(0)
-        losses = [nodes.losses(i) for i in left]
-    assert [victim for victim, _ in lost] == list(signals)
-    last = lost[-1][1]
-    assert 3 <= lost[0][1] <= last < rounds
-    assert losses[0][:, 0].tolist() == list(range(1, rounds + 1))
-    for others in losses[1:]:
-        np.testing.assert_array_equal(others, losses[0])
-    right = expected(lost, last + 5)
-    np.testing.assert_allclose(losses[0][: last + 5, 1], right, rtol=1e-4)
+
+from train import records
+from train.watch import LOST
 
 
-def test_nobody_survives_process_0(tmp_path):
-    with Nodes(tmp_path, 10**6) as nodes:
-        nodes.wait_for("round 1,")
-        nodes.processes[0].kill()
-        assert all(nodes.status(i) != 0 for i in range(NODES))
+def begun(run, number):
+    """The step at which the training of so many workers began, once it has."""
+    starts = records.read(run).get("start", []) if run.exists() else []
+    return starts[number - 1]["step"] if len(starts) >= number else None
+
+
+def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_path):
+    """The same numbers as of a run that was resumed on purpose with the nodes left."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    nodes = lambda n: ["--workers.nodes", str(n), "--keep-checkpoints", "100"]
+    trainers = start(3, *nodes(3), "--steps", "100", "--distributed.survive")
+    trainers.until(lambda: reported(run) >= 6)
+    trainers.send(signal.SIGKILL, 2)
+    trainers.until(lambda: begun(run, 2) and reported(run) >= begun(run, 2) + 4, gone=[2])
+    trainers.send(signal.SIGTERM, 1)
+    assert trainers.end() == [0, 0, -signal.SIGKILL], trainers.printed(0)
+
+    assert [x["workers"] for x in records.read(run)["start"]] == [[3, 2], [2, 2], [1, 2]]
+    assert [x["processes"] for x in records.read(run)["start"]] == [3, 2, 1]
+    printed = trainers.printed(0)
+    assert (
+        "\nwarning: process 2 (host " in printed and ") was lost; the others go" in printed
+    )
+    assert (
+        "\nwarning: process 1 (host " in printed and ") has left; the others go" in printed
+    )
+    assert "\n2 x 2 workers go on from 3 x 2: " in printed
+    assert "\n1 x 2 workers go on from 2 x 2: " in printed
+    assert "after 100 steps" in trainers.last_line(0) and "to go on" not in printed
+
+    lost, left = begun(run, 2), begun(run, 3)
+    assert 4 <= lost < left < 100 and lost in checkpoints(run) and left in checkpoints(run)
+    train_here(*nodes(3), "--steps", str(lost), "--run-dir", str(again))
+    for number, steps in ((2, left), (1, 100)):
+        more = ["--resume", "--steps", str(steps), "--run-dir", str(again)]
+        train_here(*nodes(number), *more)
+    assert_equal_to_the_bit(numbers(run, 100), numbers(again, 100))
+
+
+def test_a_node_goes_as_a_whole_and_nobody_survives_process_0(start, tmp_path):
+    """Two nodes of two processes: who has lost its neighbour ends, and says why."""
+    run = tmp_path / "run"
+    trainers = start(4, *FOR_EVER, "--distributed.survive")
+    trainers.until(lambda: reported(run) >= 6)
+    trainers.send(signal.SIGKILL, 3)
+    trainers.until(lambda: begun(run, 2) and reported(run) > begun(run, 2), gone=[2, 3])
+    trainers.send(signal.SIGKILL, 0)
+    killed = -signal.SIGKILL
+    statuses = trainers.end(limit=3 * HEARTBEAT_S)
+    assert statuses == [killed, LOST, LOST, killed], trainers.printed(1)
+    last = trainers.last_line(2)
+    assert last.startswith("error: process 3 (host ") and ") was lost at step " in last
+    assert last.endswith("; the nodes that are whole go on without this process")
+    last = trainers.last_line(1)
+    assert last.startswith("error: process 0 (host ") and ") was lost at step " in last
+    assert f"--run-dir {run} --resume" in last
+    assert [x["workers"] for x in records.read(run)["start"]] == [[2, 2], [1, 2]]

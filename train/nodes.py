@@ -1,0 +1,46 @@
+"""The nodes of a run, and the processes that they belong to."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax
+
+import lsgd_jax as lj
+
+
+class Nodes(NamedTuple):
+    """Nodes of workers on the devices of several processes.
+
+    Attributes:
+      rows: devices [[...], ...]; those of a row hold the workers of as many whole nodes.
+      per_row: how many nodes.
+    """
+
+    rows: tuple[tuple[jax.Device, ...], ...]
+    per_row: int
+
+    @classmethod
+    def of(cls, workers: lj.Workers) -> "Nodes":
+        """Those of a grid of workers."""
+        rows = tuple(map(tuple, workers.mesh.devices))
+        return cls(rows, workers.nodes // len(rows))
+
+    def without(self, processes: Collection[int]) -> "Nodes":
+        """Those that none of these processes belongs to."""
+        whole = lambda row: all(device.process_index not in processes for device in row)
+        return self._replace(rows=tuple(filter(whole, self.rows)))
+
+    @property
+    def number(self) -> int:
+        """How many nodes there are."""
+        return self.per_row * len(self.rows)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Their devices, in order."""
+        return [device for row in self.rows for device in row]
+
+    @property
+    def processes(self) -> set[int]:
+        """The processes that belong to them."""
+        return {device.process_index for device in self.devices}
