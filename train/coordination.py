@@ -132,6 +132,18 @@ def gather(text: str) -> list[str]:
     return [text for _, text in sorted(texts.items())]
 
 
+def first_gather(text: str) -> list[str]:
+    """The same for those who came together, however many this process was told there are.
+
+    Raises:
+      JaxRuntimeError: they have not all come within 5 minutes.
+    """
+    folder = new_folder("first")
+    write(folder, text)
+    _client().wait_at_barrier(_path(folder), 300_000)
+    return [text for _, text in sorted(read(folder).items())]
+
+
 def wait_for_members(folder: str, timeout: float = 300) -> dict[int, str]:
     """The texts in a folder, by process, once every member has left one.
 

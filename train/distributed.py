@@ -88,7 +88,7 @@ def join(config: Config) -> None:
         raise ValueError(f"started by {started.by}, but {reason}; {ALONE}") from error
     watch.begin(options.heartbeat_timeout, options.survive)
     _watch = watch
-    _check_agreement(config)
+    _check_agreement(config, len(watch.hosts))
 
 
 def _make_losses_survivable(timeout: int) -> None:
@@ -160,17 +160,17 @@ def tell_where(where: Callable[[], str]) -> None:
         _watch.where = where
 
 
-def _check_agreement(config: Config) -> None:
-    """Raises ValueError unless all processes have been given the same to do."""
+def _check_agreement(config: Config, came: int) -> None:
+    """Raises ValueError unless all processes, of whom so many came, are to do the same."""
+    count = len(coordination.members())
+    if came != count:
+        raise ValueError(
+            f"`distributed.num_processes` must be the same for all, got {count} in process "
+            f"{coordination.process_id()}, but {came} came together"
+        )
     mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__} | fields(config)
     mine = {name: x for name, x in mine.items() if name not in FREE_PER_PROCESS}
     everybodys = [json.loads(text) for text in coordination.gather(json.dumps(mine))]
-    count = len(coordination.members())
-    if len(everybodys) != count:
-        raise ValueError(
-            f"`distributed.num_processes` must be the same for all, got {count} in process "
-            f"{coordination.process_id()}, but {len(everybodys)} came together"
-        )
     for process, theirs in enumerate(everybodys):
         for name, value in everybodys[0].items():
             if theirs.get(name) != value:

@@ -66,7 +66,7 @@ class Watch:
           heartbeat_timeout: seconds without a sign of life that mean a loss.
           survive: whether jax lets the others live, which then are told of a loss here.
         """
-        self.hosts = coordination.gather(socket.gethostname())
+        self.hosts = coordination.first_gather(socket.gethostname())
         self._timeout, self._looked = heartbeat_timeout, time.monotonic()
         self._survive = survive
         sys.excepthook = self._crashed
