@@ -13,11 +13,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from tiny import Tiny
+import tiny
 
 from train import cli, records
 from train.loop import Run
-from train.models import MODELS
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,38 +33,48 @@ FOR_EVER = ["--steps", "1000000"]
 
 END = 60  # where runs end if nothing else is said
 
-# Of a process: at most 10 steps a second, so that there is time to do something to them.
+# What a process runs first: by itself jax keeps what process 0 has compiled, and the other
+# ones, whose programs are not the same, compile again and again.
+EACH_KEEPS_ITS_OWN = (
+    "from jax._src import compiler; from types import SimpleNamespace as Space; "
+    "compiler.distributed = Space(global_state=Space(process_id=0)); "
+)
+
+# The same: it starts fast.
+TINY = "import tiny; tiny.install(); "
+
+# The same: at most 10 steps a second, so that there is time to do something to them.
 SLOWLY = (
     "import time; from train.experiment import Experiment; whole = Experiment.batches; "
     "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
-)
-
-# Of a process: a network that compiles in no time, in place of the real one.
-TINY = (
-    f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import tiny; "
-    "from train.models import MODELS; MODELS['digits-cnn'] = tiny.Tiny; "
 )
 
 # To nowhere: no trainer may ask them for the way to the others.
 PROXIES = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
 
 
-def train_here(*options, network=Tiny):
-    """Trains in this process."""
+def train_here(*options):
+    """Trains in this process, as `TINY` ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "digits-cnn", network)
+        tiny.install(set=patch.setattr)
         Run(cli.parse([*SMALL, *options])).train()
 
 
-def environment(cache=None, **variables):
-    """That of a process; compiled programs are kept in the folder `cache`."""
+def environment(cache=None, before="", **variables):
+    """That of a process.
+
+    cache: a folder in which compiled programs are kept. before: what it runs first.
+    """
     left_out = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
     if cache is not None:
+        before = EACH_KEEPS_ITS_OWN + before
         variables["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         variables["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
+    paths = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "first"))
+    kept |= {"PYTHONPATH": os.pathsep.join(paths), "BEFORE": before}
+    return kept | {"JAX_PLATFORMS": "cpu"} | variables
 
 
 def free_port(candidates=(0,)):
@@ -111,22 +120,21 @@ class Trainers:
       arguments: of all of them.
       each: of each, its own options and variables.
       cache: see `environment`.
-      before: a line of Python that each runs first.
+      before: see `environment`.
     """
 
     def __init__(self, folder, arguments, each, cache=None, before=""):
         folder.mkdir(parents=True, exist_ok=True)
-        run = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
         self._files = [folder / f"{i}.txt" for i in range(len(each))]
         self._processes = []
         for file, (options, variables) in zip(self._files, each):
             with open(file, "w") as output:
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", f"{before}{run}", *arguments, *options],
+                        [sys.executable, "-m", "train", *arguments, *options],
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        env=environment(cache, **(PROXIES | variables)),
+                        env=environment(cache, before, **(PROXIES | variables)),
                     )
                 )
 

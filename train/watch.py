@@ -52,6 +52,9 @@ class Watch:
         self._seen: dict[int, tuple[str, float]] = {}  # sign of life, when it last changed
         self._looked = 0.0
         self._done = threading.Event()
+        self._signing = (
+            threading.Lock()
+        )  # held while a sign of life is left; at last, for good
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         # Python's own handler would run after abort(), that is, never.
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
@@ -78,6 +81,7 @@ class Watch:
         """Ends the watch at exit, just before jax leaves the others."""
         self._done.set()
         thread.join(self._period)
+        self._signing.acquire()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             coordination.write(LIFE, DONE)
             # Where losses are survived jax does not let process 0 wait for the others, who
@@ -95,7 +99,8 @@ class Watch:
         for count in itertools.count():
             # Without the service jax will soon end this process.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                coordination.write(LIFE, str(count))
+                with self._signing:
+                    coordination.write(LIFE, str(count))
                 signs = coordination.read(LIFE)
                 self._looked = time.monotonic()
                 for process, sign in signs.items():
@@ -116,6 +121,7 @@ class Watch:
 
     def leave(self, status: int, line: str, word: str | None = None) -> NoReturn:
         """Ends this process with a last line, and all others with a word (or that line)."""
+        self._signing.acquire()  # no sign of life must take the place of the last word
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             coordination.write(LIFE, json.dumps([status, line if word is None else word]))
             if coordination.process_id() == 0:

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-from tiny import Tiny
 from trainers import (
     HEARTBEAT_S,
     SLOWLY,
@@ -26,10 +25,10 @@ def undisturbed(tmp_path_factory):
     """steps -> the numbers after so many steps in one process that nothing happens to."""
 
     @functools.cache
-    def after(steps, network=Tiny):
+    def after(steps):
         folder = tmp_path_factory.mktemp("undisturbed") / "run"
         every = ["--checkpoint-every", str(steps)]
-        train_here("--steps", str(steps), *every, "--run-dir", str(folder), network=network)
+        train_here("--steps", str(steps), *every, "--run-dir", str(folder))
         return numbers(folder, steps)
 
     return after
@@ -40,13 +39,13 @@ def start(tmp_path, cache):
     """Starts trainers whose run is in tmp_path / 'run'."""
     started = []
 
-    def start(count, *options, by=by_options, before=SLOWLY, network=TINY, **variables):
+    def start(count, *options, by=by_options, before=SLOWLY, tiny=TINY, **variables):
         run = ["--run-dir", str(tmp_path / "run")]
         heartbeat = ["--distributed.heartbeat-timeout", str(HEARTBEAT_S)]
         each = [(own, variables | set_) for own, set_ in by(count)]
         arguments = [*SMALL, *run, *heartbeat, *options]
         folder = tmp_path / f"printed-{len(started)}"
-        started.append(Trainers(folder, arguments, each, cache, network + before))
+        started.append(Trainers(folder, arguments, each, cache, tiny + before))
         return started[-1]
 
     yield start

@@ -85,12 +85,11 @@ def numbers_of(run):
 
 def write_and_grow(folder):
     """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
-    from tiny import Tiny
+    import tiny
 
     from train.loop import Run
-    from train.models import MODELS
 
-    MODELS["digits-cnn"] = Tiny
+    tiny.install()
     jax.config.update("jax_num_cpu_devices", 2)  # of each process
     run = Run(configured(folder / "run", 2, 2, steps=4))
     run.train()

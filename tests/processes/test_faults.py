@@ -19,6 +19,7 @@ from trainers import (
     LIMIT_S,
     SLOWLY,
     SMALL,
+    TINY,
     assert_equal_to_the_bit,
     by_open_mpi_5,
     by_options,
@@ -31,7 +32,6 @@ from trainers import (
 )
 
 from train import records
-from train.models import MODELS
 from train.watch import CRASHED, LOST
 
 
@@ -183,7 +183,8 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
         "import resource, sys; '--distributed.process-id=1' in sys.argv and "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18)); "
     )
-    trainers = start(2, "--steps", "8", before=full, network="")
+    wide = "import tiny; tiny.install(tiny.Wide); "
+    trainers = start(2, "--steps", "8", before=full, tiny=wide)
     assert trainers.end() == [1, 1], trainers.printed(0)
     words = "warning: the checkpoint of step {} was not written: {}"
     for step in (4, 8):
@@ -263,7 +264,7 @@ def test_the_launcher_restarts_the_trainer_and_passes_ctrl_c_on(
                 [*command, *options, "--", *trainer, *FOR_EVER],
                 stdout=file,
                 stderr=file,
-                env=environment(cache),
+                env=environment(cache, TINY),
             )
 
     def until(holds):
@@ -294,4 +295,4 @@ def test_the_launcher_restarts_the_trainer_and_passes_ctrl_c_on(
     assert "\nrestart 1 of 3\n" in printed and "restart 2" not in printed
     last = max(checkpoints(run))
     assert f"[0] stopped at step {last} after" in printed and ", saved; to go on" in printed
-    assert_equal_to_the_bit(numbers(run, last), undisturbed(last, MODELS["digits-cnn"]))
+    assert_equal_to_the_bit(numbers(run, last), undisturbed(last))

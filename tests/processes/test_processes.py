@@ -1,5 +1,6 @@
 """The same code in several processes: the same numbers, files by the first one alone."""
 
+import functools
 import json
 import pathlib
 import socket
@@ -7,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 from images import make_folder
+from processes import together
 from trainers import environment
 
 
@@ -91,9 +94,17 @@ def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
     assert [answer["owned"] for answer in answers] == IN_TURN
 
 
-def test_the_trainer_over_two_processes_is_the_trainer(tmp_path):
-    (alone,), _ = run("digits", tmp_path / "one", 1, cache=tmp_path / "compiled")
-    answers, outputs = run("digits", tmp_path / "two", 2, cache=tmp_path / "compiled")
+@pytest.fixture
+def one_process(monkeypatch):
+    """The jobs that train, done here; what they change for their process is put back."""
+    install = functools.partial(tiny.install, set=monkeypatch.setattr)
+    monkeypatch.setattr(tiny, "install", install)
+    return together
+
+
+def test_the_trainer_over_two_processes_is_the_trainer(tmp_path, cache, one_process):
+    alone = one_process.digits(tmp_path / "one")
+    answers, outputs = run("digits", tmp_path / "two", 2, cache=cache)
     assert answers[0] == answers[1]
     assert answers[0]["step"] == alone["step"] == 8
     assert answers[0]["error"] == pytest.approx(
@@ -108,14 +119,17 @@ def test_the_trainer_over_two_processes_is_the_trainer(tmp_path):
     assert steps == [2, 4, 6, 8]
 
 
-def test_images_in_files_over_two_processes_are_the_same(tmp_path):
+def test_images_in_files_over_two_processes_are_the_same(
+    tmp_path, cache, one_process, capsys
+):
     data = make_folder(tmp_path / "data", train=8, val=9)
     broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
     for path in broken:
         path.write_bytes(b"")
-    (alone,), outputs = run("imagenet", tmp_path / "one", 1, cache=tmp_path / "compiled")
-    assert all(outputs[0].count(str(path)) == 1 for path in broken)
-    answers, outputs = run("imagenet", tmp_path / "two", 2, cache=tmp_path / "compiled")
+    alone = one_process.imagenet(tmp_path / "one")
+    printed = "".join(capsys.readouterr())
+    assert all(printed.count(str(path)) == 1 for path in broken)
+    answers, outputs = run("imagenet", tmp_path / "two", 2, cache=cache)
     assert answers[0] == answers[1] and answers[0]["step"] == alone["step"] == 8
     assert answers[0]["error"] == pytest.approx(alone["error"], abs=4)  # one of 26 images
     assert answers[0]["total"] == pytest.approx(alone["total"], rel=1e-4)

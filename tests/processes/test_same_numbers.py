@@ -4,12 +4,11 @@ import shutil
 
 import numpy as np
 import pytest
+import tiny
 from processes import same_numbers
 from processes.test_processes import run
-from tiny import Tiny
 
 from train.loop import Run
-from train.models import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
     tmp_path, monkeypatch
 ):
     """Written by two processes, gone on with by them with more workers, then by one."""
-    monkeypatch.setitem(MODELS, "digits-cnn", Tiny)
+    tiny.install(set=monkeypatch.setattr)
     answers, _ = run("write_and_grow", tmp_path, 2, script="same_numbers.py")
     first, second = answers
     assert first["same"] and second["same"] and first["step"] == second["step"] == 6

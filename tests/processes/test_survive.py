@@ -26,7 +26,7 @@ def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_pa
     """The same numbers as of a run that was resumed on purpose with the nodes left."""
     run, again = tmp_path / "run", tmp_path / "again"
     nodes = lambda n: ["--workers.nodes", str(n), "--keep-checkpoints", "100"]
-    trainers = start(3, *nodes(3), "--steps", "100", "--distributed.survive")
+    trainers = start(3, *nodes(3), "--steps", "60", "--distributed.survive")
     trainers.until(lambda: reported(run) >= 6)
     trainers.send(signal.SIGKILL, 2)
     trainers.until(lambda: begun(run, 2) and reported(run) >= begun(run, 2) + 4, gone=[2])
@@ -44,15 +44,15 @@ def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_pa
     )
     assert "\n2 x 2 workers go on from 3 x 2: " in printed
     assert "\n1 x 2 workers go on from 2 x 2: " in printed
-    assert "after 100 steps" in trainers.last_line(0) and "to go on" not in printed
+    assert "after 60 steps" in trainers.last_line(0) and "to go on" not in printed
 
     lost, left = begun(run, 2), begun(run, 3)
-    assert 4 <= lost < left < 100 and lost in checkpoints(run) and left in checkpoints(run)
+    assert 4 <= lost < left < 60 and lost in checkpoints(run) and left in checkpoints(run)
     train_here(*nodes(3), "--steps", str(lost), "--run-dir", str(again))
-    for number, steps in ((2, left), (1, 100)):
+    for number, steps in ((2, left), (1, 60)):
         more = ["--resume", "--steps", str(steps), "--run-dir", str(again)]
         train_here(*nodes(number), *more)
-    assert_equal_to_the_bit(numbers(run, 100), numbers(again, 100))
+    assert_equal_to_the_bit(numbers(run, 60), numbers(again, 60))
 
 
 def test_a_node_goes_as_a_whole_and_nobody_survives_process_0(start, tmp_path):

@@ -54,12 +54,11 @@ def lsgd_oracle_on_pretended_hosts(folder):
 
 def digits(folder):
     """Steps of the trainer: in one process all at once, in several resumed half-way."""
-    from tiny import Tiny
+    import tiny
 
     from configs.digits import CONFIG
-    from train.models import MODELS
 
-    MODELS["digits-cnn"] = Tiny
+    tiny.install(figures=True)
     return train(CONFIG, folder)
 
 
@@ -67,9 +66,12 @@ def imagenet(folder):
     """The same with images in files, which lie beside the folder."""
     import dataclasses
 
+    import tiny
+
     from configs.imagenet_resnet50 import CONFIG
     from train.config import DataConfig, OptimizerConfig, WorkersConfig
 
+    tiny.install()
     data = DataConfig("imagenet", dir=str(folder.parent / "data"), crop=16)
     config = dataclasses.replace(
         CONFIG,

@@ -1,0 +1,6 @@
+"""What Python runs first in the processes of a test: what `trainers.environment` says."""
+
+import os
+
+
+exec(os.environ["BEFORE"])
