@@ -3,4 +3,4 @@
 import os
 
 
-exec(os.environ["BEFORE"])
+exec(os.environ.get("BEFORE", ""))

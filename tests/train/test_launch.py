@@ -151,6 +151,38 @@ def test_one_that_fails_ends_all(start, tmp_path, ending, status, words):
     assert_gone(written(tmp_path, 6))
 
 
+def test_what_the_trainer_can_miss_does_not_end_the_others(start):
+    """With --distributed.survive the first process decides."""
+    program = (
+        "if me == 2: os.kill(os.getpid(), 9)\n"
+        "if me == 1: sys.exit(75)\n"
+        "time.sleep(2)\n"
+        "print('to the end')\n"
+    )
+    status, out, err = end(start(program, arguments=["--distributed.survive"]))
+    assert status == 0 and out == "[0] to the end\n"
+    fates = {"process 1 failed with status 75", "process 2 was ended by SIGKILL"}
+    assert set(err.splitlines()) == fates
+
+
+def test_if_the_first_process_fails_all_are_ended(start):
+    program = "sys.exit(75) if me == 0 else time.sleep(600)"
+    launcher = start(program, "--grace", "1", arguments=["--distributed.survive"])
+    status, _, err = end(launcher)
+    assert status == 75 and "process 0 failed with status 75:" in err
+
+
+def test_a_run_that_lost_nodes_is_restarted_with_all_of_them(tmp_path):
+    (tmp_path / "config.json").touch()
+    command = ["digits", "--run-dir", str(tmp_path), "--distributed.survive"]
+    for workers in ([], ["--workers.nodes", "3", "--workers.locals", "5"]):
+        program = launch.Program("train", command + workers, restarts=True)
+        program.go_on()
+        resumed = program.command([])
+        grid = workers or ["--workers.nodes", "2", "--workers.locals", "4"]
+        assert resumed[-5:] == ["--resume", *grid]
+
+
 def test_the_first_that_fails_counts(start):
     """Not one that fails because of it."""
     program = (

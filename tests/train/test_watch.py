@@ -14,6 +14,7 @@ from train.watch import DONE, Watch
 def watch(monkeypatch):
     """That of process 1 of four, which has looked just now."""
     monkeypatch.setattr(coordination, "process_id", lambda: 1)
+    monkeypatch.setattr(coordination, "members", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(coordination, "is_coordinator_there", lambda: True)
     on_signal = ctypes.CDLL(None).signal
     on_signal.argtypes, on_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -37,6 +38,12 @@ def test_whose_sign_of_life_is_old_is_lost(watch):
 
 def test_who_is_done_is_not_lost(watch):
     seen(watch, p0=("7", 0.5), p2=(DONE, 100.0), p3=("8", 12.0))
+    assert watch._lost() == [3]
+
+
+def test_whom_the_run_goes_on_without_is_not_lost_again(watch, monkeypatch):
+    monkeypatch.setattr(coordination, "members", lambda: [0, 1, 3])
+    seen(watch, p0=("7", 0.5), p2=("9", 100.0), p3=("8", 12.0))
     assert watch._lost() == [3]
 
 
