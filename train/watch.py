@@ -52,9 +52,7 @@ class Watch:
         self._seen: dict[int, tuple[str, float]] = {}  # sign of life, when it last changed
         self._looked = 0.0
         self._done = threading.Event()
-        self._signing = (
-            threading.Lock()
-        )  # held while a sign of life is left; at last, for good
+        self._signing = threading.Lock()  # held while a sign is left; after the last, too
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         # Python's own handler would run after abort(), that is, never.
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
