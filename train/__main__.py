@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from train import cli, devices, distributed, survival
+from train import cli, coordination, devices, distributed, survival
 from train.data.arrays import DataError
 from train.loop import Run, resume_command
 
@@ -19,6 +19,8 @@ def main(arguments: list[str]) -> int:
         devices.provide(config.workers.nodes * config.workers.locals)
         run = Run(config)
     except ValueError as error:
+        if coordination.may_mean_a_loss(error):
+            raise
         return distributed.leave(2, str(error))
     except KeyboardInterrupt:
         return distributed.leave(130, "interrupted before training began; nothing was lost")

@@ -15,8 +15,6 @@ import os
 import sys
 from collections.abc import Collection
 
-import jax
-
 from train import coordination, distributed
 from train.config import Config
 from train.loop import Result, Run
@@ -37,7 +35,9 @@ def train(run: Run) -> Result:
             gone = result.leaving
             if not gone:
                 return result
-        except (jax.errors.JaxRuntimeError, coordination.Lost):
+        except Exception as error:
+            if not coordination.may_mean_a_loss(error):
+                raise
             result = None
             gone = set(coordination.members()) - coordination.live_members()
             if not gone:
@@ -60,7 +60,8 @@ def _again(config: Config, nodes: Nodes) -> Run:
     try:
         return Run(dataclasses.replace(config, workers=workers), nodes.devices)
     except ValueError as error:
-        distributed.leave(2, str(error))
+        if not coordination.may_mean_a_loss(error):
+            distributed.leave(2, str(error))
         raise
 
 

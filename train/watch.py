@@ -130,7 +130,7 @@ class Watch:
         """What becomes of an exception that nobody has caught."""
         if issubclass(kind, KeyboardInterrupt):
             self.leave(130, f"interrupted {self.where()}")
-        if issubclass(kind, jax.errors.JaxRuntimeError):
+        if coordination.may_mean_a_loss(error):
             # A collective may have failed because a process was lost: jax knows it soon,
             # and this process then ends with a line about the lost one.
             time.sleep(1.5 * self._timeout)
