@@ -47,9 +47,9 @@ class Barriers:
         Raises:
           RuntimeError: one has failed or is lost, or does not come within timeout_ms.
         """
-        key = f"{coordination.who()}/{key}"  # the others may have been further
-        self._visits[key] += 1
-        here = f"{key}/{self._visits[key]}"
+        place = f"{coordination.who()}/{key}"  # before a loss others may have been further
+        self._visits[place] += 1
+        here = f"{place}/{self._visits[place]}"
         coordination.write(here, "")
         coordination.write(self.AT, here)
         deadline = time.monotonic() + timeout_ms / 1000
@@ -66,9 +66,9 @@ class Barriers:
 
     def _has_anybody_gone_on(self) -> bool:
         """Whether one is at a last barrier at which this process has not been yet."""
-        for place in coordination.read(self.AT).values():
-            key, _, visit = place.rpartition("/")
-            if self.LAST in key and int(visit) > self._visits[key]:
+        for here in coordination.read(self.AT).values():
+            place, _, visit = here.rpartition("/")
+            if self.LAST in place and int(visit) > self._visits[place]:
                 return True
         return False
 

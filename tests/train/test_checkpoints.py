@@ -31,7 +31,7 @@ def processes(monkeypatch):
 
     monkeypatch.setattr(coordination, "write", write)
     monkeypatch.setattr(coordination, "read", lambda folder: dict(texts[folder]))
-    monkeypatch.setattr(coordination, "num_processes", lambda: COUNT)
+    monkeypatch.setattr(coordination, "members", lambda: list(range(COUNT)))
 
     def run(function):
         def as_process(number):
@@ -107,6 +107,18 @@ def test_a_step_comes_again_in_another_run_of_the_same_process(processes):
 
     assert processes(process) == [COUNT] * COUNT
     assert isinstance(checkpoints.barriers, Barriers)
+
+
+def test_a_lost_process_is_not_waited_for(processes, monkeypatch):
+    monkeypatch.setattr(coordination, "_lost", {1})
+
+    def process(number):
+        if number == 1:
+            return None
+        with pytest.raises(coordination.Lost, match="lost: process 1"):
+            Barriers()(key="x", timeout_ms=20_000)
+
+    processes(process)
 
 
 def test_waiting_comes_to_an_end(processes):
