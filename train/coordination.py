@@ -87,9 +87,9 @@ def check_nobody_is_lost() -> None:
         raise Lost(lost)
 
 
-def live_members() -> set[int]:
-    """The members that live; waits until each of them has asked, too."""
-    return set(_client().get_live_nodes(members()))
+def lost_members() -> set[int]:
+    """The members that are lost; waits until each of the others has asked, too."""
+    return set(members()) - set(_client().get_live_nodes(members()))
 
 
 def go_on_without(processes: Iterable[int]) -> None:

@@ -36,12 +36,10 @@ def train(run: Run) -> Result:
             if not gone:
                 return result
         except Exception as error:
-            if not coordination.may_mean_a_loss(error):
-                raise
-            result = None
-            gone = set(coordination.members()) - coordination.live_members()
+            gone = coordination.may_mean_a_loss(error) and coordination.lost_members()
             if not gone:
                 raise
+            result = None
         nodes = nodes.without(gone)
         if result is None:
             _let_go(going, gone, nodes)

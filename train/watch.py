@@ -85,7 +85,7 @@ class Watch:
             # Where losses are survived jax does not let process 0 wait for the others, who
             # need it even to leave. It is alone when it is the only one that lives.
             if self._survive and coordination.process_id() == 0:
-                while coordination.live_members() > {0}:
+                while len(coordination.lost_members()) < len(coordination.members()) - 1:
                     pass
 
     @property
@@ -131,9 +131,9 @@ class Watch:
         if issubclass(kind, KeyboardInterrupt):
             self.leave(130, f"interrupted {self.where()}")
         if coordination.may_mean_a_loss(error):
-            # A collective may have failed because a process was lost: jax knows it soon,
-            # and this process then ends with a line about the lost one.
+            # It is soon known whether a process was lost; jax may end this one at once.
             time.sleep(1.5 * self._timeout)
+            self._end_if_any_is_lost()
         sys.__excepthook__(kind, error, trace)
         reason = " ".join(f"{kind.__name__}: {error}".split())[:200]
         self.leave(CRASHED, f"this process crashed {self.where()} ({reason})", reason)
@@ -142,12 +142,16 @@ class Watch:
         """On SIGABRT, in whichever thread it is."""
         if not self.hosts:
             self._end(LOST, f"error: {self._not_joined}")
+        self._end_if_any_is_lost()
+        self._end(LOST, f"error: jax has ended this process, see above, {self.where()}")
+
+    def _end_if_any_is_lost(self) -> None:
+        """Ends this process if another one is lost, with its name."""
         lost = self._lost()
         if lost:
             were = "were" if len(lost) > 1 else "was"
             names = " and ".join(map(self.name, lost))
             self._end(LOST, f"error: {names} {were} lost {self.where()}")
-        self._end(LOST, f"error: jax has ended this process, see above, {self.where()}")
 
     def _lost(self) -> list[int]:
         """Those whose last sign of life is old; or process 0, if it does not answer."""

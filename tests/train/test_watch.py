@@ -7,7 +7,7 @@ import time
 import pytest
 
 from train import coordination
-from train.watch import DONE, Watch
+from train.watch import CRASHED, DONE, LOST, Watch
 
 
 @pytest.fixture
@@ -58,3 +58,41 @@ def test_process_0_is_lost_if_the_service_has_long_been_silent(watch):
     seen(watch, p0=("7", 0.5), p2=("8", 0.5))
     watch._looked -= 11
     assert watch._lost() == [0]
+
+
+class Ended(Exception):
+    """In place of the process."""
+
+
+@pytest.fixture
+def ended(watch, monkeypatch):
+    """What the process ended with."""
+    ends = []
+
+    def end(status, line):
+        ends.append((status, line))
+        raise Ended
+
+    monkeypatch.setattr(watch, "_end", end)
+    monkeypatch.setattr(coordination, "write", lambda folder, text: None)
+    watch.hosts, watch._timeout = ["a", "b", "c", "d"], 0.3
+    return ends
+
+
+def test_an_error_because_somebody_is_lost_names_who(watch, ended, capsys):
+    """Also if it comes as a ValueError, as XLA's sometimes do."""
+    seen(watch, p0=("7", 0.0), p2=("9", 1.0), p3=("8", 0.0))
+    error = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    with pytest.raises(Ended):
+        watch._crashed(ValueError, error, None)
+    line = "error: process 2 (host c) was lost before training began"
+    assert ended == [(LOST, line)] and capsys.readouterr().err == ""
+
+
+def test_an_error_of_its_own_is_a_crash(watch, ended, capsys):
+    seen(watch, p0=("7", 0.0), p2=("9", 0.0), p3=("8", 0.0))
+    with pytest.raises(Ended):
+        watch._crashed(ValueError, ValueError("no such axis"), None)
+    line = "error: this process crashed before training began (ValueError: no such axis)"
+    assert ended == [(CRASHED, line)]
+    assert capsys.readouterr().err == "ValueError: no such axis\n"
