@@ -26,9 +26,14 @@ class Nodes(NamedTuple):
         return cls(rows, workers.nodes // len(rows))
 
     def without(self, processes: Collection[int]) -> "Nodes":
-        """Those that none of these processes belongs to."""
+        """Those that none of these processes belongs to, in reverse.
+
+        On CPUs jax keeps the connections (gloo) among devices in a certain order for good,
+        also if a loss has broken them. In reverse it makes new ones.
+        """
         whole = lambda row: all(device.process_index not in processes for device in row)
-        return self._replace(rows=tuple(filter(whole, self.rows)))
+        kept = filter(whole, reversed(self.rows))
+        return self._replace(rows=tuple(row[::-1] for row in kept))
 
     @property
     def number(self) -> int:
