@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -144,9 +144,9 @@ def leave(status: int, line: str) -> int:
     return status
 
 
-def name(process: int) -> str:
-    """A process as messages name it."""
-    return f"process {process}" if _watch is None else _watch.name(process)
+def names(processes: Iterable[int]) -> str:
+    """Processes of the run as messages name them."""
+    return "" if _watch is None else _watch.names(processes)
 
 
 def where() -> str:

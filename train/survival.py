@@ -47,7 +47,10 @@ def train(run: Run) -> Result:
             return result
         if coordination.process_id() == 0:
             how = "was lost" if result is None else "has left"
-            print(f"warning: {_names(gone)} {how}; the others go on", file=sys.stderr)
+            print(
+                f"warning: {distributed.names(gone)} {how}; the others go on",
+                file=sys.stderr,
+            )
         coordination.go_on_without(set(coordination.members()) - nodes.processes)
         going = None
 
@@ -65,7 +68,7 @@ def _again(config: Config, nodes: Nodes) -> Run:
 
 def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes) -> None:
     """Ends what needs the lost ones: here the run, and there this process, or all."""
-    was_lost = f"{_names(lost)} was lost"
+    was_lost = f"{distributed.names(lost)} was lost"
     if 0 not in nodes.processes or (run is not None and run.is_to_stop):
         distributed.leave(LOST, f"{was_lost} {distributed.where()}")
     if coordination.process_id() not in nodes.processes:
@@ -76,7 +79,3 @@ def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes) -> None:
     coordination.note_lost(lost)
     if run is not None:
         run.abandon()
-
-
-def _names(processes: Collection[int]) -> str:
-    return " and ".join(distributed.name(process) for process in sorted(processes))

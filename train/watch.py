@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -114,8 +114,8 @@ class Watch:
     def _follow(self, process: int, status: int, line: str) -> NoReturn:
         """Ends this process because another one has left word."""
         if status != CRASHED:
-            self._end(status, f"error: {self.name(process)}: {line}")
-        self._end(LOST, f"error: {self.name(process)} crashed {self.where()} ({line})")
+            self._end(status, f"error: {self.names([process])}: {line}")
+        self._end(LOST, f"error: {self.names([process])} crashed {self.where()} ({line})")
 
     def leave(self, status: int, line: str, word: str | None = None) -> NoReturn:
         """Ends this process with a last line, and all others with a word (or that line)."""
@@ -150,8 +150,7 @@ class Watch:
         lost = self._lost()
         if lost:
             were = "were" if len(lost) > 1 else "was"
-            names = " and ".join(map(self.name, lost))
-            self._end(LOST, f"error: {names} {were} lost {self.where()}")
+            self._end(LOST, f"error: {self.names(lost)} {were} lost {self.where()}")
 
     def _lost(self) -> list[int]:
         """Those whose last sign of life is old; or process 0, if it does not answer."""
@@ -171,9 +170,10 @@ class Watch:
             if self._looked - changed > seconds and process in others and sign != DONE
         ]
 
-    def name(self, process: int) -> str:
-        """A process as messages name it."""
-        return f"process {process} (host {self.hosts[process]})"
+    def names(self, processes: Iterable[int]) -> str:
+        """Processes as messages name them."""
+        each = (f"process {i} (host {self.hosts[i]})" for i in sorted(processes))
+        return " and ".join(each)
 
     def _end(self, status: int, line: str) -> NoReturn:
         """Ends the process without waiting for anything."""

@@ -67,11 +67,10 @@ def service(monkeypatch):
     return service
 
 
-def train(process, asked, steps, stopped, kept):
+def train(process, asked, steps, stopped):
     """Steps of very different length, until all are to stop."""
     chance = random.Random(process)
     with Interrupts() as each:
-        kept[process] = each
         for step in range(1, steps + 1):
             time.sleep(chance.choice((0, 0.001, 0.02 * process)))
             if (process, step) in asked:
@@ -82,10 +81,10 @@ def train(process, asked, steps, stopped, kept):
 
 
 def run(asked, steps=1000):
-    """(step, signal, processes asked) with which each process stopped, and all of them."""
-    stopped, kept = {}, {}
+    """(step, signal, processes asked) with which each process stopped."""
+    stopped = {}
     threads = [
-        threading.Thread(target=train, args=(i, asked, steps, stopped, kept), name=f"p-{i}")
+        threading.Thread(target=train, args=(i, asked, steps, stopped), name=f"p-{i}")
         for i in range(COUNT)
     ]
     for thread in threads:
@@ -93,7 +92,7 @@ def run(asked, steps=1000):
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    return stopped, kept
+    return stopped
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def run(asked, steps=1000):
     ids=["one", "two", "Ctrl-C, too"],
 )
 def test_all_stop_after_the_same_step_whichever_was_asked(service, asked, received):
-    stopped, _ = run(asked)
+    stopped = run(asked)
     steps = {step for step, _, _ in stopped.values()}
     assert len(stopped) == COUNT and len(steps) == 1
     assert steps.pop() > min(step for _, step in asked)
@@ -119,12 +118,11 @@ def test_all_stop_after_the_same_step_whichever_was_asked(service, asked, receiv
 
 def test_who_is_asked_at_the_last_step_ends_as_the_others_do(service):
     """One may have come to its end when another one asks it where it is."""
-    stopped, _ = run({(2, 10): signal.SIGTERM}, steps=10)
-    assert stopped == {}
+    assert run({(2, 10): signal.SIGTERM}, steps=10) == {}
 
 
 def test_nobody_stops_if_nobody_is_asked(service):
-    assert run({}, steps=50)[0] == {}
+    assert run({}, steps=50) == {}
 
 
 def test_a_lost_process_is_not_waited_for(service):
@@ -132,7 +130,7 @@ def test_a_lost_process_is_not_waited_for(service):
     service.lost = True
     stopped = {}
     alone = threading.Thread(
-        target=train, args=(0, {(0, 3): signal.SIGTERM}, 60, stopped, {}), name="p-0"
+        target=train, args=(0, {(0, 3): signal.SIGTERM}, 60, stopped), name="p-0"
     )
     alone.start()
     alone.join(20)
