@@ -13,7 +13,7 @@ from side_by_side import Arm, ratios, summary
 
 import lsgd_jax as lj
 from train.data import transforms
-from train.methods import Lsgd
+from train.task.methods import Lsgd
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from configs.cifar10_cnn7 import CONFIG
 from train.config import WorkersConfig
 from train.data.arrays import Dataset, Images
 from train.data.transforms import Transforms
-from train.experiment import Experiment
+from train.task.experiment import Experiment
 
 
 def made_up(count: int) -> Images:

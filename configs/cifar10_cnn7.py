@@ -9,7 +9,7 @@ momentum, weight decay 1e-4, pulls 0.1 every 64 steps; with 4 workers there is o
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.methods import Lsgd
+from train.task.methods import Lsgd
 
 
 CONFIG = Config(

@@ -3,11 +3,11 @@
 Command:   python -m train digits
 Hardware:  2 CPU cores (8 emulated devices)
 Time:      about 15 s of training
-Expected:  test error of the centre below 2 %
+Expected:  test error of the center below 2 %
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.methods import Lsgd
+from train.task.methods import Lsgd
 
 
 CONFIG = Config(

@@ -13,7 +13,7 @@ together. The learning rate stays the same all the time.
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.methods import Lsgd
+from train.task.methods import Lsgd
 
 
 CONFIG = Config(

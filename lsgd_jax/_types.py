@@ -15,7 +15,7 @@ Tree = Any  # a pytree of arrays
 class Shared(Generic[T]):
     """A leaf (or tree) that is equal on all workers, and kept once instead of W times.
 
-    Step counts, centres and anchors are shared. `Workers` stacks every leaf along a
+    Step counts, centers and anchors are shared. `Workers` stacks every leaf along a
     leading axis of W workers, except what stands in a `Shared`: it is replicated, and a
     predicate worked out from it is the same on all workers, as collectives need it.
 

@@ -159,7 +159,7 @@ def push(
     r: jax.Array,
     axes: Axes,
 ) -> tuple[Tree, jax.Array]:
-    """Each worker's tree and weight sent to its out-neighbours in one round of a graph.
+    """Each worker's tree and weight sent to its out-neighbors in one round of a graph.
 
     Args:
       tree: what to send, finite; varying per worker.
@@ -169,7 +169,7 @@ def push(
       axes: the mesh axes of the group.
 
     Returns:
-      (sums, mass): with the sum over this worker's in-neighbours j, Σ weight_j · tree_j (in
+      (sums, mass): with the sum over this worker's in-neighbors j, Σ weight_j · tree_j (in
       float32 at least) and Σ weight_j; zeros where nobody sends.
     """
 

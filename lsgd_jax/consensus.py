@@ -37,7 +37,7 @@ def consensus(params: Tree) -> Tree:
     r"""The mean of the workers: x̄ = (1 / |H|) Σ_{i ∈ H} x_i.
 
     H are the workers whose parameters are finite. For LSGD and most methods this is the
-    model to test ("the centre"). Works outside of `Workers.map`, on stacked trees.
+    model to test ("the center"). Works outside of `Workers.map`, on stacked trees.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -81,7 +81,7 @@ def consensus_distance(params: Tree) -> Array:
 
 
 def center(params: Tree, opt_state: Tree) -> Tree:
-    """The model to test: the method's own centre if it has one, else `consensus`.
+    """The model to test: the method's own center if it has one, else `consensus`.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -95,7 +95,7 @@ def center(params: Tree, opt_state: Tree) -> Tree:
     """
     own = lambda node: hasattr(node, "center")
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
-        # A group that is not all workers has a centre of its own: take their mean.
+        # A group that is not all workers has a center of its own: take their mean.
         tree = node.center.value
         tree = tree if is_shared(node.center) else consensus(tree)
         return jax.tree.map(lambda c, x: c.astype(x.dtype), tree, params)

@@ -1,7 +1,7 @@
 """Gossip graphs: who sends to whom at which step, as rounds of permutations.
 
 A graph changes from step to step: round (t - 1) mod m of its m rounds is used at step t.
-The edges of a round are coloured, so that each colour is a (partial) permutation: every
+The edges of a round are colored, so that each color is a (partial) permutation: every
 worker sends at most one message and receives at most one. A permutation is one call of
 `collectives.shift`.
 """
@@ -147,7 +147,7 @@ Graph = Topology | Callable[[int], Topology]
 
 
 def ring(num_workers: int) -> Topology:
-    """Every worker sends to both neighbours, at every step.
+    """Every worker sends to both neighbors, at every step.
 
     >>> print(ring(4))
     Topology(ring: 4 workers, 1 round, 2 peers each, spectral gap 0.667)
@@ -314,7 +314,7 @@ def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topolog
 
 
 def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Topology:
-    """Checks the edges and colours them."""
+    """Checks the edges and colors them."""
     for r, edges in enumerate(rounds):
         for edge in edges:
             if not all(0 <= index < num_workers for index in edge):
@@ -329,16 +329,16 @@ def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Top
         if len(set(edges)) < len(edges):
             twice = sorted({edge for edge in edges if list(edges).count(edge) > 1})
             raise ValueError(f"an edge may occur once in a round, got {twice} in round {r}")
-    coloured = tuple(_permutations(edges, num_workers) for edges in rounds)
-    return Topology(name, num_workers, coloured, phases=((0, len(coloured)),))
+    colored = tuple(_permutations(edges, num_workers) for edges in rounds)
+    return Topology(name, num_workers, colored, phases=((0, len(colored)),))
 
 
 def _permutations(edges: Sequence[Edge], num_workers: int) -> Round:
-    """The edges in as few partial permutations (colours) as the largest degree (König).
+    """The edges in as few partial permutations (colors) as the largest degree (König).
 
-    Every edge takes the lowest colour that is free at both its ends. If there is none, let
+    Every edge takes the lowest color that is free at both its ends. If there is none, let
     a be free at its source and b at its destination: exchanging a and b along the path of
-    those colours that leaves the destination frees a there, and changes nothing at the
+    those colors that leaves the destination frees a there, and changes nothing at the
     source, which the path cannot reach.
     """
     nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
@@ -347,14 +347,14 @@ def _permutations(edges: Sequence[Edge], num_workers: int) -> Round:
     degree = max((sum(end in ends(e) for e in edges) for end in nodes), default=0)
 
     def free(*nodes: tuple[str, int]) -> int | None:
-        fits = lambda colour: all(colour not in at[node] for node in nodes)
+        fits = lambda color: all(color not in at[node] for node in nodes)
         return next(filter(fits, range(degree)), None)
 
-    # Edges of one hop form a permutation: taken in that order they share a colour.
+    # Edges of one hop form a permutation: taken in that order they share a color.
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
         source, destination = ends(edge)
-        colour = free(source, destination)
-        if colour is None:
+        color = free(source, destination)
+        if color is None:
             a, b = free(source), free(destination)
             assert a is not None and b is not None  # neither end has all its edges yet
             path, node, here, other = [], destination, a, b
@@ -370,11 +370,11 @@ def _permutations(edges: Sequence[Edge], num_workers: int) -> Round:
             for step, new in path:
                 for end in ends(step):
                     at[end][new] = step
-            colour = a
-        at[source][colour] = at[destination][colour] = edge
+            color = a
+        at[source][color] = at[destination][color] = edge
     sent = [at["source", i] for i in range(num_workers)]
     return tuple(
-        tuple(used[colour] for used in sent if colour in used) for colour in range(degree)
+        tuple(used[color] for used in sent if color in used) for color in range(degree)
     )
 
 

@@ -5,7 +5,7 @@ from PIL import Image
 
 
 def picture(rng, width=40, height=30):
-    """A smooth random image in colour."""
+    """A smooth random image in color."""
     coarse = rng.integers(0, 256, size=(4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from train import cli
-from train.methods import Lsgd
+from train.task.methods import Lsgd
 
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"

@@ -48,7 +48,7 @@ def test_the_table_gives_the_bytes_of_an_exchange():
     for written, line in rows:
         tx = eval(line, {"lj": lj, "optax": optax})
         levels = lj.diagnostics(workers.map(tx.init)(params))
-        neighbors = 2 if "neighbour" in written else 1
+        neighbors = 2 if "neighbor" in written else 1
         for level in levels:
             assert 0 <= level.payload - 4 * 1000 * neighbors <= 8 * neighbors, line
         assert ("/τ" in written) == any(level.period > 1 for level in levels), line

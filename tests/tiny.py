@@ -3,10 +3,11 @@
 import flax.linen as nn
 import numpy as np
 
-from train import experiment, loop
 from train.data import digits
 from train.data.arrays import Dataset, Images
-from train.models import MODELS
+from train.run import loop
+from train.task import experiment
+from train.task.models import MODELS
 
 
 class Tiny(nn.Module):

@@ -15,8 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 
-from train import cli, records
-from train.loop import Run
+from train import cli
+from train.metrics import log as records
+from train.run.loop import Run
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +46,7 @@ TINY = "import tiny; tiny.install(); "
 
 # The same: at most 10 steps a second, so that there is time to do something to them.
 SLOWLY = (
-    "import time; from train.experiment import Experiment; whole = Experiment.batches; "
+    "import time; from train.task.experiment import Experiment; whole = Experiment.batches; "
     "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
 )
 

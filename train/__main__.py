@@ -3,9 +3,13 @@
 import signal
 import sys
 
-from train import cli, coordination, devices, distributed, survival
+from train import cli
+from train.cluster import devices
+from train.cluster import key_value_store as coordination
+from train.cluster import rendezvous as distributed
 from train.data.arrays import DataError
-from train.loop import Run, resume_command
+from train.run import recovery as survival
+from train.run.loop import Run, resume_command
 
 
 def main(arguments: list[str]) -> int:

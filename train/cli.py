@@ -14,10 +14,11 @@ import tyro
 
 import configs
 from train import config as configuration
-from train import elastic, run_folder
-from train.checkpoints import latest_notes
 from train.config import Config, DistributedConfig
-from train.methods import find
+from train.run import folder as run_folder
+from train.run import resharding as elastic
+from train.run.checkpoints import latest_notes
+from train.task.methods import find
 
 
 def experiments() -> dict[str, tuple[str, Config]]:

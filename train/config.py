@@ -9,8 +9,8 @@ from collections.abc import Set
 from typing import Any, Literal
 
 from lsgd_jax.checks import check_positive_int
-from train.methods import Lsgd, Method, find
-from train.statistics import Policy
+from train.task.batch_statistics import Policy
+from train.task.methods import Lsgd, Method, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Config:
     seed: int = 0
     # Steps between lines in metrics.jsonl (and on the screen).
     log_every: int = 16
-    # Steps between tests of the centre and of the best worker.
+    # Steps between tests of the center and of the best worker.
     test_every: int = 200
     # Steps between checkpoints.
     checkpoint_every: int = 200
@@ -193,7 +193,7 @@ DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedCo
 FREE_PER_PROCESS = {"data.dir", *DISTRIBUTED} - {"distributed.survive"}
 
 # What may change when a run is resumed: how long it goes on, what it reports, where, and
-# its workers (see train.elastic).
+# its workers (see train.run.resharding).
 WORKERS = frozenset({"workers.nodes", "workers.locals"})
 FREE_ON_RESUME = {
     *WORKERS,

@@ -1,4 +1,4 @@
-"""Elastic averaging and DOWNPOUR: a centre that the workers pull along."""
+"""Elastic averaging and DOWNPOUR: a center that the workers pull along."""
 
 from typing import NamedTuple
 
@@ -41,16 +41,16 @@ def moving_center(
     renewed: bool = False,
     axes: Axes = ("node", "local"),
 ) -> Target:
-    r"""A centre that every worker pulls to itself, as a target of `pull`.
+    r"""A center that every worker pulls to itself, as a target of `pull`.
 
     .. math:: c \leftarrow c + \alpha(t) \sum_{i \in H} (y_i - c)
 
-    with H the workers of the group whose y and loss are finite. The centre starts as the
+    with H the workers of the group whose y and loss are finite. The center starts as the
     mean of the workers' starts. With a single worker in the group it is that worker.
 
     Args:
       strength: α, or a schedule of t.
-      renewed: whether the target is the new centre; otherwise it is the old one.
+      renewed: whether the target is the new center; otherwise it is the old one.
       axes: the mesh axes of the group.
 
     >>> moving_center(0.1).axes
@@ -72,7 +72,7 @@ def moving_center(
         if collectives.size(axes) == 1:
             target = center = tree_where(healthy, y, old)
         state = state._replace(center=collectives.equal(center, axes))
-        # The centre is there to aim at even if nobody is healthy.
+        # The center is there to aim at even if nobody is healthy.
         return target, jnp.asarray(True), state
 
     return Target(axes, init, observe_step, aim, sum_nbytes)
@@ -84,7 +84,7 @@ def easgd(
     order: Order = "adapt_then_combine",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Elastic averaging SGD: workers and centre pull at each other.
+    r"""Elastic averaging SGD: workers and center pull at each other.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 
@@ -92,13 +92,13 @@ def easgd(
       y_i \leftarrow y_i - \alpha (y_i - c), \qquad
       c \leftarrow (1 - \beta) c + \beta \frac{1}{W} \sum_j y_j, \qquad \alpha = \beta / W,
 
-    with the old values on both right sides, c the centre (the mean of the starts at
+    with the old values on both right sides, c the center (the mean of the starts at
     first), W the number of workers, τ the `period`. The exchange conserves Σ y_i + c. The
-    centre, which `lsgd_jax.center` returns, is the model to test. With a Nesterov base
-    optimizer this is EAMSGD. A single worker has nobody to share with: it is the centre.
+    center, which `lsgd_jax.center` returns, is the model to test. With a Nesterov base
+    optimizer this is EAMSGD. A single worker has nobody to share with: it is the center.
 
     A worker whose y or loss is not finite is left out (its share of β stays with the
-    centre) and takes the centre whole.
+    center) and takes the center whole.
 
     Args:
       beta: β in [0, 1] or a schedule of t.
@@ -107,7 +107,7 @@ def easgd(
       axes: the mesh axes of the group.
 
     Returns:
-      An optax transformation for one worker, the last in its chain. The centre is kept
+      An optax transformation for one worker, the last in its chain. The center is kept
       once, in float32 at least.
 
     Raises:
@@ -129,24 +129,24 @@ def easgd(
 def downpour(
     period: int, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DOWNPOUR, synchronous: the centre takes everybody's way, and everybody the centre.
+    r"""DOWNPOUR, synchronous: the center takes everybody's way, and everybody the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 
     .. math::
       c \leftarrow c + \sum_i (y_i - c), \qquad y_i \leftarrow c,
 
-    with c the centre (the mean of the starts at first) and τ the `period`. c is where all
+    with c the center (the mean of the starts at first) and τ the `period`. c is where all
     workers stood after the last exchange, so the sum is over the ways they went since.
-    The centre, which `lsgd_jax.center` returns, is the model to test. A worker whose y or
-    loss is not finite is left out and takes the centre whole.
+    The center, which `lsgd_jax.center` returns, is the model to test. A worker whose y or
+    loss is not finite is left out and takes the center whole.
 
     Args:
       period: τ, in steps.
       axes: the mesh axes of the group.
 
     Returns:
-      An optax transformation for one worker, the last in its chain. The centre is kept
+      An optax transformation for one worker, the last in its chain. The center is kept
       once, in float32 at least.
 
     Raises:

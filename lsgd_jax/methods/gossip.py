@@ -32,12 +32,12 @@ class GossipState(NamedTuple):
 
 
 def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Target:
-    r"""The weighted mean of a worker and its neighbours in a graph, as a target of `pull`.
+    r"""The weighted mean of a worker and its neighbors in a graph, as a target of `pull`.
 
     .. math::
       z_i = \sum_j P_{ij} y_j
 
-    with P the mixing matrix of the step's round of the graph. A neighbour whose y or loss
+    with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
     is not finite is left out, and its share stays with the receiver.
 
     Args:
@@ -110,15 +110,15 @@ def dpsgd(
     order: Order = "combine_then_adapt",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Decentralized parallel SGD: every worker mixes with its neighbours in a graph.
+    r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
 
     .. math::
       x_i \leftarrow \sum_j P_{ij} x_j + u_i
 
     with x the parameters before the step, u the update and P the doubly stochastic mixing
-    matrix of the step's round; on a ring 1/3 for a worker and each of its neighbours. A
-    neighbour whose x + u or loss is not finite is left out, its share staying with the
-    receiver; it takes the mean of its own neighbours whole.
+    matrix of the step's round; on a ring 1/3 for a worker and each of its neighbors. A
+    neighbor whose x + u or loss is not finite is left out, its share staying with the
+    receiver; it takes the mean of its own neighbors whole.
 
     Args:
       topology: the graph, with equal degrees: `ring(W)`, `exponential(W)`, …; or, without

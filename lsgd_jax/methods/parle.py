@@ -122,7 +122,7 @@ def parle(
         center = tree_where(count > 0, mean_of(sums, count), old)
         anchor = tree_where(healthy, anchor, center)
         equal = collectives.equal(center, axes)
-        # The centre is there to aim at even if nobody is healthy.
+        # The center is there to aim at even if nobody is healthy.
         found = jnp.asarray(True)
         return anchor, found, ParleState(anchor, anchor, equal, state.step)
 
@@ -157,10 +157,10 @@ def scoping(
       \, \gamma_{\min}^{-1}\big)
 
     Args:
-      initial: the pull at first; the paper: 0.01 for the anchor, 1 for the centre.
+      initial: the pull at first; the paper: 0.01 for the anchor, 1 for the center.
       batches_per_epoch: B.
       period: L, in steps.
-      largest: where it stops; the paper: 1 for the anchor, 10 for the centre.
+      largest: where it stops; the paper: 1 for the anchor, 10 for the center.
 
     Returns:
       A schedule of t for `anchor_pull` or `center_pull`.

@@ -65,7 +65,7 @@ def sgp(
     from step to step (`Topology.then`): Σ s and Σ w are conserved.
 
     From a worker whose x + u or loss is not finite neither numerator nor weight arrives.
-    It takes what its neighbours sent whole and keeps its weight.
+    It takes what its neighbors sent whole and keeps its weight.
 
     Args:
       topology: any graph, or the function that builds it for W workers.
@@ -155,16 +155,16 @@ def _push_sum(
         y = plus(x, scaled(w))  # (w x + u) / w
         healthy = sound(value) & all_finite(y)
 
-        travelling = x if staleness else y
-        sent = send(travelling, w, healthy, here, t, axes)
+        traveling = x if staleness else y
+        sent = send(traveling, w, healthy, here, t, axes)
         arrived, *under_way = (*state.target.under_way, sent)
         sums, mass = arrived
 
         own = jnp.where(healthy, share(here, here.round_at(t), axes) * w, 0)
         weight = jnp.where(healthy, own, w) + mass
-        z = blend(travelling, own, sums, mass)
+        z = blend(traveling, own, sums, mass)
         found = healthy | (mass > 0)
-        moved = step_towards(scaled(weight if staleness else w), travelling, z, 1.0)
+        moved = step_towards(scaled(weight if staleness else w), traveling, z, 1.0)
         whole = jax.tree.map(lambda x, z: z - finite_part(x), x, z)
         move = tree_where(healthy, moved, whole)
         return tree_where(found, move, u), dataclasses.replace(

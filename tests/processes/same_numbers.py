@@ -62,7 +62,7 @@ def configured(folder, nodes, locals, steps, **changes):
     """A few steps of the trainer in a run folder."""
     from configs.digits import CONFIG
     from train.config import WorkersConfig
-    from train.methods import Lsgd
+    from train.task.methods import Lsgd
 
     return dataclasses.replace(
         CONFIG,
@@ -87,7 +87,7 @@ def write_and_grow(folder):
     """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
     import tiny
 
-    from train.loop import Run
+    from train.run.loop import Run
 
     tiny.install()
     jax.config.update("jax_num_cpu_devices", 2)  # of each process

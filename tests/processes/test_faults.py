@@ -31,8 +31,8 @@ from trainers import (
     train_here,
 )
 
-from train import records
-from train.watch import CRASHED, LOST
+from train.cluster.heartbeat import CRASHED, LOST
+from train.metrics import log as records
 
 
 def assert_named(trainers, survivors, lost, run):
@@ -73,7 +73,7 @@ def test_one_of_four_is_killed_and_the_run_goes_on(start, undisturbed, tmp_path,
 def test_one_that_crashes_ends_the_others_at_once_and_says_why(start, tmp_path):
     """By an error that nobody expected, which happens to process 1 alone."""
     breaks = (
-        "import sys; from train.ledger import Ledger; add = Ledger.add; "
+        "import sys; from train.metrics.buffer import Ledger; add = Ledger.add; "
         "Ledger.add = lambda self, step, *rest: 1 / (step < 7 or "
         "'--distributed.process-id=0' in sys.argv) and add(self, step, *rest); "
     )
@@ -138,7 +138,7 @@ def test_one_that_stands_still_is_waited_for_and_sigterm_to_one_stops_all(
 def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
     """As if its first step took long to compile."""
     late = (
-        "import sys, time; from train.experiment import Experiment; "
+        "import sys, time; from train.task.experiment import Experiment; "
         "whole = Experiment.batches; Experiment.batches = lambda *a: "
         "(time.sleep(40 * ('--distributed.process-id=1' in sys.argv)), whole(*a))[1]; "
     )

@@ -8,7 +8,7 @@ import tiny
 from processes import same_numbers
 from processes.test_processes import run
 
-from train.loop import Run
+from train.run.loop import Run
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from trainers import (
     train_here,
 )
 
-from train import records
-from train.watch import LOST
+from train.cluster.heartbeat import LOST
+from train.metrics import log as records
 
 
 def begun(run, number):
@@ -56,7 +56,7 @@ def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_pa
 
 
 def test_a_node_goes_as_a_whole_and_nobody_survives_process_0(start, tmp_path):
-    """Two nodes of two processes: who has lost its neighbour ends, and says why."""
+    """Two nodes of two processes: who has lost its neighbor ends, and says why."""
     run = tmp_path / "run"
     trainers = start(4, *FOR_EVER, "--distributed.survive")
     trainers.until(lambda: reported(run) >= 6)

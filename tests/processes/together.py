@@ -95,8 +95,8 @@ def train(config, folder):
     """Eight steps of an experiment with a few settings changed."""
     import dataclasses
 
-    from train.loop import Run
-    from train.methods import Lsgd
+    from train.run.loop import Run
+    from train.task.methods import Lsgd
 
     config = dataclasses.replace(
         config,

@@ -6,8 +6,8 @@ import pytest
 
 from configs import cifar10_cnn7, cifar10_resnet20, cifar10_vgg16, digits
 from train import config as configuration
-from train import run_folder
 from train.config import Config
+from train.run import folder as run_folder
 
 
 @pytest.mark.parametrize(

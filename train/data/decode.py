@@ -63,7 +63,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "I;16":  # Pillow would clip 16 bits instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode == "P":
-        image = image.convert("RGBA")  # a palette may hold transparent colours
+        image = image.convert("RGBA")  # a palette may hold transparent colors
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

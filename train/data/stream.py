@@ -13,11 +13,11 @@ from jax import Array
 from PIL import UnidentifiedImageError
 
 import lsgd_jax as lj
+from train.cluster.processes import same_everywhere
 from train.data import decode
 from train.data.arrays import DataError
 from train.data.imagenet import Files, ImageFolder
 from train.data.sampler import EpochSampler, rows_in_batches
-from train.processes import same_everywhere
 
 
 CROPS = 1  # tells the random numbers of crops from those of the order

@@ -4,7 +4,7 @@
 
 takes a checkpoint of a run of any method and draws the training loss over the plane through
 one worker, the leader of its node and the leader of all (for methods without leaders: the
-centre and the best worker), and the way on which the worker came there from the checkpoint
+center and the best worker), and the way on which the worker came there from the checkpoint
 before. That way is walked again step by step, which gives the same numbers to the bit. It
 does not lie in the plane; how far off it is at every step is drawn as well.
 
@@ -25,11 +25,11 @@ import numpy as np
 
 from lsgd_jax.checks import check_positive_int
 from train import config as configuration
-from train import run_folder
 from train.arguments import Parser
 from train.landscape import picture
 from train.landscape.opened import Opened
 from train.landscape.survey import survey
+from train.run import folder as run_folder
 
 
 AUTHOR = "python -m train.landscape"

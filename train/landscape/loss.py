@@ -16,10 +16,10 @@ import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from train import statistics
 from train.data.arrays import Images
 from train.landscape.opened import Opened
-from train.models import MODELS
+from train.task import batch_statistics as statistics
+from train.task.models import MODELS
 
 
 IMAGES_AT_ONCE = 128

@@ -9,13 +9,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from train import config as configuration
-from train import devices, elastic, records, run_folder
-from train.checkpoints import Archive, Checkpoint, latest_notes, notes_of
+from train.cluster import devices
 from train.config import WorkersConfig
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
 from train.data.transforms import Transforms
-from train.experiment import Experiment, TrainState, load_dataset
+from train.metrics import log as records
+from train.run import folder as run_folder
+from train.run import resharding as elastic
+from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
+from train.task.experiment import Experiment, TrainState, load_dataset
 
 
 class Opened:

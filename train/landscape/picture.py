@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from train.figures import BLUE, GREY, tidy
+from train.metrics.plots import BLUE, GREY, tidy
 
 
 INK, RED = "#1f2328", "#b3261e"
@@ -113,7 +113,7 @@ def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
     """
     known = values[np.isfinite(values)]
     low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
-    if high - low <= 1e-6 * abs(high):  # flat: one colour
+    if high - low <= 1e-6 * abs(high):  # flat: one color
         low, high = low - 0.01 * abs(low) - (low == 0), high + 0.01 * abs(high)
     if not logarithmic or not known.size:
         return np.linspace(low, high, CONTOURS + 1)

@@ -13,7 +13,7 @@ from train.landscape.opened import Opened
 from train.landscape.plane import flat
 
 
-CENTER, ALONG = "the centre", "along "
+CENTER, ALONG = "the center", "along "
 Candidate = tuple[str, np.ndarray]
 
 

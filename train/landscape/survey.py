@@ -16,7 +16,7 @@ from train.landscape.opened import Opened
 from train.landscape.picture import Landscape, Map, Mark, Pulls
 from train.landscape.points import ALONG, CENTER, Points, role_of
 from train.landscape.way import Way, projection
-from train.screen import Pace, Screen
+from train.metrics.progress import Pace, Screen
 
 
 FAR = 10  # times the median distance: such a point of the way does not widen the picture

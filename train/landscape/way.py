@@ -10,10 +10,10 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 import lsgd_jax as lj
-from train.experiment import Experiment, TrainState
 from train.landscape.opened import Opened
 from train.landscape.plane import Plane, coordinates, flat
-from train.screen import Pace, Screen
+from train.metrics.progress import Pace, Screen
+from train.task.experiment import Experiment, TrainState
 
 
 STEPS_AHEAD = 16  # on their way to the devices at once

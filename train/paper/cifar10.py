@@ -14,11 +14,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from train import cli, compare, distributed, records
+from train import cli
 from train.arguments import Parser
-from train.compare import Curve, spread
+from train.cluster import rendezvous as distributed
+from train.cluster.processes import is_main
 from train.config import Config
-from train.processes import is_main
+from train.metrics import log as records
+from train.tools import compare
+from train.tools.compare import Curve, spread
 
 
 GRIDS = {4: (1, 4), 12: (3, 4), 16: (4, 4)}

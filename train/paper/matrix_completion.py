@@ -8,7 +8,7 @@ numbers float64. DIR gets F of the best worker against the iteration (`curves.pn
 `curves.csv`) and a table (`table.md`, `table.csv`). Two minutes on 2 CPU cores.
 
 Settings: learning rate 5e-4; every iteration pulls by 1e-4 to the leader (LGD) or to the
-centre (EASGD, β = 8e-4, the centre starts as the mean of the starts).
+center (EASGD, β = 8e-4, the center starts as the mean of the starts).
 """
 
 import time
@@ -23,9 +23,9 @@ import rich.progress
 from matplotlib import pyplot as plt
 
 from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
-from train import tables
 from train.arguments import Parser
-from train.figures import BLUE, ORANGE
+from train.metrics import tables
+from train.metrics.plots import BLUE, ORANGE
 from train.paper import output
 from train.paper.factorization import loss_and_grad, problem_of
 from train.paper.instances import Instances, step_of

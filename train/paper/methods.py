@@ -35,7 +35,7 @@ def easgd(learning_rate: Rate, beta: Rate) -> optax.GradientTransformationExtraA
       x_i \leftarrow x_i - \eta \nabla f(x_i) - \frac{\beta}{W} (x_i - c), \qquad
       c \leftarrow (1 - \beta) c + \beta \frac{1}{W} \sum_j x_j
 
-    with the old values on both right sides, W the workers of a node, c their centre,
+    with the old values on both right sides, W the workers of a node, c their center,
     which starts as the mean of their starts.
     """
     elastic = lj.easgd(beta, order="combine_then_adapt", axes="local")

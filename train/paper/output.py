@@ -6,9 +6,9 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from train import run_folder
 from train.arguments import Parser
-from train.figures import tidy
+from train.metrics.plots import tidy
+from train.run import folder as run_folder
 
 
 def add_out(parser: Parser, name: str) -> None:

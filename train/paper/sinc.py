@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from lsgd_jax.checks import check_not_negative, check_positive_int
-from train import tables
 from train.arguments import Parser
+from train.metrics import tables
 from train.paper import output
 from train.paper.sinc_figures import draw_objective, draw_trajectories
 from train.paper.sinc_landscape import METHODS, REACHED, STARTS, Trajectories, descend

@@ -34,7 +34,7 @@ class Trajectories(NamedTuple):
       position: float64 [..., 2].
       value: float64, L at the position.
       leader: int32, who led there, or None.
-      center: float64 [..., 2], the centre by then, or None.
+      center: float64 [..., 2], the center by then, or None.
     """
 
     position: np.ndarray

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from lsgd_jax.checks import check_not_negative, check_option
-from train import tables
 from train.arguments import Parser
+from train.metrics import tables
 from train.paper import output
 from train.paper.statements.claim import Claim, Outcome
 

@@ -5,11 +5,11 @@ import csv
 import numpy as np
 import pytest
 
-from train import experiment
 from train.data import transforms
 from train.data.arrays import Dataset, Images
-from train.experiment import Experiment
 from train.paper import cifar10
+from train.task import experiment
+from train.task.experiment import Experiment
 
 
 OPTIONS = "--batch-size 2 --steps 4 --test-every 2 --log-every 2 --seeds 1".split()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.figures import BLUE, ORANGE
+from train.metrics.plots import BLUE, ORANGE
 from train.paper.statements.claim import Claim, Outcome
 from train.paper.statements.noisy_leader import (
     CONDITION,

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.figures import GREY
+from train.metrics.plots import GREY
 from train.paper.instances import Instances, step_of
 from train.paper.methods import lgd
 from train.paper.statements.claim import Claim, Outcome

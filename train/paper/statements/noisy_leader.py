@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.figures import BLUE, GREY
+from train.metrics.plots import BLUE, GREY
 from train.paper.instances import Instances, step_of
 from train.paper.methods import lgd
 from train.paper.statements.claim import Claim, Outcome

@@ -1,6 +1,6 @@
 r"""EASGD in round robin on f(x) = x²/2: for which η and α it is stable.
 
-One worker after the other steps with the centre, old values on both right sides:
+One worker after the other steps with the center, old values on both right sides:
 
 .. math::
   x_i \leftarrow x_i - \eta x_i - \alpha (x_i - c), \qquad
@@ -71,8 +71,8 @@ def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
 def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     """(x, c) -> (x, c) as `lj.easgd` steps with one worker: [cases, 2, 2], η, α [cases].
 
-    The centre starts as the mean of both workers: the one left out stands where the
-    centre comes to lie as wanted, at (1, 0) and at (0, 1).
+    The center starts as the mean of both workers: the one left out stands where the
+    center comes to lie as wanted, at (1, 0) and at (0, 1).
     """
     starts = np.array([[1.0, -1.0], [0.0, 2.0]])
     count = len(eta)

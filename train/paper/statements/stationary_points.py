@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.figures import BLUE, GREY, ORANGE
+from train.metrics.plots import BLUE, GREY, ORANGE
 from train.paper.instances import Instances, step_of
 from train.paper.methods import easgd, lgd
 from train.paper.statements.claim import Claim, Outcome
@@ -192,7 +192,7 @@ def draw(
     best = lsgd[values(lsgd[None], tilt[None])[0].argmin()]
     plane.plot(*best, "*", color=BLUE, ms=15, mec="black", mew=0.6, label="its leader")
     plane.plot(*easgd.T, "s", color=ORANGE, ms=5, label="EASGD")
-    plane.plot(*easgd.mean(axis=0), "x", color=ORANGE, ms=9, mew=2, label="its centre")
+    plane.plot(*easgd.mean(axis=0), "x", color=ORANGE, ms=9, mew=2, label="its center")
     plane.legend(fontsize=8, loc="center left")
     plane.set_title("at rest in one landscape (+: minima of f)", fontsize=10)
     plane.set_aspect("equal")

@@ -1,0 +1,618 @@
+"""What a method conserves, what it reduces to, what it withstands."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import Run
+
+import lsgd_jax as lj
+
+
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+graph = lj.topology
+SGD = optax.sgd(0.1)
+
+# Out-degrees 3, 1, 2, 2: push-sum weights move away from 1.
+UNEQUAL = graph.from_edges(
+    [[(0, 1), (0, 2), (0, 3), (1, 2), (2, 0), (2, 3), (3, 0), (3, 1)], [(0, 2), (1, 3)]]
+)
+
+
+def make(tx, W, devices=1, **options):
+    return Run(optax.chain(SGD, tx), 1, W, devices, **options)
+
+
+def total(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64).sum(axis=0), tree)
+
+
+def mean(tree):
+    return jax.tree.map(lambda x: np.asarray(x).mean(axis=0), tree)
+
+
+def find(state, field):
+    """The values of a field of that name, anywhere in an optimizer's state."""
+    own = lambda node: hasattr(node, field)
+    nodes = filter(own, jax.tree.leaves(state, is_leaf=own))
+    return getattr(next(nodes), field)
+
+
+def everywhere(tree, W):
+    """Every worker's row is this tree."""
+    return jax.tree.map(lambda x: np.broadcast_to(x, (W, *x.shape)), tree)
+
+
+# Elastic averaging
+
+
+def test_easgd_conserves_workers_and_center():
+    run = make(lj.easgd(beta=0.7, period=1), 4)
+    seen, state = run.still(3, run.start)
+    before = jax.tree.map(np.add, total(run.start), mean(run.start))
+    center = lj.center(seen[-1], state)
+    after = jax.tree.map(np.add, total(seen[-1]), jax.device_get(center))
+    close(before, after)
+    # All were drawn together, none stood still.
+    assert np.abs(seen[-1]["w"] - run.start["w"]).min() > 1e-4
+
+
+def test_easgd_conserves_the_healthy_without_the_sick():
+    """The sick worker's share of β stays with the center."""
+    run = make(lj.easgd(beta=0.8, period=1), 4)
+    params = run.workers.put(run.start)
+    sick = jax.tree.map(lambda x: x.at[2].set(jnp.nan), run.start)
+    state = run.init(params)
+    after, state = run.compiled(params, state, run.workers.put(sick))
+    lost = jax.tree.map(lambda x: x[jnp.array([0, 1, 3])], run.start)
+    moved = jax.tree.map(lambda x, t: x - 0.1 * (x - t), lost, lost)
+    kept = jax.tree.map(lambda x: np.asarray(x)[[0, 1, 3]], after)
+    center = jax.device_get(lj.center(after, state))
+    before = jax.tree.map(np.add, total(moved), mean(run.start))
+    # The healthy had targets of their own start: zero gradients.
+    close(before, jax.tree.map(np.add, total(kept), center))
+    close(jax.tree.map(lambda x: np.asarray(x)[2], after), mean(run.start))
+
+
+def test_easgd_center_follows_its_rule():
+    beta = lambda t: 0.1 * t
+    run = make(lj.easgd(beta, period=2), 4)
+    x, c = np.asarray(run.start["w"]), mean(run.start)["w"]
+    seen, state = run.train()
+    for t, target in enumerate(run.batches, 1):
+        x = y = x - 0.1 * (x - np.asarray(target["w"]))
+        if t % 2 == 0:
+            x = y - beta(t) / 4 * (y - c)
+            c = (1 - beta(t)) * c + beta(t) * y.mean(axis=0)
+        close(seen[t - 1]["w"], x)
+    close(np.asarray(lj.center(seen[-1], state)["w"]), c)
+
+
+GROUPED = {
+    "easgd": lambda axes: lj.easgd(0.6, 2, axes=axes),
+    "diloco": lambda axes: lj.diloco(2, axes=axes),
+    "sgp": lambda axes: lj.sgp(graph.exponential, axes=axes),
+    "wagma": lambda axes: lj.wagma(2, 3, axes=axes),
+}
+
+
+@functools.cache
+def one_group(name, W):
+    return make(GROUPED[name](("node", "local")), W)
+
+
+@pytest.mark.parametrize("devices", [8, 2, 1])
+@pytest.mark.parametrize("axes", ["local", "node"])
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_run_by_themselves(name, axes, devices):
+    """Inside the nodes, or across them; each has a center of its own."""
+    nodes, locals = 2, 4
+    run = Run(optax.chain(SGD, GROUPED[name](axes)), nodes, locals, devices)
+    seen, state = run.train()
+    number = np.arange(8).reshape(nodes, locals)
+    centers = []
+    for group in number if axes == "local" else number.T:
+        rows = lambda tree, group=group: jax.tree.map(lambda x: x[group], tree)
+        alone = one_group(name, len(group))
+        expected, own = alone.train([rows(b) for b in run.batches], rows(run.start))
+        for a, b in zip(seen, expected):
+            close(rows(a), b)
+        centers.append(jax.device_get(lj.center(expected[-1], own)))
+    if name in ("easgd", "diloco"):
+        field = {"easgd": "center", "diloco": "anchor"}[name]
+        assert isinstance(find(state, field), lj.Grouped)
+    center = jax.device_get(lj.center(seen[-1], state))
+    close(center, jax.tree.map(lambda *c: np.mean(c, axis=0), *centers))
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [
+        (lj.easgd(), "center"),
+        (lj.downpour(1), "center"),
+        (lj.diloco(1), "anchor"),
+        (lj.parle(0.1), "center"),
+    ],
+)
+def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
+    workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+    state = workers.map(method.init)(workers.put(jnp.array([[1.0], [jnp.nan], [4.0]])))
+    assert find(state, field).value.tolist() == [2.5]
+
+
+def test_downpour_center_is_where_everybody_stands():
+    run = make(lj.downpour(2), 4)
+    seen, state = run.train()
+    center = jax.device_get(lj.center(seen[-1], state))
+    close(seen[-1], everywhere(center, 4))
+
+
+# Averaging
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda: lj.diloco(2, optax.sgd(1.0)),
+        lambda: lj.slowmo(2, alpha=1.0, beta=0.0, learning_rate=0.1),
+        lambda: lj.slowmo(2, alpha=1.0, beta=0.0, learning_rate=lambda t: 1 / t),
+    ],
+    ids=["diloco", "slowmo", "slowmo_schedule"],
+)
+def test_reduces_to_local_sgd(same):
+    run = make(lj.local_sgd(2), 4)
+    for a, b in zip(run.train()[0], make(same(), 4).train()[0]):
+        close(a, b)
+    close(run.train()[0][1], everywhere(mean(run.train()[0][1]), 4))
+
+
+def test_slowmo_follows_its_rule_under_a_schedule():
+    alpha, beta, eta = 0.8, 0.6, lambda t: 0.5 / t
+    run = make(lj.slowmo(2, alpha, beta, eta), 4)
+    x, a, m = run.start["w"], mean(run.start)["w"], 0.0
+    for t, (target, seen) in enumerate(zip(run.batches, run.train()[0]), 1):
+        x = x - 0.1 * (x - target["w"])
+        if t % 2 == 0:
+            m = beta * m + (a - x.mean(axis=0)) / eta(t)
+            a = a - alpha * eta(t) * m
+            x = jnp.broadcast_to(a, x.shape)
+        close(seen["w"], np.asarray(x))
+
+
+def test_diloco_default_outer_optimizer():
+    given = lj.diloco(2, optax.sgd(0.7, momentum=0.9, nesterov=True))
+    for a, b in zip(make(lj.diloco(2), 2).train()[0], make(given, 2).train()[0]):
+        close(a, b)
+
+
+def test_post_local_sgd_switches():
+    tx = optax.chain(lj.allreduce(until=3), SGD, lj.local_sgd(3))
+    run = Run(tx, 1, 4, 1)
+    start = everywhere(mean(run.start), 4)
+    seen, _ = run.train(start=start)
+    spread = [float(np.ptp(x["w"], axis=0).max()) for x in seen]
+    together = [s < 1e-6 for s in spread]
+    assert together == [True, True, True, False, False, True, False, False]
+
+
+def test_sick_workers_do_not_enter_the_mean():
+    run = make(lj.local_sgd(1), 4)
+    targets = jax.tree.map(lambda x: x.at[0].set(jnp.inf), run.start)
+    seen, _ = run.train([targets])
+    others = jax.tree.map(lambda x: x[1:], run.start)  # whose gradients are zero
+    close(seen[0], everywhere(mean(others), 4))
+
+
+# Parle
+
+
+def test_parle_without_pulls_is_sgd():
+    tx = lj.parle(0.1, 1, anchor_pull=0, center_pull=0, decay=0, outer_learning_rate=1.0)
+    bare = Run(SGD, 1, 3, 1)
+    for a, b in zip(make(tx, 3).train()[0], bare.train()[0]):
+        close(a, b)
+
+
+def test_parle_without_the_center_is_entropy_sgd():
+    """Workers that do not know of each other."""
+    lr, gamma, L, decay = 0.1, 5.0, 3, 0.75
+    tx = lj.parle(lr, L, anchor_pull=1 / gamma, center_pull=0, decay=decay)
+    run = make(tx, 3)
+    y = x = z = run.start["w"]
+    for t, (target, seen) in enumerate(zip(run.batches, run.train()[0]), 1):
+        y = y - lr * ((y - target["w"]) + (y - x) / gamma)
+        z = decay * z + (1 - decay) * y
+        if t % L == 0:
+            x = x - lr * (x - z)
+            y = z = x
+        close(seen["w"], np.asarray(y))
+
+
+def test_parle_without_the_inner_loop_is_elastic_sgd():
+    lr, rho, decay = 0.1, 0.5, 0.75
+    tx = lj.parle(lr, 1, anchor_pull=0, center_pull=1 / rho, decay=decay)
+    run = make(tx, 3)
+    x = np.asarray(run.start["w"])
+    center = x.mean(axis=0)
+    seen, state = run.train()
+    for target, after in zip(run.batches, seen):
+        step = -lr * (1 - decay) * lr * (x - np.asarray(target["w"]))
+        x = x + step - lr / rho * (x - center)
+        center = x.mean(axis=0)
+        close(after["w"], x)
+    close(np.asarray(lj.center(seen[-1], state)["w"]), center)
+
+
+def test_parle_takes_schedules():
+    pulls = dict(
+        anchor_pull=lj.scoping(0.01, 2, period=2),
+        center_pull=lj.scoping(1.0, 2, period=2, largest=10.0),
+    )
+    growing = make(lj.parle(lambda t: 0.1, 2, **pulls), 3).train()[0]
+    fixed = make(lj.parle(0.1, 2, anchor_pull=0.01), 3).train()[0]
+    close(growing[0], fixed[0])  # the first loop runs at the first values
+    assert np.abs(growing[-1]["w"] - fixed[-1]["w"]).max() > 1e-4
+
+
+# Gossip
+
+
+def test_exact_mean_after_m_rounds():
+    for tx in (
+        lj.sgp(graph.exponential(8)),
+        lj.dpsgd(graph.exponential(8)),
+        lj.osgp(graph.exponential(8)),
+        lj.wagma(2, 100),
+    ):
+        run = make(tx, 8, devices=8)
+        seen, _ = run.still(3, run.start)
+        close(seen[2], everywhere(mean(run.start), 8))
+        assert np.ptp(seen[1]["w"], axis=0).min() > 1e-3
+
+
+@pytest.mark.parametrize(("S", "k"), [(4, 1), (2, 2), (4, 2)])
+def test_wagma_exact_mean_after_k_rounds(S, k):
+    run = make(lj.wagma(S, 100), S**k)
+    seen, _ = run.still(k, run.start)
+    close(seen[k - 1], everywhere(mean(run.start), S**k))
+
+
+def test_wagma_groups_that_do_not_fill_a_round():
+    """W = 8, S = 4: groups {0..3}, {4..7}, then pairs i, i + 4."""
+    run = make(lj.wagma(4, 100), 8)
+    seen, _ = run.still(3, run.start)
+    first = run.start["w"].reshape(2, 4, 3, 2).mean(axis=1)
+    close(seen[0]["w"], np.repeat(first, 4, axis=0))
+    close(seen[1], everywhere(mean(run.start), 8))
+
+
+def test_wagma_sync():
+    run = make(lj.wagma(2, 2), 8)
+    seen, _ = run.still(2, run.start)
+    assert np.ptp(seen[0]["w"], axis=0).min() > 1e-3
+    close(seen[1], everywhere(mean(run.start), 8))
+
+
+def mass(params, state):
+    """Σ s and Σ w, what is under way included."""
+    target = find(state, "target")
+    w = np.asarray(target.weight, np.float64)
+    s = np.einsum("i,i...->...", w, np.asarray(params["w"], np.float64))
+    for numerator, weight in getattr(target, "under_way", ()):
+        s = s + np.asarray(numerator["w"]).sum(axis=0)
+        w = np.append(w, np.asarray(weight))
+    return s, w.sum()
+
+
+CHANGING = graph.exponential(4).then(2, UNEQUAL).then(5, graph.exponential(4, peers=2))
+
+
+@pytest.mark.parametrize("topology", [UNEQUAL, CHANGING], ids=["unequal", "changing"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_push_sum_conserves_mass(topology, staleness):
+    tx = lj.osgp(topology, staleness) if staleness else lj.sgp(topology)
+    run = make(tx, 4)
+    params = run.workers.put(run.start)
+    state = run.init(params)
+    s, w = mass(params, state)
+    weights = []
+    for batch in run.batches:
+        step = 0.1 * (np.asarray(params["w"]) - np.asarray(batch["w"])).sum(axis=0)
+        params, state = run.compiled(params, state, run.workers.put(batch))
+        s_after, w_after = mass(params, state)
+        close(s_after, s - step, rtol=1e-5, atol=1e-5)
+        close(w_after, w)
+        s = s_after
+        weights.append(np.asarray(find(state, "weight")))
+    assert np.ptp(np.stack(weights), axis=1).max() > 0.1  # weights that are not 1
+
+
+def test_push_sum_agrees_on_the_mean_though_degrees_differ():
+    run = make(lj.sgp(UNEQUAL), 4)
+    seen, state = run.still(60, run.start)
+    close(seen[-1], everywhere(mean(run.start), 4), rtol=1e-4, atol=1e-5)
+
+
+def test_osgp_with_staleness_one_uses_old_parameters():
+    """x_i <- Σ p x + u_i."""
+    run = make(lj.osgp(graph.exponential(4)), 4)
+    seen, _ = run.train(run.batches[:1])
+    x, target = run.start["w"], run.batches[0]["w"]
+    expected = (x + jnp.roll(x, 1, axis=0)) / 2 - 0.1 * (x - target)
+    close(seen[0]["w"], np.asarray(expected))
+
+
+def test_push_sum_keeps_the_weight_of_a_sick_worker():
+    """Neither its numerator nor its weight arrives; it takes what is sent to it."""
+    run = make(lj.sgp(graph.exponential(4)), 4)
+    x = run.start["w"]
+    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, state = run.train([sick])
+    w = np.asarray(find(state, "weight"))
+    close(w, np.array([1.0, 1.5, 0.5, 1.0]))
+    expected = jnp.stack([(x[0] + x[3]) / 2, x[0], x[2], (x[2] + x[3]) / 2])
+    close(seen[0]["w"], np.asarray(expected))
+
+
+def test_gossip_share_of_a_sick_neighbor_stays_with_the_receiver():
+    run = make(lj.dpsgd(graph.ring(4)), 4)
+    x = run.start["w"]
+    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, _ = run.train([sick])
+    expected = jnp.stack(
+        [
+            (2 * x[0] + x[3]) / 3,
+            (x[0] + x[2]) / 2,
+            (2 * x[2] + x[3]) / 3,
+            (x[0] + x[2] + x[3]) / 3,
+        ]
+    )
+    close(seen[0]["w"], np.asarray(expected))
+
+
+def test_adpsgd_pairs_average_and_the_odd_one_waits():
+    run = make(lj.adpsgd(graph.bipartite_exponential(3)), 3)
+    x, target = run.start["w"], run.batches[0]["w"]
+    seen, _ = run.train(run.batches[:1])
+    pair = (x[0] + x[1]) / 2
+    close(seen[0]["w"], np.asarray(jnp.stack([pair, pair, x[2]]) - 0.1 * (x - target)))
+
+
+# Pairs
+
+
+def peer(x, hop):
+    """Everybody's x_{i - hop}."""
+    return jnp.roll(x, hop, axis=0)
+
+
+def test_pairwise_constant_schedule():
+    run = make(lj.pairwise(value=lambda t: 0.1 * t), 4)
+    seen, _ = run.still(2, run.start)
+    x = run.start["w"]
+    for t, hop in ((1, 1), (2, 2)):
+        x = 0.1 * t * peer(x, hop) + (1 - 0.1 * t) * x
+        close(seen[t - 1]["w"], np.asarray(x))
+
+
+def test_pairwise_loss_zero_over_zero_is_a_half():
+    run = make(lj.pairwise("loss"), 4)
+    seen, _ = run.still(1, run.start)  # a loss of 0 for everybody
+    close(seen[0]["w"], np.asarray((run.start["w"] + peer(run.start["w"], 1)) / 2))
+
+
+def test_pairwise_fetches_with_a_probability():
+    still = make(lj.pairwise(fetch_probability=0.0), 4)
+    close(still.still(2, still.start)[0][-1], jax.device_get(still.start))
+    run = make(lj.pairwise(fetch_probability=0.5, seed=3), 4)
+    before, fetched = run.start["w"], []
+    for t, after in enumerate(run.still(40, run.start)[0]):
+        taken = (np.asarray(before) + np.asarray(peer(before, 2 ** (t % 2)))) / 2
+        same = np.abs(after["w"] - np.asarray(before)).max(axis=(1, 2)) < 1e-7
+        took = np.abs(after["w"] - taken).max(axis=(1, 2)) < 1e-6
+        assert (same | took).all()
+        if t < 4:  # later they hardly differ
+            fetched.append(took & ~same)
+        before = jnp.asarray(after["w"])
+    assert 2 <= np.sum(fetched) <= 14
+    assert len({tuple(row) for row in fetched}) > 1  # drawn anew each step
+
+
+@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+def test_pairwise_keeps_to_itself_if_its_peer_is_sick(interpolation):
+    run = make(lj.pairwise(interpolation), 4)
+    x = run.start["w"]
+    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, state = run.train([sick])
+    close(seen[0]["w"][2], np.asarray(x[2]))  # which would take from 1
+    close(seen[0]["w"][1], np.asarray(x[0]))  # which takes its peer whole
+    assert np.isfinite(np.asarray(find(state, "measure"))[[0, 2, 3]]).all()
+
+
+def test_gosgd_conserves_weights_and_what_they_weigh():
+    run = make(lj.gosgd(send_probability=0.5, seed=1), 4)
+    params = run.workers.put(run.start)
+    before = mass(params, run.init(params))
+    seen, state = run.still(6, run.start)
+    close(mass(seen[-1], state), before)
+    assert np.ptp(np.asarray(find(state, "weight"))) > 0.1
+    assert np.abs(seen[-1]["w"] - np.asarray(run.start["w"])).max() > 0.1
+
+
+# Attackers
+
+ATTACKS = {
+    "sign_flip": lambda g: -3.0 * g,
+    "inf": lambda g: jnp.full_like(g, jnp.inf),
+    "nan": lambda g: jnp.full_like(g, jnp.nan),
+    "huge": lambda g: 1e30 * g,
+}
+DEFENSES = {
+    "mean": lj.allreduce,
+    "coordinate_median": lj.coordinate_median,
+    "licm": lambda: lj.licm(0.2),
+    "cge": lambda: lj.cge(faulty=2),
+    "cge_decay": lambda: lj.cge(faulty=2, decay=0.5),
+}
+
+
+@functools.cache
+def defended(defense):
+    """The aggregate of stacked gradients [7, 20], three times in a row."""
+    tx, workers = DEFENSES[defense](), lj.Workers(1, 7, devices=jax.devices()[:1])
+
+    def update(g):
+        state = tx.init(g)
+        for _ in range(3):
+            aggregate, state = tx.update(g, state)
+        return aggregate
+
+    update = workers.map(update)
+    return lambda g: np.asarray(update(workers.put(g)))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_two_attackers_of_seven(defense, attack):
+    honest = 1.0 + 0.1 * np.random.default_rng(0).normal(size=(7, 20))
+    honest = jnp.asarray(honest, jnp.float32)
+    attacked = honest.at[:2].set(ATTACKS[attack](honest[:2]))
+    result = defended(defense)(attacked)
+    close(result, everywhere(result[0], 7))
+    low, high = np.asarray(honest[2:]).min(axis=0), np.asarray(honest[2:]).max(axis=0)
+    scale = 1 - 0.5**3 if defense == "cge_decay" else 1.0  # h starts at 0
+    within = ((scale * low - 1e-6 <= result) & (result <= scale * high + 1e-6)).all()
+    fooled = defense == "mean" and attack in ("sign_flip", "huge")
+    assert within != fooled
+
+
+def test_licm_averages_inside_the_band():
+    tx = lj.licm(0.5)
+    workers = lj.Workers(1, 5, devices=jax.devices()[:1])
+    g = workers.put(
+        jnp.array([[1.0, 0.0], [2.0, 0.0], [2.5, 1.0], [3.0, -1.0], [9.0, 0.0]])
+    )
+    aggregate = workers.map(lambda g: tx.update(g, tx.init(g))[0])(g)
+    # Medians 2.5 and 0, bands [1.25, 3.75] and [0, 0].
+    close(np.asarray(aggregate), np.tile(np.float32([2.5, 0.0]), (5, 1)))
+    median_only = lj.licm(0.0)
+    aggregate = workers.map(lambda g: median_only.update(g, median_only.init(g))[0])(
+        g[:, :1]
+    )
+    close(np.asarray(aggregate), np.full((5, 1), 2.5, np.float32))
+
+
+def test_with_nobody_finite_gradients_stay():
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    g = workers.put(jnp.array([[jnp.nan, 1.0], [jnp.inf, 2.0]]))
+    for tx in (lj.allreduce(), lj.cge(1)):
+        kept = workers.map(lambda g, tx=tx: tx.update(g, tx.init(g))[0])(g)
+        np.testing.assert_array_equal(np.asarray(kept), np.asarray(g))
+
+
+# bfloat16
+
+
+@pytest.mark.parametrize(
+    "method",
+    [lambda: lj.local_sgd(1), lambda: lj.sgp(graph.exponential(8)), lambda: lj.wagma(2, 9)],
+    ids=["local_sgd", "sgp", "wagma"],
+)
+def test_bfloat16_means_are_worked_out_in_float32(method):
+    run = make(method(), 8, dtype=jnp.bfloat16)
+    seen, _ = run.still(3, run.start)
+    exact = mean(jax.tree.map(lambda x: np.asarray(x, np.float32), run.start))
+    got = jax.tree.map(lambda x: x.astype(np.float32), seen[-1])
+    assert seen[-1]["w"].dtype == jnp.bfloat16
+    # Three roundings to 8 bits at most; a sum in bfloat16 would be off by more.
+    chex.assert_trees_all_close(got, everywhere(exact, 8), rtol=0.02, atol=0.01)
+
+
+def test_bfloat16_center_moves_by_less_than_a_rounding_step():
+    """Kept in float32, or a small β could never move it."""
+    run = make(lj.easgd(beta=1e-3, period=1), 4, dtype=jnp.bfloat16)
+    start = jax.tree.map(jnp.ones_like, run.start)
+    targets = jax.tree.map(lambda x: 0 * x + 3, run.start)
+    seen, state = run.train([targets] * 4, start)
+    center = find(state, "center").value["b"]
+    assert center.dtype == jnp.float32 and 1.0 < float(center[0]) < 1.004
+    assert lj.center(seen[-1], state)["b"].dtype == jnp.bfloat16
+
+
+# What factories refuse
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: lj.easgd(beta=1.5), "`beta` must be in"),
+        (lambda: lj.easgd(period=0), "`period` must be a positive int, got period=0"),
+        (lambda: lj.easgd(order="first"), "`order` must be one of"),
+        (lambda: lj.downpour(0), "`period` must be"),
+        (lambda: lj.local_sgd(2.5), "`period` must be"),
+        (lambda: lj.diloco(-1), "`period` must be"),
+        (lambda: lj.slowmo(0), "`period` must be"),
+        (lambda: lj.slowmo(2, beta=-0.1), "`beta` must be in"),
+        (lambda: lj.parle(0.1, 0), "`period` must be"),
+        (lambda: lj.parle(0.1, decay=2), "`decay` must be in"),
+        (lambda: lj.parle(0.1, anchor_pull=-1), "`anchor_pull` must be at least 0"),
+        (lambda: lj.parle(0.1, center_pull=-1), "`center_pull` must be at least 0"),
+        (lambda: lj.scoping(0.1, 0), "`batches_per_epoch` must be"),
+        (lambda: lj.dpsgd(UNEQUAL), "`topology` must be balanced"),
+        (lambda: lj.adpsgd(graph.ring(4)), "`topology` must pair the workers"),
+        (lambda: lj.osgp(graph.ring(4), 0), "`staleness` must be"),
+        (lambda: lj.pairwise("nearest"), "`interpolation` must be one of"),
+        (lambda: lj.pairwise(value=2.0), "`value` must be in"),
+        (lambda: lj.pairwise(fetch_probability=2.0), "`fetch_probability` must be in"),
+        (lambda: lj.pairwise(divergence_threshold=-1), "`divergence_threshold` must be"),
+        (lambda: lj.pairwise(topology=graph.ring(4)), "`topology` must have one peer"),
+        (lambda: lj.gosgd(graph.complete(4)), "`topology` must have one peer"),
+        (lambda: lj.gosgd(send_probability=-1), "`send_probability` must be in"),
+        (lambda: lj.wagma(3, 10), "`group_size` must be a power of two"),
+        (lambda: lj.wagma(1, 10), "`group_size` must be a power of two"),
+        (lambda: lj.wagma(2, 0), "`sync_period` must be"),
+        (lambda: lj.allreduce(until=0), "`until` must be"),
+        (lambda: lj.licm(-1.0), "`gamma` must be at least 0"),
+        (lambda: lj.cge(-1), "`faulty` must be a positive int"),
+        (lambda: lj.cge(1, decay=1.5), "`decay` must be in"),
+        (lambda: lj.cge(1, decay=1), "`decay` must be less than 1"),
+    ],
+)
+def test_refuses(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (lj.sgp(graph.ring(3)), "one of 4 workers"),
+        (lj.dpsgd(graph.ring(8)), "one of 4 workers"),
+        (lj.pairwise(topology=graph.exponential(8)), "one of 4 workers"),
+        (lj.cge(4), r"less than the number of workers \(4\)"),
+    ],
+)
+def test_refuses_another_number_of_workers(tx, message):
+    workers = lj.Workers(1, 4, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=message):
+        workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((4, 2))))
+
+
+@pytest.mark.parametrize("method", [lj.dpsgd, lj.adpsgd, lj.sgp, lj.osgp])
+def test_a_graph_may_be_built_for_the_workers_at_hand(method):
+    build = graph.bipartite_exponential
+    built, given = (make(method(g), 4).train()[0] for g in (build, build(4)))
+    close(built, given)
+    with pytest.raises(ValueError, match="balanced|pair"):
+        make(lj.adpsgd(lambda W: UNEQUAL), 4)
+
+
+def test_pairwise_needs_the_loss_if_it_goes_by_it():
+    tx = lj.pairwise("loss")
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="value=loss"):
+        workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((2, 2))))

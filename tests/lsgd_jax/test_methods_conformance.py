@@ -1,0 +1,234 @@
+"""One table of all methods, run through what every method keeps to."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import METHODS, Run, exchanges, run_of
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+from lsgd_jax.diagnostics import waiting
+
+
+every_method = pytest.mark.parametrize("name", METHODS)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+SICK = 1
+
+
+def rows(tree, keep):
+    return jax.tree.map(lambda x: np.asarray(x)[keep], tree)
+
+
+@functools.cache
+def base_alone(W):
+    return Run(optax.sgd(0.1), 1, W, 1).train()[0]
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.alone])
+def test_one_worker_is_the_base_optimizer(name):
+    """With momentum, so that what the base sees must be untouched as well.
+
+    To 1e-6: XLA fuses the two programs differently.
+    """
+    base = optax.sgd(0.1, momentum=0.9, nesterov=True)
+    run = Run(METHODS[name].chain(1, base), 1, 1, 1)
+    for a, b in zip(run.train()[0], momentum_alone()):
+        chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@functools.cache
+def momentum_alone():
+    return Run(optax.sgd(0.1, momentum=0.9, nesterov=True), 1, 1, 1).train()[0]
+
+
+@every_method
+def test_the_same_numbers_on_every_executor(name):
+    """One worker per device, and nodes that are split with four workers per device."""
+    one, other = (run_of(name, 4, 2, devices).train()[0] for devices in (8, 2))
+    for a, b in zip(one, other):
+        close(a, b)
+    check_comes_together(name, one)
+
+
+@every_method
+def test_one_node_or_one_local_and_an_odd_number_of_workers(name):
+    grids = ((1, 5, 5), (5, 1, 1))
+    if 5 in METHODS[name].refuses:
+        for grid in grids:
+            with pytest.raises(ValueError, match="a power of two"):
+                run_of(name, *grid)
+        return
+    one, other = (run_of(name, *grid).train()[0] for grid in grids)
+    check_comes_together(name, one)
+    check_comes_together(name, other)
+    if name != "lsgd":  # whose two levels are not the same groups
+        for a, b in zip(one, other):
+            close(a, b)
+
+
+def check_comes_together(name, seen):
+    """The workers are closer to one another than those that never communicate."""
+    alone = base_alone(len(seen[0]["w"]))
+    apart = lambda tree: float(lj.consensus_distance(jax.tree.map(jnp.asarray, tree)))
+    if METHODS[name].first and METHODS[name].then is None:
+        # Not the parameters but their steps come together.
+        move = lambda seen: jax.tree.map(np.subtract, seen[1], seen[0])
+        assert apart(move(seen)) < 1e-3 * apart(move(alone))
+    else:
+        assert apart(seen[-1]) < 0.9 * apart(alone[-1])
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "for_ever"])
+@every_method
+def test_a_non_finite_worker_stays_alone_and_is_healed_or_reported(name, lasting):
+    run = run_of(name, 4, 2, 8)
+    batches = list(run.batches)
+    for t in range(1, len(batches) if lasting else 2):
+        target = batches[t]["w"].at[SICK].set(jnp.nan)
+        batches[t] = {"w": target, "b": batches[t]["b"].at[SICK].set(jnp.inf)}
+    seen, state = run.train(batches)
+    healthy, _ = run.train()
+    for params in seen:
+        chex.assert_tree_all_finite(params)  # the others', and what is left of its own
+    healed = sum(level.healed for level in lj.diagnostics(state))
+    others = np.arange(run.W) != SICK
+    assert healed[SICK] >= 1 and not healed[others].any()
+    if not lasting:
+        assert not waiting(state).any()
+        chex.assert_tree_all_finite(state)
+    # The worker was alive before, and its illness did make a difference.
+    close(seen[0], healthy[0])
+    assert np.abs(rows(seen[-1], SICK)["b"] - rows(healthy[-1], SICK)["b"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.first])
+def test_everybody_sick_at_once(name):
+    """Who has a center goes back to it when due; what is under way heals; others wait."""
+    run = run_of(name, 4, 2, 8)
+    batches = list(run.batches)
+    batches[2] = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), batches[2])
+    seen, state = run.train(batches)
+    for params in seen:
+        chex.assert_tree_all_finite(params)
+    chex.assert_tree_all_finite(lj.center(seen[-1], state))
+    if name == "osgp_delayed":
+        assert not waiting(state).any()
+        return
+    close(seen[2], seen[1])
+    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle")
+    if name.startswith(with_center):
+        assert not waiting(state).any()
+        assert (sum(level.healed for level in lj.diagnostics(state)) == 1).all()
+    else:
+        assert waiting(state).all()
+        close(seen[-1], seen[1])
+
+
+@every_method
+def test_compiles_once_and_state_keeps_its_types(name):
+    run = run_of(name, 4, 2, 8)
+    params = run.workers.put(run.start)
+    before = run.init(params)
+    described = lambda x: (x.shape, x.dtype, x.sharding, x.aval.weak_type)
+    kept = jax.tree.map(described, (params, before))
+    _, after = run.step(params, before, run.workers.put(run.batches[0]))
+    params, after = run.step(params, after, run.workers.put(run.batches[0]))
+    assert jax.tree.map(described, (params, after)) == kept
+    assert run.step._cache_size() == 1
+
+
+@every_method
+def test_bfloat16_parameters_stay_bfloat16(name):
+    run = run_of(name, 4, 2, 8)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.start)
+    state = jax.eval_shape(run.init, half)
+    params, after = jax.eval_shape(run.step, half, state, half)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+@every_method
+def test_communicates_on_due_steps_only_and_what_it_says(name):
+    """Read from the compiled program of 8 workers on 8 devices."""
+    method, run = METHODS[name], run_of(name, 4, 2, 8)
+    always, in_branches = exchanges(run.text)
+    _, state = run.train()
+    pulls = lj.diagnostics(state)
+    assert all(level.period % method.due == 0 for level in pulls) or method.first
+    said = [
+        level.payload
+        for level, rounds in zip(pulls, method.rounds(run.W), strict=True)
+        for _ in range(rounds)
+    ]
+    if method.due > 1:
+        assert always == 0
+    assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
+
+
+@every_method
+def test_predicates_of_communication_are_the_same_on_all_workers(name):
+    """By type: whatever decides on a branch with collectives varies over no axis."""
+    tx = METHODS[name].chain(8, optax.sgd(0.1))
+    run = run_of(name, 4, 2, 8)
+    axes = ("node", "local")
+    mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    is_shared = lambda node: isinstance(node, lj.Shared)
+    params = run.workers.put(run.start)
+    state = run.init(params)
+    specs = jax.tree.map(
+        lambda n: P() if is_shared(n) else P(axes), state, is_leaf=is_shared
+    )
+    one = lambda tree: jax.tree.map(
+        lambda n: n if is_shared(n) else n[0], tree, is_leaf=is_shared
+    )
+
+    def update(params, state, value):
+        updates, _ = tx.update(one(params), one(state), one(params), value=value[0])
+        return jax.tree.map(lambda u: u[None], updates)
+
+    update = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=P(axes)
+    )
+    program = jax.make_jaxpr(update)(params, state, jnp.ones(8))
+    decided = 0
+    for equation in _equations(program.jaxpr):
+        if equation.primitive.name == "cond":
+            inside = {
+                inner.primitive.name
+                for branch in equation.params["branches"]
+                for inner in _equations(branch.jaxpr)
+            }
+            if any(n.startswith(("psum", "ppermute", "all_gather")) for n in inside):
+                assert not equation.invars[0].aval.manual_axis_type.varying
+                decided += 1
+    assert decided > 0 or exchanges(run.text)[0] > 0
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+@every_method
+def test_ignores_extra_arguments_and_needs_parameters(name):
+    method = METHODS[name]
+    tx = method.make(1)
+    workers = lj.Workers(1, 1, devices=jax.devices()[:1])
+    x = workers.put(jnp.ones((1, 2)))
+    state = workers.map(tx.init)(x)
+    call = lambda x, s: tx.update(x, s, x, value=x.sum(), something=0)[0]
+    chex.assert_shape(workers.map(call)(x, state), (1, 2))
+    if not method.first:
+        with pytest.raises(ValueError, match="needs the parameters"):
+            workers.map(lambda x, s: tx.update(x, s, value=x.sum())[0])(x, state)

@@ -1,0 +1,154 @@
+"""Gossip graphs: what they join, how they are colored, what they refuse."""
+
+import math
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsgd_jax import topology
+
+
+BUILDERS = {
+    "ring": topology.ring,
+    "exponential": topology.exponential,
+    "bipartite_exponential": topology.bipartite_exponential,
+    "complete": topology.complete,
+}
+
+
+def edges(round):
+    return sorted(edge for permutation in round for edge in permutation)
+
+
+def check_round(round, num_workers):
+    """No self-loops, no edge twice, and permutations that are ones."""
+    joined = edges(round)
+    assert len(set(joined)) == len(joined)
+    assert all(i != j for i, j in joined)
+    assert all(0 <= i < num_workers for edge in joined for i in edge)
+    for permutation in round:
+        for side in zip(*permutation):
+            assert len(set(side)) == len(side)
+
+
+@pytest.mark.parametrize("num_workers", range(1, 13))
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_number_of_workers(name, num_workers):
+    graph = BUILDERS[name](num_workers)
+    for round in graph.rounds:
+        check_round(round, num_workers)
+    assert graph.balanced
+    np.testing.assert_allclose(graph.mixing.sum(axis=1), 1)
+    # In the long run everybody hears of everybody.
+    assert graph.spectral_gap > 0.05
+    assert str(num_workers) in str(graph)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_colors_are_as_few_as_the_largest_degree(seed):
+    draw = random.Random(seed)
+    num_workers = draw.randint(2, 9)
+    possible = [(i, j) for i in range(num_workers) for j in range(num_workers) if i != j]
+    chosen = draw.sample(possible, draw.randint(1, len(possible)))
+    graph = topology.from_edges([chosen], num_workers)
+    check_round(graph.rounds[0], num_workers)
+    assert edges(graph.rounds[0]) == sorted(chosen)
+    assert topology.from_edges([chosen[::-1]], num_workers) == graph
+    degrees = [sum(e[side] == i for e in chosen) for side in (0, 1) for i in range(9)]
+    assert len(graph.rounds[0]) == max(degrees)
+
+
+def test_exponential_hops():
+    rounds = topology.exponential(8).rounds
+    assert [edges(round)[0] for round in rounds] == [(0, 1), (0, 2), (0, 4)]
+    assert [edges(round)[0] for round in topology.exponential(5).rounds] == [
+        (0, 1),
+        (0, 2),
+        (0, 4),
+    ]
+    two = topology.exponential(8, peers=2)
+    assert [edges(round)[:2] for round in two.rounds] == [
+        [(0, 1), (0, 2)],
+        [(0, 1), (0, 4)],
+        [(0, 2), (0, 4)],
+    ]
+    assert (two.out_degrees == 2).all()
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 7, 8])
+def test_bipartite_pairs_are_mutual_and_alternate(num_workers):
+    graph = topology.bipartite_exponential(num_workers)
+    assert graph.paired
+    for round in graph.rounds:
+        assert len(edges(round)) == num_workers - num_workers % 2
+        if num_workers % 2 == 0:
+            assert all((i + j) % 2 for i, j in edges(round))
+    assert not topology.exponential(4).then(1, topology.ring(4)).paired
+
+
+@pytest.mark.parametrize("num_workers", [3, 4, 8])
+def test_spectral_gaps_are_the_known_ones(num_workers):
+    known = 1 - abs(1 / 3 + 2 / 3 * math.cos(2 * math.pi / num_workers))
+    assert topology.ring(num_workers).spectral_gap == pytest.approx(known)
+    assert topology.complete(num_workers).spectral_gap == pytest.approx(1)
+    apart = topology.from_edges([[(0, 1), (1, 0)]], num_workers)
+    assert apart.spectral_gap == pytest.approx(0)
+
+
+def test_one_peer_exponential_gives_the_mean_in_m_rounds():
+    graph = topology.exponential(16)
+    product = np.eye(16)
+    for matrix in graph.mixing:
+        product = matrix @ product
+    np.testing.assert_allclose(product, 1 / 16)
+    assert graph.spectral_gap == 1
+
+
+def test_unequal_degrees():
+    star = topology.from_edges([[(0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0)]])
+    assert star.num_workers == 4
+    assert star.out_degrees.tolist() == [[3, 1, 1, 1]]
+    assert star.mixing[0, :, 0].tolist() == [0.25] * 4
+    assert not star.balanced
+
+
+def test_then_changes_the_graph_at_a_step():
+    graph = topology.exponential(8).then(4, topology.exponential(8, peers=2))
+    graph = graph.then(8, topology.ring(8))
+    at = [int(graph.round_at(jnp.int32(t))) for t in range(1, 11)]
+    assert at == [0, 1, 2, 0, 3, 4, 5, 3, 6, 6]
+    assert graph.spectral_gap == topology.ring(8).spectral_gap
+
+
+def test_graphs_are_values():
+    assert topology.ring(4) == topology.ring(4)
+    assert hash(topology.ring(4)) == hash(topology.ring(4))
+    assert topology.ring(4) != topology.complete(4)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: topology.ring(0), "`num_workers` must be a positive int"),
+        (lambda: topology.complete(2.5), "`num_workers` must be a positive int"),
+        (lambda: topology.exponential(8, peers=0), "`peers` must be a positive int"),
+        (lambda: topology.exponential(8, peers=4), "`peers` must be at most 3"),
+        (lambda: topology.from_edges([]), "at least one round"),
+        (lambda: topology.from_edges([[(0, 1)], []]), "none in round 1"),
+        (lambda: topology.from_edges([[(0, 1), (1, 1)]]), "must not send to itself"),
+        (lambda: topology.from_edges([[(0, 1), (0, 1)]]), "may occur once in a round"),
+        (lambda: topology.from_edges([[(0, 4)]], 4), r"workers in 0\.\.3"),
+        (lambda: topology.from_edges([[(0, -1)]], 4), r"workers in 0\.\.3"),
+        (lambda: topology.ring(4).then(0, topology.ring(4)), "`steps` must be a positive"),
+        (lambda: topology.ring(4).then(3, topology.ring(5)), "one of 4 workers"),
+        (
+            lambda: topology.ring(4).then(3, topology.ring(4)).then(3, topology.ring(4)),
+            "after the last change at 3",
+        ),
+    ],
+)
+def test_refuses(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

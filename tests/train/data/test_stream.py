@@ -1,0 +1,304 @@
+"""Images read ahead from files: which ones, broken ones, how far ahead, how it ends."""
+
+import contextlib
+import shutil
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from images import make_folder
+
+from train.data import decode, imagenet, stream
+from train.data.arrays import DataError
+from train.data.sampler import EpochSampler, parts
+from train.data.stream import Stream
+from train.run.in_flight import Backlog
+
+
+SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3
+
+
+class Grid:
+    """Stands for the grid in a process that owns some of 4 workers; places nothing."""
+
+    num_workers = 4
+
+    def __init__(self, first=0, last=4):
+        self.owned = range(first, last)
+
+    def put_owned(self, tree):
+        return tree
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """24 training images of 3 classes and 9 to test with, none of them broken."""
+    return make_folder(tmp_path_factory.mktemp("images") / "data")
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "data")
+
+
+def make_stream(folder, grid=None, *, shard=False, ahead=2, warn=pytest.fail):
+    """A stream of small batches; 8 steps make an epoch (2 with parts of their own)."""
+    data = imagenet.load(folder, SIZE)
+    count = len(data.train.labels)
+    return Stream(
+        data,
+        EpochSampler(count // (4 if shard else 1), BATCH, SEED),
+        grid or Grid(),
+        parts(count, 4, SEED) if shard else None,
+        2,
+        seed=SEED,
+        threads=THREADS,
+        ahead=ahead,
+        warn=warn,
+    )
+
+
+def take(stream, start, stop):
+    with contextlib.closing(stream.batches(range(start, stop))) as batches:
+        return list(batches)
+
+
+def cropped(path, worker, step, place):
+    """The part of an image that a worker sees at a place in a batch."""
+    rng = np.random.default_rng([SEED, worker, step, place, stream.CROPS])
+    box_of = lambda width, height: decode.random_box(width, height, rng)
+    return decode.read(path, SIZE, box_of)
+
+
+def assert_equal(some, others):
+    some, others = jax.tree.leaves(some), jax.tree.leaves(others)
+    assert len(some) == len(others) > 0
+    for one, other in zip(some, others):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The paths of the files read, in order."""
+    paths, original = [], decode.read
+    note = lambda path, *rest: paths.append(path) or original(path, *rest)
+    monkeypatch.setattr(decode, "read", note)
+    return paths
+
+
+def readers():
+    return [x for x in threading.enumerate() if x.name.startswith("grain")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running():
+    """After each test all readers end; a thread may finish the image that it is at."""
+    yield
+    deadline = time.monotonic() + 10
+    while readers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not readers()
+
+
+# Which images
+
+
+def test_a_batch_holds_random_parts_of_the_images_of_the_sampler(folder):
+    files = imagenet.load(folder).train
+    sampler = EpochSampler(24, BATCH, SEED)
+    for step, batch in zip((9, 10), take(make_stream(folder), 9, 11)):
+        pixels, labels, valid = batch
+        assert pixels.shape == (4, BATCH, SIZE, SIZE, 3) and pixels.dtype == np.uint8
+        assert labels.dtype == np.int32 and valid.all()
+        rows = sampler.rows(step, range(4))
+        np.testing.assert_array_equal(labels, files.labels[rows])
+        for (worker, place), row in np.ndenumerate(rows):
+            expected = cropped(files.path(row), worker, step, place)
+            np.testing.assert_array_equal(pixels[worker, place], expected)
+
+
+def test_reading_begins_at_any_step_and_goes_on_over_epochs(folder):
+    reader = make_stream(folder)
+    whole = take(reader, 0, 20)
+    assert_equal(take(reader, 7, 20), whole[7:])
+    assert_equal(take(make_stream(folder, ahead=5), 16, 18), whole[16:18])
+    assert take(reader, 20, 20) == []
+    seen = np.sort(np.concatenate([labels for _, labels, _ in whole[:8]], axis=1))
+    assert (seen == np.repeat([0, 1, 2], 8)).all()
+
+
+def test_a_process_reads_what_its_workers_need_and_the_same(folder, read):
+    whole = take(make_stream(folder), 3, 6)
+    first, rest = make_stream(folder, Grid(0, 1)), make_stream(folder, Grid(1, 4))
+    read.clear()
+    both = take(first, 3, 6), take(rest, 3, 6)
+    assert_equal(jax.tree.map(lambda *x: np.concatenate(x), *both), whole)
+    assert len(read) == 3 * 4 * BATCH
+
+
+def test_workers_may_have_parts_of_their_own(folder, read):
+    seen = []
+    for worker in range(4):
+        reader = make_stream(folder, Grid(worker, worker + 1), shard=True)
+        read.clear()
+        take(reader, 0, 4)
+        seen.append(set(read))
+    assert all(len(own) == 6 for own in seen) and len(set.union(*seen)) == 24
+
+
+def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
+    reader, files = make_stream(folder), imagenet.load(folder).test
+    for _ in range(2):  # each time anew
+        batches = list(reader.test_batches)
+        assert [pixels.shape for pixels, *_ in batches] == [(4, 2, SIZE, SIZE, 3)] * 2
+        together = [np.concatenate(x) for x in zip(*batches)]
+        pixels, labels, valid = (x.reshape(16, *x.shape[2:]) for x in together)
+        assert valid.tolist() == [True] * 9 + [False] * 7
+        np.testing.assert_array_equal(labels[:9], files.labels)
+        for row in range(9):
+            expected = decode.read(files.path(row), SIZE, decode.center_box)
+            np.testing.assert_array_equal(pixels[row], expected)
+    mine = list(make_stream(folder, Grid(2, 4)).test_batches)
+    assert_equal(mine, jax.tree.map(lambda x: x[2:], batches))
+
+
+# Files that can not be read
+
+
+def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
+    good = take(make_stream(copied), 0, 8)
+    broken = [copied / "train" / "bee" / f"{i}.JPEG" for i in (2, 3)]  # rows 10 and 11
+    broken[0].write_bytes(b"no image")
+    broken[1].write_bytes(broken[1].read_bytes()[:700])
+    said, said_by_another = [], []
+    reader = make_stream(copied, warn=said.append)
+    got = take(reader, 0, 8)
+    assert_equal(take(reader, 5, 8), got[5:])  # broken ones are known now
+    assert_equal(take(make_stream(copied, warn=said_by_another.append), 5, 8), got[5:])
+    reasons = dict(line.split(" is left out, it can not be read: ") for line in said)
+    assert len(said) == 2 and reasons.keys() == set(map(str, broken))
+    assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP or WebP image"
+    assert "truncated" in reasons[str(broken[1])]
+
+    files, sampler = imagenet.load(copied).train, EpochSampler(24, BATCH, SEED)
+    for step in range(8):
+        expected = good[step][0].copy()
+        for (worker, place), row in np.ndenumerate(sampler.rows(step, range(4))):
+            if row in (10, 11):
+                expected[worker, place] = cropped(files.path(12), worker, step, place)
+        np.testing.assert_array_equal(got[step][0], expected)
+        assert_equal(got[step][1:], good[step][1:])  # the same class
+
+
+def test_the_first_image_of_a_worker_follows_its_last_one(copied, read):
+    missing = copied / "train" / "cat" / "7.JPEG"
+    missing.unlink()
+    missing.symlink_to("nowhere")
+    said = []
+    batches = take(make_stream(copied, warn=said.append), 0, 8)
+    why = "is left out, it can not be read: No such file or directory"
+    assert said == [f"{missing} {why}"]
+    seen = np.sort(np.concatenate([labels for _, labels, _ in batches], axis=1))
+    assert (seen == np.repeat([0, 1, 2], [9, 8, 7])).all()
+
+    own = parts(24, 4, SEED)
+    worker, place = np.argwhere(own == 23)[0]
+    following = own[worker][(place + 1) % 6]
+    grid = Grid(worker, worker + 1)
+    reader = make_stream(copied, grid, shard=True, warn=said.append)
+    read.clear()
+    take(reader, 0, 2)
+    files = imagenet.load(copied).train
+    assert sorted(read) == sorted(files.path(row) for row in [*own[worker], following])
+
+
+def test_a_broken_test_image_does_not_count(copied):
+    (copied / "val" / "bee" / "1.JPEG").write_bytes(b"")
+    said = []
+    reader = make_stream(copied, warn=said.append)
+    for _ in range(2):
+        valid = np.concatenate([valid.ravel() for *_, valid in reader.test_batches])
+        assert valid.tolist() == [True] * 4 + [False] + [True] * 4 + [False] * 7
+    assert len(said) == 1 and "val/bee/1.JPEG is left out" in said[0]
+
+
+def test_files_are_not_named_for_ever(copied, monkeypatch):
+    monkeypatch.setattr(stream, "MOST_NAMED", 3)
+    for path in (copied / "train" / "ant").iterdir():
+        path.write_bytes(b"")
+    said = []
+    take(make_stream(copied, warn=said.append), 0, 8)
+    assert len(said) == 4 and "these are not named any more" in said[-1]
+
+
+def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch):
+    monkeypatch.setattr(stream, "MOST_SKIPPED", 5)
+    reader = make_stream(copied, warn=lambda text: None)
+    with contextlib.closing(reader.batches(range(100))) as batches:
+        next(batches)
+        shutil.rmtree(copied)
+        with pytest.raises(DataError, match="5 images in a row can not be read, .*No such"):
+            list(batches)
+
+
+def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
+    reader = make_stream(folder)
+
+    def no_memory(*_):
+        raise MemoryError("no room for an image")
+
+    monkeypatch.setattr(decode, "read", no_memory)
+    with pytest.raises(MemoryError, match="no room for an image"):
+        take(reader, 0, 1)
+
+
+# How far ahead, and how it ends
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_what_is_read_ahead_is_bounded(folder, ahead, read):
+    reader = make_stream(folder, ahead=ahead)
+    read.clear()
+
+    def reads_when_nothing_moves():
+        before = -1
+        while before != len(read):
+            before = len(read)
+            time.sleep(0.3)
+        return before
+
+    with contextlib.closing(reader.batches(range(50))) as batches:
+        assert reads_when_nothing_moves() == 0
+        for taken in (1, 2, 3):
+            next(batches)
+            # Two more are placed already, and `ahead` are decoded.
+            assert reads_when_nothing_moves() == (taken + 2 + ahead) * 4 * BATCH
+        assert 0 < len(readers()) <= THREADS + 1
+
+
+def test_closing_ends_the_threads_at_any_time(folder):
+    reader = make_stream(folder, ahead=50)
+    for steps in (0, 1, 3):
+        batches = reader.batches(range(10**9))
+        for _ in range(steps):
+            next(batches)
+        batches.close()
+        with pytest.raises(StopIteration):
+            next(batches)
+    for batch in reader.test_batches:
+        assert len(batch) == 3
+        break  # what is given up is closed, too
+
+
+def test_only_so_many_steps_are_on_their_way():
+    class Result:
+        done = False
+
+        def block_until_ready(self):
+            self.done = True
+
+    backlog = Backlog(2)
+    results = [backlog.add(Result()) for _ in range(5)]
+    assert [result.done for result in results] == [True] * 3 + [False] * 2

@@ -1,0 +1,242 @@
+"""Whole runs over images in files: resuming, tests, and what goes wrong on the way."""
+
+import contextlib
+import dataclasses
+import shutil
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from images import make_folder
+
+import lsgd_jax as lj
+from configs.imagenet_resnet50 import CONFIG
+from train.__main__ import main
+from train.config import DataConfig, OptimizerConfig, WorkersConfig
+from train.data import decode, imagenet
+from train.data.arrays import DataError
+from train.metrics import log as records
+from train.metrics import progress as screen
+from train.run.loop import Run
+from train.task.experiment import Experiment
+from train.task.methods import Lsgd
+
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """24 training images of 3 classes and 9 to test with; one of each is broken."""
+    made = make_folder(tmp_path_factory.mktemp("images") / "data")
+    for path in (made / "train" / "cat" / "0.JPEG", made / "val" / "ant" / "0.JPEG"):
+        path.write_bytes(path.read_bytes()[:700])
+    return made
+
+
+def small(folder, run_dir, **changes):
+    """A quick experiment on a folder."""
+    config = dataclasses.replace(
+        CONFIG,
+        model="digits-cnn",
+        data=DataConfig("imagenet", dir=str(folder), crop=SIZE, reader_threads=2),
+        optimizer=OptimizerConfig(learning_rate=0.01, momentum=0.9),
+        workers=WorkersConfig(nodes=1, locals=2),
+        method=Lsgd(0.1, 0.0, 2, 4),
+        steps=8,
+        batch_size=4,
+        log_every=4,
+        test_every=4,
+        checkpoint_every=4,
+        run_dir=str(run_dir),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def endless(folder, run_dir):
+    return small(folder, run_dir, steps=10**9, test_every=10**9, checkpoint_every=10**9)
+
+
+def numbers_of(state):
+    """All numbers of a training state, on the host; random keys by those they hold."""
+    key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    plain = lambda x: jax.random.key_data(x) if key(x) else x
+    return [np.asarray(plain(x)) for x in jax.tree.leaves(state)]
+
+
+def no_readers():
+    return not [x for x in threading.enumerate() if x.name.startswith("grain-thread")]
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run to the end with batch statistics, reestimated: (run, result)."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    traces, step = [], Experiment._step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experiment, "_step", lambda *args: traces.append(1) or step(*args))
+        run = Run(small(folder, run_dir, model="digits-bn"))
+        result = run.train()
+    assert len(traces) == 2  # two traces make a compilation
+    return run, result
+
+
+def test_resuming_is_exact_to_the_bit(finished, folder, tmp_path, capsys):
+    """run(8) equals run(4), stop, resume, run(4), read with other threads and buffers."""
+    run, result = finished
+    config = small(folder, tmp_path / "run", model="digits-bn")
+    Run(dataclasses.replace(config, steps=4)).train()
+    assert no_readers()
+    data = dataclasses.replace(config.data, reader_threads=3, read_ahead=1)
+    second = Run(dataclasses.replace(config, data=data, resume=True))
+    assert second.step == 4
+    again = second.train()
+    some, others = numbers_of(run.state), numbers_of(second.state)
+    assert len(some) == len(others) > 20
+    for one, other in zip(some, others):
+        np.testing.assert_array_equal(one, other)
+    tests = lambda folder: [
+        {name: value for name, value in event.items() if name != "seconds"}
+        for event in records.read(folder)["test"]
+    ]
+    assert tests(again.folder) == tests(result.folder)
+    assert [event["step"] for event in tests(result.folder)] == [4, 8]
+    printed = capsys.readouterr().out  # of two sessions
+    assert printed.count("cat/0.JPEG is left out") == 2 == printed.count("ant/0.JPEG is")
+
+
+def test_the_step_needs_nothing_from_the_host(finished):
+    run, _ = finished
+    experiment, state = run.experiment, run.experiment.init()
+    with contextlib.closing(experiment.batches(range(3))) as batches:
+        for batch in batches:
+            with jax.transfer_guard("disallow"):
+                state, _ = experiment.step(state, experiment.data, batch)
+
+
+def test_statistics_are_reestimated_from_the_files(finished):
+    run, _ = finished
+    experiment = run.experiment
+    center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
+    got = experiment._stats_from_data(center, stats)
+    keys, kernel, means = experiment._worker_keys(), center["Conv_0"]["kernel"], []
+    for step in range(6):  # an epoch
+        pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
+        for worker in range(2):
+            image_key, _ = jax.random.split(keys[worker])
+            x = experiment._transforms.train(image_key, pixels[worker])
+            layout = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, layout)
+            means.append(np.asarray(y).mean(axis=(0, 1, 2)))
+    first = got["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
+
+
+def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
+    data = shutil.copytree(folder, tmp_path / "data")
+    run = Run(small(data, tmp_path / "run", steps=40, test_every=40))
+    result = run.train()
+    events = records.read(result.folder)
+    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
+    start = events["start"][0]
+    sizes = [start[name] for name in ("train_images", "test_images", "classes")]
+    assert sizes == [24, 9, 3]
+    printed = capsys.readouterr().out
+    assert printed.count("warning: ") == printed.count("is left out") == 2
+
+    files = imagenet.load(data).test
+    params, wrong = jax.tree.map(lambda x: x[1], run.state.params), 0
+    for row in range(1, 9):
+        pixels = decode.read(files.path(row), SIZE, decode.center_box)
+        x = run.experiment._transforms.test(jnp.asarray(pixels[None]))
+        logits = run.experiment._model.apply({"params": params}, x, False)
+        wrong += int(np.argmax(logits) != files.labels[row])
+    assert run.experiment.test_worker(run.state, 1).error == pytest.approx(100 * wrong / 8)
+    shutil.rmtree(data / "val")
+    with pytest.raises(DataError, match="no image to test with can be read any more"):
+        run.experiment.test_worker(run.state, 1)
+
+
+def test_data_that_vanish_end_the_run_with_a_checkpoint(folder, tmp_path):
+    data = shutil.copytree(folder, tmp_path / "data")
+    run = Run(endless(data, tmp_path / "run"))
+    step = run.experiment.step
+
+    def vanishing(*arguments):
+        if run.step == 3:
+            shutil.rmtree(data)
+        return step(*arguments)
+
+    run.experiment.step = vanishing
+    with pytest.raises(DataError, match="24 images in a row can not be read"):
+        run.train()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert int(saved.name) == run.step > 3 and no_readers()
+
+
+def test_when_data_vanish_the_command_says_how_to_go_on(
+    folder, tmp_path, capsys, monkeypatch
+):
+    def vanished(_):
+        raise DataError("the disk is gone")
+
+    monkeypatch.setattr(Run, "train", vanished)
+    command = "imagenet-resnet50 --model digits-cnn --batch-size 4 --data.crop 16"
+    where = ["--data.dir", str(folder), "--run-dir", str(tmp_path / "run")]
+    assert main([*command.split(), "--workers.locals", "2", *where]) == 1
+    assert capsys.readouterr().err == (
+        "error: the disk is gone; to go on later: python -m train imagenet-resnet50 "
+        f"--run-dir {tmp_path / 'run'} --resume\n"
+    )
+
+
+def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
+    run, result = finished
+    copy = shutil.copytree(result.folder, tmp_path / "run")
+    before = sorted(copy.rglob("*"))
+    other = make_folder(tmp_path / "other", classes=("ant", "bee"))
+    data = dataclasses.replace(run.config.data, dir=str(other))
+    config = dataclasses.replace(run.config, data=data, run_dir=str(copy), resume=True)
+    with pytest.raises(ValueError, match="is a run on other data: with 24 train images"):
+        Run(config)
+    assert sorted(copy.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "number, times",
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
+    ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
+)
+def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
+    config = endless(folder, tmp_path / "run")
+    shard = dataclasses.replace(config.data, shard=True)
+    run = Run(dataclasses.replace(config, data=shard))
+    assert run.experiment.sampler.steps_per_epoch == 3
+    step = run.experiment.step
+
+    def interrupted(*arguments):
+        if run.step == 5:
+            for _ in range(times):
+                signal.raise_signal(number)
+        return step(*arguments)
+
+    run.experiment.step = interrupted
+    if times == 1:
+        result = run.train()
+        assert result.stopped_by == number and result.step == 6 and result.saved
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    assert no_readers()
+
+
+def test_every_process_warns_of_its_own_files(monkeypatch, capsys):
+    monkeypatch.setattr(screen, "is_main", lambda: False)
+    shown = screen.Screen(10)
+    shown.warn("for all to know")
+    shown.warn_here("a.jpeg is left out")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "warning: a.jpeg is left out\n")

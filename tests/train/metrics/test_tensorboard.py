@@ -1,0 +1,68 @@
+"""TensorBoard's files: values come back, and errors neither last nor block."""
+
+import errno
+import os
+import struct
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import RecordWriter
+
+from train.metrics import tensorboard as board
+from train.metrics.tensorboard import Board
+
+
+def values(folder):
+    """(name, step, value) of each event of a folder, file after file."""
+    found = []
+    for path in sorted(folder.iterdir(), key=lambda path: int(path.suffix[1:])):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(x.tag, event.step, x.simple_value) for x in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def test_values_come_back(tmp_path):
+    writer = Board(tmp_path / "tensorboard")
+    writer.add(1, {"train/loss": 0.5, "train/steps": 3})
+    writer.add(2, {"train/loss": 0.25})
+    writer.close()
+    expected = [("train/loss", 1, 0.5), ("train/steps", 1, 3.0), ("train/loss", 2, 0.25)]
+    assert values(tmp_path / "tensorboard") == expected
+
+
+def test_what_is_held_back_is_written_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(board, "FLUSH_S", 0)
+    writer = Board(tmp_path)
+    writer.add(1, {"a": 1.0})
+    assert values(tmp_path) == [("a", 1, 1.0)]
+    writer.close()
+
+
+def test_a_disk_that_was_full_for_a_while_blocks_nothing(tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = Board(tmp_path)
+    writer.add(1, {"a": 1.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", full)
+        for step in range(2, 50):  # more than any queue would hold
+            with pytest.raises(OSError, match="No space left"):
+                writer.add(step, {"a": 1.0})
+    writer.add(50, {"a": 2.0})
+    writer.close()
+    assert values(tmp_path) == [("a", 1, 1.0), ("a", 50, 2.0)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_an_error_at_the_end_is_raised_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(board, "RecordWriter", lambda path: RecordWriter("/dev/full"))
+    writer = Board(tmp_path)
+    writer.add(1, {"a": 1.0})  # is held back
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    writer.close()

@@ -1,0 +1,471 @@
+"""Going on with other workers: who comes from whom, and what every method keeps."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import Tiny
+
+import lsgd_jax as lj
+from configs.digits import CONFIG
+from train import cli
+from train import config as configuration
+from train.__main__ import main
+from train.config import OptimizerConfig, WorkersConfig
+from train.metrics import log as records
+from train.metrics import plots as figures
+from train.run import resharding as elastic
+from train.run.checkpoints import Checkpoints, latest_notes
+from train.run.loop import Run
+from train.task.experiment import TrainState, make_optimizer
+from train.task.methods import METHODS, Dpsgd, Lsgd, Osgp
+from train.task.models import MODELS
+
+
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setitem(MODELS, "digits-cnn", Tiny)
+    monkeypatch.setattr("train.run.loop.draw", lambda folder: [])
+
+
+SMALL = dataclasses.replace(
+    CONFIG,
+    workers=WorkersConfig(nodes=2, locals=2),
+    method=Lsgd(local_period=2, global_period=4, loss_window=3),
+    optimizer=OptimizerConfig(learning_rate=0.1, momentum=0.9),
+    steps=6,
+    batch_size=4,
+    log_every=2,
+    test_every=6,
+    checkpoint_every=6,
+)
+
+
+def on_host(tree):
+    """Of every leaf its path, whether it is shared, and its numbers."""
+    shared = lambda node: isinstance(node, lj.Shared)
+    plain = lambda x: jax.random.key_data(x) if is_key(x) else x
+    return {
+        jax.tree_util.keystr(path + rest): (shared(node), np.asarray(plain(leaf)))
+        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=shared)
+        for rest, leaf in jax.tree_util.tree_leaves_with_path(node)
+    }
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# Who comes from whom
+
+
+@pytest.mark.parametrize(
+    "old, new, scores, expected",
+    [
+        # Nothing changes; nobody is sorted within a node.
+        ((2, 2), (2, 2), [3, 1, 2, 0], [0, 1, 2, 3]),
+        # Fewer: the best of all, those of the node that is left stay first.
+        ((2, 4), (1, 4), [9, 1, 8, 7, 2, 6, 3, 5], [1, 4, 6, 7]),
+        ((2, 4), (1, 4), [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]),
+        ((2, 4), (1, 4), [7, 6, 5, 4, 3, 2, 1, 0], [4, 5, 6, 7]),
+        # The best two of each node; then the best four of one node, of whom two must move.
+        ((2, 4), (2, 2), [9, 1, 8, 2, 7, 3, 6, 4], [1, 3, 5, 7]),
+        ((2, 4), (2, 2), [1, 3, 2, 4, 9, 8, 7, 6], [0, 2, 1, 3]),
+        ((1, 4), (1, 1), [4, 3, 1, 2], [2]),
+        # More: copies of the node's leader, in a new node of the leader of all.
+        ((1, 4), (2, 4), [4, 3, 1, 2], [0, 1, 2, 3, 2, 2, 2, 2]),
+        ((2, 2), (2, 3), [4, 3, 1, 2], [0, 1, 1, 2, 3, 2]),
+        ((1, 1), (1, 4), [5], [0, 0, 0, 0]),
+        # Odd: nobody is lost while there is room, and the last place is the leader's.
+        ((2, 4), (3, 3), [1, 2, 3, 4, 0, 5, 6, 7], [0, 1, 2, 4, 5, 6, 3, 7, 4]),
+        ((3, 1), (1, 5), [2, 0, 1], [0, 1, 2, 1, 1]),
+        ((3, 3), (2, 2), [8, 7, 6, 5, 4, 3, 2, 1, 0], [6, 7, 5, 8]),
+        # As many, regrouped.
+        ((2, 4), (1, 8), [7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((1, 4), (4, 1), [3, 1, 0, 2], [2, 0, 1, 3]),
+        # Who is not finite goes first and is not copied, even as the best of its node.
+        ((2, 2), (1, 2), [INF, 3, 2, INF], [1, 2]),
+        ((2, 2), (2, 3), [INF, INF, 2, 1], [0, 1, 3, 2, 3, 3]),
+        # Nobody is finite, and ties: the lowest numbers.
+        ((2, 2), (1, 2), [INF] * 4, [0, 1]),
+        ((1, 2), (2, 2), [INF] * 2, [0, 1, 0, 0]),
+        ((2, 2), (2, 3), [1] * 4, [0, 1, 0, 2, 3, 2]),
+    ],
+)
+def test_who_comes_from_whom(old, new, scores, expected):
+    old, new = WorkersConfig(*old), WorkersConfig(*new)
+    assert elastic.sources(old, new, scores).tolist() == expected
+
+
+def chain_state(score, sick, params, target=True):
+    """As much of a training state as `scores` reads: a quarantine, two levels, params."""
+    losses = jnp.zeros((len(score), 1))
+    leader = jnp.zeros(len(score), jnp.int32)
+    level = lambda axes, score: lj.PullState(
+        count=lj.Shared(jnp.int32(1)),
+        healed=leader,
+        target=lj.LeaderState(losses, jnp.asarray(score), leader, None) if target else (),
+        axes=axes,
+        period=1,
+        payload=0,
+    )
+    levels = (level("local", -np.asarray(score)), level(("node", "local"), score))
+    opt_state = lj.QuarantineState(jnp.asarray(sick), levels)
+    return TrainState(params, {}, (), opt_state, None, lj.Shared(jnp.int32(1)))
+
+
+def test_scores_are_the_methods_own_or_else_the_recent_losses():
+    params = {"w": np.ones((3, 2)), "b": np.ones((3,))}
+    recent, healthy = np.array([3.0, 1.0, 2.0]), [False] * 3
+    own = chain_state([0.3, 0.1, np.nan], healthy, params)
+    np.testing.assert_allclose(elastic.scores(own, recent), [0.3, 0.1, INF])
+    none = chain_state([0.3, 0.1, np.nan], healthy, params, target=False)
+    np.testing.assert_array_equal(elastic.scores(none, recent), recent)
+    sick = chain_state([0.3, 0.1, 0.2], [False, True, False], params)
+    np.testing.assert_allclose(elastic.scores(sick, recent), [0.3, INF, 0.2])
+    broken = {"w": np.array([[1, 1], [1, 1], [1, np.nan]]), "b": np.array([1, np.inf, 1])}
+    lost = chain_state([0.3, 0.1, 0.2], healthy, broken)
+    np.testing.assert_allclose(elastic.scores(lost, recent), [0.3, INF, INF])
+
+
+# Every method
+
+
+def options(name):
+    small = {"period": 2, "switch_step": 4, "sync_period": 4, "group_size": 2}
+    return {k: v for k, v in small.items() if k in METHODS[name].__dataclass_fields__}
+
+
+class Toy:
+    """Workers that look for a point each, drawn by their key, in the trainer's state.
+
+    The compiled step takes no state but of one type and place.
+    """
+
+    def __init__(self, method, nodes, locals):
+        grid = WorkersConfig(nodes, locals)
+        config = dataclasses.replace(SMALL, workers=grid, method=method)
+        self.tx, self.workers = make_optimizer(config), lj.Workers(nodes, locals)
+        params = self.workers.replicate({"w": np.ones((2, 3), np.float32), "b": np.ones(4)})
+        self.fresh = TrainState(
+            params=params,
+            stats={"mean": params["b"]},
+            stats_state=(),
+            opt_state=self.workers.map(self.tx.init)(params),
+            key=self.workers.put(jax.random.split(jax.random.key(0), nodes * locals)),
+            step=self.workers.share(jnp.int32(0)),
+        )
+
+    @functools.cached_property
+    def step(self):
+        return self.workers.map(self._step).lower(self.fresh).compile()
+
+    def _step(self, state):
+        drawn = jax.random.key_data(state.key).astype(jnp.float32).sum()
+        point = jnp.sin(drawn + state.step.value)  # a key's own; compiles fast
+        grads = jax.tree.map(lambda x: x - point, state.params)
+        loss = optax.tree.norm(grads, squared=True)
+        tx, step = self.tx, lj.Shared(state.step.value + 1)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        params = lj.apply_updates(state.params, updates)
+        stats = jax.tree.map(lambda m: 0.9 * m + point, state.stats)
+        return TrainState(params, stats, (), opt_state, state.key, step), loss
+
+    def train(self, state, steps):
+        for _ in range(steps):
+            state, loss = self.step(state)
+        return state, np.asarray(loss)
+
+    def save(self, folder, state, losses):
+        grid = {"nodes": self.workers.nodes, "locals": self.workers.locals}
+        checkpoints = Checkpoints(folder, 3, pytest.fail)
+        notes = {"recent_losses": losses.tolist(), "workers": grid}
+        assert checkpoints.save(int(state.step.value), state, notes)
+        assert checkpoints.close()
+
+    def restore(self, folder):
+        checkpoints = Checkpoints(folder, 3, pytest.fail)
+        began = WorkersConfig(7, 7)  # the notes know better
+        restored = elastic.restore(checkpoints, self.fresh, self.workers, began)
+        assert checkpoints.close()
+        return restored
+
+
+def check_resized(method, before, restored):
+    """All that must hold between a state and the one resized from it."""
+    after, sources = on_host(restored.state), restored.resizing.sources
+    before, old = on_host(before), before
+    assert before.keys() == after.keys()
+    kept = shared = 0
+    for path, (is_shared, x) in before.items():
+        if path == ".key" or path.endswith((".weight", ".leader")):
+            continue  # renewed, see below
+        expected = x if is_shared else x[sources]
+        np.testing.assert_array_equal(after[path][1], expected, err_msg=path)
+        shared, kept = shared + is_shared, kept + (not is_shared)
+    assert shared >= 1 and kept >= 8
+    W = len(sources)
+    assert len(np.unique(after[".key"][1], axis=0)) == W
+    for path, (_, x) in after.items():
+        if path.endswith(".weight"):
+            assert x.sum() == W and method in ("sgp", "osgp", "gosgd")
+        if path.endswith(".leader"):
+            assert (x == -1).all()
+    if method in ("easgd", "downpour", "parle"):  # their model to test is the center
+        center = lambda state: on_host(lj.center(state.params, state.opt_state))
+        for path, (_, x) in center(old).items():
+            np.testing.assert_array_equal(center(restored.state)[path][1], x)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
+    method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
+    few, many = Toy(method, 1, 2), Toy(method, 2, 2)
+    state, losses = scattered(few, apart=not method.first), np.array([0.2, 0.1])
+    few.save(tmp_path / "few", state, losses)
+    more = many.restore(tmp_path / "few")
+    best = int(np.argmin(elastic.scores(state, losses)))
+    assert more.resizing.sources == [0, 1, best, best]
+    check_resized(name, state, more)
+
+    state, losses = many.train(more.state, 6)
+    assert np.isfinite(losses).all()
+    # Those who were equal still are, or have exchanged everything at the last step.
+    whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
+    equal = float(lj.consensus_distance(state.params)) < 1e-6
+    assert equal == (method.first or name in whole)
+    many.save(tmp_path / "many", state, losses)
+    fewer = few.restore(tmp_path / "many")
+    first, second = np.argsort(elastic.scores(state, losses), kind="stable")[:2]
+    assert set(fewer.resizing.sources) == {first, second}
+    check_resized(name, state, fewer)
+    assert typed(fewer.state) == typed(few.fresh)  # so that its step goes on with it
+
+
+def scattered(toy, apart):
+    """A state with anything in its floats, of workers that stand apart or do not."""
+    draw = np.random.default_rng(0).uniform
+
+    def spread(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        drawn = draw(0.5, 1.5, x.shape if apart else x.shape[1:])
+        return np.broadcast_to(np.asarray(drawn, x.dtype), x.shape)
+
+    state = toy.fresh
+    opt_state = toy.workers.put(jax.tree.map(spread, state.opt_state))
+    params, stats = toy.workers.put(jax.tree.map(spread, (state.params, state.stats)))
+    return state._replace(params=params, stats=stats, opt_state=opt_state)
+
+
+def typed(tree):
+    """All that a compiled function asks of an argument."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.aval, x.sharding) for x in leaves]
+
+
+@pytest.mark.slow  # all of them together; the test before is the same with toys
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the network of the experiment, and the figures
+    method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
+    config = dataclasses.replace(SMALL, method=method, run_dir=str(tmp_path / "run"))
+    optimizer = OptimizerConfig(learning_rate=0.05)
+    config = dataclasses.replace(config, optimizer=optimizer, batch_size=16)
+    for grid, steps in (((2, 2), 6), ((2, 4), 12), ((1, 2), 18)):
+        run = Run(
+            dataclasses.replace(
+                config, workers=WorkersConfig(*grid), steps=steps, resume=steps > 6
+            )
+        )
+        result = run.train()
+        assert result.saved and result.step == steps and 0 <= result.center_error < 90
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
+    events = records.read(result.folder)
+    assert [event["new"] for event in events["resized"]] == [[2, 4], [1, 2]]
+    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of 2 x 2 workers to step 6: its folder."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "digits-cnn", Tiny)
+        Run(dataclasses.replace(SMALL, run_dir=str(folder))).train()
+    return folder
+
+
+@pytest.fixture
+def folder(ended, tmp_path):
+    return shutil.copytree(ended, tmp_path / "run")
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def resume(folder, *options):
+    return ["digits", "--resume", "--run-dir", str(folder), *options]
+
+
+def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
+    config = (folder / "config.json").read_bytes()
+    assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0
+    (event,) = records.read(folder)["resized"]
+    assert (event["step"], event["old"], event["new"]) == (6, [2, 2], [1, 2])
+    a, b = event["sources"]
+    said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+    # Without options the workers are those of the latest checkpoint, and it is exact.
+    assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
+    assert main(resume(folder, "--steps", "18")) == 0
+    assert "go on from" not in capsys.readouterr().out
+    more = resume(folder, "--workers.nodes=3", "--workers.locals=1", "--steps=20")
+    assert main(more) == 0
+    events = records.read(folder)
+    assert [e["workers"] for e in events["start"]] == [[2, 2], [1, 2], [1, 2], [3, 1]]
+    assert [len(e["losses"]) for e in events["train"]] == [4] * 3 + [2] * 6 + [3]
+    assert [e["new"] for e in events["resized"]] == [[1, 2], [3, 1]]
+    assert [e["step"] for e in events["test"]] == [6, 12, 18, 20]
+    sent = [e["bytes_sent"] for e in events["train"]]
+    assert sent == sorted(sent)
+    assert (folder / "config.json").read_bytes() == config
+    stretches = figures._grids(events, configuration.read(folder / "config.json"))
+    assert stretches == [(0, 6, 2, 2), (6, 12, 1, 2), (12, 18, 1, 2), (18, 20, 3, 1)]
+    assert {path.name for path in figures.draw(folder)} >= {"leaders.png"}
+
+
+def test_recent_losses_follow_their_worker(folder):
+    notes = latest_notes(folder / "checkpoints")
+    config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
+    run = Run(dataclasses.replace(config, workers=WorkersConfig(4, 1)))
+    sources = run._resizing.sources
+    assert sorted(sources) == [0, 1, 2, 3] and sources[1] in (2, 3)
+    recent = np.array(notes["recent_losses"])[sources]
+    np.testing.assert_array_equal(run._recent_losses, recent)
+
+
+def test_a_checkpoint_without_its_workers_has_those_of_the_configuration(folder):
+    """As versions before this one wrote it."""
+    (path,) = (folder / "checkpoints").glob("*/notes/metadata")
+    notes = json.loads(path.read_text())
+    del notes["workers"], notes["bytes_sent"]
+    path.write_text(json.dumps(notes))
+    assert cli.parse(resume(folder)).workers == WorkersConfig(2, 2)
+    config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
+    same = Run(config)
+    assert same._resizing is None and same._bytes_before == 0
+    other = Run(dataclasses.replace(config, workers=WorkersConfig(1, 1)))
+    assert other._resizing.old == WorkersConfig(2, 2)
+
+
+def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):
+    config = dataclasses.replace(SMALL, workers=WorkersConfig(1, 2), steps=8)
+    config = dataclasses.replace(config, run_dir=str(folder), resume=True)
+    Run(config).train()
+    (folder / "checkpoints" / "8" / "notes" / "metadata").write_text('{"recent')
+    capsys.readouterr()
+    run = Run(config)
+    assert "warning: the checkpoint of step 8 can not be read" in capsys.readouterr().out
+    assert run.step == 6 and str(run._resizing).startswith("1 x 2 workers go on from 2 x 2")
+    assert (folder / "checkpoints" / "unreadable-8").is_dir()
+
+
+def test_bytes_sent_are_those_of_every_grid(tmp_path):
+    """On a ring of four each worker has two neighbors, on a ring of two one."""
+    config = dataclasses.replace(SMALL, method=Dpsgd(), run_dir=str(tmp_path / "run"))
+    run = Run(config)
+    run.train()
+    message = 4 * sum(x[0].size for x in jax.tree.leaves(run.state.params)) + 4
+    two = dataclasses.replace(config, workers=WorkersConfig(1, 2), steps=8, resume=True)
+    Run(dataclasses.replace(two, log_every=1)).train()
+    events = records.read(tmp_path / "run")
+    sent = {event["step"]: event["bytes_sent"] for event in events["train"]}
+    assert [sent[step] for step in (6, 7, 8)] == [12 * message, 13 * message, 14 * message]
+    assert events["test"][-1]["bytes_sent"] == 14 * message
+    again = Run(dataclasses.replace(two, steps=9))  # nothing is resized now
+    assert again._bytes_sent(lj.diagnostics(again.state.opt_state)) == 14 * message
+
+
+def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
+    toy = Toy(METHODS["alone"](), 2, 2)
+    poison = lambda x: toy.workers.put(x.at[2].set(jnp.nan))
+    state = toy.fresh._replace(params=jax.tree.map(poison, toy.fresh.params))
+    toy.save(tmp_path, state, losses=np.array([0.3, 0.2, 0.1, 0.4]))
+    grow, shrink = (Toy(METHODS["alone"](), *grid) for grid in ((2, 3), (1, 3)))
+    assert grow.restore(tmp_path).resizing.sources == [0, 1, 1, 2, 3, 3]
+    assert shrink.restore(tmp_path).resizing.sources == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        (
+            "cge",
+            "--method.faulty 2",
+            "`faulty` must be less than the number of work",
+        ),
+        ("wagma", "--workers.locals 3", "need a power of two workers"),
+    ],
+)
+def test_a_grid_the_method_can_not_have_changes_nothing(
+    method, options, message, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    options = options.split()
+    kept = options if method == "cge" else []
+    config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
+    (folder / "checkpoints").mkdir(parents=True)
+    configuration.write(config, folder / "config.json")
+    before = files(folder)
+    assert main(resume(folder, "--workers.nodes", "1", *options)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert files(folder) == before
+
+
+def test_messages_under_way_refuse_other_workers_and_change_nothing(tmp_path, capsys):
+    folder = tmp_path / "run"
+    method = Osgp(staleness=2)
+    Run(dataclasses.replace(SMALL, method=method, run_dir=str(folder))).train()
+    before = files(folder)
+    capsys.readouterr()
+    assert main(resume(folder, "--workers.nodes", "1", "--steps", "8")) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "error: 1 x 2 workers can not go on from 2 x 2: the workers must stay the same "
+        "while messages are under way to them (`staleness` above 1), got staleness=2\n"
+    )
+    assert captured.out == "" and files(folder) == before
+    same = Run(dataclasses.replace(SMALL, method=method, run_dir=str(folder), resume=True))
+    assert same.step == 6 and same._resizing is None
+
+
+def test_the_latest_notes(tmp_path):
+    assert latest_notes(tmp_path / "no") == {}
+    for step, text in (
+        ("9", '{"a": 9}'),
+        ("10", '{"a": 10}'),
+        ("11", "{"),
+        ("12.tmp", "{}"),
+    ):
+        notes = tmp_path / step / "notes" / "metadata"
+        notes.parent.mkdir(parents=True)
+        notes.write_text(text)
+    (tmp_path / "unreadable-13").mkdir()
+    assert latest_notes(tmp_path) == {"a": 10}

@@ -1,0 +1,61 @@
+"""The networks: sizes, and the pooling that stands in for `nn.max_pool`."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.task.models import CNN7, VGG16, BasicBlock, DigitsCNN, ResNet20, max_pool_2x2
+
+
+@pytest.mark.parametrize(
+    "model, shape, count",
+    [
+        (CNN7, (28, 28, 3), 351_946),
+        (ResNet20, (28, 28, 3), 269_722),
+        (ResNet20, (32, 32, 3), 269_722),
+        (VGG16, (32, 32, 3), 15_253_578),
+        (DigitsCNN, (8, 8, 1), 151_306),
+    ],
+)
+def test_parameters_and_logits(model, shape, count):
+    x = jnp.zeros((2, *shape))
+    init = lambda key: model().init(key, x, train=False)
+    variables = jax.eval_shape(init, jax.random.key(0))
+    logits = jax.eval_shape(lambda v: model().apply(v, x, train=False), variables)
+    assert logits.shape == (2, 10)
+    assert sum(leaf.size for leaf in jax.tree.leaves(variables["params"])) == count
+
+
+def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
+    block = BasicBlock(features=6, stride=2)
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1, 4, 4, 2)), jnp.float32)
+    variables = block.init(jax.random.key(0), x, train=False)
+    # Without its convolutions the block is the shortcut alone.
+    zeros = jax.tree.map(jnp.zeros_like, variables["params"])
+    y = block.apply({**variables, "params": zeros}, x, train=False)
+    expected = np.zeros((1, 2, 2, 6), np.float32)
+    expected[..., 2:4] = x[:, ::2, ::2]
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_pooling_is_that_of_flax_gradient_included():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6, 3)), jnp.float32)
+    flax_pool = lambda x: nn.max_pool(x, (2, 2), (2, 2))
+    np.testing.assert_array_equal(max_pool_2x2(x), flax_pool(x))
+    gradient = lambda pool: jax.grad(lambda x: (pool(x) ** 2).sum())(x)
+    np.testing.assert_array_equal(gradient(max_pool_2x2), gradient(flax_pool))
+
+
+def test_dropout_only_while_training():
+    x = jnp.ones((1, 8, 8, 1))
+    model = DigitsCNN()
+    variables = model.init(jax.random.key(0), x, train=False)
+    drop = lambda seed: model.apply(
+        variables, x, True, rngs={"dropout": jax.random.key(seed)}
+    )
+    assert not np.array_equal(drop(0), drop(1))
+    np.testing.assert_array_equal(
+        model.apply(variables, x, False), model.apply(variables, x, False)
+    )

@@ -1,0 +1,180 @@
+"""python -m train as a person uses it: messages, exit statuses, signals, a full disk."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from train import cli
+from train.__main__ import main
+from train.metrics import log as records
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
+LIMIT_S = 240
+
+
+RUN = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
+
+
+def start(folder, *options, before=""):
+    """python -m train digits in a process of its own, after a line of Python."""
+    command = [
+        sys.executable,
+        "-c",
+        before + RUN,
+        *QUICK,
+        "--run-dir",
+        str(folder),
+        *options,
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def end(process):
+    """Its output, or failure after a hard limit."""
+    try:
+        return process.communicate(timeout=LIMIT_S)[0]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "Expected one of {cifar10-cnn7,"),
+        (["numbers"], "Available subcommands: cifar10-cnn7,"),
+        (["digits", "--stepz", "3"], "--stepz"),
+        (["digits", "--steps", "many"], "--steps: invalid literal for int()"),
+        (["digits", "--steps", "0"], "`steps` must be a positive int, got steps=0"),
+        (["digits", "--model", "vgg"], "invalid choice 'vgg' for argument '--model'"),
+        (["digits", "--workers.nodes", "0"], "`workers.nodes` must be a positive int"),
+        (["digits", "--optimizer.momentum", "1"], "`optimizer.momentum` must be in [0, 1)"),
+        (["digits", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
+        (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
+        (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
+        (["digits", "--method"], "got method=''"),
+        (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
+        (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
+        (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),
+        (
+            ["cifar10-cnn7"],
+            "`data.dir` must name the folder of the official CIFAR-10 files",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert message in captured.err and captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["digits", "--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in (
+        "--method.local-period INT Steps between pulls towards the node's leader.",
+        "--batch-size INT Images per worker and step.",
+        "--workers.locals INT Number of workers in each node.",
+        "--optimizer.learning-rate FLOAT Learning rate.",
+    ):
+        assert words in text
+
+
+def test_resuming_takes_the_settings_of_the_run(tmp_path):
+    """Options left out are those of the run; others must not change the experiment."""
+    from train import config as configuration
+
+    config = cli.parse(["digits", "--seed", "5", "--method.local-period", "3"])
+    configuration.write(config, tmp_path / "config.json")
+    resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
+    resumed = cli.parse(resume)
+    assert (resumed.seed, resumed.method.local_period, resumed.steps) == (5, 3, 9)
+    with pytest.raises(ValueError, match="seed: the run has 5, the command says 6"):
+        cli.parse([*resume, "--seed", "6"])
+    cifar = ["cifar10-cnn7", "--resume", "--run-dir", str(tmp_path), "--data.dir", "x"]
+    with pytest.raises(ValueError, match="is a run of 'digits', not of 'cifar10-cnn7'"):
+        cli.parse(cifar)
+
+
+def test_a_method_brings_its_own_options(tmp_path):
+    from train import config as configuration
+    from train.task.methods import Easgd, Lsgd
+
+    config = cli.parse(["digits", "--method", "easgd", "--method.period", "3"])
+    assert config.method == Easgd(period=3)
+    configuration.write(config, tmp_path / "config.json")
+    assert configuration.read(tmp_path / "config.json") == config
+    # The experiment's own settings of its method stay unless another one is chosen.
+    assert cli.parse(["digits", "--method", "lsgd"]).method == Lsgd(0.1, 0.1, 8, 32)
+    resume = ["digits", "--resume", "--run-dir", str(tmp_path)]
+    assert cli.parse(resume).method == Easgd(period=3)
+    with pytest.raises(ValueError, match="method.name: the run has 'easgd', .* says 'sgp'"):
+        cli.parse([*resume, "--method", "sgp"])
+
+
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_saves_and_says_how_to_resume(tmp_path, number, status):
+    folder = tmp_path / "run"
+    process = start(folder, "--steps", "1000000")
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + LIMIT_S
+    while not (metrics.exists() and '"train"' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    output = end(process)
+    assert process.returncode == status, output
+    assert f"go on: python -m train digits --run-dir {folder} --resume" in output
+    (step,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert f"stopped at step {step} after" in output and ", saved;" in output
+
+    output = end(process := start(folder, "--resume", "--steps", str(step + 4)))
+    assert process.returncode == 0, output
+    assert f"after {step + 4} steps" in output
+    assert [event["step"] for event in records.read(folder)["start"]] == [0, step]
+
+
+def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path):
+    """Files may not grow beyond 256 KiB: checkpoints fail, the rest goes on."""
+    full = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**18, 2**18)); "
+    folder = tmp_path / "run"
+    process = start(
+        folder,
+        "--steps",
+        "8",
+        "--checkpoint-every",
+        "4",
+        "--test-every",
+        "4",
+        before=full,
+    )
+    output = end(process)
+    assert process.returncode == 1, output
+    assert "warning: the checkpoint of step 4 was not written" in output
+    assert "test error" in output and len(records.read(folder)["test"]) == 2

@@ -1,0 +1,88 @@
+"""train.interconnect: what is measured, and the arithmetic from it to the periods."""
+
+import re
+
+import pytest
+import rich.console
+
+from train.tools import interconnect as network
+from train.tools.interconnect import Measured
+
+
+def measured(**exchanges):
+    named = {name.replace("_", " "): seconds for name, seconds in exchanges.items()}
+    return Measured(0.1, 4_000_000, named, dict.fromkeys(named, 1e-4))
+
+
+TWO_LEVELS = measured(in_the_node=0.004, across_nodes=0.3, all_workers=0.4)
+
+
+def printed(result, share=0.05):
+    console = rich.console.Console(width=200)
+    with console.capture() as capture:
+        network.report(result, share, console)
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "exchange, expected", [(1e-6, 1), (0.005, 1), (0.0051, 2), (0.3, 64), (5.0, 1024)]
+)
+def test_the_period_is_the_smallest_power_of_two_within_the_share(exchange, expected):
+    step, share = 0.1, 0.05
+    assert network.period(exchange, step, share) == expected
+    assert exchange / expected <= share * step
+    assert expected == 1 or exchange / (expected / 2) > share * step
+
+
+def test_two_levels_share_the_cost_and_the_global_period_is_the_longer():
+    local, wide = network.periods(TWO_LEVELS, 0.05)
+    assert (local, wide) == (2, 256)
+    assert 0.004 / local + 0.4 / wide <= 0.05 * 0.1
+    fast_network = measured(in_the_node=0.02, across_nodes=0.001, all_workers=0.001)
+    assert network.periods(fast_network, 0.05) == (8, 8)
+
+
+def test_one_level_has_the_whole_share():
+    assert network.periods(measured(in_the_node=0.004), 0.05) == (1, None)
+    nodes_of_one = measured(across_nodes=0.4, all_workers=0.4)
+    assert network.periods(nodes_of_one, 0.05) == (None, 128)
+
+
+def test_the_report_holds_the_arithmetic():
+    text = printed(TWO_LEVELS)
+    assert "parameters: 4.0 MB; a step without exchanges: 100.0 ms" in text
+    assert re.search(r"all workers +│ 400.00 +│ 10 +│ 0.10", text)
+    assert "3.6 % of a step (4.00 ms / 2 + 400.00 ms / 256 = 3.56 ms)" in text
+    assert "--method.local-period 2 --method.global-period 256" in text
+    assert "would take 5.00 times as long" in text
+
+
+def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = "--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1".split()
+    assert network.main(["digits", *options]) == 0
+    output = capsys.readouterr().out
+    assert "parameters: 0.6 MB" in output  # 151,306 float32 numbers
+    assert all(name in output for name in network.LEVELS)
+    assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_alone_has_nobody_to_exchange_with(capsys):
+    command = "digits --workers.nodes 1 --workers.locals 1 --batch-size 4".split()
+    assert network.main(command) == 0
+    assert "one worker: there is nobody" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "the following arguments are required: experiment"),
+        ("digits --share 1.5", "`share` must be in (0, 1), got share=1.5"),
+        ("cifar10-cnn7", "`data.dir` must name the folder"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(arguments, message, capsys):
+    assert network.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

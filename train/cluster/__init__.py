@@ -1,0 +1,1 @@
+"""Several processes: detection, rendezvous, heartbeat, signals."""

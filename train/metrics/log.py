@@ -1,0 +1,101 @@
+"""metrics.jsonl and TensorBoard: written while training, read for figures."""
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from train.metrics.tensorboard import Board
+from train.run.folder import METRICS, TENSORBOARD
+
+
+class Records:
+    """Writes one JSON line per event, and its scalars as TensorBoard events.
+
+    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'end'), the step
+    and the training seconds so far. Numbers that are not finite are written as null.
+
+    Args:
+      folder: the run folder; lines are added to what is there.
+      warn: called once if the records can not be written (a full disk, say); training
+        goes on.
+    """
+
+    def __init__(self, folder: pathlib.Path, warn: Callable[[str], None]):
+        self._warn, self._warned = warn, False
+        self._path = folder / METRICS
+        self._board = Board(folder / TENSORBOARD)
+        if self._path.exists() and self._path.read_bytes()[-1:] not in (b"\n", b""):
+            self._append("\n")  # the line that a crash cut off stays a line of its own
+
+    def write(self, kind: str, step: int, seconds: float, **values: Any) -> None:
+        """Writes one event."""
+        line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
+        self._append(json.dumps(_jsonable(line)) + "\n")
+        scalars = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        try:
+            self._board.add(step, scalars)
+        except OSError as error:
+            self._fail(error)
+
+    def _append(self, text: str) -> None:
+        try:
+            with open(self._path, "a") as file:
+                file.write(text)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._warned:
+            self._warn(f"metrics can not be written any more: {error}")
+            self._warned = True
+
+    def close(self) -> None:
+        """Writes out what TensorBoard still holds."""
+        try:
+            self._board.close()
+        except OSError as error:
+            self._fail(error)
+
+
+def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+    """The events of a run by kind, in order.
+
+    What came after the step from which the run was resumed counts no more; lines cut off by
+    a crash are skipped.
+    """
+    events: list[dict[str, Any]] = []
+    for event in _lines(folder / METRICS):
+        if event["kind"] == "start":
+            events = [old for old in events if old["step"] <= event["step"]]
+        events.append(event)
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        kinds.setdefault(event["kind"], []).append(event)
+    return kinds
+
+
+def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and {"kind", "step", "seconds"} <= event.keys():
+            yield event
+
+
+def _jsonable(value: Any) -> Any:
+    """The value with null for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,178 @@
+"""The figures of a run, as PNG beside its metrics: python -m train.plots RUN."""
+
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+
+from train import config as configuration
+from train.config import Config
+from train.metrics import log as records
+from train.run.folder import CONFIG
+
+
+matplotlib.use("agg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+
+
+Events = dict[str, list[dict[str, Any]]]
+
+BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
+
+
+def draw(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draws training.png, leaders.png and consensus.png from a run's metrics.
+
+    Returns:
+      The files written; figures for which there is no data yet are left out.
+    """
+    events = records.read(folder)
+    config = configuration.read(folder / CONFIG)
+    figures = {
+        "training.png": _training(events),
+        "leaders.png": _leaders(events, _grids(events, config)),
+        "consensus.png": _consensus(events),
+    }
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            figure.savefig(folder / name, dpi=120)
+            plt.close(figure)
+            written.append(folder / name)
+    return written
+
+
+def _column(events: list[dict[str, Any]], name: str) -> list[Any]:
+    return [event.get(name) for event in events]
+
+
+def _plot(axes: Any, events: list[dict[str, Any]], x: str, y: str, **style: Any) -> None:
+    known = [event for event in events if event.get(y) is not None]
+    axes.plot(_column(known, x), _column(known, y), **style)
+
+
+def _training(events: Events) -> Any:
+    """Training loss and test error against steps and against seconds."""
+    train, test = events.get("train", []), events.get("test", [])
+    if not train:
+        return None
+    figure, grid = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
+    for column, (x, label) in enumerate(
+        (("step", "step"), ("seconds", "training time, s"))
+    ):
+        loss, error = grid[0][column], grid[1][column]
+        _plot(loss, train, x, "loss", color=BLUE)
+        _plot(error, test, x, "center_error", color=BLUE, marker="o", ms=3, label="center")
+        style = {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"}
+        _plot(error, test, x, "best_error", **style, label="best worker")
+        loss.set_yscale("log")
+        error.set_ylim(bottom=0)
+        error.set_xlabel(label)
+    grid[0][0].set_ylabel("training loss, mean of workers")
+    grid[1][0].set_ylabel("test error, %")
+    grid[1][0].legend(frameon=False)
+    return tidy(figure)
+
+
+class Stretch(NamedTuple):
+    """Steps of a run that had the same grid of workers."""
+
+    begin: int
+    end: int
+    nodes: int
+    locals: int
+
+
+def _grids(events: Events, config: Config) -> list[Stretch]:
+    """The grids of a run that was resumed with other workers, one after another."""
+    began = [config.workers.nodes, config.workers.locals]
+    starts = {0: began}
+    for event in events.get("start", []):
+        starts[event["step"]] = event.get("workers", began)
+    last = max([event["step"] for kind in events.values() for event in kind], default=0)
+    ends = [*list(starts)[1:], last]
+    return [Stretch(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
+
+
+def _leaders(events: Events, grids: list[Stretch]) -> Any:
+    """Which worker led when (left) and how often (right), in its node and of all."""
+    elections = events.get("leaders", [])
+    if not elections:
+        return None
+    workers = range(max(grid.nodes * grid.locals for grid in grids))
+    levels = [level for level in ("node", "all") if _of_level(elections, level)]
+    figure, grid = plt.subplots(
+        len(levels),
+        2,
+        figsize=(9, 1.2 + 2.4 * len(levels)),
+        squeeze=False,
+        sharey=True,
+        width_ratios=(3, 1),
+        layout="constrained",
+    )
+    for (when, often), level in zip(grid, levels):
+        chosen = _of_level(elections, level)
+        points = [(e["step"], worker) for e in chosen for worker in e["leaders"]]
+        steps, leaders = zip(*points)
+        when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
+        counts = [leaders.count(worker) for worker in workers]
+        often.barh(workers, counts, color=BLUE, height=0.7)
+        for begin, end, nodes, locals in grids:
+            borders = np.arange(locals, nodes * locals, locals) - 0.5
+            when.hlines(borders, begin, end, color=GREY, lw=0.8)
+        for border in borders:  # of the last grid
+            often.axhline(border, color=GREY, lw=0.8)
+        title = "leader of each node" if level == "node" else "leader of all"
+        changes = sum(a["leaders"] != b["leaders"] for a, b in zip(chosen, chosen[1:]))
+        when.set_title(
+            f"{title}: {changes} changes in {len(chosen)} elections", fontsize=10
+        )
+        when.set_xlim(0, elections[-1]["step"] * 1.02)
+        when.set_ylabel("worker")
+        when.set_yticks(workers)
+    grid[-1][0].set_xlabel("step")
+    grid[-1][1].set_xlabel("elections won")
+    return tidy(figure)
+
+
+def _of_level(elections: list[dict[str, Any]], level: str) -> list[dict[str, Any]]:
+    return [event for event in elections if event["level"] == level]
+
+
+def _consensus(events: Events) -> Any:
+    """How far apart the workers are."""
+    train = events.get("train", [])
+    if not any(event.get("consensus_distance") for event in train):
+        return None
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    _plot(axes, train, "step", "consensus_distance", color=BLUE)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean ‖x_i − x̄‖ / ‖x̄‖")
+    axes.set_ylim(bottom=0)
+    return tidy(figure)
+
+
+def tidy(figure: Any) -> Any:
+    """The figure without the frames that say nothing."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def main(arguments: list[str]) -> int:
+    """Draws the figures of the run folders named on the command line."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("python -m train.plots RUN [RUN ...]: draws the figures of run folders")
+        return 0 if arguments else 2
+    for argument in arguments:
+        try:
+            for path in draw(pathlib.Path(argument)):
+                print(path)
+        except (OSError, ValueError) as error:
+            print(f"error: {argument} is no run folder: {error}", file=sys.stderr)
+            return 2
+    return 0

@@ -1,0 +1,106 @@
+"""What a run shows: a progress bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+
+import rich.console
+import rich.markup
+import rich.progress
+
+from train.cluster.processes import is_main
+
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Screen:
+    """Messages and progress, of the main process alone.
+
+    Args:
+      steps: where the run ends.
+      start: the step from which it goes on.
+      what: what the steps are called.
+    """
+
+    def __init__(self, steps: int, start: int = 0, what: str = "step"):
+        self._console = rich.console.Console(quiet=not is_main(), highlight=False)
+        self._steps, self._what = steps, what
+        self._last_line = -float("inf")
+        self._error = ""
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("compiling", total=steps, completed=start)
+
+    def __enter__(self) -> "Screen":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line, above the bar."""
+        self._console.print(rich.markup.escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Prints a line that must not be overlooked."""
+        self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
+
+    def warn_here(self, text: str) -> None:
+        """The same for what concerns this process alone, whichever it is."""
+        if is_main():
+            self.warn(text)
+        else:
+            print(f"warning: {text}", file=sys.stderr)
+
+    def tested(self, error: float) -> None:
+        """Notes the center's test error in %, to be shown beside the progress."""
+        self._error = f"test error {error:.2f} %"
+
+    def progress(
+        self, step: int, loss: float | None, steps_per_second: float | None
+    ) -> None:
+        """Shows how far training is, and at which pace if that is known."""
+        loss_text = "" if loss is None else f"loss {loss:.4f}"
+        pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
+        text = ", ".join(filter(None, [loss_text, self._error, pace]))
+        self._bar.update(self._task, completed=step, description=text)
+        now = time.monotonic()
+        if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            if steps_per_second:
+                text += f", {_clock((self._steps - step) / steps_per_second)} left"
+            where = f"{self._what} {step}/{self._steps}"
+            self.say(f"{where}: {text}" if text else where)
+
+
+class Pace:
+    """How many a second, counted from the first call: before it something was compiled."""
+
+    def __init__(self):
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, done: int) -> float | None:
+        """The pace now that so many are done; None if it is not known yet."""
+        now = time.monotonic()
+        if self._first is None or now == self._first[1]:
+            self._first = self._first or (done, now)
+            return None
+        return (done - self._first[0]) / (now - self._first[1])
+
+
+def _clock(seconds: float) -> str:
+    """h:mm:ss.
+
+    >>> _clock(3725.2)
+    '1:02:05'
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,1 @@
+"""One run: the loop, checkpoints, and going on from them."""

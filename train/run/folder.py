@@ -1,0 +1,93 @@
+"""The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
+
+import pathlib
+import time
+from collections.abc import Set
+
+from train import config as configuration
+from train.cluster.processes import agree, is_main, wait_for_all
+from train.config import FREE_ON_RESUME, Config
+
+
+CONFIG, METRICS, CHECKPOINTS, TENSORBOARD = (
+    "config.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "tensorboard",
+)
+
+
+def newest(runs: str, name: str) -> pathlib.Path:
+    """The newest run folder of an experiment.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [path.parent for path in pathlib.Path(runs).glob(f"{name}-*/{CONFIG}")]
+    if not found:
+        raise ValueError(
+            f"there is no run of {name!r} in {runs!r} to resume; name one with --run-dir"
+        )
+    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime_ns)
+
+
+def to_resume(config: Config) -> pathlib.Path:
+    """The folder of the run to go on with."""
+    if config.run_dir is None:
+        return newest(config.runs, config.name)
+    return pathlib.Path(config.run_dir)
+
+
+def check_same_experiment(
+    config: Config, folder: pathlib.Path, free: Set[str] = FREE_ON_RESUME
+) -> None:
+    """Raises ValueError if the folder's run was of another configuration, saying how."""
+    changes = configuration.differences(configuration.read(folder / CONFIG), config, free)
+    if changes:
+        raise ValueError(
+            f"{folder} is a run of another configuration: {'; '.join(changes)}"
+        )
+
+
+def unused(wanted: pathlib.Path) -> pathlib.Path:
+    """PATH, or the first of PATH-2, PATH-3, … that is not there."""
+    path, count = wanted, 1
+    while path.exists():
+        count += 1
+        path = wanted.with_name(f"{wanted.name}-{count}")
+    return path
+
+
+def taken(path: pathlib.Path) -> bool:
+    """Whether something is there that is not an empty folder."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def choose(config: Config) -> pathlib.Path:
+    """The folder of a run that is about to begin or to go on; nothing is made yet."""
+    if config.resume:
+        return to_resume(config)
+    if config.run_dir is not None:
+        return pathlib.Path(config.run_dir)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return unused(pathlib.Path(config.runs) / f"{config.name}-{stamp}")
+
+
+def create(config: Config) -> pathlib.Path:
+    """Makes the folder of a new run, with its config.json; the same in all processes.
+
+    Raises:
+      ValueError: --run-dir is there already and is not an empty folder.
+    """
+    folder = pathlib.Path(agree(str(choose(config))))
+    if taken(folder):
+        raise ValueError(
+            f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
+            "with the run in it"
+        )
+    wait_for_all()
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        configuration.write(config, folder / CONFIG)
+    wait_for_all()
+    return folder

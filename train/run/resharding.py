@@ -1,0 +1,229 @@
+"""Going on with another grid of workers: who comes from whom, and what becomes of the rest.
+
+`python -m train NAME --resume --workers.nodes N --workers.locals L` goes on from a
+checkpoint of another grid, W workers before and W' now. The best min(W, W') go on, each in
+its node while there is room and otherwise where there is room; what is free then is taken
+by copies of the best worker in that node, in new nodes by copies of the best of all (see
+`sources`). A worker, and a copy of it, takes along its parameters, batch statistics and
+optimizer's state; its random key and its order of the data belong to its new number. What
+is equal on all workers (`Shared`) stays to the bit. Of each method that is:
+
+    method                what stays                     what is new
+    lsgd                  losses and scores              the leaders, at the next pull
+    easgd                 center                         α = β / W'; a worker left alone is
+                                                         the center at the next exchange
+    downpour              center                         a copy's way since the last one
+                                                         counts like any other's
+    local-sgd             –                              the mean is over the new workers
+    post-local-sgd        the step of the switch         likewise
+    slowmo, diloco        anchor, (outer) momentum       likewise
+    parle                 center, anchors, averages      the center, at the next exchange
+    dpsgd, adpsgd         –                              the graph; the workers' mean moves
+    sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'
+    osgp, staleness > 1   refused: messages are under way to the workers of before
+    pairwise              clocks                         the graph
+    gosgd                 parameters                     the graph; weights are 1: Σ w = W'
+    wagma                 –                              the groups; W' is a power of two
+    allreduce             all workers are equal          W' / W times the batch
+    coordinate-median,
+      licm, cge           likewise                       likewise; for cge W' > `faulty`
+    alone                 –                              –
+
+What a graph or a method asks of the number of workers is found when the experiment is
+built. The rows of a step depend on (seed, number of the worker, step): every worker goes on
+at this step of the order that belongs to its new number. With --data.shard the images are
+dealt out anew, in W' parts, and the place in a part follows from the step.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+import lsgd_jax as lj
+from train.config import WorkersConfig
+from train.run.checkpoints import Checkpoints
+from train.task.experiment import TrainState
+
+
+class Resizing(NamedTuple):
+    """From which grid to which, and of each new worker the old one it comes from."""
+
+    old: WorkersConfig
+    new: WorkersConfig
+    sources: list[int]
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{i} from {worker}" for i, worker in enumerate(self.sources))
+        return f"{shape(self.new)} workers go on from {shape(self.old)}: {pairs}"
+
+    def event(self) -> dict[str, Any]:
+        """Its values in metrics.jsonl."""
+        grids = {"old": self.old, "new": self.new}
+        return {
+            **{name: [grid.nodes, grid.locals] for name, grid in grids.items()},
+            "sources": self.sources,
+        }
+
+
+class Restored(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+      step: steps taken.
+      state: placed for the workers of now.
+      notes: what was noted beside the checkpoint.
+      recent_losses: float [W], of the workers of now; inf where nothing finite is known.
+      resizing: how the workers changed, or None.
+    """
+
+    step: int
+    state: TrainState
+    notes: Mapping[str, Any]
+    recent_losses: np.ndarray
+    resizing: Resizing | None
+
+
+def restore(
+    checkpoints: Checkpoints, fresh: TrainState, workers: lj.Workers, began: WorkersConfig
+) -> Restored | None:
+    """The latest checkpoint that can be read, for the workers of now.
+
+    Of the same grid it is the state to the bit, placed as it was. Of another one every
+    process reads it to its memory and keeps what its workers go on from.
+
+    Args:
+      checkpoints: where to look.
+      fresh: a state of the workers of now, as it is before the first step.
+      workers: the grid of now.
+      began: the grid with which the run began.
+
+    Raises:
+      ValueError: a method whose workers must stay.
+    """
+    now = WorkersConfig(workers.nodes, workers.locals)
+    then = lambda notes: grid(notes) or began
+    same = lambda notes: then(notes) == now
+    read = checkpoints.restore_latest(
+        lambda notes: fresh if same(notes) else like(fresh, then(notes))
+    )
+    if read is None:
+        return None
+    step, state, notes = read
+    recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
+    if same(notes):
+        return Restored(step, state, notes, recent, None)
+    chosen = sources(then(notes), now, scores(state, recent))
+    resizing = Resizing(then(notes), now, chosen.tolist())
+    try:
+        state = resized(state, fresh, workers, chosen)
+    except ValueError as error:
+        raise ValueError(
+            f"{shape(now)} workers can not go on from {shape(then(notes))}: {error}"
+        ) from error
+    return Restored(step, state, notes, recent[chosen], resizing)
+
+
+def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
+    """The grid that was noted beside a checkpoint; None if it was not noted yet."""
+    return WorkersConfig(**notes["workers"]) if "workers" in notes else None
+
+
+def shape(grid: WorkersConfig) -> str:
+    """nodes x locals.
+
+    >>> shape(WorkersConfig(2, 4))
+    '2 x 4'
+    """
+    return f"{grid.nodes} x {grid.locals}"
+
+
+def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.ndarray:
+    """Of each new worker the old one it comes from.
+
+    Args:
+      old, new: the grids, of W and W' workers.
+      scores: [W], the lower the better; inf for a worker that is to be copied only if all
+        are. Ties go to the lower number.
+
+    Returns:
+      int [W']; those who stay in a node stand first in it, in their old order.
+
+    >>> sources(WorkersConfig(2, 2), WorkersConfig(1, 2), [0.3, 0.9, 0.2, 0.4]).tolist()
+    [0, 2]
+    >>> sources(WorkersConfig(1, 2), WorkersConfig(2, 3), [0.9, 0.3]).tolist()
+    [0, 1, 1, 1, 1, 1]
+    """
+    finite = np.isfinite(scores)
+    best_first = np.argsort(scores, kind="stable").tolist()
+    leader = best_first[0]
+    nodes: list[list[int]] = [[] for _ in range(new.nodes)]
+    moving = []
+    for worker in best_first[: new.nodes * new.locals]:
+        node = worker // old.locals
+        stays = node < new.nodes and len(nodes[node]) < new.locals
+        (nodes[node] if stays else moving).append(worker)
+    for members in nodes:
+        members.sort()
+    for worker in sorted(moving):
+        next(members for members in nodes if len(members) < new.locals).append(worker)
+    for node, members in enumerate(nodes):
+        near = members if node < old.nodes else []
+        first = min(near, key=best_first.index, default=leader)
+        copied = first if finite[first] else leader
+        members += [copied] * (new.locals - len(members))
+    return np.concatenate(nodes)
+
+
+def scores(state: TrainState, recent: np.ndarray) -> np.ndarray:
+    """What workers are chosen by: the method's own scores, or else their recent losses.
+
+    inf for a worker in quarantine or with a score or a parameter that is not finite.
+    """
+    own = [level.score for level in lj.diagnostics(state.opt_state)]
+    known = [score for score in own if score is not None]
+    score = np.asarray(known[-1] if known else recent)
+    healthy = np.isfinite(score) & ~np.asarray(lj.waiting(state.opt_state))
+    for leaf in jax.tree.leaves(state.params):
+        healthy &= np.isfinite(leaf).reshape(len(leaf), -1).all(axis=1)
+    return np.where(healthy, score, np.inf)
+
+
+def like(state: TrainState, old: WorkersConfig) -> TrainState:
+    """A state of other workers, to be restored as: like `state`, in the host's memory."""
+    everywhere = state.step.value.sharding
+
+    def leaf(x: Any, rows: tuple[int, ...]) -> Any:
+        shape = rows + x.shape[len(rows) :]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # can not be a host array
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=everywhere)
+        return np.broadcast_to(np.zeros([], x.dtype), shape)  # takes no memory
+
+    def node(x: Any) -> Any:
+        rows = () if isinstance(x, lj.Shared) else (old.nodes * old.locals,)
+        return jax.tree.map(lambda x: leaf(x, rows), x)
+
+    return jax.tree.map(node, state, is_leaf=lambda x: isinstance(x, lj.Shared))
+
+
+def resized(
+    state: TrainState, fresh: TrainState, workers: lj.Workers, sources: np.ndarray
+) -> TrainState:
+    """A state of other workers (on the host), for these workers.
+
+    Args:
+      state: of the workers of before.
+      fresh: of the workers of now, which brings their random keys.
+      workers: the workers of now.
+      sources: int [W'], of each of them the worker of before.
+
+    Raises:
+      ValueError: a method whose workers must stay.
+    """
+    mine = sources[list(workers.owned)]
+    no_key: Any = None
+    rows = lj.resize(state._replace(key=no_key), mine)
+    return workers.put_owned(rows)._replace(key=fresh.key)

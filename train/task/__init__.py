@@ -1,0 +1,1 @@
+"""What is trained: the experiment, its model, its optimizer and its method."""

@@ -1,0 +1,149 @@
+"""The networks, as Flax linen modules: images [B, H, W, C] -> logits [B, classes]."""
+
+import functools
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from train.task.resnet50 import ResNet50
+
+
+def max_pool_2x2(x: Array) -> Array:
+    """The maximum over 2 x 2 patches: [B, H, W, C] -> [B, H // 2, W // 2, C].
+
+    On CPUs the backward pass of a maximum over a reshape is far faster than that of
+    `nn.max_pool` (a select-and-scatter).
+
+    >>> import jax.numpy as jnp
+    >>> max_pool_2x2(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
+    [[5.0, 7.0], [13.0, 15.0]]
+    """
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2]
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))
+
+
+class DigitsCNN(nn.Module):
+    """A small CNN for 8 x 8 images."""
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        x = nn.relu(nn.Conv(32, (3, 3))(x))
+        x = nn.relu(nn.Conv(64, (3, 3))(x))
+        x = max_pool_2x2(x).reshape(x.shape[0], -1)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = nn.relu(nn.Dense(128)(x))
+        return nn.Dense(self.num_classes)(x)
+
+
+class DigitsBatchNormCNN(nn.Module):
+    """The same with batch normalization."""
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        for features in (32, 64):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        x = max_pool_2x2(x).reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(128)(x))
+        return nn.Dense(self.num_classes)(x)
+
+
+class CNN7(nn.Module):
+    """The 7-layer CNN of LSGD's CIFAR-10 experiments, for 28 x 28 crops: 351,946 numbers.
+
+    Teng et al., NeurIPS 2019, released code. There is no nonlinearity behind the 256 units.
+    """
+
+    num_classes: int = 10
+    image_size: ClassVar[int] = 28
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        x = max_pool_2x2(nn.relu(nn.Conv(64, (5, 5), padding="VALID")(x)))
+        x = max_pool_2x2(nn.relu(nn.Conv(128, (5, 5), padding="VALID")(x)))
+        x = nn.relu(nn.Conv(64, (3, 3), padding="VALID")(x))
+        x = nn.Dense(256)(x.reshape(x.shape[0], -1))
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(self.num_classes)(x)
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut without parameters (option A).
+
+    Where the block halves the image, the shortcut takes every other pixel and fills the new
+    channels with zeros, half before and half behind the old ones.
+    """
+
+    features: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        conv = functools.partial(nn.Conv, self.features, (3, 3), padding=1, use_bias=False)
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        y = nn.relu(norm()(conv(strides=self.stride)(x)))
+        y = norm()(conv()(y))
+        x = x[:, :: self.stride, :: self.stride]
+        new = self.features - x.shape[-1]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (new // 2, new - new // 2)))
+        return nn.relu(x + y)
+
+
+class ResNet20(nn.Module):
+    """The CIFAR ResNet with 20 layers and option-A shortcuts: 269,722 numbers.
+
+    He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
+    """
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        x = nn.Conv(16, (3, 3), padding=1, use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        for stage, features in enumerate((16, 32, 64)):
+            for block in range(3):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = BasicBlock(features, stride)(x, train)
+        return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))
+
+
+class VGG16(nn.Module):
+    """VGG16 with batch normalization for 32 x 32 images: 15,253,578 numbers.
+
+    Simonyan and Zisserman, ICLR 2015, configuration D, with a head of 512, 512 and 10 units
+    and two dropouts as in LSGD's released code. Five poolings leave one pixel of 32 x 32.
+    """
+
+    num_classes: int = 10
+    image_size: ClassVar[int] = 32
+
+    @nn.compact
+    def __call__(self, x: Array, train: bool) -> Array:
+        for features, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+            for _ in range(count):
+                x = nn.Conv(features, (3, 3), padding=1)(x)
+                x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+            x = max_pool_2x2(x)
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(2):
+            x = nn.Dropout(0.5, deterministic=not train)(x)
+            x = nn.relu(nn.Dense(512)(x))
+        return nn.Dense(self.num_classes)(x)
+
+
+MODELS = {
+    "digits-cnn": DigitsCNN,
+    "digits-bn": DigitsBatchNormCNN,
+    "cnn7": CNN7,
+    "resnet20": ResNet20,
+    "vgg16": VGG16,
+    "resnet50": ResNet50,
+}

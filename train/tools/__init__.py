@@ -1,0 +1,1 @@
+"""The other commands: launch, compare, interconnect, graphs."""

@@ -1,0 +1,215 @@
+"""python -m train.compare: several methods under the same budget and data, side by side.
+
+    python -m train.compare digits --methods lsgd,easgd,local-sgd --seeds 3 --out DIR
+
+trains each method with seeds 0, 1, …; all other options are those of `python -m train` and
+hold for every method. DIR gets a run folder for each, `compare.png` (test error of the
+center against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ±
+standard deviation over the seeds). The same command goes on where an interrupted one
+stopped.
+"""
+
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib import pyplot as plt
+from matplotlib.ticker import ScalarFormatter
+
+from lsgd_jax.checks import check_positive_int
+from train import cli
+from train.arguments import Parser
+from train.cluster import devices
+from train.cluster import rendezvous as distributed
+from train.cluster.processes import is_main
+from train.config import FREE_ON_RESUME, WORKERS, Config
+from train.metrics import log as records
+from train.metrics import tables
+from train.metrics.plots import tidy
+from train.run import folder as run_folder
+from train.run.loop import Run
+from train.task.methods import find
+
+
+class Curve(NamedTuple):
+    """The tests of one run: what the figure and the table are made of."""
+
+    steps: list[int]
+    seconds: list[float]
+    megabytes: list[float]
+    errors: list[float]
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[tuple[str, int], Config], pathlib.Path]:
+    """The configuration of every (method, seed), and the folder for it all.
+
+    Raises:
+      ValueError: an unknown method, no method, fewer than one seed.
+    """
+    parser = Parser("python -m train.compare", __doc__)
+    parser.add_argument("experiment", help="a named experiment, such as digits")
+    parser.add_argument("--methods", required=True, help="names, joined by commas")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds each")
+    parser.add_argument("--out", required=True, help="the folder for runs and results")
+    options, others = parser.parse_known_args(arguments)
+    check_left_out(others, "--method")
+    commands = {}
+    for method in options.methods.split(","):
+        find(method)
+        commands[method] = [options.experiment, "--method", method, *others]
+    out = pathlib.Path(options.out)
+    return of_seeds(commands, options.seeds, out), out
+
+
+def check_left_out(arguments: Sequence[str], *more: str) -> None:
+    """Raises ValueError if a command line has options that a comparison sets itself."""
+    for name in ("--resume", "--run-dir", "--seed", *more):
+        if any(given.partition("=")[0] == name for given in arguments):
+            raise ValueError(f"{name} is set by the comparison; leave it out")
+
+
+def of_seeds(
+    commands: dict[str, list[str]], seeds: int, out: pathlib.Path
+) -> dict[tuple[str, int], Config]:
+    """The configurations of some commands with seeds 0, 1, …, each with a run folder.
+
+    Raises:
+      ValueError: fewer than one seed, a command that is not possible, or a run that began
+        with other settings, workers included: they would not be compared fairly.
+    """
+    check_positive_int("seeds", seeds)
+    free = FREE_ON_RESUME - WORKERS
+    configs = {}
+    for name, command in commands.items():
+        for seed in range(seeds):
+            folder = out / f"{name}-{seed}"
+            arguments = [*command, "--seed", str(seed), "--run-dir", str(folder)]
+            if (folder / run_folder.CHECKPOINTS).exists():
+                arguments.append("--resume")
+            configs[name, seed] = config = cli.parse(arguments)
+            if config.resume:
+                run_folder.check_same_experiment(config, folder, free)
+    return configs
+
+
+def run(
+    configs: dict[tuple[str, int], Config], out: pathlib.Path
+) -> dict[tuple[str, int], Curve] | None:
+    """Trains whatever has not ended yet; the tests of all, or None if a run was stopped."""
+    most = max(configs.values(), key=lambda c: c.workers.nodes * c.workers.locals)
+    distributed.join(most)
+    devices.provide(most.workers.nodes * most.workers.locals)
+    for config in configs.values():
+        if not train(config):
+            print(f"stopped; the same command goes on from {out}", file=sys.stderr)
+            return None
+    return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
+
+
+def train(config: Config) -> bool:
+    """Trains, or goes on, unless the run has ended; whether it may be counted."""
+    assert config.run_dir is not None
+    folder = pathlib.Path(config.run_dir)
+    if config.resume and _ended(folder, config.steps):
+        return True
+    result = Run(config).train()
+    return result.stopped_by is None
+
+
+def _ended(folder: pathlib.Path, steps: int) -> bool:
+    tests = records.read(folder).get("test", [])
+    return bool(tests) and tests[-1]["step"] == steps
+
+
+def read(folder: pathlib.Path) -> Curve:
+    """The tests of a run folder."""
+    tests = records.read(folder)["test"]
+    column = lambda name: [event[name] for event in tests]
+    megabytes = [sent / 1e6 for sent in column("bytes_sent")]
+    return Curve(column("step"), column("seconds"), megabytes, column("center_error"))
+
+
+def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
+    """A row per method: the error at the end and at its lowest, seconds, bytes.
+
+    >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0])
+    >>> (row,) = summarize({("lsgd", 0): curve})
+    >>> row["method"], row["test error, %"], row["MB sent per worker"]
+    ('lsgd', '10.00', '8.0')
+    """
+    rows = []
+    for method in dict.fromkeys(method for method, _ in curves):
+        runs = [curve for (name, _), curve in curves.items() if name == method]
+        rows.append(
+            {
+                "method": method,
+                "seeds": len(runs),
+                "test error, %": spread([run.errors[-1] for run in runs], 2),
+                "lowest, %": spread([min(run.errors) for run in runs], 2),
+                "training time, s": spread([run.seconds[-1] for run in runs], 1),
+                "MB sent per worker": spread([run.megabytes[-1] for run in runs], 1),
+            }
+        )
+    return rows
+
+
+def spread(numbers: Sequence[float], digits: int) -> str:
+    """The mean ± standard deviation, or a single number alone.
+
+    >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2)
+    ('2.0 ± 1.0', '1.00')
+    """
+    mean = f"{statistics.mean(numbers):.{digits}f}"
+    if len(numbers) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
+
+
+def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
+    """Writes rows as NAME.csv and NAME.md; the latter's text."""
+    tables.write_csv(rows, out / f"{name}.csv")
+    text = tables.markdown(rows)
+    (out / f"{name}.md").write_text(text)
+    return text
+
+
+def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
+    """Test error of the center against steps, seconds and bytes; a line per run."""
+    figure, panels = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
+    methods = list(dict.fromkeys(method for method, _ in curves))
+    colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
+    for (method, seed), curve in curves.items():
+        label = method if seed == 0 else None
+        style = {"color": colors(methods.index(method)), "lw": 1.4, "label": label}
+        for axes, x in zip(panels, (curve.steps, curve.seconds, curve.megabytes)):
+            axes.plot(x, curve.errors, **style)
+    labels = ("step", "training time, s", "MB sent per worker")
+    for axes, label in zip(panels, labels):
+        axes.set_xlabel(label)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+    panels[2].set_xscale("symlog")  # a method may send nothing
+    panels[2].set_xlim(left=0)
+    panels[0].set_ylabel("test error of the center, %")
+    panels[0].legend(frameon=False)
+    tidy(figure).savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
+    try:
+        configs, out = parse(arguments)
+        curves = run(configs, out)
+    except ValueError as error:
+        return distributed.leave(2, str(error))
+    if curves is None:
+        return 1
+    if not is_main():
+        return 0
+    print(write(summarize(curves), out), end="")
+    draw(curves, out / "compare.png")
+    return 0
