@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lsgd_jax._types import Grouped, Shared, Tree
+from lsgd_jax.shared import Shared, shared
+from lsgd_jax.trees import Tree
 
 
 Axes = str | tuple[str, ...]
@@ -219,9 +220,9 @@ def everybody(axes: Axes) -> bool:
     )
 
 
-def equal(tree: Tree, axes: Axes) -> Shared | Grouped:
-    """Marks what is equal in the group: `Shared` if the group is all workers."""
-    return Shared(tree) if everybody(axes) else Grouped(tree)
+def equal(tree: Tree, axes: Axes) -> Shared:
+    """Marks what is equal in the group."""
+    return shared(tree, axes, everybody(axes))
 
 
 def widened(x: jax.Array) -> jax.Array:

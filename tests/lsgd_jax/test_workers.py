@@ -11,7 +11,7 @@ from jax import lax
 
 import lsgd_jax as lj
 from lsgd_jax import collectives
-from lsgd_jax.workers import _check_nobody_is_idle, _device_grid, _pick
+from lsgd_jax._device_grid import check_no_process_is_idle as _check_nobody_is_idle, device_grid as _device_grid, pick as _pick
 
 
 GRIDS = [
