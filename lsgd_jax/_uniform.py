@@ -17,9 +17,10 @@ value it works out the worker axes over which the value may differ:
 
 One rule is optimistic: an argument that is an integer or a bool SCALAR for each worker is
 taken to be equal on all workers. Wrappers such as `optax.MultiSteps` and
-`optax.conditionally_transform` count steps in such leaves and branch on them. Workers whose
-own counts of this kind differ, and which branch on them around an exchange, still hang;
-a predicate computed from gradients, parameters, a loss or random keys is found.
+`optax.conditionally_transform` count steps in such leaves and branch on them. Likewise the
+scalars in the `hyperparams` of `optax.inject_hyperparams`. Workers whose own counts or
+hyperparameters differ, and which branch on them around an exchange, still hang; a predicate
+computed from gradients, parameters, a loss or random keys is found.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ def trace(fn: Callable, args: Sequence[Tree], sizes: Mapping[str, int]) -> Tree:
     )
     traced, outputs = jax.make_jaxpr(one, return_shape=True)(*args)
     axes = frozenset(name for name, size in sizes.items() if size > 1)
-    inputs = [_of_argument(x, claim, axes) for _, x, claim in _claims(args, axes)]
+    inputs = [_of_argument(*leaf, axes) for leaf in _claims(args, axes)]
     results = _Analysis(axes).outputs(traced.jaxpr, inputs)
     for (path, _, claim), found in zip(_claims(outputs, axes), results):
         if not found <= claim:
@@ -101,10 +102,11 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
             yield path, node, axes
 
 
-def _of_argument(x: Any, claim: Axes, axes: Axes) -> Axes:
+def _of_argument(path: str, x: Any, claim: Axes, axes: Axes) -> Axes:
     """Over which axes an argument differs; the optimistic rule of the module applies."""
-    countable = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-    return frozenset() if claim == axes and x.shape == () and countable else claim
+    counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+    taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
+    return frozenset() if claim == axes and taken_equal else claim
 
 
 class _Analysis:

@@ -4,7 +4,8 @@
 forever, and a `Shared` output that may differ between workers; `lsgd_jax._uniform` tells
 how it knows. One of its rules is optimistic: integer and bool SCALARS that each worker has
 of its own are taken to be equal on all workers, because wrappers such as
-`optax.MultiSteps` and `optax.conditionally_transform` count their steps in such leaves.
+`optax.MultiSteps` and `optax.conditionally_transform` count their steps in such leaves; so
+are the scalars that `optax.inject_hyperparams` keeps.
 """
 
 import functools
