@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import lsgd_jax as lj
+from lsgd_jax import _uniform
 
 
 ALL = ("node", "local")
@@ -78,7 +79,9 @@ HANGING = {
     "by a loop": lambda x, n, t: ask(
         lax.while_loop(lambda i: i < x[0], lambda i: i + 1, 0.0) > 1, x
     ),
-    "of one group": lambda x, n, t: ask(total(x, "node")[0] > 0, x, lambda x: total(x, "local")),
+    "of one group": lambda x, n, t: ask(
+        total(x, "node")[0] > 0, x, lambda x: total(x, "local")
+    ),
     "a permutation in another group": lambda x, n, t: ask(
         total(x, "local")[0] > 0, x, lambda x: lax.ppermute(x, "local", [(0, 1)])
     ),
@@ -99,7 +102,9 @@ SAFE = {
         lax.pmin(x, ALL).sum() > lax.pmax(x, ALL).sum(), x
     ),
     "gathered": lambda x, n, t: ask(lj.collectives.elect(x.sum(), ALL)[0] == 1, x),
-    "one axis after the other": lambda x, n, t: ask(total(total(x, "node"), "local")[0] > 0, x),
+    "one axis after the other": lambda x, n, t: ask(
+        total(total(x, "node"), "local")[0] > 0, x
+    ),
     "a constant": lambda x, n, t: ask(jnp.arange(3.0).sum() > 0, x),
     "nothing to wait for": lambda x, n, t: ask(x[0] > 0, x, jnp.sin),
     "equal in the group": lambda x, n, t: ask(
@@ -205,8 +210,6 @@ def test_the_walk_is_linear_in_the_program(workers):
         for _ in range(depth):
             call = jax.jit(lambda x, inner=call: inner(x) + inner(x))
         return call(x)
-
-    from lsgd_jax import _uniform
 
     sizes = {"node": 2, "local": 2}
     out = _uniform.trace(deep, (jax.ShapeDtypeStruct((3,), jnp.float32),), sizes)
