@@ -175,8 +175,11 @@ class _Analysis:
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         (body,) = _jaxprs(eqn)
-        first = eqn.params["num_consts"]
-        second = first + eqn.params["num_carry"]
+        # The names of the parameters that count these differ between versions of jax: what
+        # is scanned over has one axis more outside than inside.
+        kept = lambda outer, inner: sum(map(_same_rank, outer, inner))
+        second = kept(eqn.invars, body.invars)
+        first = second - kept(eqn.outvars, body.outvars)
         constants, xs = operands[:first], operands[second:]
         carry, before, after = operands[first:second], None, []
         while carry != before:
@@ -219,6 +222,11 @@ class _Analysis:
 
 def _name(eqn: Any) -> str:
     return eqn.primitive.name.removesuffix("_start")
+
+
+def _same_rank(x: Any, y: Any) -> bool:
+    rank = lambda v: len(getattr(v.aval, "shape", ()))
+    return rank(x) == rank(y)
 
 
 def _jaxprs(eqn: Any) -> list[Jaxpr]:

@@ -73,6 +73,15 @@ HANGING = {
     "carried over three rounds": lambda x, n, t: lax.fori_loop(
         0, 9, lambda i, c: (c[1], x[0], ask(c[0] > 0, c[2])), (1.0, 1.0, x)
     ),
+    "by what is scanned over": lambda x, n, t: lax.scan(
+        lambda c, y: (ask(y > 0, c), y), total(x), x
+    ),
+    "by what a scan stacks": lambda x, n, t: ask(
+        lax.scan(lambda c, y: (c, y + 1), t.value, x)[1].sum() > 0, x
+    ),
+    "by a constant of a scan": lambda x, n, t: lax.scan(
+        lambda c, y: (ask(x[0] > 0, c), y), total(x), total(x)
+    ),
     "by a branch": lambda x, n, t: ask(
         lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0) > 1, x
     ),
@@ -116,6 +125,9 @@ SAFE = {
     "a loop of fixed length": lambda x, n, t: lax.fori_loop(0, 3, lambda i, x: total(x), x),
     "a loop until all agree": lambda x, n, t: lax.while_loop(
         lambda x: total(x).sum() < 9, lambda x: x + 1, x
+    ),
+    "a count carried beside one's own": lambda x, n, t: lax.scan(
+        lambda c, y: ((c[0] + 1, ask(c[0] > 1, c[1] + y)), y), (t.value, x), x
     ),
     "a solver": lambda x, n, t: jnp.linalg.solve(jnp.eye(3) + jnp.outer(x, x), total(x)),
     "sorted": lambda x, n, t: ask(jnp.median(lax.all_gather(x, ALL), axis=0)[0] > 0, x),
