@@ -182,7 +182,7 @@ def test_a_shared_output_that_differs_is_refused_by_name(trace, name):
 
 def test_what_is_equal_in_a_group_stays_so(workers, trace):
     """A `Shared` of one axis differs along the other one only, also as an argument."""
-    group = lj.Shared(workers.put(jnp.ones(4)), {"local": None})
+    group = lj.Shared(workers.put(jnp.ones(4, int)), {"local": None})
 
     def keep(x, n, t, group):
         inside = ask(group.value > 0, x, lambda x: total(x, "local"))

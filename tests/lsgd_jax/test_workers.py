@@ -95,6 +95,15 @@ def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     assert total.value.sharding.is_fully_replicated
 
 
+def test_shared_values_that_pass_through_a_workers_own_count_stay_shared(workers):
+    """Wrappers keep or drop a state by counts of their own, which makes rows of it."""
+    counted = workers.map(
+        lambda count, t: (count + 1, lj.Shared(jnp.where(count > 0, t.value + 1, t.value)))
+    )
+    count, t = counted(*workers.put((jnp.ones(8, int), lj.Shared(jnp.arange(3.0)))))
+    assert count.shape == (8,) and t.value.tolist() == [1, 2, 3]
+
+
 def test_all_arguments_may_be_shared(workers):
     f = workers.map(lambda s: s.value + collectives.index(("node", "local")))
     assert f(workers.share(jnp.int32(5))).tolist() == [

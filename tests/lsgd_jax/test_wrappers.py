@@ -32,7 +32,9 @@ def train(tx, devices):
     params, goals = workers.put((params, goals))
     state = workers.map(tx.init)(params)
     run = workers.map(lambda *carry_and_goals: lax.scan(step, *carry_and_goals)[0])
-    return workers.fetch(run((params, state), goals))
+    trained = run((params, state), goals)
+    assert jax.tree.map(jnp.shape, trained[1]) == jax.tree.map(jnp.shape, state)
+    return workers.fetch(trained)
 
 
 @functools.cache
