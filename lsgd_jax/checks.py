@@ -50,6 +50,16 @@ def check_option(name: str, value: Any, options: Sequence[str]) -> None:
         raise ValueError(f"`{name}` must be one of {known}, got {name}={value!r}")
 
 
+def check_period(name: str, value: Any, period: int) -> None:
+    """Raises ValueError unless the value is an int in [0, period)."""
+    try:
+        valid = not isinstance(value, bool) and 0 <= operator.index(value) < period
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")
+
+
 def check_auto_mesh() -> None:
     """Raises ValueError where traced on a mesh that has an `AxisType.Explicit` axis.
 

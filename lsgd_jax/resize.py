@@ -58,8 +58,15 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
         return x[rows]
 
     taken = jax.tree.map(take, tree, is_leaf=lambda node: isinstance(node, Shared))
+    return _resized(taken)
+
+
+def _resized(tree: Tree) -> Tree:
+    """Calls the method of every node that has one, then those of the nodes inside it."""
     own = lambda node: hasattr(node, "resized")
-    return jax.tree.map(lambda x: x.resized() if own(x) else x, taken, is_leaf=own)
+    tree = tree.resized() if own(tree) else tree
+    within = lambda node: node is not tree and own(node)
+    return jax.tree.map(lambda x: _resized(x) if own(x) else x, tree, is_leaf=within)
 
 
 def _kept(node: Shared) -> Shared:

@@ -25,7 +25,7 @@ from lsgd_jax._device_grid import (
     leading_axis_over,
     named_mesh,
 )
-from lsgd_jax._placement import check_rows, is_key, map_flagged, place, read, shared_flags
+from lsgd_jax._transfer import check_rows, is_key, map_flagged, place, read, shared_flags
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.devices import reserve_threads
 from lsgd_jax.shared import WORKER_AXES, Shared

@@ -1,5 +1,7 @@
 """Resizing: rows go along, what is shared stays, and each method's invariants hold."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,21 @@ def test_rows_go_along_and_what_is_shared_stays():
     assert ones.tolist() == [1, 1, 1] and seven == 7
 
 
+def test_every_node_with_a_way_of_its_own_is_asked_also_inside_another():
+    class Node(NamedTuple):
+        own: np.ndarray
+        inside: Any = ()
+
+        def resized(self):
+            return self._replace(own=-self.own)
+
+    x = np.arange(1, 4)
+    other = lj.resize(Node(x, [Node(x, {"deep": Node(x), "x": x})]), [2, 0])
+    assert jax.tree.map(np.ndarray.tolist, other) == Node(
+        [-3, -1], [Node([-3, -1], {"deep": Node([-3, -1]), "x": [3, 1]})]
+    )
+
+
 # Who sends to two halves its weight differently from who sends to one: weights part.
 UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 
@@ -59,7 +76,7 @@ def test_weights_are_one_again_and_so_no_worker_counts_twice(gosgd):
     before = lj.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
     after = lj.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
     params, state = state_of(before, 1, 4)
-    weight = lambda state: state.inner.target.weight
+    weight = lambda state: state.pulls[0].rule.weight
     assert np.ptp(weight(state)) > 0.1 and weight(state).sum() == pytest.approx(4)
     sources = [1, 2, 2]
     others, other = lj.resize((params, state), sources)
@@ -109,7 +126,10 @@ def test_a_shared_outer_state_moves_any_workers_the_same():
     """Slow momentum and anchor stay: still workers are moved as by the momentum alone."""
     tx = lj.diloco(2, optax.sgd(0.5, momentum=0.9))
     params, state = state_of(tx, 1, 4, steps=4)
-    anchor, trace = state.inner.target.anchor.value, state.inner.target.outer.value[0].trace
+    anchor, trace = (
+        state.pulls[0].rule.anchor.value,
+        state.pulls[0].rule.outer.value[0].trace,
+    )
     others, other = lj.resize((params, state), [2])
     met, _ = settle(tx, 1, 1, others, other, 2)
     np.testing.assert_allclose(met[0], anchor - 0.5 * 0.9 * trace, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import lsgd_jax as lj
-from lsgd_jax import collectives
 
 
 # An axis of workers lies across devices as a whole, in part, or not at all.
@@ -48,14 +47,14 @@ def test_every_worker_knows_its_place(any_workers):
 
     def places(_):
         axes = ("node", "local")
-        both = collectives.index(axes)
+        both = lj.Group(axes).index
         return (
-            collectives.index("node"),
-            collectives.index("local"),
+            lj.Group("node").index,
+            lj.Group("local").index,
             both,
-            collectives.gather(both, axes),
-            collectives.gather(both, "local"),
-            collectives.gather(both, "node"),
+            lj.Group(axes).gather(both),
+            lj.Group("local").gather(both),
+            lj.Group("node").gather(both),
         )
 
     nodes, locals, W = workers.nodes, workers.locals, workers.num_workers
@@ -83,7 +82,7 @@ def test_map_is_the_function_of_each_worker(workers):
 def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     def f(x, shared):
         assert isinstance(shared, lj.Shared) and shared.value["a"].shape == (3,)
-        total = lax.psum(x, collectives.names(("node", "local")))
+        total, _ = lj.Group(("node", "local")).masked_sum(x)
         return x + shared.value["a"][0], lj.Shared(total)
 
     W = workers.num_workers
@@ -105,7 +104,7 @@ def test_shared_values_that_pass_through_a_workers_own_count_stay_shared(workers
 
 
 def test_all_arguments_may_be_shared(workers):
-    f = workers.map(lambda s: s.value + collectives.index(("node", "local")))
+    f = workers.map(lambda s: s.value + lj.Group(("node", "local")).index)
     assert f(workers.share(jnp.int32(5))).tolist() == [
         5 + i for i in range(workers.num_workers)
     ]
@@ -299,3 +298,21 @@ def test_debug_says_which_workers_were_moved_behind_an_exchange(debug):
     with pytest.raises(ValueError, match="must stand last in its chain.* workers 1, 3$"):
         step(x, moved)
     assert jax.jit(step)(x, moved)[0].tolist() == [0, 1, 2, 3]  # nothing to look at yet
+
+
+def test_debug_finds_a_chain_in_the_wrong_order():
+    workers = lj.Workers(2, 2, devices=jax.devices()[:2], debug=True)
+
+    def train(tx):
+        def step(params, state):
+            updates, state = tx.update(params, state, params)
+            return lj.apply_updates(params, updates), state
+
+        params = workers.put(jnp.arange(1.0, 9.0).reshape(4, 2))
+        state, step = workers.map(tx.init)(params), workers.map(step)
+        for _ in range(3):
+            params, state = step(params, state)
+
+    train(optax.chain(optax.sgd(0.1), lj.local_sgd(2)))
+    with pytest.raises(ValueError, match="an exchange must stand last in its chain"):
+        train(optax.chain(lj.local_sgd(2), optax.sgd(0.1)))
