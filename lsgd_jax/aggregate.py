@@ -87,6 +87,7 @@ def aggregate(
         group, count = Group(axes), state.count.value
 
         def communicate(g, own):
+            group.bytes_sent = 0.0  # this may be traced more than once
             finite = trees.all_finite(g)
             total, own = rule(group, g, own, finite)
             return jax.tree.map(lambda a, g: a.astype(g.dtype), total, g), own, ~finite

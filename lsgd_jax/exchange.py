@@ -226,23 +226,20 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
 
         def communicate(u, pull_states):
             packing, owned = _pack_by_pull(pulls, x)
-            before = packing.pack(x)
-            start = y = trees.plus(before, packing.pack(u))
-            healthy, moved = ~sick & trees.all_finite(y), []
+            u, moved = packing.pack(u), []
+            xs = packing.pack(x)
+            healthy = ~sick & trees.all_finite(trees.plus(xs, u))
             for i, pull in enumerate(pulls):
-                own = View(packing, owned[i], x)
-                # A single pull is due wherever this is reached.
-                alone = len(pulls) == 1 and not pull.delay
-                when = (True, True) if alone else (sends[i], lands[i])
+                view = View(packing, owned[i], xs)
                 fit = sound & fits[i] & healthy
-                y, state, restored = _pull(
-                    pull, groups[i], own, when, y, pull_states[i], fit, t
+                u, state, restored = _pull(
+                    pull, groups[i], view, (sends[i], lands[i]), u, pull_states[i], fit, t
                 )
                 # A part that was restored does not restore the rest.
-                healthy |= restored if pull.part is None else trees.all_finite(y)
+                whole = pull.part is None
+                healthy |= restored if whole else trees.all_finite(trees.plus(xs, u))
                 moved.append(state)
-            u = _update_to(y, start, before, packing.pack(u))
-            return packing.unpack(u), tuple(moved), ~healthy
+            return packing.unpack(u, t=t), tuple(moved), ~healthy
 
         def keep(u, pull_states):
             return u, pull_states, sick
@@ -295,14 +292,17 @@ def _step(
 
 
 class View(NamedTuple):
-    """What a pull sees of the packed parameters: the tree of its part."""
+    """What a pull sees of the packed parameters: the buffers of its part, and their tree."""
 
     packing: Packing
     owned: list[int]
-    params: Tree
+    xs: list[Array]
 
-    def tree(self, y: list[Array]) -> Tree:
-        return self.packing.unpack([y[b] for b in self.owned], self.owned)
+    def of(self, buffers: list[Array]) -> list[Array]:
+        return [buffers[b] for b in self.owned]
+
+    def tree(self, buffers: list[Array]) -> Tree:
+        return self.packing.unpack(self.of(buffers), self.owned)
 
 
 def _pack_by_pull(pulls: Sequence[Pull], x: Tree) -> tuple[Packing, list[list[int]]]:
@@ -322,51 +322,53 @@ def _pack_by_pull(pulls: Sequence[Pull], x: Tree) -> tuple[Packing, list[list[in
 def _pull(
     pull: Pull,
     group: Group,
-    own: View,
+    view: View,
     when: tuple[Any, Any],
-    y: list[Array],
+    u: list[Array],
     state: tuple[Any, tuple, Array],
     fit: Array,
     t: Array,
 ) -> tuple[list[Array], tuple[Any, tuple, Array], Array]:
-    """The packed y, the pull's state and whether this worker was restored."""
+    """The packed u, the pull's state and whether this worker was restored."""
     sends, lands = when
 
-    def send(rule_state):
-        x = parts.select(pull.part, own.params)
-        return pull.rule.agree(group, x, own.tree(y), rule_state, fit, t)
+    def send(u, rule_state):
+        group.bytes_sent = 0.0  # this may be traced more than once
+        y = view.tree(trees.plus(view.xs, u))
+        return pull.rule.agree(group, view.tree(view.xs), y, rule_state, fit, t)
 
-    def land(y, z, found):
-        y, z = list(y), own.packing.pack(z, own.owned)
-        pulled = _move([y[b] for b in own.owned], z, pull.weight(t), found, fit)
-        for b, buffer in zip(own.owned, pulled):
-            y[b] = buffer
-        return y, found & ~fit
+    def land(u, z, found):
+        own = view.of(view.xs), view.of(u)
+        z = view.packing.pack(z, view.owned)
+        moved = iter(_move(*own, z, pull.weight(t), found, fit))
+        u = [next(moved) if b in view.owned else buffer for b, buffer in enumerate(u)]
+        return u, found & ~fit
 
-    def send_and_land(y, rule_state):
-        z, found, rule_state = send(rule_state)
-        return *land(y, z, found), rule_state
+    def send_and_land(u, rule_state):
+        z, found, rule_state = send(u, rule_state)
+        return *land(u, z, found), rule_state
 
     rule_state, pending, restored_before = state
     not_restored = jnp.asarray(False)
     if pull.delay:
-        y, restored = cond(lands, land, lambda y, *_: (y, not_restored), y, *pending)
+        u, restored = cond(lands, land, lambda u, *_: (u, not_restored), u, *pending)
         *pending, rule_state = cond(
             sends,
-            lambda pending, state: _widened(*send(state)),
-            lambda pending, state: (*pending, state),
+            lambda u, pending, state: _widened(*send(u, state)),
+            lambda u, pending, state: (*pending, state),
+            u,
             tuple(pending),
             rule_state,
         )
     else:
-        y, restored, rule_state = cond(
+        u, restored, rule_state = cond(
             sends,
             send_and_land,
-            lambda y, state: (y, not_restored, state),
-            y,
+            lambda u, state: (u, not_restored, state),
+            u,
             rule_state,
         )
-    return y, (rule_state, tuple(pending), restored_before + restored), restored
+    return u, (rule_state, tuple(pending), restored_before + restored), restored
 
 
 # Scalars that say what becomes of a worker are multiplied in, or are what a `where` fills in,
@@ -383,41 +385,36 @@ def _settle(x: Tree, u: Tree, trusted: Array, sick: Array) -> Tree:
     fill, moves = trees.materialized(fill, jnp.where(sick, 0.0, 1.0))
 
     def leaf(x: Array, u: Array) -> Array:
-        step = jnp.where(jnp.isfinite(u), u, fill.astype(u.dtype)) * moves.astype(u.dtype)
-        return jnp.where(jnp.isfinite(x), step, jnp.nan)
+        step = trees.where_finite(u, u, fill.astype(u.dtype)) * moves.astype(u.dtype)
+        return trees.where_finite(x, step, jnp.nan)
 
     return jax.tree.map(leaf, x, u)
 
 
-def _move(y: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
-    """y + λ (z - y) if fit, z itself if not or λ is 1; y if no target was found."""
+def _move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
+    """The u that takes x to y + λ (z - y) if fit, to z itself if not or if λ is 1.
+
+    y = x + u. Without a target, and where nothing is moved, u stays to the bit. Where the
+    result is not finite x stays; an x that is not finite is replaced, see `apply_updates`.
+    """
     whole = found & (~fit | (weight == 1))
-    keep = jnp.where(whole, 0.0, 1.0)
-    pull = jnp.where(whole, 1, jnp.where(found, weight, 0))
+    keep, pull = (
+        jnp.where(whole, 0.0, 1.0),
+        jnp.where(whole, 1, jnp.where(found, weight, 0)),
+    )
     keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0, jnp.nan))
 
-    def leaf(y: Array, z: Array) -> Array:
-        wide = trees.widened(y)
-        near = jnp.where(jnp.isfinite(wide), wide, fill.astype(wide.dtype))
-        near *= keep.astype(wide.dtype)
-        z = trees.finite_part(z.astype(wide.dtype))
-        return (near + pull.astype(wide.dtype) * (z - near)).astype(y.dtype)
+    def leaf(x: Array, u: Array, z: Array) -> Array:
+        y = trees.widened((x + u).astype(x.dtype))
+        near = trees.where_finite(y, y, fill.astype(y.dtype)) * keep.astype(y.dtype)
+        z = trees.finite_part(z.astype(y.dtype))
+        # As the worker will hold it: what x + u rounds to is the same on all workers then.
+        to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
+        x = trees.widened(x)
+        step = jnp.where(jnp.isfinite(to), to, x) - trees.finite_part(x)
+        return jnp.where(to == y, u, step.astype(u.dtype))
 
-    return jax.tree.map(leaf, y, z)
-
-
-def _update_to(y: Tree, start: Tree, x: Tree, u: Tree) -> Tree:
-    """What takes x to y, where the pulls have moved y away from `start`; there still u.
-
-    Where y is not finite x stays; an x that is not finite is replaced, see `apply_updates`.
-    """
-
-    def leaf(y: Array, start: Array, x: Array, u: Array) -> Array:
-        to = trees.widened(jnp.where(jnp.isfinite(y), y, x))
-        step = to - trees.finite_part(trees.widened(x))
-        return jnp.where(y == start, u, step.astype(u.dtype))
-
-    return jax.tree.map(leaf, y, start, x, u)
+    return jax.tree.map(leaf, x, u, z)
 
 
 def _is_sound(value: Any) -> Array:
@@ -462,6 +459,9 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     if due is False:
         return otherwise(*operands)
 
+    if not any(map(_varying, jax.tree.leaves(operands))):
+        return lax.cond(due, then, otherwise, *operands)
+
     def typed(branch, other):
         return lambda *operands: _typed_alike(branch(*operands), other(*operands))
 
@@ -472,11 +472,15 @@ def _typed_alike(tree: Tree, like: Tree) -> Tree:
     """The same values, typed as varying over the axes over which `like` varies too."""
 
     def cast(x, y):
-        varying = lambda a: jax.typeof(a).manual_axis_type.varying
-        missing = tuple(varying(y) - varying(x))
+        missing = tuple(_varying(y) - _varying(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree, like)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """Over which axes x is typed to vary: none unless types are checked (`check_vma`)."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def combine_then_adapt(rule: Rule) -> Rule:

@@ -4,13 +4,14 @@ A collective costs by the call, and XLA compiles a kernel per leaf for each thin
 done to a tree: both are better done to a few buffers.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax.trees import Tree
 
@@ -52,21 +53,48 @@ class Packing:
         leaves = dict(zip(present, jax.tree.leaves(tree), strict=True))
         return [self._join([leaves[i] for i in self.members[b]]) for b in chosen]
 
-    def unpack(self, buffers: Sequence[Array], chosen: Iterable[int] | None = None) -> Tree:
-        """The tree of the buffers; with only some of them, the other leaves are empty."""
+    def unpack(
+        self,
+        buffers: Sequence[Array],
+        chosen: Iterable[int] | None = None,
+        t: Array | None = None,
+    ) -> Tree:
+        """The tree of the buffers; with only some of them, the other leaves are empty.
+
+        With t, a step count that is the same on all workers, leaves of one shape are taken
+        by one kernel, so that many of them compile fast. Without, packing again is free.
+        """
         leaves: list[Any] = [optax.MaskedNode()] * len(self._sizes)
-        chosen = range(len(self.members)) if chosen is None else chosen
+        chosen = list(range(len(self.members)) if chosen is None else chosen)
+        starts = self._starts(chosen, t)
         for buffer, b in zip(buffers, chosen, strict=True):
-            members = self.members[b]
-            ends = [
-                sum(self._sizes[i] for i in members[: k + 1]) for k in range(len(members))
-            ]
-            parts = jnp.split(buffer, ends[:-1]) if len(members) > 1 else [buffer]
-            for i, part in zip(members, parts):
+            for i in self.members[b]:
+                part = buffer
+                if len(self.members[b]) > 1:
+                    part = _run(buffer, starts[i], self._sizes[i])
                 leaves[i] = part.reshape(self._shapes[i])
         return jax.tree.unflatten(self._treedef, leaves)
+
+    def _starts(self, chosen: list[int], t: Array | None) -> dict[int, Any]:
+        """Where each leaf begins in its buffer."""
+        known = {}
+        for b in chosen:
+            members = self.members[b]
+            ends = itertools.accumulate(self._sizes[i] for i in members)
+            known |= zip(members, [0, *ends])
+        if t is None or not known:
+            return known
+        # XLA compiles a kernel for every constant, but it does not know that t > 0.
+        zeros = dict.fromkeys(known, jnp.int32(0))
+        return lax.cond(t > 0, lambda: jax.tree.map(jnp.int32, known), lambda: zeros)
 
     def _join(self, leaves: Sequence[Array]) -> Array:
         if len(leaves) == 1:  # a large leaf keeps its shape
             return leaves[0]
         return jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+
+def _run(buffer: Array, start: Any, size: int) -> Array:
+    if isinstance(start, int):
+        return lax.slice(buffer, [start], [start + size])
+    return lax.dynamic_slice(buffer, [start], [size], allow_negative_indices=False)
