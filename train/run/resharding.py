@@ -27,7 +27,7 @@ is equal on all workers (`Shared`) stays to the bit. Of each method that is:
     allreduce             all workers are equal          W' / W times the batch
     coordinate-median,
       licm, cge           likewise                       likewise; for cge W' > `faulty`
-    alone                 –                              –
+    independent           –                              –
 
 What a graph or a method asks of the number of workers is found when the experiment is
 built. The rows of a step depend on (seed, number of the worker, step): every worker goes on

@@ -12,7 +12,6 @@ it exactly as the training would be run. Nothing is written.
 import dataclasses
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,8 +28,8 @@ from train.cluster import devices
 from train.cluster import rendezvous as distributed
 from train.cluster.processes import is_main
 from train.config import Config
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Alone
 
 
 LEVELS = {
@@ -88,7 +87,7 @@ def periods(measured: Measured, share: float) -> tuple[int | None, int | None]:
 
 def measure(config: Config) -> Measured:
     """Measures an experiment on the devices at hand."""
-    experiment = Experiment(dataclasses.replace(config, method=Alone()))
+    experiment = Experiment(dataclasses.replace(config, method=methods.make("independent")))
     state = experiment.init()
     params = state.params
     numbers = jax.tree.leaves(params)

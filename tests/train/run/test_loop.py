@@ -18,14 +18,14 @@ from train.config import DataConfig, OptimizerConfig, WorkersConfig
 from train.metrics import log as records
 from train.metrics import plots as figures
 from train.run.loop import Run
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Lsgd
 
 
 SMALL = dataclasses.replace(
     CONFIG,
     workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(local_period=2, global_period=4, loss_window=3),
+    method=methods.make("lsgd", local_period=2, global_period=4, loss_window=3),
     steps=12,
     batch_size=16,
     log_every=4,
@@ -333,7 +333,7 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
             "`batch_size` must be at most 7, the number of training images per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
-        ({"method": Lsgd(local_pull=3)}, "`local_pull` must be in"),
+        ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),
         ({"data": DataConfig("cifar10")}, "`data.dir` must name the folder"),
         ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
     ],

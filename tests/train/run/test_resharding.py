@@ -23,8 +23,9 @@ from train.metrics import plots as figures
 from train.run import resharding as elastic
 from train.run.checkpoints import Checkpoints, latest_notes
 from train.run.loop import Run
+from train.task import methods
 from train.task.experiment import TrainState, make_optimizer
-from train.task.methods import METHODS, Dpsgd, Lsgd, Osgp
+from train.task.methods import METHODS
 from train.task.models import MODELS
 
 
@@ -40,7 +41,7 @@ def quick(monkeypatch):
 SMALL = dataclasses.replace(
     CONFIG,
     workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(local_period=2, global_period=4, loss_window=3),
+    method=methods.make("lsgd", local_period=2, global_period=4, loss_window=3),
     optimizer=OptimizerConfig(learning_rate=0.1, momentum=0.9),
     steps=6,
     batch_size=4,
@@ -387,7 +388,9 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
 
 def test_bytes_sent_are_those_of_every_grid(tmp_path):
     """On a ring of four each worker has two neighbors, on a ring of two one."""
-    config = dataclasses.replace(SMALL, method=Dpsgd(), run_dir=str(tmp_path / "run"))
+    config = dataclasses.replace(
+        SMALL, method=methods.make("dpsgd"), run_dir=str(tmp_path / "run")
+    )
     run = Run(config)
     run.train()
     message = 4 * sum(x[0].size for x in jax.tree.leaves(run.state.params)) + 4
@@ -402,11 +405,11 @@ def test_bytes_sent_are_those_of_every_grid(tmp_path):
 
 
 def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
-    toy = Toy(METHODS["alone"](), 2, 2)
+    toy = Toy(METHODS["independent"](), 2, 2)
     poison = lambda x: toy.workers.put(x.at[2].set(jnp.nan))
     state = toy.fresh._replace(params=jax.tree.map(poison, toy.fresh.params))
     toy.save(tmp_path, state, losses=np.array([0.3, 0.2, 0.1, 0.4]))
-    grow, shrink = (Toy(METHODS["alone"](), *grid) for grid in ((2, 3), (1, 3)))
+    grow, shrink = (Toy(METHODS["independent"](), *grid) for grid in ((2, 3), (1, 3)))
     assert grow.restore(tmp_path).resizing.sources == [0, 1, 1, 2, 3, 3]
     assert shrink.restore(tmp_path).resizing.sources == [0, 1, 3]
 
@@ -441,7 +444,7 @@ def test_a_grid_the_method_can_not_have_changes_nothing(
 
 def test_messages_under_way_refuse_other_workers_and_change_nothing(tmp_path, capsys):
     folder = tmp_path / "run"
-    method = Osgp(staleness=2)
+    method = methods.make("osgp", staleness=2)
     Run(dataclasses.replace(SMALL, method=method, run_dir=str(folder))).train()
     before = files(folder)
     capsys.readouterr()
