@@ -7,8 +7,6 @@ import rich.console
 import rich.markup
 import rich.progress
 
-from train.cluster.processes import is_main
-
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -20,11 +18,14 @@ class Screen:
       steps: where the run ends.
       start: the step from which it goes on.
       what: what the steps are called.
+      is_main: whether this process is the main one.
     """
 
-    def __init__(self, steps: int, start: int = 0, what: str = "step"):
-        self._console = rich.console.Console(quiet=not is_main(), highlight=False)
-        self._steps, self._what = steps, what
+    def __init__(
+        self, steps: int, start: int = 0, what: str = "step", is_main: bool = True
+    ):
+        self._console = rich.console.Console(quiet=not is_main, highlight=False)
+        self._steps, self._what, self._is_main = steps, what, is_main
         self._last_line = -float("inf")
         self._error = ""
         self._bar = rich.progress.Progress(
@@ -54,7 +55,7 @@ class Screen:
 
     def warn_here(self, text: str) -> None:
         """The same for what concerns this process alone, whichever it is."""
-        if is_main():
+        if self._is_main:
             self.warn(text)
         else:
             print(f"warning: {text}", file=sys.stderr)

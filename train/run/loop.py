@@ -15,11 +15,9 @@ import numpy as np
 
 import lsgd_jax as lj
 from train import config as configuration
-from train.cluster import key_value_store as coordination
-from train.cluster import rendezvous as distributed
 from train.cluster.nodes import Nodes
-from train.cluster.processes import is_main, wait_for_all
-from train.cluster.signals import Interrupts
+from train.cluster.session import Session
+from train.cluster.signals import StopSignals
 from train.config import Config
 from train.data.arrays import DataError
 from train.metrics import log as records
@@ -79,6 +77,7 @@ class Run:
 
     Args:
       config: what to do.
+      session: the processes of the run; None: this one by itself.
       devices: see `Experiment`.
 
     Raises:
@@ -86,20 +85,31 @@ class Run:
         nothing has been written then.
     """
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        session: Session | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
         self.config = config
+        self.session = session = Session.single() if session is None else session
         resumed = run_folder.to_resume(config) if config.resume else None
         if resumed is not None:
             run_folder.check_same_experiment(config, resumed)
-        self.experiment = Experiment(config, warn=self._warn_here, devices=devices)
+        self.experiment = Experiment(
+            config, warn=self._warn_here, devices=devices, session=session
+        )
         if resumed is not None:
             self._check_same_data(resumed)
-        self.folder = run_folder.create(config) if resumed is None else resumed
+        self.folder = run_folder.create(config, session) if resumed is None else resumed
         self.step = 0
-        distributed.tell_where(self._where)
-        self._screen = Screen(config.steps)
+        session.tell_where(self._where)
+        self._screen = Screen(config.steps, is_main=session.is_main)
         self._checkpoints = Checkpoints(
-            self.folder / run_folder.CHECKPOINTS, config.keep_checkpoints, self._warn
+            self.folder / run_folder.CHECKPOINTS,
+            config.keep_checkpoints,
+            self._warn,
+            session,
         )
         state: TrainState = self.experiment.init()
         seconds, before = 0.0, 0
@@ -126,13 +136,13 @@ class Run:
         self._records: Records | None = None
         self._reported_at: float | None = None
         self._nonfinite_steps = 0
-        self._interrupts = Interrupts()
+        self._interrupts = StopSignals(session)
         self._saved_step = -1 if restored is None else self.step
 
     def train(self) -> Result:
         """Trains to the end, or until a signal, or until no worker is finite any more."""
-        self._screen = Screen(self.config.steps, self.step)
-        if not is_main():
+        self._screen = Screen(self.config.steps, self.step, is_main=self.session.is_main)
+        if not self.session.is_main:
             return self._train()
         with contextlib.closing(Records(self.folder, self._warn)) as self._records:
             return self._train()
@@ -143,7 +153,7 @@ class Run:
         self._watch = Stopwatch(self._watch.seconds)
         grid = [config.workers.nodes, config.workers.locals]
         sizes = experiment.data_sizes
-        processes = len(coordination.members())
+        processes = len(self.session.members)
         self._write("start", workers=grid, processes=processes, **sizes, **_versions())
         self._screen.say(f"{experiment.workers}; run folder {self.folder}")
         if self._resizing is not None:
@@ -184,7 +194,8 @@ class Run:
                 tested = tested or self._test()
             begun = self._save()
             saved = self._checkpoints.close() and begun
-            wait_for_all()  # who is lost before here is missed by all, or by none
+            # Who is lost before here is missed by all, or by none.
+            self.session.wait_for_all()
 
         center, best = tested or (np.nan, np.nan)
         leaving = self._leaving() if stopped_by == signal.SIGTERM else []
@@ -213,10 +224,10 @@ class Run:
 
     def _warn(self, text: str) -> None:
         """Of all processes, since it may concern only one."""
-        if is_main():
+        if self.session.is_main:
             self._screen.warn(text)  # on the screen of that moment
         else:
-            print(f"process {jax.process_index()}: warning: {text}", file=sys.stderr)
+            print(f"process {self.session.process_id}: warning: {text}", file=sys.stderr)
 
     def _where(self) -> str:
         """Where this run is and how to go on with it, if it can not go on by itself."""
@@ -248,7 +259,7 @@ class Run:
         try:
             yield
         except DataError:
-            if not coordination.is_joined():  # the others would not take part
+            if not self.session.has_others:  # the others would not take part
                 self._save()
                 self._checkpoints.close()
             raise
