@@ -69,24 +69,29 @@ class Run:
 
 
 def open_run(
-    config: Config, session: Session, devices: Sequence[jax.Device] | None = None
+    config: Config,
+    session: Session | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Run:
     """Opens a new run, or the one to resume.
 
     Args:
       config: what to do.
-      session: this process among those of the run.
+      session: this process among those of the run; None: this one by itself.
       devices: see `Experiment`.
 
     Raises:
       ValueError: the configuration, the data or the run folder is not what it must be;
         nothing has been written then.
     """
+    session = Session.single() if session is None else session
     resumed = run_folder.to_resume(config) if config.resume else None
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
     progress = Progress(config.steps, process=session.process_id)
-    experiment = Experiment(config, session, warn=progress.warn_here, devices=devices)
+    experiment = Experiment(
+        config, session=session, warn=progress.warn_here, devices=devices
+    )
     if resumed is not None:
         check_same_data(experiment.data_sizes, resumed)
     folder = run_folder.create(config, session) if resumed is None else resumed

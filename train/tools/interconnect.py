@@ -1,4 +1,4 @@
-"""python -m train.interconnect NAME: how long exchanges take here, and the periods that suit.
+"""python -m train.interconnect NAME: how long exchanges take, and the periods that suit.
 
     python -m train.interconnect cifar10-cnn7 --data.dir DIR --share 0.05
 
@@ -12,7 +12,6 @@ run it exactly as the training would be run. Nothing is written.
 import dataclasses
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +24,9 @@ import rich.table
 import lsgd_jax as lj
 from train import cli
 from train.arguments import Parser
-from train.cluster import devices
-from train.cluster import rendezvous as distributed
-from train.cluster.processes import is_main
+from train.cluster import devices, rendezvous
+from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
 from train.config import Config
 from train.task.experiment import Experiment
 from train.task.methods import Alone
@@ -86,9 +85,10 @@ def periods(measured: Measurement, share: float) -> tuple[int | None, int | None
     return local, wide
 
 
-def measure(config: Config) -> Measurement:
-    """Measures an experiment on the devices at hand."""
-    experiment = Experiment(dataclasses.replace(config, method=Alone()))
+def measure(config: Config, session: Session) -> Measurement:
+    """Measures an experiment on the devices of all processes."""
+    config = dataclasses.replace(config, method=Alone())
+    experiment = Experiment(config, session=session)
     state = experiment.init()
     params = state.params
     payload = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(params))
@@ -172,6 +172,7 @@ def report(measured: Measurement, share: float, console: rich.console.Console) -
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
+    session = Session.single()
     try:
         parser = Parser("python -m train.interconnect", __doc__)
         parser.add_argument("experiment", help="a named experiment, such as digits")
@@ -182,11 +183,13 @@ def main(arguments: Sequence[str]) -> int:
         if not 0 < options.share < 1:
             raise ValueError(f"`share` must be in (0, 1), got share={options.share}")
         config = cli.parse([options.experiment, *others])
-        distributed.join(config)
-        devices.provide(config.workers.nodes * config.workers.locals)
-        measured = measure(config)
+        session = rendezvous.join(config)
+        workers = config.workers.nodes * config.workers.locals
+        devices.provide(workers, len(session.members))
+        measured = measure(config, session)
     except ValueError as error:
-        return distributed.leave(2, str(error))
-    console = rich.console.Console(quiet=not is_main(), highlight=False, soft_wrap=True)
+        return session.leave(WRONG_USAGE, str(error))
+    quiet = not session.is_main
+    console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
     report(measured, options.share, console)
-    return 0
+    return SUCCESS
