@@ -67,9 +67,7 @@ class Progress:
         """Notes the center's test error in %, to be shown beside the progress."""
         self._error = f"test error {error:.2f} %"
 
-    def show(
-        self, step: int, loss: float | None, steps_per_second: float | None
-    ) -> None:
+    def show(self, step: int, loss: float | None, steps_per_second: float | None) -> None:
         """Shows how far training is, and at which pace if that is known."""
         loss_text = "" if loss is None else f"loss {loss:.4f}"
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""

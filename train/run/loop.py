@@ -25,7 +25,7 @@ def train(run: Run) -> Result:
     run.stopwatch.start()
     with contextlib.closing(run.metrics):
         announce(run)
-        with run.interrupts, run.progress, saved_if_data_fail(run):
+        with run.stop_signals, run.progress, saved_if_data_fail(run):
             stopped_by = take_steps(run)
             result = finish(run, stopped_by)
         if not result.leaving:
@@ -60,7 +60,7 @@ def reason_to_stop(run: Run) -> Reason | None:
     """Why the run is to stop after this step, or None."""
     if run.reporter.nonfinite_steps >= run.config.stop_after_nonfinite:
         return "nonfinite"
-    return run.interrupts.received if run.interrupts.stop_at(run.step) else None
+    return run.stop_signals.received if run.stop_signals.stop_at(run.step) else None
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
@@ -78,7 +78,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
 
 def leaving_processes(run: Run) -> list[int]:
     """The processes that were asked to stop, if others can go on without them."""
-    asked = run.interrupts.asked
+    asked = run.stop_signals.asked
     left = Nodes.of(run.experiment.workers).without(asked)
     can = run.config.distributed.survive and 0 in left.processes
     return asked if can else []

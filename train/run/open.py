@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from train.cluster.session import Session
-from train.cluster.signals import Interrupts
+from train.cluster.signals import StopSignals
 from train.config import Config
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
@@ -44,7 +44,7 @@ class Run:
       buffer: what has not been written to it yet.
       progress: what the user sees.
       reporter: from the buffer to the metrics and the progress.
-      interrupts: Ctrl-C and SIGTERM.
+      stop_signals: Ctrl-C and SIGTERM.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Run:
     buffer: MetricsBuffer
     progress: Progress
     reporter: Reporter
-    interrupts: Interrupts
+    stop_signals: StopSignals
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes an event of this step to the metrics."""
@@ -121,7 +121,7 @@ def open_run(
         buffer=MetricsBuffer(experiment.workers, start.state.opt_state),
         progress=progress,
         reporter=Reporter(config, metrics, progress, stopwatch, start.recent_losses),
-        interrupts=Interrupts(session),
+        stop_signals=StopSignals(session),
     )
     session.tell_where(lambda: where(config, folder, run.step))
     return run

@@ -60,8 +60,9 @@ def train(run: Run) -> Result:
 def _again(config: Config, nodes: Nodes, session: Session) -> Run:
     """The run from its last checkpoint, among the nodes that are left."""
     workers = dataclasses.replace(config.workers, nodes=nodes.number)
+    config = dataclasses.replace(config, workers=workers)
     try:
-        return open_run(dataclasses.replace(config, workers=workers), session, nodes.devices)
+        return open_run(config, session, nodes.devices)
     except ValueError as error:
         if not may_mean_a_loss(error):
             session.leave(WRONG_USAGE, str(error))
@@ -71,7 +72,7 @@ def _again(config: Config, nodes: Nodes, session: Session) -> Run:
 def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes, session: Session) -> None:
     """Ends what needs the lost ones: here the run, and there this process, or all."""
     was_lost = f"{session.names(lost)} was lost"
-    if 0 not in nodes.processes or (run is not None and run.interrupts.received):
+    if 0 not in nodes.processes or (run is not None and run.stop_signals.received):
         session.leave(LOST, f"{was_lost} {session.where()}")
     if session.process_id not in nodes.processes:
         where = "" if run is None else f" at step {run.step}"

@@ -222,5 +222,6 @@ def resized(
       ValueError: a method that can not go on with other workers.
     """
     mine = sources[list(workers.owned)]
-    rows = lj.resize(state._replace(key=None), mine)
+    no_key: Any = None
+    rows = lj.resize(state._replace(key=no_key), mine)
     return workers.put_owned(rows)._replace(key=fresh.key)
