@@ -12,8 +12,8 @@ from train.config import DistributedConfig
 
 
 def test_a_process_by_itself_joins_none():
-    alone = DistributedConfig(cluster="none")
-    session = rendezvous.join(dataclasses.replace(CONFIG, distributed=alone))
+    single = DistributedConfig(cluster="none")
+    session = rendezvous.join(dataclasses.replace(CONFIG, distributed=single))
     assert not session.has_others and session.heartbeat is None
 
 
