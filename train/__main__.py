@@ -10,7 +10,8 @@ from train.cluster.lost import may_mean_a_loss
 from train.cluster.session import Session
 from train.data.arrays import DataError
 from train.run import recovery
-from train.run.loop import Run, resume_command
+from train.run.open import open_run
+from train.run.result import resume_command
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
         session = rendezvous.join(config)
         workers = config.workers.nodes * config.workers.locals
         devices.provide(workers, len(session.members))
-        run = Run(config, session)
+        run = open_run(config, session)
     except ValueError as error:
         if may_mean_a_loss(error):
             raise

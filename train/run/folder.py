@@ -9,12 +9,10 @@ from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, Config
 
 
-CONFIG, METRICS, CHECKPOINTS, TENSORBOARD = (
-    "config.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "tensorboard",
-)
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:

@@ -20,20 +20,22 @@ from train.cluster.lost import may_mean_a_loss
 from train.cluster.nodes import Nodes
 from train.cluster.session import Session
 from train.config import Config
-from train.run.loop import Result, Run
+from train.run import loop
+from train.run.open import Run, open_run
+from train.run.result import Result
 
 
 def train(run: Run) -> Result:
     """Trains to the end; if losses are to be survived, with the nodes that are left."""
     session = run.session
     if not (run.config.distributed.survive and session.has_others):
-        return run.train()
+        return loop.train(run)
     config = dataclasses.replace(run.config, run_dir=str(run.folder), resume=True)
     nodes, current = Nodes.of(run.experiment.workers), run
     while True:
         try:
             current = current or _again(config, nodes, session)
-            result = current.train()
+            result = loop.train(current)
             gone = result.leaving
             if not gone:
                 return result
@@ -58,8 +60,9 @@ def train(run: Run) -> Result:
 def _again(config: Config, nodes: Nodes, session: Session) -> Run:
     """The run from its last checkpoint, among the nodes that are left."""
     workers = dataclasses.replace(config.workers, nodes=nodes.number)
+    config = dataclasses.replace(config, workers=workers)
     try:
-        return Run(dataclasses.replace(config, workers=workers), session, nodes.devices)
+        return open_run(config, session, nodes.devices)
     except ValueError as error:
         if not may_mean_a_loss(error):
             session.leave(WRONG_USAGE, str(error))
@@ -69,7 +72,7 @@ def _again(config: Config, nodes: Nodes, session: Session) -> Run:
 def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes, session: Session) -> None:
     """Ends what needs the lost ones: here the run, and there this process, or all."""
     was_lost = f"{session.names(lost)} was lost"
-    if 0 not in nodes.processes or (run is not None and run.is_to_stop):
+    if 0 not in nodes.processes or (run is not None and run.stop_signals.received):
         session.leave(LOST, f"{was_lost} {session.where()}")
     if session.process_id not in nodes.processes:
         where = "" if run is None else f" at step {run.step}"
@@ -78,4 +81,4 @@ def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes, session: Sessi
         os._exit(LOST)
     session.note_lost(lost)
     if run is not None:
-        run.abandon()
+        run.checkpoints.abandon()

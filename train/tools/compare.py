@@ -29,7 +29,8 @@ from train.metrics import log as records
 from train.metrics import tables
 from train.metrics.plots import tidy
 from train.run import folder as run_folder
-from train.run.loop import Run
+from train.run import loop
+from train.run.open import open_run
 from train.task.methods import find
 
 
@@ -119,7 +120,7 @@ def train(config: Config, session: Session) -> bool:
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
         return True
-    result = Run(config, session).train()
+    result = loop.train(open_run(config, session))
     return result.stopped_by is None
 
 
