@@ -17,6 +17,7 @@ from configs.digits import CONFIG
 from train import cli
 from train import config as configuration
 from train.__main__ import main
+from train.cluster.session import Session
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log as records
 from train.metrics import plots as figures
@@ -188,13 +189,13 @@ class Toy:
 
     def save(self, folder, state, losses):
         grid = {"nodes": self.workers.nodes, "locals": self.workers.locals}
-        checkpoints = Checkpoints(folder, 3, pytest.fail)
+        checkpoints = Checkpoints(folder, 3, pytest.fail, Session.single())
         notes = {"recent_losses": losses.tolist(), "workers": grid}
         assert checkpoints.save(int(state.step.value), state, notes)
         assert checkpoints.close()
 
     def restore(self, folder):
-        checkpoints = Checkpoints(folder, 3, pytest.fail)
+        checkpoints = Checkpoints(folder, 3, pytest.fail, Session.single())
         began = WorkersConfig(7, 7)  # the notes know better
         restored = elastic.restore(checkpoints, self.fresh, self.workers, began)
         assert checkpoints.close()
