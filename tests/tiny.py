@@ -92,10 +92,14 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
     if not figures:
         set(loop, "draw", lambda folder: None)
     if share:
+        from train.landscape import loss, saved_run
+
+        set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)
+        set(saved_run, "Experiment", shared)
 
 
-def shared(config, **_):
+def shared(config, *_, **__):
     """The experiment of a configuration; one for all runs of it in this process."""
     defaults = {x.name: x.default for x in dataclasses.fields(Config)}
     same = {name: defaults[name] for name in OF_THE_RUN}

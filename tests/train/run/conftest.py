@@ -36,7 +36,7 @@ def finished(tmp_path_factory, traces):
     """A run to the end: (run, result)."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        tiny.install(figures=True, set=patch.setattr)
+        tiny.install(figures=True, share=True, set=patch.setattr)
         run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
         return run, train(run)
 

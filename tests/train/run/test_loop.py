@@ -12,7 +12,6 @@ import pytest
 import tiny
 from harness import exchanges
 
-from train.config import OptimizerConfig
 from train.metrics import log, plots
 from train.run import checkpoints
 from train.run.loop import train
@@ -186,15 +185,22 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
 # Losses and parameters that are not as they must be
 
 
-def test_no_finite_loss_stops_the_run_with_a_checkpoint(tmp_path, capsys):
+def test_no_finite_loss_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(
         tiny.SMALL,
         run_dir=str(tmp_path / "run"),
-        optimizer=OptimizerConfig(learning_rate=3e38),
         steps=400,
         stop_after_nonfinite=5,
     )
-    result = train(open_run(config))
+    run = open_run(config)
+    step = run.experiment.step
+
+    def diverged(*arguments):
+        state, loss = step(*arguments)
+        return state, loss * jnp.nan
+
+    monkeypatch.setattr(run.experiment, "step", diverged)
+    result = train(run)
     assert result.stopped_by == "nonfinite" and result.saved
     assert 5 <= result.step <= 20
     assert (tmp_path / "run" / "checkpoints" / str(result.step)).is_dir()

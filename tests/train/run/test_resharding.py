@@ -12,7 +12,6 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from configs.digits import CONFIG
 from train import cli
 from train import config as configuration
 from train.__main__ import main
@@ -24,7 +23,7 @@ from train.run.checkpoints import Checkpoints, latest_notes
 from train.run.loop import train
 from train.run.open import open_run
 from train.task.experiment import TrainState, make_optimizer
-from train.task.methods import METHODS, Dpsgd, Lsgd, Osgp
+from train.task.methods import METHODS, Dpsgd, Osgp
 
 
 INF = float("inf")
@@ -32,17 +31,7 @@ INF = float("inf")
 
 pytestmark = pytest.mark.usefixtures("quick")
 
-SMALL = dataclasses.replace(
-    CONFIG,
-    workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(local_period=2, global_period=4, loss_window=3),
-    optimizer=OptimizerConfig(learning_rate=0.1, momentum=0.9),
-    steps=6,
-    batch_size=4,
-    log_every=2,
-    test_every=6,
-    checkpoint_every=6,
-)
+SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
 
 
 def on_host(tree):
@@ -220,7 +209,14 @@ def check_resized(method, before, restored):
             np.testing.assert_array_equal(center(restored.state)[path][1], x)
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Each has a state like that of a method which is not slow.
+ALIKE = "post-local-sgd diloco downpour adpsgd licm coordinate-median allreduce".split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in ALIKE)) for x in METHODS],
+)
 def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
     method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
     few, many = Toy(method, 1, 2), Toy(method, 2, 2)
@@ -328,12 +324,12 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
     assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
     assert main(resume(folder, "--steps", "18")) == 0
     assert "go on from" not in capsys.readouterr().out
-    more = resume(folder, "--workers.nodes=3", "--workers.locals=1", "--steps=20")
+    more = resume(folder, "--workers.nodes=2", "--workers.locals=2", "--steps=20")
     assert main(more) == 0
     events = log.read(folder)
-    assert [e["workers"] for e in events["start"]] == [[2, 2], [1, 2], [1, 2], [3, 1]]
-    assert [len(e["losses"]) for e in events["train"]] == [4] * 3 + [2] * 6 + [3]
-    assert [e["new"] for e in events["resized"]] == [[1, 2], [3, 1]]
+    assert [e["workers"] for e in events["start"]] == [[2, 2], [1, 2], [1, 2], [2, 2]]
+    assert [len(e["losses"]) for e in events["train"]] == [4] * 3 + [2] * 6 + [4]
+    assert [e["new"] for e in events["resized"]] == [[1, 2], [2, 2]]
     assert [e["step"] for e in events["test"]] == [6, 12, 18, 20]
     sent = [e["bytes_sent"] for e in events["train"]]
     assert sent == sorted(sent)
@@ -342,7 +338,7 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
         (0, 6, 2, 2),
         (6, 12, 1, 2),
         (12, 18, 1, 2),
-        (18, 20, 3, 1),
+        (18, 20, 2, 2),
     ]
     assert {path.name for path in plots.draw(folder)} >= {"leaders.png"}
 
@@ -350,9 +346,8 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
 def test_recent_losses_follow_their_worker(folder):
     notes = latest_notes(folder / "checkpoints")
     config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
-    run = open_run(dataclasses.replace(config, workers=WorkersConfig(4, 1)))
+    run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
     sources = run.resizing.sources
-    assert sorted(sources) == [0, 1, 2, 3] and sources[1] in (2, 3)
     recent = np.array(notes["recent_losses"])[sources]
     np.testing.assert_array_equal(run.reporter.recent_losses, recent)
 
@@ -369,6 +364,7 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
     assert (folder / "checkpoints" / "unreadable-8").is_dir()
 
 
+@pytest.mark.slow  # that the counts are kept to the bit is checked with toys
 def test_bytes_sent_are_those_of_every_grid(tmp_path):
     """On a ring of four each worker has two neighbors, on a ring of two one."""
     config = dataclasses.replace(SMALL, method=Dpsgd(), run_dir=str(tmp_path / "run"))
@@ -424,23 +420,18 @@ def test_a_grid_the_method_can_not_have_changes_nothing(
     assert files(folder) == before
 
 
-def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path, capsys):
-    folder = tmp_path / "run"
-    method = Osgp(staleness=2)
-    train(open_run(dataclasses.replace(SMALL, method=method, run_dir=str(folder))))
-    before = files(folder)
-    capsys.readouterr()
-    assert main(resume(folder, "--workers.nodes", "1", "--steps", "8")) == 2
-    captured = capsys.readouterr()
-    assert captured.err == (
-        "error: 1 x 2 workers can not go on from 2 x 2: the workers must stay the same "
-        "while messages are in flight to them (`staleness` above 1), got staleness=2\n"
+def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
+    four, two = (Toy(Osgp(staleness=2), nodes, 2) for nodes in (2, 1))
+    four.save(tmp_path, four.fresh, np.arange(4.0))
+    before = files(tmp_path)
+    message = (
+        "1 x 2 workers can not go on from 2 x 2: the workers must stay the same while "
+        r"messages are in flight to them \(`staleness` above 1\), got staleness=2"
     )
-    assert captured.out == "" and files(folder) == before
-    same = open_run(
-        dataclasses.replace(SMALL, method=method, run_dir=str(folder), resume=True)
-    )
-    assert same.step == 6 and same.resizing is None
+    with pytest.raises(ValueError, match=message):
+        two.restore(tmp_path)
+    assert files(tmp_path) == before
+    assert four.restore(tmp_path).resizing is None
 
 
 def test_the_latest_notes(tmp_path):
