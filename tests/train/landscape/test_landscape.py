@@ -14,6 +14,9 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from train.landscape.opened import Opened
+from train.landscape.picture import Landscape, Map, Mark, Pulls
+from train.landscape.survey import pulls_of, survey
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
@@ -22,11 +25,8 @@ from train.data.arrays import DataError
 from train.landscape import __main__ as command
 from train.landscape import loss, picture, way
 from train.landscape.__main__ import main, parse
-from train.landscape.opened import Opened
-from train.landscape.picture import Landscape, Map, Mark, Pulls
 from train.landscape.plane import Plane, flat
 from train.landscape.points import Points, leaders_of
-from train.landscape.survey import pulls_of, survey
 from train.metrics import log as records
 from train.run.loop import Run
 from train.task import methods

@@ -44,7 +44,9 @@ def test_a_method_trains(name, tmp_path, monkeypatch):
     assert last["loss"] < first["loss"]
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
     sent = last.get("bytes_sent", 0)
-    assert sent == 0 if name == "independent" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
+    assert (
+        sent == 0 if name == "independent" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
+    )
     # All took the same gradient, or exchanged everything at the last step.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
     together = config.method.first or name in whole
