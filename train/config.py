@@ -8,6 +8,7 @@ import typing
 from collections.abc import Set
 from typing import Any, Literal
 
+import lsgd_jax as lj
 from lsgd_jax.checks import check_positive_int
 from train.task.batch_statistics import Policy
 from train.task.methods import Lsgd, Method, find
@@ -187,6 +188,9 @@ class Config:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
 
 
+# Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.
+FORMAT = 2
+
 DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
 
 # What each process may be given as it needs it.
@@ -242,7 +246,7 @@ def fields(config: Config) -> dict[str, Any]:
 def write(config: Config, path: os.PathLike) -> None:
     """Writes the configuration as JSON to a new file."""
     with open(path, "x") as file:
-        json.dump(_to_dict(config), file, indent=2)
+        json.dump({"format": FORMAT} | _to_dict(config), file, indent=2)
         file.write("\n")
 
 
@@ -250,12 +254,22 @@ def read(path: os.PathLike) -> Config:
     """Reads what `write` wrote.
 
     Raises:
-      ValueError: no such file, or it does not hold a configuration.
+      ValueError: no such file, it does not hold a configuration, or the run is of a
+        version whose checkpoints hold another state.
     """
     try:
-        return _build(Config, json.loads(pathlib.Path(path).read_text()))
+        values = json.loads(pathlib.Path(path).read_text())
+        found = values.pop("format", 1)
+        config = _build(Config, values) if found == FORMAT else None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
+    if config is None:
+        raise ValueError(
+            f"{path} is of a run in format {found}, whose checkpoints hold another "
+            f"training state than those of lsgd_jax {lj.__version__} (format {FORMAT}): it "
+            "can only be read by the version that wrote it"
+        )
+    return config
 
 
 def _to_dict(config: Config) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a configuration stands for: the grid, the data, the step of one worker, the test."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import optax
 from jax import Array
 
 import lsgd_jax as lj
-from train.cluster.processes import connect, cores
+from train.cluster.session import Session
 from train.config import Config
 from train.data import cifar10, digits, imagenet, transforms
 from train.data.arrays import DataError, Dataset
@@ -128,6 +129,7 @@ class Experiment:
       dataset: data and transforms to take instead of those that the configuration names.
       warn: called with a line about what is wrong with the data and is no error.
       devices: those to use, all of them; None: as `lj.Workers` chooses them.
+      session: the processes of the run; None: this one by itself.
 
     Attributes:
       workers: the grid.
@@ -147,6 +149,7 @@ class Experiment:
         dataset: tuple[Dataset | ImageFolder, transforms.Transforms] | None = None,
         warn: Callable[[str], None] = warnings.warn,
         devices: Sequence[jax.Device] | None = None,
+        session: Session | None = None,
     ):
         self._config = config
         self._tx = make_optimizer(config)
@@ -165,8 +168,9 @@ class Experiment:
         self.sampler = EpochSampler(size, config.batch_size, config.seed)
         grid = config.workers
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices)
-        connect(self.workers)
-        self._source = self._make_source(data, warn)
+        session = Session.single() if session is None else session
+        session.connect(self.workers)
+        self._source = self._make_source(data, warn, session)
         self.data, self._test_batches = self._source.data, self._source.test_batches
         self._variables = jax.eval_shape(self._init_model)
         self._average_stats = self._make_stats_average()
@@ -215,7 +219,7 @@ class Experiment:
     # Data
 
     def _make_source(
-        self, data: Dataset | ImageFolder, warn: Callable[[str], None]
+        self, data: Dataset | ImageFolder, warn: Callable[[str], None], session: Session
     ) -> Resident | Stream:
         options, seed = self._config.data, self._config.seed
         count, workers = len(data.train.labels), self.workers.num_workers
@@ -227,9 +231,10 @@ class Experiment:
             data,
             *common,
             seed=seed,
-            threads=options.reader_threads or cores(),
+            threads=options.reader_threads or _cores(),
             ahead=options.read_ahead,
             warn=warn,
+            same_everywhere=session.same_everywhere,
         )
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
@@ -324,3 +329,9 @@ class Experiment:
         x = self._transforms.train(image_key, images)
         apply = lambda stats: self._apply(params, stats, dropout_key, x)
         return statistics.of_batch(apply, stats)
+
+
+def _cores() -> int:
+    """CPU cores that this process may use, as far as Python tells."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)()  # the former: Python 3.13
+    return count or 1

@@ -21,15 +21,16 @@ from matplotlib.ticker import ScalarFormatter
 from lsgd_jax.checks import check_positive_int
 from train import cli
 from train.arguments import Parser
-from train.cluster import devices
-from train.cluster import rendezvous as distributed
-from train.cluster.processes import is_main
+from train.cluster import devices, rendezvous
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables
 from train.metrics.plots import tidy
 from train.run import folder as run_folder
-from train.run.loop import Run
+from train.run import loop
+from train.run.open import open_run
 from train.task.methods import find
 
 
@@ -94,27 +95,32 @@ def of_seeds(
     return configs
 
 
+def join(configs: dict[tuple[str, int], Config]) -> Session:
+    """Joins the other processes, with devices for the run that has the most workers."""
+    most = max(configs.values(), key=lambda c: c.workers.nodes * c.workers.locals)
+    session = rendezvous.join(most)
+    devices.provide(most.workers.nodes * most.workers.locals, len(session.members))
+    return session
+
+
 def run(
-    configs: dict[tuple[str, int], Config], out: pathlib.Path
+    configs: dict[tuple[str, int], Config], out: pathlib.Path, session: Session
 ) -> dict[tuple[str, int], Curve] | None:
     """Trains whatever has not ended yet; the tests of all, or None if a run was stopped."""
-    most = max(configs.values(), key=lambda c: c.workers.nodes * c.workers.locals)
-    distributed.join(most)
-    devices.provide(most.workers.nodes * most.workers.locals)
     for config in configs.values():
-        if not train(config):
+        if not train(config, session):
             print(f"stopped; the same command goes on from {out}", file=sys.stderr)
             return None
     return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
 
 
-def train(config: Config) -> bool:
+def train(config: Config, session: Session) -> bool:
     """Trains, or goes on, unless the run has ended; whether it may be counted."""
     assert config.run_dir is not None
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
         return True
-    result = Run(config).train()
+    result = loop.train(open_run(config, session))
     return result.stopped_by is None
 
 
@@ -201,15 +207,17 @@ def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
+    session = Session.single()
     try:
         configs, out = parse(arguments)
-        curves = run(configs, out)
+        session = join(configs)
+        curves = run(configs, out, session)
     except ValueError as error:
-        return distributed.leave(2, str(error))
+        return session.leave(WRONG_USAGE, str(error))
     if curves is None:
-        return 1
-    if not is_main():
-        return 0
+        return STOPPED
+    if not session.is_main:
+        return SUCCESS
     print(write(summarize(curves), out), end="")
     draw(curves, out / "compare.png")
-    return 0
+    return SUCCESS
