@@ -30,7 +30,8 @@ from train.landscape.points import Points, leaders_of
 from train.metrics import log as records
 from train.run.loop import Run
 from train.task import methods
-from train.task.experiment import Experiment, load_dataset
+from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
 from train.task.models import MODELS
 
 
@@ -113,7 +114,9 @@ def loss_at(opened, point, images):
     x, labels = (np.concatenate(parts) for parts in zip(*batches))
     _, as_tree = ravel_pytree(jax.tree.map(lambda x: x[0], opened.state.params))
     params = as_tree(jnp.asarray(point, jnp.float32))
-    logits = opened.experiment._model.apply({"params": params}, transforms.test(x), False)
+    logits = opened.experiment.forward.model.apply(
+        {"params": params}, transforms.test(x), False
+    )
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return float(losses.mean()), float(100 * np.mean(logits.argmax(axis=1) != labels))
 
