@@ -46,7 +46,8 @@ TINY = "import tiny; tiny.install(); "
 
 # The same: at most 10 steps a second, so that there is time to do something to them.
 SLOWLY = (
-    "import time; from train.task.experiment import Experiment; whole = Experiment.batches; "
+    "import time; from train.task.experiment import Experiment; "
+    "whole = Experiment.batches; "
     "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
 )
 
@@ -79,7 +80,7 @@ def environment(cache=None, before="", **variables):
 
 
 def free_port(candidates=(0,)):
-    """The first of the ports that nobody listens at; 0 stands for any."""
+    """The first of the ports that nothing listens at; 0 stands for any."""
     for port in candidates:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))

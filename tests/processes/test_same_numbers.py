@@ -12,16 +12,16 @@ from train.run.loop import Run
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single():
     """The parameters after every method in this process, on its 8 devices."""
     return {method: same_numbers.train(method) for method in same_numbers.METHODS}
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_of_any_number_give_the_same_parameters(count, alone, tmp_path):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_of_any_number_give_the_same_parameters(count, single, tmp_path):
     answers, _ = run("methods", tmp_path, count, script="same_numbers.py")
     assert all(answer == answers[0] for answer in answers)
-    for method, params in alone.items():
+    for method, params in single.items():
         written = np.load(tmp_path / f"{method}.npz")
         for name, expected in params.items():
             got = written[name]
@@ -32,6 +32,7 @@ def test_processes_of_any_number_give_the_same_parameters(count, alone, tmp_path
                 np.testing.assert_array_equal(got, expected, err_msg=f"{method} {name}")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
     tmp_path, monkeypatch
 ):

@@ -6,6 +6,7 @@ import pytest
 
 from configs import cifar10_cnn7, cifar10_resnet20, cifar10_vgg16, digits
 from train import config as configuration
+from train.cluster.session import Session
 from train.config import Config
 from train.run import folder as run_folder
 
@@ -45,15 +46,16 @@ def test_only_how_long_and_what_is_reported_may_change():
 
 def test_new_run_folders_never_meet(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    first, second = run_folder.create(config), run_folder.create(config)
+    first, second = (run_folder.create(config, Session.single()) for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path
     assert run_folder.newest(str(tmp_path), "digits") == second
 
 
 def test_the_newest_run_is_of_the_same_experiment(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    folder = run_folder.create(config)
-    run_folder.create(dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path)))
+    folder = run_folder.create(config, Session.single())
+    other = dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path))
+    run_folder.create(other, Session.single())
     assert run_folder.newest(str(tmp_path), "digits") == folder
 
 
