@@ -14,16 +14,15 @@ from train.data import digits
 from train.data.arrays import Dataset, Images
 from train.run import loop
 from train.run import open as opening
-from train.task import experiment
+from train.task import experiment, methods
 from train.task.experiment import Experiment
-from train.task.methods import Lsgd
 from train.task.models import MODELS
 
 
 SMALL = dataclasses.replace(
     CONFIG,
     workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(local_period=2, global_period=4, loss_window=3),
+    method=methods.make("lsgd", local_period=2, global_period=4, loss_window=3),
     steps=12,
     batch_size=16,
     log_every=4,

@@ -16,7 +16,7 @@ from train.landscape.__main__ import main as landscape
 from train.metrics import log, plots
 from train.run.loop import train
 from train.run.open import open_run
-from train.task.methods import Lsgd
+from train.task import methods
 from train.tools import compare
 
 
@@ -161,7 +161,7 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
             "`batch_size` must be at most 7, the number of training images per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
-        ({"method": Lsgd(local_pull=3)}, "`local_pull` must be in"),
+        ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),
         ({"data": DataConfig("cifar10")}, "`data.dir` must name the folder"),
         ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
     ],

@@ -22,8 +22,9 @@ from train.run import reporting, resharding
 from train.run.checkpoints import Checkpoints, latest_notes
 from train.run.loop import train
 from train.run.open import open_run
+from train.task import methods
 from train.task.experiment import TrainState, make_optimizer
-from train.task.methods import METHODS, Dpsgd, Osgp
+from train.task.methods import METHODS
 
 
 INF = float("inf")
@@ -367,7 +368,9 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
 @pytest.mark.slow  # that the counts are kept to the bit is checked with toys
 def test_bytes_sent_are_those_of_every_grid(tmp_path):
     """On a ring of four each worker has two neighbors, on a ring of two one."""
-    config = dataclasses.replace(SMALL, method=Dpsgd(), run_dir=str(tmp_path / "run"))
+    config = dataclasses.replace(
+        SMALL, method=methods.make("dpsgd"), run_dir=str(tmp_path / "run")
+    )
     run = open_run(config)
     train(run)
     message = 4 * sum(x[0].size for x in jax.tree.leaves(run.state.params)) + 4
@@ -383,11 +386,11 @@ def test_bytes_sent_are_those_of_every_grid(tmp_path):
 
 
 def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
-    toy = Toy(METHODS["alone"](), 2, 2)
+    toy = Toy(METHODS["independent"](), 2, 2)
     poison = lambda x: toy.workers.put(x.at[2].set(jnp.nan))
     state = toy.fresh._replace(params=jax.tree.map(poison, toy.fresh.params))
     toy.save(tmp_path, state, losses=np.array([0.3, 0.2, 0.1, 0.4]))
-    grow, shrink = (Toy(METHODS["alone"](), *grid) for grid in ((2, 3), (1, 3)))
+    grow, shrink = (Toy(METHODS["independent"](), *grid) for grid in ((2, 3), (1, 3)))
     assert grow.restore(tmp_path).resizing.sources == [0, 1, 1, 2, 3, 3]
     assert shrink.restore(tmp_path).resizing.sources == [0, 1, 3]
 
@@ -421,7 +424,7 @@ def test_a_grid_the_method_can_not_have_changes_nothing(
 
 
 def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
-    four, two = (Toy(Osgp(staleness=2), nodes, 2) for nodes in (2, 1))
+    four, two = (Toy(methods.make("osgp", staleness=2), nodes, 2) for nodes in (2, 1))
     four.save(tmp_path, four.fresh, np.arange(4.0))
     before = files(tmp_path)
     message = (
