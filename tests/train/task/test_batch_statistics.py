@@ -11,7 +11,8 @@ import pytest
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train.config import WorkersConfig
-from train.run.loop import Run
+from train.run.loop import train
+from train.run.open import open_run
 from train.task import batch_statistics as statistics
 from train.task import methods
 
@@ -35,8 +36,10 @@ def runs(tmp_path_factory):
     finished = {}
     for policy in ("keep", "average", "reestimate"):
         folder = tmp_path_factory.mktemp(policy) / "run"
-        run = Run(dataclasses.replace(SMALL, batch_statistics=policy, run_dir=str(folder)))
-        finished[policy] = run, run.train()
+        run = open_run(
+            dataclasses.replace(SMALL, batch_statistics=policy, run_dir=str(folder))
+        )
+        finished[policy] = run, train(run)
     return finished
 
 
@@ -98,10 +101,10 @@ def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(ru
 
 def test_every_policy_resumes_to_the_same_test(runs):
     for run, result in runs.values():
-        again = Run(
+        again = open_run(
             dataclasses.replace(run.config, run_dir=str(result.folder), resume=True)
         )
-        assert again.train().center_error == result.center_error
+        assert train(again).center_error == result.center_error
 
 
 def test_how_often_statistics_are_averaged():

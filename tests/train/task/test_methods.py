@@ -10,7 +10,8 @@ from tiny import Tiny
 from configs.digits import CONFIG
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log as records
-from train.run.loop import Run
+from train.run.loop import train
+from train.run.open import open_run
 from train.task import methods
 from train.task.methods import METHODS
 from train.task.models import MODELS
@@ -35,8 +36,8 @@ def test_a_method_trains(name, tmp_path, monkeypatch):
         checkpoint_every=8,
         run_dir=str(tmp_path / "run"),
     )
-    run = Run(config)
-    result = run.train()
+    run = open_run(config)
+    result = train(run)
     assert result.saved and result.stopped_by is None and 0 <= result.center_error < 90
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
     events = records.read(result.folder)
@@ -65,5 +66,5 @@ def test_lars_behind_all_reduce(tmp_path):
         log_every=4,
         run_dir=str(tmp_path / "run"),
     )
-    events = records.read(Run(config).train().folder)
+    events = records.read(train(open_run(config)).folder)
     assert events["train"][-1]["loss"] < events["train"][0]["loss"]
