@@ -18,7 +18,9 @@ from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
-from train.task.experiment import Experiment, TrainState, load_dataset
+from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
+from train.task.state import TrainState
 
 
 class SavedRun:

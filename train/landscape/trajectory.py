@@ -13,7 +13,8 @@ import lsgd_jax as lj
 from train.landscape.plane import Plane, coordinates, flat
 from train.landscape.saved_run import SavedRun
 from train.metrics.progress import Pace, Progress
-from train.task.experiment import Experiment, TrainState
+from train.task.experiment import Experiment
+from train.task.state import TrainState
 
 
 STEPS_AHEAD = 16  # in flight at once

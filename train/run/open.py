@@ -22,7 +22,8 @@ from train.run.reporting import Reporter
 from train.run.resharding import Resizing, Restored
 from train.run.result import where
 from train.run.stopwatch import Stopwatch
-from train.task.experiment import Experiment, TrainState
+from train.task.experiment import Experiment
+from train.task.state import TrainState
 
 
 @dataclasses.dataclass

@@ -46,7 +46,7 @@ from numpy.typing import ArrayLike
 import lsgd_jax as lj
 from train.config import WorkersConfig
 from train.run.checkpoints import Checkpoints
-from train.task.experiment import TrainState
+from train.task.state import TrainState
 
 
 class Resizing(NamedTuple):

@@ -123,13 +123,13 @@ def test_statistics_are_reestimated_from_the_files(finished):
     run, _ = finished
     experiment = run.experiment
     center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
-    got = experiment._stats_from_data(center, stats)
-    keys, kernel, means = experiment._worker_keys(), center["Conv_0"]["kernel"], []
+    got = experiment.evaluation.reestimated(center, stats)
+    keys, kernel, means = experiment.worker_keys(), center["Conv_0"]["kernel"], []
     for step in range(6):  # an epoch
         pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
         for worker in range(2):
             image_key, _ = jax.random.split(keys[worker])
-            x = experiment._transforms.train(image_key, pixels[worker])
+            x = experiment.forward.transforms.train(image_key, pixels[worker])
             layout = ("NHWC", "HWIO", "NHWC")
             y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, layout)
             means.append(np.asarray(y).mean(axis=(0, 1, 2)))
@@ -153,8 +153,8 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     params, wrong = jax.tree.map(lambda x: x[1], run.state.params), 0
     for row in range(1, 9):
         pixels = decode.read(files.path(row), SIZE, decode.center_box)
-        x = run.experiment._transforms.test(jnp.asarray(pixels[None]))
-        logits = run.experiment._model.apply({"params": params}, x, False)
+        x = run.experiment.forward.transforms.test(jnp.asarray(pixels[None]))
+        logits = run.experiment.forward.model.apply({"params": params}, x, False)
         wrong += int(np.argmax(logits) != files.labels[row])
     assert run.experiment.test_worker(run.state, 1).error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")

@@ -31,7 +31,8 @@ from train.metrics import log
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.task.experiment import Experiment, load_dataset
+from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
 
 
 SMALL = dataclasses.replace(tiny.SMALL, test_every=12)
@@ -111,7 +112,9 @@ def loss_at(saved, point, images):
     x, labels = (np.concatenate(parts) for parts in zip(*batches))
     _, as_tree = ravel_pytree(jax.tree.map(lambda x: x[0], saved.state.params))
     params = as_tree(jnp.asarray(point, jnp.float32))
-    logits = saved.experiment._model.apply({"params": params}, transforms.test(x), False)
+    logits = saved.experiment.forward.model.apply(
+        {"params": params}, transforms.test(x), False
+    )
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return float(losses.mean()), float(100 * np.mean(logits.argmax(axis=1) != labels))
 

@@ -107,13 +107,13 @@ def test_the_tests_count_every_test_image_once(finished):
     """The error by batches over the workers is that of the whole test set at once."""
     run, _ = finished
     experiment = run.experiment
-    batches = experiment._test_batches
+    batches = experiment.forward.source.test_batches
     assert sum(int(valid.sum()) for *_, valid in batches) == 360
     params = jax.tree.map(lambda x: x[3], run.state.params)
     images = np.concatenate([np.asarray(i)[np.asarray(v)] for i, _, v in batches])
     labels = np.concatenate([np.asarray(k)[np.asarray(v)] for _, k, v in batches])
-    x = experiment._transforms.test(jnp.asarray(images))
-    logits = experiment._model.apply({"params": params}, x, False)
+    x = experiment.forward.transforms.test(jnp.asarray(images))
+    logits = experiment.forward.model.apply({"params": params}, x, False)
     error = 100 * np.mean(np.argmax(logits, axis=1) != labels)
     assert experiment.test_worker(run.state, 3).error == pytest.approx(error)
 

@@ -23,8 +23,9 @@ from train.run.checkpoints import Checkpoints, latest_notes
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.task.experiment import TrainState, make_optimizer
+from train.task.experiment import make_optimizer
 from train.task.methods import METHODS
+from train.task.state import TrainState
 
 
 INF = float("inf")
@@ -105,7 +106,7 @@ def chain_state(score, sick, params, target=True):
     )
     levels = (level("local", -np.asarray(score)), level(("node", "local"), score))
     opt_state = lj.QuarantineState(jnp.asarray(sick), levels)
-    return TrainState(params, {}, (), opt_state, None, lj.Shared(jnp.int32(1)))
+    return TrainState(params, {}, opt_state, None, lj.Shared(jnp.int32(1)))
 
 
 def test_scores_are_the_methods_own_or_else_the_recent_losses():
@@ -144,7 +145,6 @@ class Toy:
         self.fresh = TrainState(
             params=params,
             stats={"mean": params["b"]},
-            stats_state=(),
             opt_state=self.workers.map(self.tx.init)(params),
             key=self.workers.put(jax.random.split(jax.random.key(0), nodes * locals)),
             step=self.workers.share(jnp.int32(0)),
@@ -163,7 +163,7 @@ class Toy:
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
         params = lj.apply_updates(state.params, updates)
         stats = jax.tree.map(lambda m: 0.9 * m + point, state.stats)
-        return TrainState(params, stats, (), opt_state, state.key, step), loss
+        return TrainState(params, stats, opt_state, state.key, step), loss
 
     def train(self, state, steps):
         for _ in range(steps):

@@ -83,7 +83,7 @@ def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(ru
     experiment = run.experiment
     before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]
     center = lj.consensus(run.state.params)
-    got = experiment._stats_from_data(center, lj.consensus(run.state.stats))
+    got = experiment.evaluation.reestimated(center, lj.consensus(run.state.stats))
     experiment.test_center(run.state)
     for a, b in zip(before, jax.tree.leaves(run.state.stats)):
         np.testing.assert_array_equal(a, b)
@@ -92,7 +92,7 @@ def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(ru
     means = []
     for step in range(8):
         for rows in np.asarray(experiment.batch(step)):
-            x = experiment._transforms.test(images[rows])  # digits: as in training
+            x = experiment.forward.transforms.test(images[rows])  # digits: as in training
             y = nn.Conv(32, (3, 3), use_bias=False).apply({"params": center["Conv_0"]}, x)
             means.append(np.asarray(y).mean(axis=(0, 1, 2)))
     first = got["batch_stats"]["BatchNorm_0"]["mean"]
