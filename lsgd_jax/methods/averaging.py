@@ -98,7 +98,7 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
 
 
 def local_sgd(
-    period: int, axes: Axes = ("node", "local")
+    period: int = 16, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
@@ -132,7 +132,7 @@ def local_sgd(
 
 
 def diloco(
-    period: int,
+    period: int = 64,
     outer: optax.GradientTransformation | None = None,
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
@@ -171,7 +171,7 @@ def diloco(
 
 
 def slowmo(
-    period: int,
+    period: int = 16,
     alpha: float = 1.0,
     beta: float = 0.5,
     learning_rate: optax.ScalarOrSchedule = 1.0,

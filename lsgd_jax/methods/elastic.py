@@ -79,8 +79,8 @@ def moving_center(
 
 
 def easgd(
-    beta: optax.ScalarOrSchedule = 0.9,
-    period: int = 1,
+    beta: optax.ScalarOrSchedule = 0.43,
+    period: int = 16,
     order: Order = "adapt_then_combine",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
@@ -127,7 +127,7 @@ def easgd(
 
 
 def downpour(
-    period: int, axes: Axes = ("node", "local")
+    period: int = 16, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR, synchronous: the center takes everybody's way, and everybody the center.
 

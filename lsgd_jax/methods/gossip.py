@@ -18,6 +18,7 @@ from lsgd_jax.topology import (
     check_balanced,
     check_paired,
     for_group,
+    ring,
 )
 
 
@@ -106,7 +107,7 @@ def message_nbytes(params: Tree, topology: Topology) -> int:
 
 
 def dpsgd(
-    topology: Graph,
+    topology: Graph = ring,
     order: Order = "combine_then_adapt",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:

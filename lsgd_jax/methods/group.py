@@ -91,7 +91,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Target:
 
 
 def wagma(
-    group_size: int, sync_period: int, axes: Axes = ("node", "local")
+    group_size: int = 2, sync_period: int = 10, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
 

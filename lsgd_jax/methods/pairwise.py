@@ -44,7 +44,7 @@ def pairwise(
     interpolation: Interpolation = "constant",
     value: optax.ScalarOrSchedule = 0.5,
     divergence_threshold: float = 0.0,
-    topology: Graph | None = None,
+    topology: Graph = exponential,
     fetch_probability: optax.ScalarOrSchedule = 1.0,
     seed: int = 0,
     axes: Axes = ("node", "local"),
@@ -70,8 +70,8 @@ def pairwise(
       interpolation: how f is found.
       value: f in [0, 1], or a schedule of t.
       divergence_threshold: θ ≥ 0.
-      topology: a graph in which each worker sends to one; None: `exponential`, where i
-        takes from i - hop.
+      topology: a graph in which each worker sends to one,
+        such as `exponential`, where i takes from i - hop.
       fetch_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
       seed: of the draws.
       axes: the mesh axes of the group.
@@ -97,7 +97,7 @@ def pairwise(
     if not callable(fetch_probability):
         check_fraction("fetch_probability", fetch_probability)
     check_not_negative("divergence_threshold", divergence_threshold)
-    graph = for_group(topology or exponential, check_one_peer)
+    graph = for_group(topology, check_one_peer)
 
     def observe(state, loss, count):
         measure = state.measure
@@ -164,8 +164,8 @@ class SumWeightState(NamedTuple):
 
 
 def gosgd(
-    topology: Graph | None = None,
-    send_probability: optax.ScalarOrSchedule = 1.0,
+    topology: Graph = exponential,
+    send_probability: optax.ScalarOrSchedule = 0.5,
     seed: int = 0,
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
@@ -184,7 +184,7 @@ def gosgd(
     finite sends nothing, takes what arrives whole and keeps its weight.
 
     Args:
-      topology: a graph in which each worker sends to one; None: `exponential`.
+      topology: a graph in which each worker sends to one.
       send_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
       seed: of the draws.
       axes: the mesh axes of the group.
@@ -204,7 +204,7 @@ def gosgd(
     """
     if not callable(send_probability):
         check_fraction("send_probability", send_probability)
-    graph = for_group(topology or exponential, check_one_peer)
+    graph = for_group(topology, check_one_peer)
 
     def aim(y, state, healthy):
         t, w = state.step.value, state.weight

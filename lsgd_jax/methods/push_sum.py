@@ -24,7 +24,7 @@ from lsgd_jax.pull import (
     step_towards,
     tree_where,
 )
-from lsgd_jax.topology import Graph, for_group
+from lsgd_jax.topology import Graph, exponential, for_group
 
 
 class PushSumState(NamedTuple):
@@ -51,7 +51,7 @@ class PushSumState(NamedTuple):
 
 
 def sgp(
-    topology: Graph, axes: Axes = ("node", "local")
+    topology: Graph = exponential, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
@@ -87,7 +87,7 @@ def sgp(
 
 
 def osgp(
-    topology: Graph, staleness: int = 1, axes: Axes = ("node", "local")
+    topology: Graph = exponential, staleness: int = 1, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
 

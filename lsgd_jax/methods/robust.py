@@ -14,7 +14,7 @@ from lsgd_jax.pull import mean_of, nbytes, sum_nbytes, tree_where
 
 
 def allreduce(
-    axes: Axes = ("node", "local"), until: int | None = None
+    until: int | None = None, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""All-reduce SGD: every worker's gradient is replaced by the mean of all.
 
@@ -79,7 +79,7 @@ def coordinate_median(
 
 
 def licm(
-    gamma: float, axes: Axes = ("node", "local")
+    gamma: float = 0.5, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""LICM-SGD: the mean of what lies near the coordinate-wise median.
 
@@ -126,7 +126,7 @@ def licm(
 
 
 def cge(
-    faulty: int, decay: float = 0.0, axes: Axes = ("node", "local")
+    faulty: int = 1, decay: float = 0.0, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Comparative gradient elimination: the mean without the f largest gradients.
 

@@ -62,12 +62,12 @@ def configured(folder, nodes, locals, steps, **changes):
     """A few steps of the trainer in a run folder."""
     from configs.digits import CONFIG
     from train.config import WorkersConfig
-    from train.task.methods import Lsgd
+    from train.task import methods
 
     return dataclasses.replace(
         CONFIG,
         workers=WorkersConfig(nodes, locals),
-        method=Lsgd(local_period=2, global_period=4),
+        method=methods.make("lsgd", local_period=2, global_period=4),
         steps=steps,
         batch_size=4,
         log_every=2,

@@ -90,11 +90,11 @@ def train(config, folder, session):
 
     from train.run import loop
     from train.run.open import open_run
-    from train.task.methods import Lsgd
+    from train.task import methods
 
     config = dataclasses.replace(
         config,
-        method=Lsgd(local_period=2, global_period=4),
+        method=methods.make("lsgd", local_period=2, global_period=4),
         steps=4 if session.has_others else 8,
         batch_size=8,
         log_every=2,

@@ -122,16 +122,18 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path):
 
 def test_a_method_brings_its_own_options(tmp_path):
     from train import config as configuration
-    from train.task.methods import Easgd, Lsgd
+    from train.task import methods
 
     config = cli.parse(["digits", "--method", "easgd", "--method.period", "3"])
-    assert config.method == Easgd(period=3)
+    assert config.method == methods.make("easgd", period=3)
     configuration.write(config, tmp_path / "config.json")
     assert configuration.read(tmp_path / "config.json") == config
     # The experiment's own settings of its method stay unless another one is chosen.
-    assert cli.parse(["digits", "--method", "lsgd"]).method == Lsgd(0.1, 0.1, 8, 32)
+    assert cli.parse(["digits", "--method", "lsgd"]).method == methods.make(
+        "lsgd", 0.1, 0.1, 8, 32
+    )
     resume = ["digits", "--resume", "--run-dir", str(tmp_path)]
-    assert cli.parse(resume).method == Easgd(period=3)
+    assert cli.parse(resume).method == methods.make("easgd", period=3)
     with pytest.raises(ValueError, match="method.name: the run has 'easgd', .* says 'sgp'"):
         cli.parse([*resume, "--method", "sgp"])
 

@@ -2,7 +2,7 @@
 
     python -m train.paper cifar10 --data.dir DIR --out OUT --model resnet20 --workers 16
 
-trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and one worker alone (`sgd`) with the
+trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and a single worker (`sgd`) with the
 paper's settings; any option of `python -m train` may follow and holds for all of them. OUT
 gets a run folder for each, `cifar10.png` (test error against steps, seconds and bytes) and
 two tables beside the published figures: `cifar10` (errors, bytes, changes of the leader)
@@ -34,7 +34,7 @@ METHODS = {
     "downpour": f"--method downpour --method.period {PERIOD}".split(),
     "allreduce": "--method allreduce".split(),
     "lars": "--method allreduce --optimizer.name lars".split(),
-    "sgd": "--method alone --workers.nodes 1 --workers.locals 1".split(),
+    "sgd": "--method independent --workers.nodes 1 --workers.locals 1".split(),
 }
 
 # The learning rate with Nesterov's momentum was not published: 0.01 keeps η / (1 - μ).

@@ -18,15 +18,15 @@ from train.config import Config
 from train.data import cifar10, digits, imagenet, transforms
 from train.data.arrays import DataError, Dataset
 from train.data.imagenet import ImageFolder
+from train.data.in_flight import Backlog
 from train.data.resident import Resident
 from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
-from train.run.in_flight import Backlog
 from train.task import batch_statistics as statistics
+from train.task import optimizers, schedules
 from train.task.models import MODELS
 
 
-NEVER = np.iinfo(np.int32).max
 TEST_BATCH = 256  # images per worker
 REESTIMATE_BATCHES = 8  # per worker
 
@@ -59,35 +59,9 @@ class TestResult(NamedTuple):
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """SGD or LARS that skips gradients that are not finite, with the method around it."""
-    options, momentum = config.optimizer, config.optimizer.momentum
-    rate, decay = learning_rate(config), options.weight_decay
-    if options.name == "lars":
-        base = optax.lars(rate, decay, momentum=momentum, nesterov=options.nesterov)
-    else:
-        base = optax.chain(
-            optax.add_decayed_weights(decay),
-            optax.sgd(rate, momentum or None, nesterov=options.nesterov),
-        )
-    # Without it one gradient with a nan would stay in the momentum for ever.
-    base = optax.apply_if_finite(base, max_consecutive_errors=NEVER)
-    return config.method.around(base, config.workers.nodes * config.workers.locals, rate)
-
-
-def learning_rate(config: Config) -> optax.ScalarOrSchedule:
-    """The learning rate, a schedule if it drops.
-
-    >>> from train.config import OptimizerConfig
-    >>> optimizer = OptimizerConfig(learning_rate=0.5, drop_at=(10,))
-    >>> rate = learning_rate(Config(name="a", model="cnn7", optimizer=optimizer))
-    >>> [round(float(rate(step)), 3) for step in (0, 9, 10)]
-    [0.5, 0.5, 0.05]
-    """
-    options = config.optimizer
-    if not options.drop_at:
-        return options.learning_rate
-    drops = dict.fromkeys(options.drop_at, options.drop_factor)
-    return optax.piecewise_constant_schedule(options.learning_rate, drops)
+    """The base optimizer of a configuration with the method around it."""
+    rate = schedules.learning_rate(config.optimizer, config.steps)
+    return config.method.around(optimizers.make(config.optimizer, rate), rate)
 
 
 def load_dataset(config: Config) -> tuple[Dataset | ImageFolder, transforms.Transforms]:

@@ -28,8 +28,8 @@ from train.cluster import devices, rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Alone
 
 
 LEVELS = {
@@ -87,7 +87,7 @@ def periods(measured: Measurement, share: float) -> tuple[int | None, int | None
 
 def measure(config: Config, session: Session) -> Measurement:
     """Measures an experiment on the devices of all processes."""
-    config = dataclasses.replace(config, method=Alone())
+    config = dataclasses.replace(config, method=methods.make("independent"))
     experiment = Experiment(config, session=session)
     state = experiment.init()
     params = state.params

@@ -21,8 +21,8 @@ from train.data.arrays import DataError
 from train.metrics import log as records
 from train.metrics import progress as screen
 from train.run.loop import Run
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Lsgd
 
 
 SIZE = 16
@@ -45,7 +45,7 @@ def small(folder, run_dir, **changes):
         data=DataConfig("imagenet", dir=str(folder), crop=SIZE, reader_threads=2),
         optimizer=OptimizerConfig(learning_rate=0.01, momentum=0.9),
         workers=WorkersConfig(nodes=1, locals=2),
-        method=Lsgd(0.1, 0.0, 2, 4),
+        method=methods.make("lsgd", 0.1, 0.0, 2, 4),
         steps=8,
         batch_size=4,
         log_every=4,

@@ -14,6 +14,9 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from train.landscape.opened import Opened
+from train.landscape.picture import Landscape, Map, Mark, Pulls
+from train.landscape.survey import pulls_of, survey
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
@@ -22,22 +25,19 @@ from train.data.arrays import DataError
 from train.landscape import __main__ as command
 from train.landscape import loss, picture, way
 from train.landscape.__main__ import main, parse
-from train.landscape.opened import Opened
-from train.landscape.picture import Landscape, Map, Mark, Pulls
 from train.landscape.plane import Plane, flat
 from train.landscape.points import Points, leaders_of
-from train.landscape.survey import pulls_of, survey
 from train.metrics import log as records
 from train.run.loop import Run
+from train.task import methods
 from train.task.experiment import Experiment, load_dataset
-from train.task.methods import Allreduce, Alone, Easgd, Lsgd
 from train.task.models import MODELS
 
 
 SMALL = dataclasses.replace(
     CONFIG,
     workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(local_period=2, global_period=4, loss_window=3),
+    method=methods.make("lsgd", local_period=2, global_period=4, loss_window=3),
     steps=12,
     batch_size=16,
     log_every=4,
@@ -343,15 +343,21 @@ def test_leaders_by_the_last_election_or_by_scores():
 @pytest.mark.parametrize(
     "method, count, walk, through, marks",
     [
-        (Easgd(period=2), 3, True, "worker 2, the center and worker 0 (best)", 3),
         (
-            Allreduce(),
+            methods.make("easgd", period=2),
+            3,
+            True,
+            "worker 2, the center and worker 0 (best)",
+            3,
+        ),
+        (
+            methods.make("allreduce"),
             *(3, True),
             "worker 2, along principal direction 1 of the way and principal direction 2",
             2,
         ),
         (
-            Alone(),
+            methods.make("independent"),
             *(1, False),
             "worker 0 and the start of training, along random direction 0",
             2,

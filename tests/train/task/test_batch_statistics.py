@@ -13,14 +13,14 @@ from configs.digits import CONFIG
 from train.config import WorkersConfig
 from train.run.loop import Run
 from train.task import batch_statistics as statistics
-from train.task.methods import LocalSgd, Lsgd
+from train.task import methods
 
 
 SMALL = dataclasses.replace(
     CONFIG,
     model="digits-bn",
     workers=WorkersConfig(nodes=2, locals=2),
-    method=Lsgd(0.1, 0.1, 2, 4),
+    method=methods.make("lsgd", 0.1, 0.1, 2, 4),
     steps=8,
     batch_size=16,
     log_every=4,
@@ -110,7 +110,10 @@ def test_how_often_statistics_are_averaged():
     state = lambda method: workers.map(method.build(2).init)(x)
     stats = {"batch_stats": {"mean": jnp.zeros(3)}}
     build = lambda policy, method: statistics.averaging(policy, stats, state(method))
-    assert build("keep", Lsgd()) is None and build("reestimate", Lsgd()) is None
-    assert statistics.averaging("average", {}, state(Lsgd())) is None
-    tx = build("average", LocalSgd(period=5))
+    assert (
+        build("keep", methods.make("lsgd")) is None
+        and build("reestimate", methods.make("lsgd")) is None
+    )
+    assert statistics.averaging("average", {}, state(methods.make("lsgd"))) is None
+    tx = build("average", methods.make("local-sgd", period=5))
     assert lj.diagnostics(workers.map(tx.init)(x))[0].period == 5

@@ -11,7 +11,8 @@ from configs.digits import CONFIG
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log as records
 from train.run.loop import Run
-from train.task.methods import METHODS, Allreduce, Lsgd
+from train.task import methods
+from train.task.methods import METHODS
 from train.task.models import MODELS
 
 
@@ -24,7 +25,9 @@ def test_a_method_trains(name, tmp_path, monkeypatch):
     config = dataclasses.replace(
         CONFIG,
         workers=WorkersConfig(nodes=2, locals=2),
-        method=Lsgd(0.1, 0.1, 2, 4) if name == "lsgd" else METHODS[name](**options),
+        method=methods.make("lsgd", 0.1, 0.1, 2, 4)
+        if name == "lsgd"
+        else METHODS[name](**options),
         steps=8,
         batch_size=16,
         log_every=4,
@@ -41,7 +44,9 @@ def test_a_method_trains(name, tmp_path, monkeypatch):
     assert last["loss"] < first["loss"]
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
     sent = last.get("bytes_sent", 0)
-    assert sent == 0 if name == "alone" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
+    assert (
+        sent == 0 if name == "independent" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
+    )
     # All took the same gradient, or exchanged everything at the last step.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
     together = config.method.first or name in whole
@@ -54,7 +59,7 @@ def test_lars_behind_all_reduce(tmp_path):
         CONFIG,
         workers=WorkersConfig(nodes=1, locals=2),
         optimizer=optimizer,
-        method=Allreduce(),
+        method=methods.make("allreduce"),
         steps=8,
         batch_size=16,
         log_every=4,

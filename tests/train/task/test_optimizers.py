@@ -9,8 +9,8 @@ import pytest
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train.config import OptimizerConfig, WorkersConfig
+from train.task import methods
 from train.task.experiment import make_optimizer
-from train.task.methods import Alone, SlowMo
 
 
 def trained(method, optimizer, steps):
@@ -36,21 +36,25 @@ def trained(method, optimizer, steps):
 def test_the_learning_rate_drops_after_the_steps_named():
     optimizer = OptimizerConfig(learning_rate=1.0, drop_at=(2, 3), drop_factor=0.5)
     expected = np.cumsum([-1.0, -1.0, -0.5, -0.25])
-    np.testing.assert_allclose(trained(Alone(), optimizer, 4), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        trained(methods.make("independent"), optimizer, 4), expected, rtol=1e-6
+    )
 
 
 def test_lars_drops_too():
     optimizer = OptimizerConfig(name="lars", learning_rate=1.0, drop_at=(1,))
     # At zero LARS has no trust ratio; behind it, a step is 0.001 of the weight.
     expected = [-1.0, -1.0 - 0.1 * 0.001]
-    np.testing.assert_allclose(trained(Alone(), optimizer, 2), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        trained(methods.make("independent"), optimizer, 2), expected, rtol=1e-6
+    )
 
 
 def test_slow_momentum_sees_the_rate_of_its_step():
     optimizer = OptimizerConfig(learning_rate=1.0, drop_at=(1,))
     # m = 1, then 0.5 m + 0.1 / 0.1 = 1.5; the second way is 0.1 m.
     expected = [-1.0, -1.15]
-    seen = trained(SlowMo(period=1, alpha=1.0, beta=0.5), optimizer, 2)
+    seen = trained(methods.make("slowmo", period=1, alpha=1.0, beta=0.5), optimizer, 2)
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
 
 

@@ -35,10 +35,14 @@ def test_a_comparison_and_going_on_with_it(tmp_path, capsys):
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
 
     # One method more: what has ended is not trained again, what is missing is.
-    more = [*command(out, "easgd", "allreduce", "alone"), *OPTIONS]
+    more = [*command(out, "easgd", "allreduce", "independent"), *OPTIONS]
     assert compare.main(more) == 0
     starts = lambda name: len(records.read(tmp_path / "out" / name)["start"])
-    assert [starts(f"{name}-0") for name in ("easgd", "allreduce", "alone")] == [1, 1, 1]
+    assert [starts(f"{name}-0") for name in ("easgd", "allreduce", "independent")] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_the_same_seeds_and_so_the_same_data_for_every_method(tmp_path):
