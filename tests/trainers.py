@@ -17,7 +17,7 @@ import tiny
 
 from train import cli
 from train.metrics import log as records
-from train.run.loop import train
+from train.run import loop
 from train.run.open import open_run
 
 
@@ -60,7 +60,7 @@ def train_here(*options):
     """Trains in this process, as `TINY` ones do."""
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
-        train(open_run(cli.parse([*SMALL, *options])))
+        loop.train(open_run(cli.parse([*SMALL, *options])))
 
 
 def environment(cache=None, before="", **variables):
