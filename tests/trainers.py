@@ -17,7 +17,8 @@ import tiny
 
 from train import cli
 from train.metrics import log as records
-from train.run.loop import Run
+from train.run import loop
+from train.run.open import open_run
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def train_here(*options):
     """Trains in this process, as `TINY` ones do."""
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
-        Run(cli.parse([*SMALL, *options])).train()
+        loop.train(open_run(cli.parse([*SMALL, *options])))
 
 
 def environment(cache=None, before="", **variables):

@@ -87,18 +87,19 @@ def write_and_grow(folder, session):
     """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
     import tiny
 
-    from train.run.loop import Run
+    from train.run import loop
+    from train.run.open import open_run
 
     tiny.install()
     jax.config.update("jax_num_cpu_devices", 2)  # of each process
-    run = Run(configured(folder / "run", 2, 2, steps=4), session)
-    run.train()
+    run = open_run(configured(folder / "run", 2, 2, steps=4), session)
+    loop.train(run)
     before = numbers_of(run)
-    grown = Run(configured(folder / "run", 2, 4, steps=6, resume=True), session)
-    owned, sources = list(grown.experiment.workers.owned), grown._resizing.sources
+    grown = open_run(configured(folder / "run", 2, 4, steps=6, resume=True), session)
+    owned, sources = list(grown.experiment.workers.owned), grown.resizing.sources
     restored = numbers_of(grown)
     same = all((restored[name] == x[sources]).all() for name, x in before.items())
-    result = grown.train()
+    result = loop.train(grown)
     after = numbers_of(grown)
     if session.is_main:
         np.savez(folder / "before.npz", **before)

@@ -105,7 +105,7 @@ def test_images_in_files_over_two_processes_are_the_same(
     assert answers[0] == answers[1] and answers[0]["step"] == single["step"] == 8
     assert answers[0]["error"] == pytest.approx(single["error"], abs=4)  # one of 26 images
     assert answers[0]["total"] == pytest.approx(single["total"], rel=1e-4)
-    # Each process says what it could not read; each of its two sessions says it once.
+    # Each process says what it could not read; each of its two runs says it once.
     assert all(f"warning: {broken[0]} is left out" in output for output in outputs)
     assert sum(output.count(str(broken[1])) for output in outputs) == 2
     assert "test error" in outputs[0] and "test error" not in outputs[1]

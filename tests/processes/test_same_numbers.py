@@ -8,7 +8,7 @@ import tiny
 from processes import same_numbers
 from processes.test_processes import run
 
-from train.run.loop import Run
+from train.run.open import open_run
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +45,18 @@ def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
     assert first["owned"] == [0, 1, 2, 3] and second["owned"] == [4, 5, 6, 7]
     folder = tmp_path / "run"
     after = np.load(tmp_path / "after.npz")
-    again = Run(same_numbers.configured(folder, 2, 4, steps=6, resume=True))
-    assert again.step == 6 and again._resizing is None
+    again = open_run(same_numbers.configured(folder, 2, 4, steps=6, resume=True))
+    assert again.step == 6 and again.resizing is None
     for name, x in same_numbers.numbers_of(again).items():
         np.testing.assert_array_equal(x, after[name])
 
     # The checkpoint before: of the four workers of the beginning.
     shutil.rmtree(folder / "checkpoints" / "6")
     before = np.load(tmp_path / "before.npz")
-    same = Run(same_numbers.configured(folder, 2, 2, steps=6, resume=True))
+    same = open_run(same_numbers.configured(folder, 2, 2, steps=6, resume=True))
     for name, x in same_numbers.numbers_of(same).items():
         np.testing.assert_array_equal(x, before[name])
-    fewer = Run(same_numbers.configured(folder, 1, 2, steps=6, resume=True))
+    fewer = open_run(same_numbers.configured(folder, 1, 2, steps=6, resume=True))
     for name, x in same_numbers.numbers_of(fewer).items():
-        np.testing.assert_array_equal(x, before[name][fewer._resizing.sources])
-    assert len(fewer._resizing.sources) == 2
+        np.testing.assert_array_equal(x, before[name][fewer.resizing.sources])
+    assert len(fewer.resizing.sources) == 2

@@ -88,7 +88,8 @@ def train(config, folder, session):
     """Eight steps of an experiment with a few settings changed."""
     import dataclasses
 
-    from train.run.loop import Run
+    from train.run import loop
+    from train.run.open import open_run
     from train.task import methods
 
     config = dataclasses.replace(
@@ -101,11 +102,11 @@ def train(config, folder, session):
         checkpoint_every=4,
         run_dir=str(folder / "run"),
     )
-    run = Run(config, session)
-    result = run.train()
+    run = open_run(config, session)
+    result = loop.train(run)
     if session.has_others:
-        run = Run(dataclasses.replace(config, steps=8, resume=True), session)
-        result = run.train()
+        run = open_run(dataclasses.replace(config, steps=8, resume=True), session)
+        result = loop.train(run)
     numbers = run.experiment.workers.fetch(run.state.params)
     total = sum(float(abs(x).sum()) for x in jax.tree.leaves(numbers))
     return {"error": result.center_error, "step": result.step, "total": total}

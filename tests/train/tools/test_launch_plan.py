@@ -32,19 +32,33 @@ def test_a_run_that_lost_nodes_is_restarted_with_all_of_them(tmp_path, grid):
     assert plan.survive and plan.resume == ["--resume", *workers]
 
 
+@pytest.mark.slow  # the trainer's imports, once more
 def test_the_trainer_reads_its_command_line_in_a_process_of_its_own(tmp_path):
-    command = ["digits", "--run-dir", str(tmp_path), "--distributed.survive"]
+    assert_read(tmp_path)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """What is to run in a process of its own runs here."""
+
+    def run(command, **_):
+        status = launch_plan.main(*map(str, command[3:]))
+        return types.SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(launch_plan.subprocess, "run", run)
+
+
+def test_the_plan_comes_back_as_it_was_made(tmp_path, in_this_process):
+    assert_read(tmp_path)
+
+
+def assert_read(folder):
+    command = ["digits", "--run-dir", str(folder), "--distributed.survive"]
     expected = launch_plan.make(command)._asdict()
     assert launch_plan.of_trainer(command)._asdict() == expected
 
 
-def test_wrong_usage_is_said_once_and_nothing_is_started(tmp_path, capsys, monkeypatch):
-    def run_here(command, **_):
-        with pytest.raises(SystemExit) as stop:
-            launch_plan.main(*map(str, command[3:]))
-        return types.SimpleNamespace(returncode=stop.value.code)
-
-    monkeypatch.setattr(launch_plan.subprocess, "run", run_here)
+def test_wrong_usage_is_said_once_and_nothing_is_started(in_this_process, capsys):
     assert launch.main(["--processes", "2", "--", "digits", "--seed", "-1"]) == 2
     message = "error: `seed` must be in [0, 2**32), got seed=-1"
     printed = capsys.readouterr().err
