@@ -132,9 +132,7 @@ def test_help_of_a_method_is_that_of_its_factory(capsys):
     words = " ".join(help_of(capsys, "digits", "--method", "diloco").split())
     for option in read(lj.diloco, {"axes", "outer"}):
         flag = "--method." + option.name.replace("_", "-")
-        assert (
-            f"{flag} INT {option.help}" in words or f"{flag} FLOAT {option.help}" in words
-        )
+        assert re.search(rf"{flag} \S+ {re.escape(option.help)}", words)
     assert "--method.outer-momentum FLOAT momentum of the outer optimizer" in words
     assert "--method.local-pull" not in words
 
