@@ -13,7 +13,7 @@ from side_by_side import Arm, ratios, summary
 
 import lsgd_jax as lj
 from train.data import transforms
-from train.task.methods import Lsgd
+from train.task import methods
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     lsgd, without = (
         Arm(
             transforms.cifar10(),
-            method=Lsgd(pull, pull, local_period=16, global_period=64),
+            method=methods.make("lsgd", pull, pull, local_period=16, global_period=64),
             batch_size=options.batch_size,
         )
         for pull in (0.1, 0.0)

@@ -9,7 +9,7 @@ momentum, weight decay 1e-4, pulls 0.1 every 64 steps; with 4 workers there is o
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task.methods import Lsgd
+from train.task import methods
 
 
 CONFIG = Config(
@@ -18,7 +18,9 @@ CONFIG = Config(
     data=DataConfig(name="cifar10"),
     workers=WorkersConfig(nodes=1, locals=4),
     optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-4),
-    method=Lsgd(local_pull=0.1, global_pull=0.0, local_period=64, global_period=128),
+    method=methods.make(
+        "lsgd", local_pull=0.1, global_pull=0.0, local_period=64, global_period=128
+    ),
     steps=20_000,
     batch_size=128,
     log_every=64,

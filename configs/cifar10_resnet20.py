@@ -18,5 +18,7 @@ CONFIG = dataclasses.replace(
     cifar10_cnn7.CONFIG,
     name="cifar10-resnet20",
     model="resnet20",
-    optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-4, drop_at=(15_000,)),
+    optimizer=OptimizerConfig(
+        learning_rate=0.1, weight_decay=1e-4, schedule="drops", drop_at=(15_000,)
+    ),
 )

@@ -7,7 +7,7 @@ Expected:  test error of the center below 2 %
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task.methods import Lsgd
+from train.task import methods
 
 
 CONFIG = Config(
@@ -16,7 +16,9 @@ CONFIG = Config(
     data=DataConfig(name="digits"),
     workers=WorkersConfig(nodes=2, locals=4),
     optimizer=OptimizerConfig(learning_rate=0.05, momentum=0.9, nesterov=True),
-    method=Lsgd(local_pull=0.1, global_pull=0.1, local_period=8, global_period=32),
+    method=methods.make(
+        "lsgd", local_pull=0.1, global_pull=0.1, local_period=8, global_period=32
+    ),
     steps=500,
     batch_size=32,
     test_every=25,

@@ -13,7 +13,7 @@ together. The learning rate stays the same all the time.
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig
-from train.task.methods import Lsgd
+from train.task import methods
 
 
 CONFIG = Config(
@@ -22,7 +22,9 @@ CONFIG = Config(
     data=DataConfig(name="imagenet", crop=224),
     workers=WorkersConfig(nodes=1, locals=4),
     optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-4),
-    method=Lsgd(local_pull=0.1, global_pull=0.0, local_period=64, global_period=128),
+    method=methods.make(
+        "lsgd", local_pull=0.1, global_pull=0.0, local_period=64, global_period=128
+    ),
     steps=225_000,
     batch_size=128,
     log_every=64,

@@ -61,6 +61,6 @@ from lsgd_jax.shared import Shared as Shared
 from lsgd_jax.workers import Workers as Workers
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _reserve_threads()

@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from train import cli
-from train.task.methods import Lsgd
 
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"
@@ -34,7 +33,7 @@ def test_the_program_reads_every_option(name, nodes):
     config = cli.parse(command)
     assert config.name == "cifar10-cnn7"
     assert (config.workers.nodes, config.workers.locals) == (nodes, 4)
-    assert isinstance(config.method, Lsgd) and config.method.global_pull == 0.1
+    assert config.method.name == "lsgd" and config.method.global_pull == 0.1
     assert (config.method.local_period, config.method.global_period) == (64, 128)
     explicit = name != "slurm.sh"
     assert (config.distributed.coordinator is not None) == explicit

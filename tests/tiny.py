@@ -1,13 +1,41 @@
 """A trainer that starts fast, for tests of what surrounds it."""
 
+import dataclasses
+import functools
+
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from configs.digits import CONFIG
+from train.config import Config, WorkersConfig
 from train.data import digits
 from train.data.arrays import Dataset, Images
 from train.run import loop
-from train.task import experiment
+from train.run import open as opening
+from train.task import experiment, methods
+from train.task.experiment import Experiment
 from train.task.models import MODELS
+
+
+SMALL = dataclasses.replace(
+    CONFIG,
+    workers=WorkersConfig(nodes=2, locals=2),
+    method=methods.make("lsgd", local_period=2, global_period=4, loss_window=3),
+    steps=12,
+    batch_size=16,
+    log_every=4,
+    test_every=6,
+    checkpoint_every=6,
+)
+
+
+# What an experiment does not depend on.
+OF_THE_RUN = (
+    "steps log_every test_every checkpoint_every keep_checkpoints stop_after_nonfinite "
+    "runs run_dir resume distributed"
+).split()
 
 
 class Tiny(nn.Module):
@@ -52,10 +80,56 @@ def made_up_digits():
     return Dataset(train, test, num_classes=10)
 
 
-def install(network=Tiny, figures=False, set=setattr):
-    """Has the trainer of this process train such a network, and draw no figures."""
+def install(network=Tiny, figures=False, share=False, set=setattr):
+    """Has the trainer of this process train such a network, and draw no figures.
+
+    share: whether equal experiments are built and compiled once.
+    """
     small = {"digits-cnn": network, "digits-bn": TinyNorm}
     set(experiment, "MODELS", MODELS | small)
     set(digits, "load", made_up_digits)
     if not figures:
         set(loop, "draw", lambda folder: None)
+    if share:
+        from train.landscape import loss, saved_run
+
+        set(loss, "MODELS", MODELS | small)
+        set(opening, "Experiment", shared)
+        set(saved_run, "Experiment", shared)
+
+
+def shared(config, *_, **__):
+    """The experiment of a configuration; one for all runs of it in this process."""
+    defaults = {x.name: x.default for x in dataclasses.fields(Config)}
+    same = {name: defaults[name] for name in OF_THE_RUN}
+    return Shared.of(dataclasses.replace(config, **same))
+
+
+class Shared(Experiment):
+    """An experiment that computes its first state once."""
+
+    of = functools.cache(lambda config: Shared(config))
+
+    @functools.cached_property
+    def _first(self):
+        return super().init()
+
+    def init(self):
+        return jax.tree.map(jnp.copy, self._first)
+
+
+def leaves(state):
+    """All numbers of a training state, on the host."""
+    key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    plain = lambda x: np.asarray(jax.random.key_data(x) if key(x) else x)
+    return {
+        jax.tree_util.keystr(path): plain(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def assert_equal_to_the_bit(state, other):
+    a, b = leaves(state), leaves(other)
+    assert a.keys() == b.keys() and len(a) > 10
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)

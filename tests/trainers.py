@@ -17,7 +17,8 @@ import tiny
 
 from train import cli
 from train.metrics import log as records
-from train.run.loop import Run
+from train.run import loop
+from train.run.open import open_run
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,7 +47,8 @@ TINY = "import tiny; tiny.install(); "
 
 # The same: at most 10 steps a second, so that there is time to do something to them.
 SLOWLY = (
-    "import time; from train.task.experiment import Experiment; whole = Experiment.batches; "
+    "import time; from train.task.experiment import Experiment; "
+    "whole = Experiment.batches; "
     "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
 )
 
@@ -58,7 +60,7 @@ def train_here(*options):
     """Trains in this process, as `TINY` ones do."""
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
-        Run(cli.parse([*SMALL, *options])).train()
+        loop.train(open_run(cli.parse([*SMALL, *options])))
 
 
 def environment(cache=None, before="", **variables):
@@ -79,7 +81,7 @@ def environment(cache=None, before="", **variables):
 
 
 def free_port(candidates=(0,)):
-    """The first of the ports that nobody listens at; 0 stands for any."""
+    """The first of the ports that nothing listens at; 0 stands for any."""
     for port in candidates:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))

@@ -4,12 +4,14 @@ import signal
 import sys
 
 from train import cli
-from train.cluster import devices
-from train.cluster import key_value_store as coordination
-from train.cluster import rendezvous as distributed
+from train.cluster import devices, rendezvous
+from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.lost import may_mean_a_loss
+from train.cluster.session import Session
 from train.data.arrays import DataError
-from train.run import recovery as survival
-from train.run.loop import Run, resume_command
+from train.run import recovery
+from train.run.open import open_run
+from train.run.result import resume_command
 
 
 def main(arguments: list[str]) -> int:
@@ -17,28 +19,31 @@ def main(arguments: list[str]) -> int:
 
     With several processes also 70 (an unexpected error) and 75 (a process was lost).
     """
+    session = Session.single()
     try:
         config = cli.parse(arguments)
-        distributed.join(config)
-        devices.provide(config.workers.nodes * config.workers.locals)
-        run = Run(config)
+        session = rendezvous.join(config)
+        workers = config.workers.nodes * config.workers.locals
+        devices.provide(workers, len(session.members))
+        run = open_run(config, session)
     except ValueError as error:
-        if coordination.may_mean_a_loss(error):
+        if may_mean_a_loss(error):
             raise
-        return distributed.leave(2, str(error))
+        return session.leave(WRONG_USAGE, str(error))
     except KeyboardInterrupt:
-        return distributed.leave(130, "interrupted before training began; nothing was lost")
+        line = "interrupted before training began; nothing was lost"
+        return session.leave(INTERRUPTED, line)
     try:
-        result = survival.train(run)
+        result = recovery.train(run)
     except KeyboardInterrupt:
         kept = "interrupted a second time; checkpoints written before are kept, to go on: "
-        return distributed.leave(130, kept + resume_command(config, run.folder))
+        return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))
     except DataError as error:
         again = f"to go on later: {resume_command(config, run.folder)}"
-        return distributed.leave(1, f"{error}; {again}")
+        return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
-        return 130
-    return 0 if result.saved and result.stopped_by != "nonfinite" else 1
+        return INTERRUPTED
+    return SUCCESS if result.saved and result.stopped_by != "nonfinite" else STOPPED
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import io
 import pkgutil
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +16,12 @@ import configs
 from train import config as configuration
 from train.config import Config, DistributedConfig
 from train.run import folder as run_folder
-from train.run import resharding as elastic
+from train.run import resharding
 from train.run.checkpoints import latest_notes
-from train.task.methods import find
+from train.task import methods, optimizers
+
+
+PROGRAM = "python -m train"
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
@@ -41,29 +44,45 @@ def parse(arguments: Sequence[str]) -> Config:
     those of its latest checkpoint.
 
     Raises:
-      ValueError: a setting that is not possible; SystemExit: the command line can not be
-        understood (status 2) or asks for help (status 0).
+      ValueError: a command line that can not be understood, or a setting that is not
+        possible; SystemExit: help was asked for and printed.
     """
-    known, name = experiments(), arguments[0] if arguments else ""
-    method = _option("method", arguments)
-    if method is None and "--method" in arguments:
-        method = ""  # asked for, and no name given
-    if name in known:
-        summary, config = known[name]
-        if "--resume" in arguments:
-            config = _resumed(config, arguments)
-        if method is not None and find(method) is not type(config.method):
-            config = dataclasses.replace(config, method=find(method)())
-        known[name] = (summary, config)
-    config = _parse(known, _without_option("method", arguments))
+    known = experiments()
+    name, *others = arguments or [""]
+    if name in ("-h", "--help"):
+        print(_overview(known))
+        raise SystemExit(0)
+    if name not in known:
+        raise ValueError(
+            f"the experiment must be one of {', '.join(known)}, got {name!r}; "
+            f"see {PROGRAM} --help"
+        )
+    text, config = known[name]
+    if "--resume" in others:
+        config = _resumed(config, others)
+    config = _switched(config, others)
+    config = _parse(name, text, config, _without_option("method", others))
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
     return config
 
 
+def _overview(known: dict[str, tuple[str, Config]]) -> str:
+    """What `--help` says without an experiment: each by the first line of its docstring."""
+    width = max(map(len, known))
+    lines = [
+        f"  {name:{width}}  {text.splitlines()[0]}" for name, (text, _) in known.items()
+    ]
+    listed = "\n".join(lines)
+    return (
+        f"usage: {PROGRAM} NAME [--options]\n\nTrains a named experiment:\n\n{listed}\n\n"
+        f"The options of an experiment: {PROGRAM} NAME --help"
+    )
+
+
 def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     """The configuration of the run that the command line wants to resume."""
-    # Where its processes found together, which may have been elsewhere, is of no account.
+    # Its processes may have had another rendezvous, which is no part of the experiment.
     where: dict[str, Any] = {"resume": True, "distributed": DistributedConfig()}
     for name in ("runs", "run_dir"):
         given = _option(name, arguments)
@@ -72,17 +91,39 @@ def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     saved = configuration.read(folder / run_folder.CONFIG)
     if saved.name != config.name:
         raise ValueError(f"{folder} is a run of {saved.name!r}, not of {config.name!r}")
-    latest = elastic.grid(latest_notes(folder / run_folder.CHECKPOINTS))
+    latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
     return dataclasses.replace(saved, workers=latest or saved.workers, **where)
 
 
+def _switched(config: Config, arguments: Sequence[str]) -> Config:
+    """The configuration with the method, optimizer and schedule that were asked for.
+
+    The experiment's own options of another method, or of an optimizer or a schedule to
+    which they do not apply, are left out.
+    """
+    method = _option("method", arguments)
+    if method is None and "--method" in arguments:
+        method = ""  # asked for, and no name given
+    if method is not None and methods.find(method) is not type(config.method):
+        config = dataclasses.replace(config, method=methods.make(method))
+    asked = {field: _option(f"optimizer.{field}", arguments) for field in CHOICES}
+    chosen = {field: x for field, x in asked.items() if x in CHOICES[field]}
+    optimizer = optimizers.switched(config.optimizer, **chosen)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+# The fields of the optimizer that decide which of its other ones apply.
+CHOICES = {"name": optimizers.NAMES, "schedule": optimizers.SCHEDULE_NAMES}
+
+
 def _option(name: str, arguments: Sequence[str]) -> str | None:
-    """The value of --name VALUE or --name=VALUE, or None."""
+    """The last value of --name VALUE or --name=VALUE, or None."""
+    found = None
     for argument, following in zip(arguments, [*arguments[1:], None]):
         option, equals, value = argument.partition("=")
         if option.replace("_", "-") == f"--{name.replace('_', '-')}":
-            return value if equals else following
-    return None
+            found = value if equals else following
+    return found
 
 
 def _without_option(name: str, arguments: Sequence[str]) -> list[str]:
@@ -97,31 +138,52 @@ def _without_option(name: str, arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _parse(known: dict[str, tuple[str, Config]], arguments: Sequence[str]) -> Config:
-    printed = io.StringIO()
+def _parse(name: str, text: str, config: Config, arguments: Sequence[str]) -> Config:
+    """The configuration with the options of a command line.
+
+    Args:
+      name, text, config: the experiment.
+      arguments: the options, without --method.
+    """
+    out, err, program = io.StringIO(), io.StringIO(), f"{PROGRAM} {name}"
     try:
-        with contextlib.redirect_stderr(printed):
-            return tyro.extras.overridable_config_cli(
-                known, prog="python -m train", args=arguments
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            parsed, unknown = tyro.cli(
+                Config,
+                prog=program,
+                description="",
+                default=config,
+                args=arguments,
+                return_unknown_args=True,
             )
     except SystemExit as stop:
         if stop.code:
-            print(f"error: {one_line(printed.getvalue())}", file=sys.stderr)
+            reason = one_line(err.getvalue())
+            raise ValueError(f"{reason}; see {program} --help") from None
+        # tyro would run the lines of the experiment's table into one paragraph.
+        usage, *options = (line.rstrip() for line in out.getvalue().rstrip().split("\n"))
+        print(usage, "", text, *options, sep="\n")
         raise
+    if unknown:
+        raise ValueError(_unrecognized(unknown[0], config, program))
+    return parsed
+
+
+def _unrecognized(argument: str, config: Config, program: str) -> str:
+    """What is said of an argument that no option knows, with the option that is nearest."""
+    given = argument.partition("=")[0].replace("_", "-")
+    options = {"--" + field.replace("_", "-") for field in configuration.fields(config)}
+    near = difflib.get_close_matches(given, options - {"--method.name"}, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"unrecognized option {argument}{meant}; see {program} --help"
 
 
 def one_line(message: str) -> str:
-    """A message in a box, without the box.
+    """What tyro prints about an error, without its title and what follows the message.
 
-    >>> one_line("╭─ Wrong ─────╮\\n│ no option   │\\n│ --foo       │\\n╰─────────────╯\\n")
-    'Wrong: no option --foo'
+    >>> one_line(" Wrong \\n ----- \\n  no value for \\n  --foo.\\n ----- \\n  For help")
+    'no value for --foo'
     """
-    title = re.search(r"╭─+ (.*?) ─+╮", message)
-    body = re.sub(
-        r"[╭╮╰╯│─]+|-{5,}", " ", message.replace(title[0], "") if title else message
-    )
-    text = " ".join(body.split())
-    if title and not text.startswith(title[1]):
-        text = f"{title[1]}: {text}"
-    text = re.sub(r"^Value error:? Error parsing \w+: ", "", text)
-    return re.sub(r" For full helptext, (see|run) ", "; see ", text)
+    parts = re.split(r"^ *-+ *$", message, flags=re.MULTILINE)
+    text = " ".join(parts[min(1, len(parts) - 1)].split()).partition(" Got errors:")[0]
+    return re.sub(r"^Error parsing (\w+: )?", "", text).removesuffix(".")

@@ -6,18 +6,22 @@ import os
 import pathlib
 import typing
 from collections.abc import Set
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lsgd_jax.checks import check_positive_int
+import tyro
+
+import lsgd_jax as lj
+from train.task import methods
 from train.task.batch_statistics import Policy
-from train.task.methods import Lsgd, Method, find
+from train.task.methods import METHODS, Method, find
+from train.task.optimizers import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkersConfig:
-    """The grid of workers. A run may go on with another one (see --resume)."""
+    """The grid of workers. A run may be resumed with another one (see --resume)."""
 
-    # Number of nodes (groups of close-by workers).
+    # Number of nodes (groups of workers with a fast interconnect).
     nodes: int = 2
     # Number of workers in each node.
     locals: int = 4
@@ -25,55 +29,35 @@ class WorkersConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What the workers learn from."""
+    """The data that the workers learn from."""
 
     # The data set: `digits` comes with scikit-learn, the others need --data.dir.
     name: Literal["digits", "cifar10", "imagenet"] = "digits"
     # Folder (or .tar.gz) with the official files of the data set; for imagenet one with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
     dir: str | None = None
-    # Take binary data files of the right size although their checksum differs.
+    # Accept binary data files of the right size whose checksum differs.
     accept_other_files: bool = False
-    # Give each worker a part of the training images of its own instead of all of them.
+    # Give each worker its own part of the training images instead of all of them.
     shard: bool = False
-    # Side of the squares that images are cropped to, and of imagenet's scaled to: at random
-    # for training (cifar10, imagenet).
+    # Side of the squares that images are cropped to, at random for training (cifar10,
+    # imagenet), and that imagenet's are scaled to.
     crop: int = 28
-    # Black pixels put around the training images before they are cropped (cifar10).
+    # Width of the black border put around training images before the crop (cifar10).
     padding: int = 0
-    # Threads of each process that read images from files, by default one per CPU core
-    # (imagenet).
+    # Threads of each process that read images from files (imagenet); by default one per
+    # CPU core.
     reader_threads: int | None = None
     # Batches to read ahead of the training step (imagenet).
     read_ahead: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """Every worker's own optimizer."""
-
-    # SGD, or LARS for large batches (with --method allreduce).
-    name: Literal["sgd", "lars"] = "sgd"
-    # Learning rate.
-    learning_rate: float = 0.1
-    # Momentum coefficient, in [0, 1).
-    momentum: float = 0.0
-    # Nesterov's momentum instead of the classical one.
-    nesterov: bool = False
-    # L2 penalty added to the gradient, per unit of weight.
-    weight_decay: float = 0.0
-    # Steps after which the learning rate is multiplied by --optimizer.drop-factor.
-    drop_at: tuple[int, ...] = ()
-    # What the learning rate is multiplied by at each of --optimizer.drop-at.
-    drop_factor: float = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """How several processes, on one host or many, find together. Not part of a run."""
+    """The rendezvous of several processes, on one host or many. Not part of a run."""
 
     # Who has started the processes: `auto` finds out whether Open MPI, Slurm, a Kubernetes
-    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process alone.
+    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process only.
     cluster: Literal["auto", "mpi4py", "none"] = "auto"
     # HOST:PORT where process 0 waits for the others, if the cluster does not say so.
     coordinator: str | None = None
@@ -86,18 +70,18 @@ class DistributedConfig:
     gpus: Literal["auto", "one", "all"] = "auto"
     # Seconds to wait until all processes are there.
     start_timeout: int = 300
-    # Seconds without a sign of life after which a process counts as lost.
+    # Seconds without a heartbeat after which a process counts as lost.
     heartbeat_timeout: int = 30
-    # Experimental: if a node is lost, go on without it from the last checkpoint, instead of
-    # ending. Process 0 must not be lost.
+    # Experimental: if a node is lost, continue without it from the last checkpoint instead
+    # of ending. Process 0 must not be lost.
     survive: bool = False
 
     def __post_init__(self):
         prefix = "distributed."
         for name in ("start_timeout", "heartbeat_timeout"):
-            check_positive_int(prefix + name, getattr(self, name))
+            lj.checks.check_positive_int(prefix + name, getattr(self, name))
         if self.num_processes is not None:
-            check_positive_int(prefix + "num_processes", self.num_processes)
+            lj.checks.check_positive_int(prefix + "num_processes", self.num_processes)
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             holds = host != "" and port.isdecimal() and 0 < int(port) < 2**16
@@ -105,6 +89,9 @@ class DistributedConfig:
         if self.process_id is not None:
             holds = 0 <= self.process_id < (self.num_processes or 2**31)
             _check(holds, prefix + "process_id", "in [0, num_processes)", self)
+
+
+METHOD_HELP = f"""Choose another method with --method NAME: {", ".join(METHODS)}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +108,9 @@ class Config:
     workers: WorkersConfig = WorkersConfig()
     # Every worker's own optimizer.
     optimizer: OptimizerConfig = OptimizerConfig()
-    # The method. Choose another one with --method NAME: lsgd, easgd, downpour, local-sgd,
-    # post-local-sgd, slowmo, diloco, parle, dpsgd, sgp, osgp, adpsgd, pairwise, gosgd,
-    # wagma, allreduce, coordinate-median, licm, cge, or alone (nothing is exchanged).
-    method: Method = Lsgd()
-    # Batch statistics: each worker keeps its own; or they are averaged at each
-    # communication; or reestimated from training data before each test.
+    method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
+    # Batch statistics: each worker keeps its own; or they are averaged whenever the method
+    # communicates; or they are reestimated from training data before each test.
     batch_statistics: Policy = "reestimate"
     # Training steps of every worker.
     steps: int = 1000
@@ -134,7 +118,7 @@ class Config:
     batch_size: int = 32
     # Seed of the starting parameters, the order of the data and all other randomness.
     seed: int = 0
-    # Steps between lines in metrics.jsonl (and on the screen).
+    # Steps between reports in metrics.jsonl and on the screen.
     log_every: int = 16
     # Steps between tests of the center and of the best worker.
     test_every: int = 200
@@ -142,16 +126,16 @@ class Config:
     checkpoint_every: int = 200
     # Number of checkpoints to keep, the latest ones.
     keep_checkpoints: int = 3
-    # Stop after so many steps in a row at which no worker had a finite loss.
+    # Stop after this many steps in a row without a finite loss on any worker.
     stop_after_nonfinite: int = 100
     # Folder in which new run folders are made.
     runs: str = "runs"
     # The run folder itself; by default a new one, RUNS/NAME-DATE-TIME.
     run_dir: str | None = None
-    # Go on from the last checkpoint of --run-dir (by default the newest run of NAME), with
-    # its workers or, if --workers names others, with these.
+    # Resume from the last checkpoint of --run-dir (by default the newest run of NAME), with
+    # its workers or, if --workers names others, with those.
     resume: bool = False
-    # How several processes find together.
+    # The rendezvous of several processes.
     distributed: DistributedConfig = DistributedConfig()
 
     def __post_init__(self):
@@ -160,25 +144,19 @@ class Config:
             "stop_after_nonfinite"
         )
         for name in counts.split():
-            check_positive_int(name, getattr(self, name))
-        check_positive_int("workers.nodes", self.workers.nodes)
-        check_positive_int("workers.locals", self.workers.locals)
+            lj.checks.check_positive_int(name, getattr(self, name))
+        lj.checks.check_positive_int("workers.nodes", self.workers.nodes)
+        lj.checks.check_positive_int("workers.locals", self.workers.locals)
         for name in ("crop", "read_ahead"):
-            check_positive_int(f"data.{name}", getattr(self.data, name))
+            lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
         if self.data.reader_threads is not None:
-            check_positive_int("data.reader_threads", self.data.reader_threads)
-        optimizer = self.optimizer
-        _check(
-            optimizer.learning_rate > 0, "optimizer.learning_rate", "positive", optimizer
-        )
-        _check(0 <= optimizer.momentum < 1, "optimizer.momentum", "in [0, 1)", optimizer)
-        _check(
-            optimizer.weight_decay >= 0, "optimizer.weight_decay", "at least 0", optimizer
-        )
-        drops = optimizer.drop_at
-        ascending = all(before < at for before, at in zip((0, *drops), drops))
-        _check(ascending, "optimizer.drop_at", "positive and ascending", optimizer)
-        _check(optimizer.drop_factor > 0, "optimizer.drop_factor", "positive", optimizer)
+            lj.checks.check_positive_int("data.reader_threads", self.data.reader_threads)
+        warmup = self.optimizer.warmup_steps
+        if self.optimizer.schedule == "cosine" and warmup >= self.steps:
+            raise ValueError(
+                "`optimizer.warmup_steps` must be less than the steps of the run, got "
+                f"optimizer.warmup_steps={warmup}, steps={self.steps}"
+            )
         data = self.data
         _check(data.padding >= 0, "data.padding", "at least 0", data)
         fits = data.name != "cifar10" or data.crop <= 32
@@ -187,13 +165,16 @@ class Config:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
 
 
+# Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.
+FORMAT = 2
+
 DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
 
-# What each process may be given as it needs it.
+# What may differ from process to process.
 FREE_PER_PROCESS = {"data.dir", *DISTRIBUTED} - {"distributed.survive"}
 
-# What may change when a run is resumed: how long it goes on, what it reports, where, and
-# its workers (see train.run.resharding).
+# What may change when a run is resumed: how long it is, what it reports and where, and its
+# workers (see train.run.resharding).
 WORKERS = frozenset({"workers.nodes", "workers.locals"})
 FREE_ON_RESUME = {
     *WORKERS,
@@ -221,6 +202,8 @@ def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> li
     >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
     ['seed: the run has 0, the command says 1']
     """
+    if "cosine" in (old.optimizer.schedule, new.optimizer.schedule):
+        free = free - {"steps"}  # the learning rate of every step depends on it
     before, after = fields(old), fields(new)
     both = before.keys() & after.keys() - free
     return [
@@ -242,7 +225,7 @@ def fields(config: Config) -> dict[str, Any]:
 def write(config: Config, path: os.PathLike) -> None:
     """Writes the configuration as JSON to a new file."""
     with open(path, "x") as file:
-        json.dump(_to_dict(config), file, indent=2)
+        json.dump({"format": FORMAT} | _to_dict(config), file, indent=2)
         file.write("\n")
 
 
@@ -250,12 +233,22 @@ def read(path: os.PathLike) -> Config:
     """Reads what `write` wrote.
 
     Raises:
-      ValueError: no such file, or it does not hold a configuration.
+      ValueError: no such file, it does not hold a configuration, or the run is of a
+        version whose checkpoints hold another state.
     """
     try:
-        return _build(Config, json.loads(pathlib.Path(path).read_text()))
+        values = json.loads(pathlib.Path(path).read_text())
+        found = values.pop("format", 1)
+        config = _build(Config, values) if found == FORMAT else None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
+    if config is None:
+        raise ValueError(
+            f"{path} is of a run in format {found}, whose checkpoints hold another "
+            f"training state than those of lsgd_jax {lj.__version__} (format {FORMAT}): it "
+            "can only be read by the version that wrote it"
+        )
+    return config
 
 
 def _to_dict(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 #
 #   examples/cluster/mpirun.sh HOSTFILE DATA
 #
-# mpirun tells every process its rank; the first host of the file is where they meet. GPUs:
+# mpirun tells every process its rank; the rendezvous is on the first host of the file. GPUs:
 # a process has all of its host (with several processes per host each has one).
 set -eu
 hostfile=$1

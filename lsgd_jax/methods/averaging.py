@@ -101,7 +101,7 @@ def local_sgd(
     ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
 
     Args:
-      period: τ, in steps.
+      period: steps between exchanges, τ.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
@@ -207,9 +207,9 @@ def slowmo(
     local SGD; α = 1, β > 0 is BMUF.
 
     Args:
-      period: τ, in steps.
-      alpha: α, the slow learning rate.
-      beta: β in [0, 1], the slow momentum.
+      period: steps between exchanges, τ.
+      alpha: the slow learning rate, α.
+      beta: the slow momentum, β in [0, 1].
       learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
         one cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.

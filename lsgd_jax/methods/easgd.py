@@ -89,8 +89,8 @@ def easgd(
     center) and takes the center whole.
 
     Args:
-      beta: β in [0, 1] or a schedule of t.
-      period: τ, in steps.
+      beta: how far the center moves to the workers' mean, β in [0, 1] or a schedule of t.
+      period: steps between exchanges, τ.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u added after.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
@@ -132,7 +132,7 @@ def downpour(
     loss is not finite is left out and takes the center whole.
 
     Args:
-      period: τ, in steps.
+      period: steps between exchanges, τ.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 

@@ -81,8 +81,8 @@ def wagma(
     whose y or loss is not finite is left out and takes its group's mean whole.
 
     Args:
-      group_size: S, a power of two.
-      sync_period: τ, in steps.
+      group_size: workers in a group, S, a power of two.
+      sync_period: steps between means of all workers, τ.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of all W workers.
 

@@ -58,13 +58,15 @@ def pairwise(
     worker keeps its own y; if its own is not, it takes the peer's whole.
 
     Args:
-      interpolation: how f is found.
-      value: f in [0, 1], or a schedule of t.
-      divergence_threshold: θ ≥ 0.
+      interpolation: how the weight f of the peer is found.
+      value: that weight if it is constant, f in [0, 1], or a schedule of t.
+      divergence_threshold: loss below which less is taken with interpolation by loss,
+        θ ≥ 0.
       topology: a graph in which each worker sends to one; with `exponential` i takes
         from i - hop.
-      fetch_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
-      seed: of the draws.
+      fetch_probability: of an exchange, p in [0, 1], or a schedule of t; drawn anew per
+        worker and step.
+      seed: seed of the draws.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
@@ -173,8 +175,9 @@ def gosgd(
 
     Args:
       topology: a graph in which each worker sends to one.
-      send_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
-      seed: of the draws.
+      send_probability: of sending, p in [0, 1], or a schedule of t; drawn anew per worker
+        and step.
+      seed: seed of the draws.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 

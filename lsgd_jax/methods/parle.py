@@ -66,11 +66,13 @@ def parle(
 
     Args:
       learning_rate: η, that of the base optimizer, or a schedule of t.
-      period: L, in steps.
-      anchor_pull: γ⁻¹ ≥ 0, or a schedule of t (see `scoping`).
-      center_pull: ρ⁻¹ ≥ 0, or a schedule of t.
-      decay: β in [0, 1].
-      outer_learning_rate: η', or a schedule of t; None: the same as η.
+      period: steps of the inner loop, L.
+      anchor_pull: pull of the anchor on the inner loop, γ⁻¹ ≥ 0, or a schedule of t (see
+        `scoping`).
+      center_pull: pull of the center on the anchors, ρ⁻¹ ≥ 0, or a schedule of t.
+      decay: that of the inner loop's running average, β in [0, 1].
+      outer_learning_rate: of the anchor's step, η', or a schedule of t; None: the same as
+        η.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
@@ -136,7 +138,7 @@ def scoping(
     Args:
       initial: the pull at first; the paper: 0.01 for the anchor, 1 for the center.
       batches_per_epoch: B.
-      period: L, in steps.
+      period: steps of the inner loop, L.
       largest: where it stops; the paper: 1 for the anchor, 10 for the center.
 
     Returns:

@@ -97,7 +97,8 @@ def osgp(
 
     Args:
       topology: any graph, or the function that builds it for W workers.
-      staleness: σ ≥ 1; keeps σ - 1 copies of the parameters in flight.
+      staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
+        parameters.
       check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 

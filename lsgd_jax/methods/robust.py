@@ -90,7 +90,7 @@ def licm(
     coordinate-wise median; the width of the band is this library's reading of it.
 
     Args:
-      gamma: γ ≥ 0, the band's half width in units of the median; 0 is the median.
+      gamma: half width of the band in units of the median, γ ≥ 0; 0 is the median.
       axes: the mesh axes of the group.
 
     Returns:
@@ -135,8 +135,9 @@ def cge(
     enter h. If K is empty the gradients stay as they are.
 
     Args:
-      faulty: f, how many workers may send anything: 0 ≤ f < W.
-      decay: β in [0, 1); if not 0 each worker keeps its h.
+      faulty: how many workers may send anything, 0 ≤ f < W.
+      decay: weight of the earlier gradients, β in [0, 1); if not 0 each worker keeps
+        its h.
       axes: the mesh axes of the group.
 
     Returns:

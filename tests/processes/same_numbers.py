@@ -47,13 +47,13 @@ def train(name):
     return workers.fetch(params)
 
 
-def methods(folder):
+def methods(folder, session):
     """Trains with every method and writes the parameters to METHOD.npz; their sums."""
     sums = {}
     for method in METHODS:
         params = train(method)
         sums[method] = [float(np.abs(x).sum()) for x in params.values()]
-        if jax.process_index() == 0:
+        if session.is_main:
             np.savez(folder / f"{method}.npz", **params)
     return sums
 
@@ -62,12 +62,12 @@ def configured(folder, nodes, locals, steps, **changes):
     """A few steps of the trainer in a run folder."""
     from configs.digits import CONFIG
     from train.config import WorkersConfig
-    from train.task.methods import Lsgd
+    from train.task import methods
 
     return dataclasses.replace(
         CONFIG,
         workers=WorkersConfig(nodes, locals),
-        method=Lsgd(local_period=2, global_period=4),
+        method=methods.make("lsgd", local_period=2, global_period=4),
         steps=steps,
         batch_size=4,
         log_every=2,
@@ -83,24 +83,25 @@ def numbers_of(run):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def write_and_grow(folder):
+def write_and_grow(folder, session):
     """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
     import tiny
 
-    from train.run.loop import Run
+    from train.run import loop
+    from train.run.open import open_run
 
     tiny.install()
     jax.config.update("jax_num_cpu_devices", 2)  # of each process
-    run = Run(configured(folder / "run", 2, 2, steps=4))
-    run.train()
+    run = open_run(configured(folder / "run", 2, 2, steps=4), session)
+    loop.train(run)
     before = numbers_of(run)
-    grown = Run(configured(folder / "run", 2, 4, steps=6, resume=True))
-    owned, sources = list(grown.experiment.workers.owned), grown._resizing.sources
+    grown = open_run(configured(folder / "run", 2, 4, steps=6, resume=True), session)
+    owned, sources = list(grown.experiment.workers.owned), grown.resizing.sources
     restored = numbers_of(grown)
     same = all((restored[name] == x[sources]).all() for name, x in before.items())
-    result = grown.train()
+    result = loop.train(grown)
     after = numbers_of(grown)
-    if jax.process_index() == 0:
+    if session.is_main:
         np.savez(folder / "before.npz", **before)
         np.savez(folder / "after.npz", **after)
     return {"owned": owned, "sources": sources, "same": same, "step": result.step}

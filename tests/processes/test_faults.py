@@ -31,7 +31,7 @@ from trainers import (
     train_here,
 )
 
-from train.cluster.heartbeat import CRASHED, LOST
+from train.cluster.exit_status import CRASHED, LOST
 from train.metrics import log as records
 
 
@@ -47,35 +47,61 @@ def assert_named(trainers, survivors, lost, run):
         assert last.endswith(f"python -m train digits --run-dir {run} --resume")
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_one_of_four_is_killed_and_the_run_goes_on(start, undisturbed, tmp_path, kills):
-    """kill -9 at a random step, again and again: the same numbers to the bit at the end."""
-    run, chance = tmp_path / "run", random.Random(kills)
+def assert_all_saved(trainers, run):
+    """They have stopped at the same step; the first process speaks for all."""
+    last = max(checkpoints(run))
+    assert f"stopped at step {last} after" in trainers.printed(0)
+    assert ", saved; to go on: " in trainers.last_line(0)
+    assert "to go on" not in trainers.printed(1)
+
+
+def test_sigterm_to_one_stops_all_and_kill_9_of_one_ends_all(start, undisturbed, tmp_path):
+    """Resumed each time: the same numbers to the bit at the end."""
+    run = tmp_path / "run"
+    trainers = start(2, *FOR_EVER)
+    trainers.until(lambda: reported(run) >= 6)
+    trainers.send(signal.SIGTERM, 1)
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert_all_saved(trainers, run)
+
+    trainers = start(2, *FOR_EVER, "--resume")
+    saved = max(checkpoints(run))
+    trainers.until(lambda: reported(run) >= saved + 6)
+    trainers.send(signal.SIGKILL, 1)
+    assert_named(trainers, {0}, 1, run)
+    last = max(checkpoints(run))
+    train_here("--resume", "--steps", str(END), "--run-dir", str(run))
+    assert [event["step"] for event in records.read(run)["start"]] == [0, saved, last]
+    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+
+
+@pytest.mark.slow
+def test_one_of_four_is_killed_again_and_again(start, undisturbed, tmp_path):
+    """kill -9 at random steps: the same numbers to the bit at the end."""
+    run, chance, kills = tmp_path / "run", random.Random(0), 8
     for kill in range(kills):
         trainers = start(4, *FOR_EVER, *["--resume"] * (kill > 0))
         wanted = reported(run) + chance.randrange(4, 12)
         trainers.until(lambda wanted=wanted: reported(run) >= wanted)
-        lost = chance.randrange(4) if kills > 1 else 2
+        lost = chance.randrange(4)
         trainers.send(signal.SIGKILL, lost)
         assert_named(trainers, {0, 1, 2, 3} - {lost}, lost, run)
     last = max(checkpoints(run))
-    rest = ["--resume", "--steps", str(steps := END if kills == 1 else last + 10)]
-    if kills == 1:  # the rest in one process, which is quick
-        train_here(*rest, "--run-dir", str(run))
-    else:
-        trainers = start(4, *rest, before="")
-        assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
+    steps = last + 10
+    trainers = start(4, "--resume", "--steps", str(steps), before="")
+    assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
     begins = [event["step"] for event in records.read(run)["start"]]
     assert begins[-1] == last and len(begins) == kills + 1
     assert_equal_to_the_bit(numbers(run, steps), undisturbed(steps))
 
 
+@pytest.mark.slow
 def test_one_that_crashes_ends_the_others_at_once_and_says_why(start, tmp_path):
-    """By an error that nobody expected, which happens to process 1 alone."""
+    """By an unexpected error, which only process 1 has."""
     breaks = (
-        "import sys; from train.metrics.buffer import Ledger; add = Ledger.add; "
-        "Ledger.add = lambda self, step, *rest: 1 / (step < 7 or "
-        "'--distributed.process-id=0' in sys.argv) and add(self, step, *rest); "
+        "import sys; from train.cluster.signals import StopSignals as S; at = S.stop_at; "
+        "S.stop_at = lambda self, step: 1 / (step < 7 or "
+        "'--distributed.process-id=0' in sys.argv) and at(self, step); "
     )
     trainers = start(2, *FOR_EVER, before=SLOWLY + breaks)
     trainers.until(lambda: reported(tmp_path / "run") >= 4)
@@ -89,6 +115,7 @@ def test_one_that_crashes_ends_the_others_at_once_and_says_why(start, tmp_path):
     assert f"--run-dir {tmp_path / 'run'} --resume (" in last and why in last
 
 
+@pytest.mark.slow
 def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
     """The run goes on from the checkpoint before."""
     run = tmp_path / "run"
@@ -107,9 +134,9 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, t
     assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
-def test_one_that_stands_still_is_waited_for_and_sigterm_to_one_stops_all(
-    start, undisturbed, tmp_path
-):
+@pytest.mark.slow
+def test_one_that_stands_still_is_waited_for(start, undisturbed, tmp_path):
+    """Started by Slurm, gone on with by Open MPI."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER, by=by_slurm)
     trainers.until(lambda: reported(run) >= 4)
@@ -122,19 +149,15 @@ def test_one_that_stands_still_is_waited_for_and_sigterm_to_one_stops_all(
     trainers.until(lambda: reported(run) >= stopped_at + 4)
 
     trainers.send(signal.SIGTERM, 1)
-    assert trainers.end(limit=30) == [0, 0], trainers.printed(0)
-    last = max(checkpoints(run))
-    assert f"stopped at step {last} after" in trainers.printed(0)
-    assert ", saved; to go on: " in trainers.last_line(0)
-    assert "to go on" not in trainers.printed(1)  # the first process speaks for all
-
+    assert trainers.end(limit=60) == [0, 0], trainers.printed(0)
+    assert_all_saved(trainers, run)
     rest = ["--resume", "--steps", str(END)]
     trainers = start(2, *rest, by=by_open_mpi_5, before="")
     assert trainers.end() == [0, 0], trainers.printed(0)
     assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
-@pytest.mark.slow  # half a minute is how long gloo tries to connect
+@pytest.mark.slow
 def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
     """As if its first step took long to compile."""
     late = (
@@ -147,6 +170,7 @@ def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, t
     assert_equal_to_the_bit(numbers(tmp_path / "run", END), undisturbed(END))
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_path):
     """Training goes on; from the last whole checkpoint the run goes on on another disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
@@ -178,6 +202,7 @@ def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_
     assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
+@pytest.mark.slow
 def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start, tmp_path):
     full = (
         "import resource, sys; '--distributed.process-id=1' in sys.argv and "
@@ -198,6 +223,7 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
 # At the start
 
 
+@pytest.mark.slow
 def test_processes_that_were_told_other_things_do_not_begin(start, tmp_path):
     """Here another seed, and a data folder, which may well be another one."""
     by = lambda count: [
@@ -214,11 +240,12 @@ def test_processes_that_were_told_other_things_do_not_begin(start, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_says_so(start, tmp_path):
     """A wrong address, processes that do not come, a port that is taken, another count."""
     few = "--distributed.start-timeout=3"
-    nobody = start(2, few, by=lambda count: by_options(count)[1:])
-    alone = start(2, few, by=lambda count: by_options(count)[:1])
+    missed = start(2, few, by=lambda count: by_options(count)[1:])
+    first = start(2, few, by=lambda count: by_options(count)[:1])
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         options = ["--distributed.num-processes=2", "--distributed.process-id=0"]
@@ -232,12 +259,12 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
         2,
         by=lambda n: [(x + one_too_many * i, y) for i, (x, y) in enumerate(by_options(n))],
     )
-    for trainers in (nobody, alone):
+    for trainers in (missed, first):
         assert trainers.end(150) == [LOST]
         assert re.fullmatch(
             r"error: the processes did not come together within 3 s through 127.0.0.1:\d+; "
             "have all been started, and can all reach it\\? `--distributed.cluster none` "
-            "trains in this process alone",
+            "trains in this process by itself",
             trainers.last_line(0),
         )
     assert others.end(150) == [2, 2]
@@ -251,6 +278,7 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
 # With the launcher
 
 
+@pytest.mark.slow
 def test_the_launcher_restarts_the_trainer_and_passes_ctrl_c_on(
     undisturbed, cache, tmp_path
 ):

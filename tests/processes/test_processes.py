@@ -1,4 +1,4 @@
-"""The same code in several processes: the same numbers, files by the first one alone."""
+"""The same code in several processes: the same numbers, files by the first one only."""
 
 import functools
 import json
@@ -13,9 +13,12 @@ from images import make_folder
 from processes import together
 from trainers import environment
 
+from train.cluster.session import Session
+
 
 HERE = pathlib.Path(__file__).parent
 LIMIT_S = 300
+pytestmark = pytest.mark.slow
 
 
 def run(job, folder, count, script="together.py", before=lambda i: [], cache=None):
@@ -58,15 +61,6 @@ def run(job, folder, count, script="together.py", before=lambda i: [], cache=Non
     return answers, outputs
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_lsgd_over_processes_reproduces_its_oracle(count):
-    answers, _ = run("lsgd_oracle", HERE.parent / "oracles", count)
-    per_process = 8 // count
-    owned = [list(range(i * per_process, (i + 1) * per_process)) for i in range(count)]
-    assert [answer["owned"] for answer in answers] == owned
-    assert all(answer["leaders"] == answers[0]["leaders"] for answer in answers)
-
-
 IN_TURN = [[0, 1], [4, 5], [2, 3], [6, 7]]  # two processes with two workers on each host
 
 
@@ -94,46 +88,24 @@ def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
     assert [answer["owned"] for answer in answers] == IN_TURN
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    """The jobs that train, done here; what they change for their process is put back."""
+def test_images_in_files_over_two_processes_are_the_same(
+    tmp_path, cache, monkeypatch, capsys
+):
+    """Trained, tested, saved and resumed; the first process prints and writes."""
     install = functools.partial(tiny.install, set=monkeypatch.setattr)
     monkeypatch.setattr(tiny, "install", install)
-    return together
-
-
-def test_the_trainer_over_two_processes_is_the_trainer(tmp_path, cache, one_process):
-    alone = one_process.digits(tmp_path / "one")
-    answers, outputs = run("digits", tmp_path / "two", 2, cache=cache)
-    assert answers[0] == answers[1]
-    assert answers[0]["step"] == alone["step"] == 8
-    assert answers[0]["error"] == pytest.approx(
-        alone["error"], abs=0.6
-    )  # two images of 360
-    assert answers[0]["total"] == pytest.approx(alone["total"], rel=1e-4)
-    assert "test error" in outputs[0] and "test error" not in outputs[1]
-    names = {path.name for path in (tmp_path / "two" / "run").iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "checkpoints", "training.png"}
-    metrics = (tmp_path / "two" / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(x)["step"] for x in metrics if '"kind": "train"' in x]
-    assert steps == [2, 4, 6, 8]
-
-
-def test_images_in_files_over_two_processes_are_the_same(
-    tmp_path, cache, one_process, capsys
-):
     data = make_folder(tmp_path / "data", train=8, val=9)
     broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
     for path in broken:
         path.write_bytes(b"")
-    alone = one_process.imagenet(tmp_path / "one")
+    single = together.imagenet(tmp_path / "one", Session.single())
     printed = "".join(capsys.readouterr())
     assert all(printed.count(str(path)) == 1 for path in broken)
     answers, outputs = run("imagenet", tmp_path / "two", 2, cache=cache)
-    assert answers[0] == answers[1] and answers[0]["step"] == alone["step"] == 8
-    assert answers[0]["error"] == pytest.approx(alone["error"], abs=4)  # one of 26 images
-    assert answers[0]["total"] == pytest.approx(alone["total"], rel=1e-4)
-    # Each process says what it could not read; each of its two sessions says it once.
+    assert answers[0] == answers[1] and answers[0]["step"] == single["step"] == 8
+    assert answers[0]["error"] == pytest.approx(single["error"], abs=4)  # one of 26 images
+    assert answers[0]["total"] == pytest.approx(single["total"], rel=1e-4)
+    # Each process says what it could not read; each of its two runs says it once.
     assert all(f"warning: {broken[0]} is left out" in output for output in outputs)
     assert sum(output.count(str(broken[1])) for output in outputs) == 2
     assert "test error" in outputs[0] and "test error" not in outputs[1]

@@ -8,20 +8,20 @@ import tiny
 from processes import same_numbers
 from processes.test_processes import run
 
-from train.run.loop import Run
+from train.run.open import open_run
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single():
     """The parameters after every method in this process, on its 8 devices."""
     return {method: same_numbers.train(method) for method in same_numbers.METHODS}
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_of_any_number_give_the_same_parameters(count, alone, tmp_path):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_of_any_number_give_the_same_parameters(count, single, tmp_path):
     answers, _ = run("methods", tmp_path, count, script="same_numbers.py")
     assert all(answer == answers[0] for answer in answers)
-    for method, params in alone.items():
+    for method, params in single.items():
         written = np.load(tmp_path / f"{method}.npz")
         for name, expected in params.items():
             got = written[name]
@@ -32,6 +32,7 @@ def test_processes_of_any_number_give_the_same_parameters(count, alone, tmp_path
                 np.testing.assert_array_equal(got, expected, err_msg=f"{method} {name}")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
     tmp_path, monkeypatch
 ):
@@ -44,18 +45,18 @@ def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
     assert first["owned"] == [0, 1, 2, 3] and second["owned"] == [4, 5, 6, 7]
     folder = tmp_path / "run"
     after = np.load(tmp_path / "after.npz")
-    again = Run(same_numbers.configured(folder, 2, 4, steps=6, resume=True))
-    assert again.step == 6 and again._resizing is None
+    again = open_run(same_numbers.configured(folder, 2, 4, steps=6, resume=True))
+    assert again.step == 6 and again.resizing is None
     for name, x in same_numbers.numbers_of(again).items():
         np.testing.assert_array_equal(x, after[name])
 
     # The checkpoint before: of the four workers of the beginning.
     shutil.rmtree(folder / "checkpoints" / "6")
     before = np.load(tmp_path / "before.npz")
-    same = Run(same_numbers.configured(folder, 2, 2, steps=6, resume=True))
+    same = open_run(same_numbers.configured(folder, 2, 2, steps=6, resume=True))
     for name, x in same_numbers.numbers_of(same).items():
         np.testing.assert_array_equal(x, before[name])
-    fewer = Run(same_numbers.configured(folder, 1, 2, steps=6, resume=True))
+    fewer = open_run(same_numbers.configured(folder, 1, 2, steps=6, resume=True))
     for name, x in same_numbers.numbers_of(fewer).items():
-        np.testing.assert_array_equal(x, before[name][fewer._resizing.sources])
-    assert len(fewer._resizing.sources) == 2
+        np.testing.assert_array_equal(x, before[name][fewer.resizing.sources])
+    assert len(fewer.resizing.sources) == 2

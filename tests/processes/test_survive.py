@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from trainers import (
     FOR_EVER,
     HEARTBEAT_S,
@@ -12,8 +13,11 @@ from trainers import (
     train_here,
 )
 
-from train.cluster.heartbeat import LOST
+from train.cluster.exit_status import LOST
 from train.metrics import log as records
+
+
+pytestmark = pytest.mark.slow
 
 
 def begun(run, number):
@@ -55,7 +59,7 @@ def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_pa
     assert_equal_to_the_bit(numbers(run, 60), numbers(again, 60))
 
 
-def test_a_node_goes_as_a_whole_and_nobody_survives_process_0(start, tmp_path):
+def test_a_node_goes_as_a_whole_and_none_survives_process_0(start, tmp_path):
     """Two nodes of two processes: who has lost its neighbor ends, and says why."""
     run = tmp_path / "run"
     trainers = start(4, *FOR_EVER, "--distributed.survive")

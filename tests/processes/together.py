@@ -7,7 +7,7 @@ import sys
 import jax
 
 
-def lsgd_oracle(folder):
+def lsgd_oracle(folder, session):
     """The parameters after the last step of an oracle, each process loading its rows."""
     import numpy as np
     import optax
@@ -44,26 +44,19 @@ def lsgd_oracle(folder):
     return {"owned": list(workers.owned), "leaders": leaders}
 
 
-def lsgd_oracle_on_pretended_hosts(folder):
+def lsgd_oracle_on_pretended_hosts(folder, session):
     """The same, ranks dealt out to two hosts in turn."""
     from lsgd_jax import workers
 
     workers._host = lambda device: device.process_index % 2
-    return lsgd_oracle(folder)
+    return lsgd_oracle(folder, session)
 
 
-def digits(folder):
-    """Steps of the trainer: in one process all at once, in several resumed half-way."""
-    import tiny
+def imagenet(folder, session):
+    """Steps of the trainer with images in files, which lie beside the folder.
 
-    from configs.digits import CONFIG
-
-    tiny.install(figures=True)
-    return train(CONFIG, folder)
-
-
-def imagenet(folder):
-    """The same with images in files, which lie beside the folder."""
+    In one process all at once, in several resumed half-way.
+    """
     import dataclasses
 
     import tiny
@@ -80,57 +73,68 @@ def imagenet(folder):
         workers=WorkersConfig(2, 4),
         optimizer=OptimizerConfig(learning_rate=0.01),
     )
-    return train(config, folder)
+    return train(config, folder, session)
 
 
-def other_files(folder):
+def other_files(folder, session):
     """What a process says whose images are not those of the other one."""
     try:
-        imagenet(folder / str(jax.process_index()) / "result")
+        imagenet(folder / str(session.process_id) / "result", session)
     except ValueError as error:
         return str(error)
 
 
-def train(config, folder):
+def train(config, folder, session):
     """Eight steps of an experiment with a few settings changed."""
     import dataclasses
 
-    from train.run.loop import Run
-    from train.task.methods import Lsgd
+    from train.run import loop
+    from train.run.open import open_run
+    from train.task import methods
 
     config = dataclasses.replace(
         config,
-        method=Lsgd(local_period=2, global_period=4),
-        steps=4 if jax.process_count() > 1 else 8,
+        method=methods.make("lsgd", local_period=2, global_period=4),
+        steps=4 if session.has_others else 8,
         batch_size=8,
         log_every=2,
         test_every=4,
         checkpoint_every=4,
         run_dir=str(folder / "run"),
     )
-    run = Run(config)
-    result = run.train()
-    if jax.process_count() > 1:
-        run = Run(dataclasses.replace(config, steps=8, resume=True))
-        result = run.train()
+    run = open_run(config, session)
+    result = loop.train(run)
+    if session.has_others:
+        run = open_run(dataclasses.replace(config, steps=8, resume=True), session)
+        result = loop.train(run)
     numbers = run.experiment.workers.fetch(run.state.params)
     total = sum(float(abs(x).sum()) for x in jax.tree.leaves(numbers))
     return {"error": result.center_error, "step": result.step, "total": total}
+
+
+def joined(port, count, rank):
+    """The session of this process, as a trainer has it."""
+    import dataclasses
+
+    from configs.digits import CONFIG
+    from train.cluster import rendezvous
+    from train.config import DistributedConfig
+
+    options = DistributedConfig(
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=int(count),
+        process_id=int(rank),
+        start_timeout=120,
+        heartbeat_timeout=30,
+    )
+    return rendezvous.join(dataclasses.replace(CONFIG, distributed=options))
 
 
 def main(jobs):
     """Does one of the jobs in this process, as the command line says."""
     job, folder, port, count, rank = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
-    if int(count) > 1:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}",
-            int(count),
-            int(rank),
-            heartbeat_timeout_seconds=20,
-            initialization_timeout=60,
-        )
-    answer = jobs[job](pathlib.Path(folder))
+    answer = jobs[job](pathlib.Path(folder), joined(port, count, rank))
     print("ANSWER " + json.dumps(answer), flush=True)
 
 

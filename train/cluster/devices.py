@@ -1,24 +1,50 @@
-"""Devices for a run on a machine that has too few."""
+"""The devices of a process: its GPUs, or emulated ones on a CPU that is to have more."""
 
 import os
+from collections.abc import Mapping
 
 import lsgd_jax as lj
-from train.cluster import key_value_store as coordination
+from train.cluster.detection import Started
 
 
-def provide(workers: int) -> None:
-    """Lets a CPU pass for one device per worker; call it before jax uses a device.
-
-    Of several processes each provides for its share of the workers.
+def provide(workers: int, processes: int = 1) -> None:
+    """Emulates one device per worker on a CPU; call it before jax uses a device.
 
     GPUs and TPUs are used as they are (several workers per device if need be), and so is
     what JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
+
+    Args:
+      workers: of the run.
+      processes: of the run; each provides for its share of the workers.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     asked = "xla_force_host_platform_device_count" in flags
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     try:
-        lj.emulate_devices(max(1, workers // len(coordination.members())))
+        lj.emulate_devices(max(1, workers // processes))
     except RuntimeError:
         pass  # jax has its devices already: they hold several workers each if need be
+
+
+def local_device_ids(
+    gpus: str, started: Started, environ: Mapping[str, str]
+) -> list[int] | None:
+    """The GPUs of this process; [] for all, None to leave it to jax.
+
+    Raises:
+      ValueError: one is asked for, and it is not known which.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"))
+    shared = started.local_size != 1 and (visible is None or "," in visible)
+    if gpus == "one" or (gpus == "auto" and shared):
+        if started.local_rank is not None:
+            return [started.local_rank]
+        if started.arguments.get("cluster_detection_method") == "mpi4py":
+            return None
+    if gpus == "one":
+        raise ValueError(
+            "`distributed.gpus` must be all if a process is not told its rank on the host "
+            f"(by {started.by}), got distributed.gpus=one; set CUDA_VISIBLE_DEVICES"
+        )
+    return []

@@ -13,7 +13,6 @@ from jax import Array
 from PIL import UnidentifiedImageError
 
 import lsgd_jax as lj
-from train.cluster.processes import same_everywhere
 from train.data import decode
 from train.data.arrays import DataError
 from train.data.imagenet import Files, ImageFolder
@@ -69,6 +68,7 @@ class Stream:
       threads: how many read.
       ahead: batches to read ahead.
       warn: called with a line for each file that can not be read.
+      same_everywhere: says whether every process has called it with the same text.
 
     Attributes:
       data: (); nothing lies on the devices for good.
@@ -95,6 +95,7 @@ class Stream:
         threads: int,
         ahead: int,
         warn: Callable[[str], None],
+        same_everywhere: Callable[[str], bool] = lambda text: True,
     ):
         self._folder, self._sampler, self._workers = folder, sampler, workers
         self._parts, self._seed = parts, seed

@@ -4,15 +4,15 @@
 
 takes a checkpoint of a run of any method and draws the training loss over the plane through
 one worker, the leader of its node and the leader of all (for methods without leaders: the
-center and the best worker), and the way on which the worker came there from the checkpoint
-before. That way is walked again step by step, which gives the same numbers to the bit. It
-does not lie in the plane; how far off it is at every step is drawn as well.
+center and the best worker), and the worker's trajectory since the checkpoint before.
+The trajectory is retraced step by step, which gives the same parameters to the bit. It does
+not lie in the plane; how far off it is at every step is drawn as well.
 
 The loss is that of the network as it is tested, over a fixed set of training images. Batch
 statistics are those of the very images at every point of the plane.
 
-Writes landscape.png and landscape.npz (the grid, the way, and where everybody stands) into
-the run folder, and changes nothing else there.
+Writes landscape.png and landscape.npz (the grid, the trajectory, all positions) into the
+run folder, and changes nothing else there.
 """
 
 import argparse
@@ -26,9 +26,9 @@ import numpy as np
 from lsgd_jax.checks import check_positive_int
 from train import config as configuration
 from train.arguments import Parser
-from train.landscape import picture
-from train.landscape.opened import Opened
-from train.landscape.survey import survey
+from train.landscape import plots, results
+from train.landscape.compute import compute_landscape
+from train.landscape.saved_run import SavedRun
 from train.run import folder as run_folder
 
 
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--grid", type=int, default=31, help="points along each side (31)")
     add("--images", type=int, default=512, help="images the loss is the mean of (512)")
     add("--test", action="store_true", help="also map the error on as many test images")
-    add("--path-steps", type=int, default=1000, help="longest way to walk again (1000)")
+    add("--path-steps", type=int, default=1000, help="longest trajectory to retrace (1000)")
     add("--margin", type=float, default=0.2, help="around what is shown, a share (0.2)")
     add("--chunk", type=int, help="points per device at a time (what is quick)")
     add("--data-dir", help="where the data are (where the run found them)")
@@ -65,10 +65,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Files(NamedTuple):
-    """What is written: the figure and the numbers."""
+    """What is written: the figure and the arrays."""
 
     figure: pathlib.Path
-    numbers: pathlib.Path
+    arrays: pathlib.Path
 
 
 def files_in(out: pathlib.Path) -> Files:
@@ -108,12 +108,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse(arguments)
         configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
-        figure, numbers = files_in(options.out or options.run)
+        figure, arrays = files_in(options.out or options.run)
         warn = lambda line: say(f"warning: {line}")
-        opened = Opened(options.run, options.step, options.data_dir, warn)
-        landscape = survey(opened, options, say)
-        write(numbers, lambda file: picture.save(landscape, file, AUTHOR))
-        write(figure, lambda file: picture.draw(landscape, file, AUTHOR))
+        run = SavedRun(options.run, options.step, options.data_dir, warn)
+        landscape = compute_landscape(run, options, say)
+        write(arrays, lambda file: results.save(landscape, file, AUTHOR))
+        write(figure, lambda file: plots.draw(landscape, file, AUTHOR))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    print(figure, numbers, sep="\n")
+    print(figure, arrays, sep="\n")
     return 0
 
 

@@ -17,7 +17,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from train.data.arrays import Images
-from train.landscape.opened import Opened
+from train.landscape.saved_run import SavedRun
 from train.task import batch_statistics as statistics
 from train.task.models import MODELS
 
@@ -42,13 +42,13 @@ def batches_of(images: Images, count: int, seed: int) -> list[Batch]:
     return [(images.images[chosen], images.labels[chosen]) for chosen in rows]
 
 
-def measure_of(opened: Opened) -> Measure:
+def measure_of(run: SavedRun) -> Measure:
     """(params [P], (images, labels)) -> [loss, wrong answers], summed over the images."""
-    dataset, transforms = opened.data
-    model = MODELS[opened.config.model](num_classes=dataset.num_classes)
+    dataset, transforms = run.data
+    model = MODELS[run.config.model](num_classes=dataset.num_classes)
     of_one = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), tree)
-    _, as_tree = ravel_pytree(of_one(opened.state.params))
-    like = of_one(opened.state.stats)
+    _, as_tree = ravel_pytree(of_one(run.state.params))
+    like = of_one(run.state.stats)
     rngs = {"dropout": jax.random.key(0)}  # in case statistics stand behind a dropout
 
     def measure(point, batch):

@@ -57,7 +57,7 @@ def through(
       candidates: names and points z [P], taken one by one until two are found.
 
     Returns:
-      The plane, float64, and of the two points that it was laid through the names and
+      The plane, float64, and of the two points that it goes through the names and
       coordinates (a, b).
 
     Raises:

@@ -1,28 +1,37 @@
-"""Who stands where: the points that the plane of a landscape goes through."""
+"""The points that the plane of a landscape goes through."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import lsgd_jax as lj
-from lsgd_jax.pull import all_finite
 from train.landscape import plane
-from train.landscape.opened import Opened
 from train.landscape.plane import flat
+from train.landscape.saved_run import SavedRun
 
 
 CENTER, ALONG = "the center", "along "
 Candidate = tuple[str, np.ndarray]
 
 
-def scores_of(levels: Sequence[lj.Diagnostics], recent: np.ndarray) -> np.ndarray:
+@jax.jit
+def all_finite(params: Any) -> Array:
+    """Whether all parameters of each worker are finite: bool [W]."""
+    finite = lambda x: jnp.isfinite(x).reshape(len(x), -1).all(axis=1)
+    return jnp.stack([finite(x) for x in jax.tree.leaves(params)]).all(axis=0)
+
+
+def scores_of(pulls: Sequence[lj.Diagnostics], recent: np.ndarray) -> np.ndarray:
     """How the workers are judged, [W]: by the scores of elections, or by recent losses.
 
     What is not finite is inf.
     """
-    scores = [np.asarray(level.score) for level in levels if level.score is not None]
+    scores = [np.asarray(pull.score) for pull in pulls if pull.score is not None]
     judged = scores[-1] if scores else recent
     return np.where(np.isfinite(judged), judged, np.inf)
 
@@ -38,59 +47,59 @@ def worst(scores: np.ndarray, among: np.ndarray) -> int:
     return int(chosen[np.argmax(scores[chosen])])
 
 
-def role_of(level: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
+def role_of(pull: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
     """What the leader of a worker's group is called."""
     if nodes == 1 or locals == 1:
         return "leader"
     return (
-        f"leader of node {worker // locals}" if level.axes == "local" else "leader of all"
+        f"leader of node {worker // locals}" if pull.axes == ("local",) else "leader of all"
     )
 
 
 def leaders_of(
-    worker: int, levels: Sequence[lj.Diagnostics], scores: np.ndarray, nodes: int
+    worker: int, pulls: Sequence[lj.Diagnostics], scores: np.ndarray, nodes: int
 ) -> list[tuple[str, int]]:
     """A worker's leaders, the nearest first, as (role, worker).
 
-    They are those of the last election; before the first, those whom the scores elect.
+    They are those of the last election; before the first, those that the scores elect.
     """
     grid = np.arange(len(scores)).reshape(nodes, -1)
     locals = grid.shape[1]
     found = []
-    for level in levels:
-        if level.leader is None:
+    for pull in pulls:
+        if pull.leader is None:
             continue
-        group = grid[worker // locals] if level.axes == "local" else grid.ravel()
-        elected = int(level.leader[worker])
+        group = grid[worker // locals] if pull.axes == ("local",) else grid.ravel()
+        elected = int(pull.leader[worker])
         leader = group[elected if elected >= 0 else np.argmin(scores[group])]
-        found.append((role_of(level, worker, nodes, locals), int(leader)))
+        found.append((role_of(pull, worker, nodes, locals), int(leader)))
     return list(dict.fromkeys(found))
 
 
 class Points:
-    """A worker, whom it is shown with, and what else a plane may go through.
+    """A worker, those it is shown with, and what else a plane may go through.
 
     Args:
-      opened: the run.
-      worker: whose landscape it is; None: the worst of those that lead nobody.
+      run: the run.
+      worker: whose landscape it is; None: the worst of those that lead no worker.
 
     Attributes:
       worker: that worker.
-      roles: whom it is shown with, as (role, worker): its leaders, or the best worker.
-      levels: what the pulls did so far.
-      center: the model that the workers stand for together, [P].
+      roles: those it is shown with, as (role, worker): its leaders, or the best worker.
+      pulls: what each pull did so far.
+      center: the model that the workers represent together, [P].
 
     Raises:
       ValueError: no such worker, or its parameters are not finite.
     """
 
-    def __init__(self, opened: Opened, worker: int | None):
-        workers, grid = opened.experiment.workers, opened.config.workers
-        self._opened, self._params = opened, opened.state.params
-        self.levels = workers.fetch(lj.diagnostics(opened.state.opt_state))
-        scores = scores_of(self.levels, opened.recent)
-        finite = workers.fetch(workers.map(all_finite)(self._params))
-        leaders = lambda worker: leaders_of(worker, self.levels, scores, grid.nodes)
+    def __init__(self, run: SavedRun, worker: int | None):
+        workers, grid = run.experiment.workers, run.config.workers
+        self._run, self._params = run, run.state.params
+        self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
+        scores = scores_of(self.pulls, run.recent)
+        finite = workers.fetch(all_finite(self._params))
+        leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
         self.worker = self._chosen(worker, scores, finite, leading)
         sound = np.flatnonzero(finite)
@@ -99,7 +108,7 @@ class Points:
         self._led = bool(self.roles)
         if not self._led and len(sound) > 1:
             self.roles = [("best", int(self._by_score[0]))]
-        self.center = flat(lj.center(self._params, opened.state.opt_state))
+        self.center = flat(lj.center(self._params, run.state.opt_state))
 
     def _chosen(
         self,
@@ -108,7 +117,7 @@ class Points:
         finite: np.ndarray,
         leading: list[int],
     ) -> int:
-        at = f"at step {self._opened.step} of {self._opened.folder}"
+        at = f"at step {self._run.step} of {self._run.folder}"
         if not finite.any():
             raise ValueError(f"no worker has finite parameters {at}")
         if worker is None:
@@ -144,13 +153,13 @@ class Points:
     def directions(
         self, snapshots: Callable[[int], np.ndarray | None]
     ) -> Iterator[Candidate]:
-        """What to take where these span no plane: the way's directions, random ones."""
+        """What to take if these span no plane: main directions, random ones."""
         here, seen = self.of(self.worker), snapshots(self.worker)
         if seen is not None:
             main = plane.principal(seen.astype(np.float64), here.astype(np.float64))
             for count, point in enumerate(main, 1):
-                yield f"{ALONG}principal direction {count} of the way", point
-        start = self._opened.experiment.init().params
+                yield f"{ALONG}principal direction {count} of the trajectory", point
+        start = self._run.experiment.init().params
         yield "the start of training", flat(jax.tree.map(lambda x: x[self.worker], start))
         params = jax.tree.map(lambda x: np.asarray(x[self.worker]), self._params)
         for seed in range(8):

@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from train.metrics.tensorboard import Board
+from train.metrics.tensorboard import EventFiles
 from train.run.folder import METRICS, TENSORBOARD
 
 
-class Records:
+class MetricsLog:
     """Writes one JSON line per event, and its scalars as TensorBoard events.
 
     A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'end'), the step
@@ -18,37 +18,48 @@ class Records:
 
     Args:
       folder: the run folder; lines are added to what is there.
-      warn: called once if the records can not be written (a full disk, say); training
-        goes on.
+      warn: called once if the log can not be written (a full disk, say); training goes on.
+      write: False: nothing is written, since another process does it.
     """
 
-    def __init__(self, folder: pathlib.Path, warn: Callable[[str], None]):
-        self._warn, self._warned = warn, False
+    def __init__(
+        self, folder: pathlib.Path, warn: Callable[[str], None], write: bool = True
+    ):
+        self._warn, self._warned, self._writes = warn, False, write
         self._path = folder / METRICS
-        self._board = Board(folder / TENSORBOARD)
-        if self._path.exists() and self._path.read_bytes()[-1:] not in (b"\n", b""):
-            self._append("\n")  # the line that a crash cut off stays a line of its own
+        self._event_files = EventFiles(folder / TENSORBOARD)
+        self._ends_with_a_line = False
 
     def write(self, kind: str, step: int, seconds: float, **values: Any) -> None:
         """Writes one event."""
+        if not self._writes:
+            return
         line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
-        self._append(json.dumps(_jsonable(line)) + "\n")
         scalars = {
             f"{kind}/{name}": value
             for name, value in values.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
         try:
-            self._board.add(step, scalars)
+            self._end_a_cut_off_line()
+            self._append(json.dumps(_jsonable(line)) + "\n")
+        except OSError as error:
+            self._fail(error)
+        try:
+            self._event_files.add(step, scalars)
         except OSError as error:
             self._fail(error)
 
+    def _end_a_cut_off_line(self) -> None:
+        """A line that a crash cut off stays a line of its own."""
+        if not self._ends_with_a_line and self._path.exists():
+            if self._path.read_bytes()[-1:] not in (b"\n", b""):
+                self._append("\n")
+        self._ends_with_a_line = True
+
     def _append(self, text: str) -> None:
-        try:
-            with open(self._path, "a") as file:
-                file.write(text)
-        except OSError as error:
-            self._fail(error)
+        with open(self._path, "a") as file:
+            file.write(text)
 
     def _fail(self, error: OSError) -> None:
         if not self._warned:
@@ -56,9 +67,9 @@ class Records:
             self._warned = True
 
     def close(self) -> None:
-        """Writes out what TensorBoard still holds."""
+        """Writes out what TensorBoard's file still buffers."""
         try:
-            self._board.close()
+            self._event_files.close()
         except OSError as error:
             self._fail(error)
 

@@ -1,4 +1,4 @@
-"""The figures of a run, as PNG beside its metrics: python -m train.plots RUN."""
+"""The figures of a run, as PNG files beside its metrics: python -m train.plots RUN."""
 
 import pathlib
 import sys
@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 
-from train import config as configuration
-from train.config import Config
-from train.metrics import log as records
-from train.run.folder import CONFIG
+from train.metrics import log
 
 
 matplotlib.use("agg")
@@ -29,11 +26,10 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     Returns:
       The files written; figures for which there is no data yet are left out.
     """
-    events = records.read(folder)
-    config = configuration.read(folder / CONFIG)
+    events = log.read(folder)
     figures = {
         "training.png": _training(events),
-        "leaders.png": _leaders(events, _grids(events, config)),
+        "leaders.png": _leaders(events),
         "consensus.png": _consensus(events),
     }
     written = []
@@ -77,7 +73,7 @@ def _training(events: Events) -> Any:
     return tidy(figure)
 
 
-class Stretch(NamedTuple):
+class GridSpan(NamedTuple):
     """Steps of a run that had the same grid of workers."""
 
     begin: int
@@ -86,23 +82,20 @@ class Stretch(NamedTuple):
     locals: int
 
 
-def _grids(events: Events, config: Config) -> list[Stretch]:
+def _grids(events: Events) -> list[GridSpan]:
     """The grids of a run that was resumed with other workers, one after another."""
-    began = [config.workers.nodes, config.workers.locals]
-    starts = {0: began}
-    for event in events.get("start", []):
-        starts[event["step"]] = event.get("workers", began)
-    last = max([event["step"] for kind in events.values() for event in kind], default=0)
+    starts = {event["step"]: event["workers"] for event in events["start"]}
+    last = max(event["step"] for kind in events.values() for event in kind)
     ends = [*list(starts)[1:], last]
-    return [Stretch(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
+    return [GridSpan(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
 
 
-def _leaders(events: Events, grids: list[Stretch]) -> Any:
+def _leaders(events: Events) -> Any:
     """Which worker led when (left) and how often (right), in its node and of all."""
     elections = events.get("leaders", [])
     if not elections:
         return None
-    workers = range(max(grid.nodes * grid.locals for grid in grids))
+    grids = _grids(events)
     levels = [level for level in ("node", "all") if _of_level(elections, level)]
     figure, grid = plt.subplots(
         len(levels),
@@ -114,28 +107,35 @@ def _leaders(events: Events, grids: list[Stretch]) -> Any:
         layout="constrained",
     )
     for (when, often), level in zip(grid, levels):
-        chosen = _of_level(elections, level)
-        points = [(e["step"], worker) for e in chosen for worker in e["leaders"]]
-        steps, leaders = zip(*points)
-        when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
-        counts = [leaders.count(worker) for worker in workers]
-        often.barh(workers, counts, color=BLUE, height=0.7)
-        for begin, end, nodes, locals in grids:
-            borders = np.arange(locals, nodes * locals, locals) - 0.5
-            when.hlines(borders, begin, end, color=GREY, lw=0.8)
-        for border in borders:  # of the last grid
-            often.axhline(border, color=GREY, lw=0.8)
-        title = "leader of each node" if level == "node" else "leader of all"
-        changes = sum(a["leaders"] != b["leaders"] for a, b in zip(chosen, chosen[1:]))
-        when.set_title(
-            f"{title}: {changes} changes in {len(chosen)} elections", fontsize=10
-        )
+        _elections(when, often, _of_level(elections, level), grids)
         when.set_xlim(0, elections[-1]["step"] * 1.02)
-        when.set_ylabel("worker")
-        when.set_yticks(workers)
     grid[-1][0].set_xlabel("step")
     grid[-1][1].set_xlabel("elections won")
     return tidy(figure)
+
+
+def _elections(
+    when: Any, often: Any, elections: list[dict[str, Any]], grids: list[GridSpan]
+) -> None:
+    """The leaders of one level: against the steps, and how often each was elected."""
+    workers = range(max(grid.nodes * grid.locals for grid in grids))
+    points = [(e["step"], worker) for e in elections for worker in e["leaders"]]
+    steps, leaders = zip(*points)
+    when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
+    counts = [leaders.count(worker) for worker in workers]
+    often.barh(workers, counts, color=BLUE, height=0.7)
+    for begin, end, nodes, locals in grids:
+        borders = np.arange(locals, nodes * locals, locals) - 0.5
+        when.hlines(borders, begin, end, color=GREY, lw=0.8)
+    for border in borders:  # of the last grid
+        often.axhline(border, color=GREY, lw=0.8)
+    is_node = elections[0]["level"] == "node"
+    title = "leader of each node" if is_node else "leader of all"
+    changes = sum(a["leaders"] != b["leaders"] for a, b in zip(elections, elections[1:]))
+    summary = f"{title}: {changes} changes in {len(elections)} elections"
+    when.set_title(summary, fontsize=10)
+    when.set_ylabel("worker")
+    when.set_yticks(workers)
 
 
 def _of_level(elections: list[dict[str, Any]], level: str) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> int:
         try:
             for path in draw(pathlib.Path(argument)):
                 print(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             print(f"error: {argument} is no run folder: {error}", file=sys.stderr)
             return 2
     return 0

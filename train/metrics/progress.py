@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar on a terminal, a line now and then elsewhere."""
+"""What a run shows: a progress bar on a terminal, a line from time to time elsewhere."""
 
 import sys
 import time
@@ -7,23 +7,23 @@ import rich.console
 import rich.markup
 import rich.progress
 
-from train.cluster.processes import is_main
-
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Screen:
-    """Messages and progress, of the main process alone.
+class Progress:
+    """Messages and progress, shown by the main process.
 
     Args:
       steps: where the run ends.
       start: the step from which it goes on.
       what: what the steps are called.
+      process: the number of this process; 0 is the main one.
     """
 
-    def __init__(self, steps: int, start: int = 0, what: str = "step"):
-        self._console = rich.console.Console(quiet=not is_main(), highlight=False)
+    def __init__(self, steps: int, start: int = 0, what: str = "step", process: int = 0):
+        self._process = process
+        self._console = rich.console.Console(quiet=process != 0, highlight=False)
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
         self._error = ""
@@ -37,35 +37,37 @@ class Screen:
         )
         self._task = self._bar.add_task("compiling", total=steps, completed=start)
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "Progress":
         self._bar.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
 
+    def resume(self, step: int) -> None:
+        """Sets the step from which the run goes on."""
+        self._bar.update(self._task, completed=step)
+
     def say(self, text: str) -> None:
         """Prints a line, above the bar."""
         self._console.print(rich.markup.escape(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Prints a line that must not be overlooked."""
+        """Prints a warning that is the same in all processes, once."""
         self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
 
     def warn_here(self, text: str) -> None:
-        """The same for what concerns this process alone, whichever it is."""
-        if is_main():
+        """Prints a warning that may concern this process only, whichever it is."""
+        if self._process == 0:
             self.warn(text)
         else:
-            print(f"warning: {text}", file=sys.stderr)
+            print(f"process {self._process}: warning: {text}", file=sys.stderr)
 
     def tested(self, error: float) -> None:
         """Notes the center's test error in %, to be shown beside the progress."""
         self._error = f"test error {error:.2f} %"
 
-    def progress(
-        self, step: int, loss: float | None, steps_per_second: float | None
-    ) -> None:
+    def show(self, step: int, loss: float | None, steps_per_second: float | None) -> None:
         """Shows how far training is, and at which pace if that is known."""
         loss_text = "" if loss is None else f"loss {loss:.4f}"
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""

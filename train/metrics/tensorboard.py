@@ -1,11 +1,10 @@
 """Scalars for TensorBoard, written in the loop's own thread.
 
-tensorboardX's `SummaryWriter` writes in a thread of its own. That one ends at the first
-error, a full disk say, and the loop then waits for it for ever.
+tensorboardX's `SummaryWriter` writes in a thread of its own, which ends at the first error,
+a full disk say; the loop would then wait for it for ever.
 """
 
 import contextlib
-import itertools
 import os
 import pathlib
 import socket
@@ -20,11 +19,9 @@ from tensorboardX.record_writer import RecordWriter
 
 FLUSH_S = 30  # at most so much is lost if the process is killed
 
-_files = itertools.count()
 
-
-class Board:
-    """A folder of TensorBoard's event files.
+class EventFiles:
+    """TensorBoard's event files in a folder.
 
     Its methods raise OSError if nothing can be written. What was written before stays
     readable, and what comes after goes to a file of its own.
@@ -53,11 +50,12 @@ class Board:
     def _new_path(self) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
         now, host = int(time.time()), socket.gethostname()
-        name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{next(_files)}"
+        number = sum(1 for _ in self._folder.iterdir())
+        name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{number}"
         return str(self._folder / name)
 
     def close(self) -> None:
-        """Writes out what is still held back."""
+        """Writes out what is still buffered."""
         with self._given_up_on_error():
             if self._file is not None:
                 self._file.close()

@@ -2,12 +2,12 @@
 
     python -m train.paper cifar10 --data.dir DIR --out OUT --model resnet20 --workers 16
 
-trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and one worker alone (`sgd`) with the
+trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and a single worker (`sgd`) with the
 paper's settings; any option of `python -m train` may follow and holds for all of them. OUT
 gets a run folder for each, `cifar10.png` (test error against steps, seconds and bytes) and
 two tables beside the published figures: `cifar10` (errors, bytes, changes of the leader)
-and `reached` (seconds of training to an error). The same command goes on where an
-interrupted one stopped.
+and `reached` (seconds of training to an error). The same command resumes a comparison that
+was interrupted.
 """
 
 import pathlib
@@ -16,8 +16,8 @@ from typing import Any
 
 from train import cli
 from train.arguments import Parser
-from train.cluster import rendezvous as distributed
-from train.cluster.processes import is_main
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
 from train.config import Config
 from train.metrics import log as records
 from train.tools import compare
@@ -34,7 +34,7 @@ METHODS = {
     "downpour": f"--method downpour --method.period {PERIOD}".split(),
     "allreduce": "--method allreduce".split(),
     "lars": "--method allreduce --optimizer.name lars".split(),
-    "sgd": "--method alone --workers.nodes 1 --workers.locals 1".split(),
+    "sgd": "--method independent --workers.nodes 1 --workers.locals 1".split(),
 }
 
 # The learning rate with Nesterov's momentum was not published: 0.01 keeps η / (1 - μ).
@@ -215,16 +215,18 @@ def _seconds_to(goal: float, curve: Curve) -> float | None:
 
 def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
+    session = Session.single()
     try:
         configs, setting, out = parse(arguments)
-        curves = compare.run(configs, out)
+        session = compare.join(configs)
+        curves = compare.run(configs, out, session)
     except ValueError as error:
-        return distributed.leave(2, str(error))
+        return session.leave(WRONG_USAGE, str(error))
     if curves is None:
-        return 1
-    if not is_main():
-        return 0
+        return STOPPED
+    if not session.is_main:
+        return SUCCESS
     print(compare.write(errors(curves, setting, out), out, "cifar10"))
     print(compare.write(reached(curves, setting), out, "reached"), end="")
     compare.draw(curves, out / "cifar10.png")
-    return 0
+    return SUCCESS

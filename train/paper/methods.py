@@ -38,5 +38,5 @@ def easgd(learning_rate: Rate, beta: Rate) -> optax.GradientTransformationExtraA
     with the old values on both right sides, W the workers of a node, c their center,
     which starts as the mean of their starts.
     """
-    elastic = lj.easgd(beta, order="combine_then_adapt", axes="local")
+    elastic = lj.easgd(beta, period=1, order="combine_then_adapt", axes="local")
     return optax.chain(optax.sgd(learning_rate), elastic)

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures import synchronization
 
-from train.cluster import key_value_store as coordination
-from train.cluster.processes import agree, is_main, wait_for_all
+from train.cluster.session import Session
 
 
 class Checkpoint(NamedTuple):
@@ -26,56 +23,6 @@ class Checkpoint(NamedTuple):
     notes: dict[str, Any]
 
 
-class Barriers:
-    """Where Orbax's processes meet while they write a checkpoint.
-
-    A process that can not write its part (its disk is full, say) goes on to the last
-    barriers of the checkpoint at once. With Orbax's own barriers the others would wait for
-    it at the earlier ones for 20 minutes; here the checkpoint fails for them, too.
-    """
-
-    AT = "barrier"  # the folder in which each process notes where it is
-    LAST = "set_value"  # in the names of the last barriers
-
-    def __init__(self):
-        # How often this process has been at each barrier.
-        self._visits: Counter[str] = Counter()
-
-    def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes are there.
-
-        Raises:
-          RuntimeError: one has failed or is lost, or does not come within timeout_ms.
-        """
-        place = f"{coordination.who()}/{key}"  # before a loss others may have been further
-        self._visits[place] += 1
-        here = f"{place}/{self._visits[place]}"
-        coordination.write(here, "")
-        coordination.write(self.AT, here)
-        deadline = time.monotonic() + timeout_ms / 1000
-        while time.monotonic() < deadline:
-            # In this order: who has gone on from here has seen everybody here.
-            anybody_failed = self._has_anybody_gone_on()
-            if coordination.read(here).keys() >= set(coordination.members()):
-                return
-            coordination.check_nobody_is_lost()
-            if anybody_failed and self.LAST not in key:
-                raise RuntimeError("another process could not write its part")
-            time.sleep(0.02)
-        raise RuntimeError(f"not all processes were at {key} within {timeout_ms / 1000} s")
-
-    def _has_anybody_gone_on(self) -> bool:
-        """Whether one is at a last barrier at which this process has not been yet."""
-        for here in coordination.read(self.AT).values():
-            place, _, visit = here.rpartition("/")
-            if self.LAST in place and int(visit) > self._visits[place]:
-                return True
-        return False
-
-
-barriers = Barriers()  # for all runs of a process, since names come again
-
-
 class Checkpoints:
     """The checkpoints of one run folder.
 
@@ -83,15 +30,22 @@ class Checkpoints:
       folder: where they lie, one folder per step.
       keep: how many to keep, the latest ones.
       warn: called with one line when a checkpoint can not be written or read.
+      session: the processes that write them together.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int, warn: Callable[[str], None]):
-        self._folder, self._warn = folder.absolute(), warn
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        keep: int,
+        warn: Callable[[str], None],
+        session: Session,
+    ):
+        self._folder, self._warn, self._session = folder.absolute(), warn, session
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        if coordination.is_joined():
-            meet = ocp.options.AsyncOptions(barrier_sync_fn=barriers)
+        if session.has_others:
+            meet = ocp.options.AsyncOptions(barrier_sync_fn=session.barriers)
             options = dataclasses.replace(options, async_options=meet)
-        if coordination.has_lost_some() and len(coordination.members()) > 1:
+        if session.has_lost_some and len(session.members) > 1:
             options = self._among_those_left(options)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._unconfirmed: int | None = None
@@ -101,10 +55,10 @@ class Checkpoints:
     ) -> ocp.CheckpointManagerOptions:
         """Options for a manager that does not wait for those who are lost."""
         self._folder.mkdir(exist_ok=True)  # which such a manager does not do
-        _catch_up()
+        _catch_up(self._session)
         active = ocp.options.MultiprocessingOptions(
-            active_processes=set(coordination.members()),
-            barrier_sync_key_prefix=coordination.who(),
+            active_processes=set(self._session.members),
+            barrier_sync_key_prefix=self._session.group,
         )
         return dataclasses.replace(options, create=False, multiprocessing_options=active)
 
@@ -136,7 +90,7 @@ class Checkpoints:
     def _free(self) -> int:
         """Bytes that are free, as the main process sees it."""
         # With several processes Orbax waits for minutes if not even folders can be made.
-        return int(agree(str(shutil.disk_usage(self._folder).free)))
+        return int(self._session.agree(str(shutil.disk_usage(self._folder).free)))
 
     def wait(self) -> bool:
         """Waits for the checkpoint being written; whether it has arrived safely."""
@@ -184,11 +138,11 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int) -> None:
-        wait_for_all()
-        if is_main():
+        self._session.wait_for_all()
+        if self._session.is_main:
             target = self._folder / f"unreadable-{step}"
             (self._folder / str(step)).rename(target)
-        wait_for_all()
+        self._session.wait_for_all()
         self._manager.reload()
 
     def close(self) -> bool:
@@ -198,13 +152,13 @@ class Checkpoints:
         return arrived
 
 
-def _catch_up() -> None:
+def _catch_up(session: Session) -> None:
     """Lets Orbax's processes go on with one number, by which they name where they meet.
 
     One that was about to write when another one was lost may be further than the others.
     """
     ids = synchronization.OperationIdGenerator
-    furthest = max(map(int, coordination.gather(ids.get_current_operation_id())))
+    furthest = max(map(int, session.gather(ids.get_current_operation_id())))
     while int(ids.get_current_operation_id()) < furthest:
         ids.next_operation_id()
 

@@ -5,16 +5,14 @@ import time
 from collections.abc import Set
 
 from train import config as configuration
-from train.cluster.processes import agree, is_main, wait_for_all
+from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, Config
 
 
-CONFIG, METRICS, CHECKPOINTS, TENSORBOARD = (
-    "config.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "tensorboard",
-)
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
@@ -73,21 +71,21 @@ def choose(config: Config) -> pathlib.Path:
     return unused(pathlib.Path(config.runs) / f"{config.name}-{stamp}")
 
 
-def create(config: Config) -> pathlib.Path:
+def create(config: Config, session: Session) -> pathlib.Path:
     """Makes the folder of a new run, with its config.json; the same in all processes.
 
     Raises:
       ValueError: --run-dir is there already and is not an empty folder.
     """
-    folder = pathlib.Path(agree(str(choose(config))))
+    folder = pathlib.Path(session.agree(str(choose(config))))
     if taken(folder):
         raise ValueError(
             f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
             "with the run in it"
         )
-    wait_for_all()
-    if is_main():
+    session.wait_for_all()
+    if session.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         configuration.write(config, folder / CONFIG)
-    wait_for_all()
+    session.wait_for_all()
     return folder

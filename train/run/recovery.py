@@ -2,9 +2,9 @@
 
 Experimental, as is what jax offers for it. A step that needs a lost process fails. The
 others then agree on who is left, build the run anew for the nodes that are whole, and go on
-from the last checkpoint, as `train.run.resharding` says; no process is started again. If a node of
-several processes loses one, its other ones end. If process 0 is lost all end: what the
-processes know of one another lies there.
+from the last checkpoint, as `train.run.resharding` says; no process is started again. If a
+node of several processes loses one, its other ones end. If process 0 is lost all end: what
+the processes know of one another lies there.
 
 Ctrl-C, and SIGTERM to process 0, stop all. By SIGTERM any other process leaves: all save,
 and the nodes that it does not belong to go on.
@@ -15,68 +15,70 @@ import os
 import sys
 from collections.abc import Collection
 
-from train.cluster import key_value_store as coordination
-from train.cluster import rendezvous as distributed
-from train.cluster.heartbeat import LOST
+from train.cluster.exit_status import LOST, WRONG_USAGE
+from train.cluster.lost import may_mean_a_loss
 from train.cluster.nodes import Nodes
+from train.cluster.session import Session
 from train.config import Config
-from train.run.loop import Result, Run
+from train.run import loop
+from train.run.open import Run, open_run
+from train.run.result import Result
 
 
 def train(run: Run) -> Result:
     """Trains to the end; if losses are to be survived, with the nodes that are left."""
-    if not (run.config.distributed.survive and coordination.is_joined()):
-        return run.train()
+    session = run.session
+    if not (run.config.distributed.survive and session.has_others):
+        return loop.train(run)
     config = dataclasses.replace(run.config, run_dir=str(run.folder), resume=True)
-    nodes, going = Nodes.of(run.experiment.workers), run
+    nodes, current = Nodes.of(run.experiment.workers), run
     while True:
         try:
-            going = going or _again(config, nodes)
-            result = going.train()
+            current = current or _again(config, nodes, session)
+            result = loop.train(current)
             gone = result.leaving
             if not gone:
                 return result
         except Exception as error:
-            gone = coordination.may_mean_a_loss(error) and coordination.lost_members()
+            gone = may_mean_a_loss(error) and session.lost_members()
             if not gone:
                 raise
             result = None
         nodes = nodes.without(gone)
         if result is None:
-            _let_go(going, gone, nodes)
-        elif coordination.process_id() not in nodes.processes:
+            _let_go(current, gone, nodes, session)
+        elif session.process_id not in nodes.processes:
             return result
-        if coordination.process_id() == 0:
+        if session.is_main:
             how = "was lost" if result is None else "has left"
-            print(
-                f"warning: {distributed.names(gone)} {how}; the others go on",
-                file=sys.stderr,
-            )
-        coordination.go_on_without(set(coordination.members()) - nodes.processes)
-        going = None
+            line = f"warning: {session.names(gone)} {how}; the others go on"
+            print(line, file=sys.stderr)
+        session.go_on_without(set(session.members) - nodes.processes)
+        current = None
 
 
-def _again(config: Config, nodes: Nodes) -> Run:
+def _again(config: Config, nodes: Nodes, session: Session) -> Run:
     """The run from its last checkpoint, among the nodes that are left."""
     workers = dataclasses.replace(config.workers, nodes=nodes.number)
+    config = dataclasses.replace(config, workers=workers)
     try:
-        return Run(dataclasses.replace(config, workers=workers), nodes.devices)
+        return open_run(config, session, nodes.devices)
     except ValueError as error:
-        if not coordination.may_mean_a_loss(error):
-            distributed.leave(2, str(error))
+        if not may_mean_a_loss(error):
+            session.leave(WRONG_USAGE, str(error))
         raise
 
 
-def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes) -> None:
+def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes, session: Session) -> None:
     """Ends what needs the lost ones: here the run, and there this process, or all."""
-    was_lost = f"{distributed.names(lost)} was lost"
-    if 0 not in nodes.processes or (run is not None and run.is_to_stop):
-        distributed.leave(LOST, f"{was_lost} {distributed.where()}")
-    if coordination.process_id() not in nodes.processes:
+    was_lost = f"{session.names(lost)} was lost"
+    if 0 not in nodes.processes or (run is not None and run.stop_signals.received):
+        session.leave(LOST, f"{was_lost} {session.where()}")
+    if session.process_id not in nodes.processes:
         where = "" if run is None else f" at step {run.step}"
         others = "the nodes that are whole go on without this process"
         print(f"error: {was_lost}{where}; {others}", file=sys.stderr, flush=True)
         os._exit(LOST)
-    coordination.note_lost(lost)
+    session.note_lost(lost)
     if run is not None:
-        run.abandon()
+        run.checkpoints.abandon()

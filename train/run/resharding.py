@@ -1,38 +1,38 @@
-"""Going on with another grid of workers: who comes from whom, and what becomes of the rest.
+"""Going on with another grid of workers: which worker comes from which, and what is kept.
 
 `python -m train NAME --resume --workers.nodes N --workers.locals L` goes on from a
 checkpoint of another grid, W workers before and W' now. The best min(W, W') go on, each in
 its node while there is room and otherwise where there is room; what is free then is taken
 by copies of the best worker in that node, in new nodes by copies of the best of all (see
 `sources`). A worker, and a copy of it, takes along its parameters, batch statistics and
-optimizer's state; its random key and its order of the data belong to its new number. What
-is equal on all workers (`Shared`) stays to the bit. Of each method that is:
+optimizer state; its random key and its order of the data belong to its new number. What is
+equal on all workers (`Shared`) stays to the bit. Of each method that is:
 
     method                what stays                     what is new
     lsgd                  losses and scores              the leaders, at the next pull
-    easgd                 center                         α = β / W'; a worker left alone is
-                                                         the center at the next exchange
-    downpour              center                         a copy's way since the last one
-                                                         counts like any other's
+    easgd                 center                         α = β / W'; a single worker is the
+                                                         center at the next exchange
+    downpour              center                         a copy's updates since the last
+                                                         exchange count like any other's
     local-sgd             –                              the mean is over the new workers
     post-local-sgd        the step of the switch         likewise
     slowmo, diloco        anchor, (outer) momentum       likewise
     parle                 center, anchors, averages      the center, at the next exchange
     dpsgd, adpsgd         –                              the graph; the workers' mean moves
     sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'
-    osgp, staleness > 1   refused: messages are under way to the workers of before
+    osgp, staleness > 1   refused: messages are in flight to the workers of before
     pairwise              clocks                         the graph
     gosgd                 parameters                     the graph; weights are 1: Σ w = W'
     wagma                 –                              the groups; W' is a power of two
     allreduce             all workers are equal          W' / W times the batch
     coordinate-median,
       licm, cge           likewise                       likewise; for cge W' > `faulty`
-    alone                 –                              –
+    independent           –                              –
 
-What a graph or a method asks of the number of workers is found when the experiment is
+What a graph or a method asks of the number of workers is checked when the experiment is
 built. The rows of a step depend on (seed, number of the worker, step): every worker goes on
 at this step of the order that belongs to its new number. With --data.shard the images are
-dealt out anew, in W' parts, and the place in a part follows from the step.
+split anew, into W' parts, and the place in a part follows from the step.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,11 @@ from numpy.typing import ArrayLike
 import lsgd_jax as lj
 from train.config import WorkersConfig
 from train.run.checkpoints import Checkpoints
-from train.task.experiment import TrainState
+from train.task.state import TrainState
 
 
 class Resizing(NamedTuple):
-    """From which grid to which, and of each new worker the old one it comes from."""
+    """From which grid to which, and for each new worker the old one that it comes from."""
 
     old: WorkersConfig
     new: WorkersConfig
@@ -74,9 +74,9 @@ class Restored(NamedTuple):
 
     Attributes:
       step: steps taken.
-      state: placed for the workers of now.
+      state: placed for the new workers.
       notes: what was noted beside the checkpoint.
-      recent_losses: float [W], of the workers of now; inf where nothing finite is known.
+      recent_losses: float [W], of the new workers; inf where nothing finite is known.
       resizing: how the workers changed, or None.
     """
 
@@ -88,48 +88,46 @@ class Restored(NamedTuple):
 
 
 def restore(
-    checkpoints: Checkpoints, fresh: TrainState, workers: lj.Workers, began: WorkersConfig
+    checkpoints: Checkpoints, fresh: TrainState, workers: lj.Workers
 ) -> Restored | None:
-    """The latest checkpoint that can be read, for the workers of now.
+    """The latest checkpoint that can be read, for these workers.
 
     Of the same grid it is the state to the bit, placed as it was. Of another one every
     process reads it to its memory and keeps what its workers go on from.
 
     Args:
       checkpoints: where to look.
-      fresh: a state of the workers of now, as it is before the first step.
-      workers: the grid of now.
-      began: the grid with which the run began.
+      fresh: a state of these workers, as it is before the first step.
+      workers: the grid.
 
     Raises:
-      ValueError: a method whose workers must stay.
+      ValueError: a method that can not go on with other workers.
     """
-    now = WorkersConfig(workers.nodes, workers.locals)
-    then = lambda notes: grid(notes) or began
-    same = lambda notes: then(notes) == now
+    new = WorkersConfig(workers.nodes, workers.locals)
+    old = lambda notes: WorkersConfig(**notes["workers"])
     read = checkpoints.restore_latest(
-        lambda notes: fresh if same(notes) else like(fresh, then(notes))
+        lambda notes: fresh if old(notes) == new else like(fresh, old(notes))
     )
     if read is None:
         return None
     step, state, notes = read
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
-    if same(notes):
+    if old(notes) == new:
         return Restored(step, state, notes, recent, None)
-    chosen = sources(then(notes), now, scores(state, recent))
-    resizing = Resizing(then(notes), now, chosen.tolist())
+    chosen = sources(old(notes), new, scores(state, recent))
+    resizing = Resizing(old(notes), new, chosen.tolist())
     try:
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(now)} workers can not go on from {shape(then(notes))}: {error}"
+            f"{shape(new)} workers can not go on from {shape(old(notes))}: {error}"
         ) from error
     return Restored(step, state, notes, recent[chosen], resizing)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
-    """The grid that was noted beside a checkpoint; None if it was not noted yet."""
-    return WorkersConfig(**notes["workers"]) if "workers" in notes else None
+    """The grid that was noted beside a checkpoint; None if the notes can not be read."""
+    return WorkersConfig(**notes["workers"]) if notes else None
 
 
 def shape(grid: WorkersConfig) -> str:
@@ -142,7 +140,7 @@ def shape(grid: WorkersConfig) -> str:
 
 
 def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.ndarray:
-    """Of each new worker the old one it comes from.
+    """For each new worker the old one that it comes from.
 
     Args:
       old, new: the grids, of W and W' workers.
@@ -150,7 +148,7 @@ def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.nda
         are. Ties go to the lower number.
 
     Returns:
-      int [W']; those who stay in a node stand first in it, in their old order.
+      int [W']; workers that stay in a node stand first in it, in their old order.
 
     >>> sources(WorkersConfig(2, 2), WorkersConfig(1, 2), [0.3, 0.9, 0.2, 0.4]).tolist()
     [0, 2]
@@ -181,9 +179,9 @@ def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.nda
 def scores(state: TrainState, recent: np.ndarray) -> np.ndarray:
     """What workers are chosen by: the method's own scores, or else their recent losses.
 
-    inf for a worker in quarantine or with a score or a parameter that is not finite.
+    inf for a worker that waits to be restored, or has a score or parameter not finite.
     """
-    own = [level.score for level in lj.diagnostics(state.opt_state)]
+    own = [pull.score for pull in lj.diagnostics(state.opt_state)]
     known = [score for score in own if score is not None]
     score = np.asarray(known[-1] if known else recent)
     healthy = np.isfinite(score) & ~np.asarray(lj.waiting(state.opt_state))
@@ -193,7 +191,7 @@ def scores(state: TrainState, recent: np.ndarray) -> np.ndarray:
 
 
 def like(state: TrainState, old: WorkersConfig) -> TrainState:
-    """A state of other workers, to be restored as: like `state`, in the host's memory."""
+    """What a state of other workers is restored as: like `state`, in the host's memory."""
     everywhere = state.step.value.sharding
 
     def leaf(x: Any, rows: tuple[int, ...]) -> Any:
@@ -212,16 +210,16 @@ def like(state: TrainState, old: WorkersConfig) -> TrainState:
 def resized(
     state: TrainState, fresh: TrainState, workers: lj.Workers, sources: np.ndarray
 ) -> TrainState:
-    """A state of other workers (on the host), for these workers.
+    """A state of the old workers (on the host), for the new ones.
 
     Args:
-      state: of the workers of before.
-      fresh: of the workers of now, which brings their random keys.
-      workers: the workers of now.
-      sources: int [W'], of each of them the worker of before.
+      state: of the old workers.
+      fresh: of the new workers, which brings their random keys.
+      workers: the new workers.
+      sources: int [W'], for each new worker the old one.
 
     Raises:
-      ValueError: a method whose workers must stay.
+      ValueError: a method that can not go on with other workers.
     """
     mine = sources[list(workers.owned)]
     no_key: Any = None

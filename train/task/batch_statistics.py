@@ -1,8 +1,8 @@
 """Batch statistics: what a model keeps beside its parameters, and what becomes of it.
 
-Three policies: every worker keeps its own ('keep'); they are averaged whenever the method
-communicates ('average'); or they are worked out anew from training data for the model that
-is tested ('reestimate'), the workers' own being left alone.
+Three policies: each worker keeps its own ('keep'); they are averaged over all workers
+whenever the method communicates ('average'); or they are computed anew from training data
+for the model that is tested ('reestimate'), and the workers keep their own.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax import Array
 
 import lsgd_jax as lj
 
@@ -19,30 +19,35 @@ Policy = Literal["keep", "average", "reestimate"]
 Apply = Callable[[Any], tuple[Any, Any]]
 
 
-def averaging(
-    policy: Policy, stats: Any, opt_state: Any
-) -> optax.GradientTransformationExtraArgs | None:
-    """What averages the statistics at each communication, or None if nothing does.
+def exchanges(opt_state: Any) -> Array:
+    """How often the method has communicated, all its levels together; also traced.
+
+    >>> int(exchanges(()))
+    0
+    """
+    counts = [level.traffic.exchanges.value for level in lj.diagnostics(opt_state)]
+    return sum(counts, start=jnp.int32(0))
+
+
+def averaged(stats: Any, before: Any, after: Any) -> Any:
+    """One worker's statistics; the mean of all workers' if the step has communicated.
 
     Args:
-      policy: see above.
-      stats: the statistics of one model.
-      opt_state: the state of a method; says how often it communicates.
+      stats: the statistics after a step.
+      before: the state of the optimizer before it.
+      after: the same after it.
     """
-    periods = [level.period for level in lj.diagnostics(opt_state)]
-    if policy != "average" or not periods or not jax.tree.leaves(stats):
-        return None
-    return lj.local_sgd(min(periods))
+    if not jax.tree.leaves(stats):
+        return stats
 
+    def mean(stats):
+        tx = lj.local_sgd(period=1)
+        no_step = jax.tree.map(jnp.zeros_like, stats)
+        updates, _ = tx.update(no_step, tx.init(stats), stats)
+        return lj.apply_updates(stats, updates)
 
-def averaged(
-    tx: optax.GradientTransformationExtraArgs | None, stats: Any, state: Any
-) -> tuple[Any, Any]:
-    """One worker's statistics, averaged if it is time, and the state of `averaging`."""
-    if tx is None:
-        return stats, state
-    updates, state = tx.update(jax.tree.map(jnp.zeros_like, stats), state, stats)
-    return lj.apply_updates(stats, updates), state
+    has_communicated = exchanges(after) > exchanges(before)
+    return jax.lax.cond(has_communicated, mean, lambda stats: stats, stats)
 
 
 def of_batch(apply: Apply, stats: Any) -> Any:

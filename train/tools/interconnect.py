@@ -1,18 +1,17 @@
-"""python -m train.interconnect NAME: how long exchanges take here, and the periods that suit.
+"""python -m train.interconnect NAME: how long exchanges take, and the periods that suit.
 
     python -m train.interconnect cifar10-cnn7 --data.dir DIR --share 0.05
 
 measures, on the devices of all processes, a training step of the experiment without any
-exchange, and one exchange of its parameters (an all-reduce, as every pull is) in the node,
-across the nodes, and among all workers. It proposes the periods at which LSGD's pulls take
-no more than a share of the training time. All options of `python -m train` may follow; run
-it exactly as the training would be run. Nothing is written.
+exchange, and one exchange of its parameters (an all-reduce, as every pull is) inside the
+node, across nodes, and among all workers. It proposes the periods at which LSGD's pulls
+take no more than a share of the training time. All options of `python -m train` may follow;
+run it exactly as the training would be run. Nothing is written.
 """
 
 import dataclasses
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,36 +24,36 @@ import rich.table
 import lsgd_jax as lj
 from train import cli
 from train.arguments import Parser
-from train.cluster import devices
-from train.cluster import rendezvous as distributed
-from train.cluster.processes import is_main
+from train.cluster import devices, rendezvous
+from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
 from train.config import Config
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Alone
 
 
 LEVELS = {
-    "in the node": ("local",),
+    "inside the node": ("local",),
     "across nodes": ("node",),
     "all workers": ("node", "local"),
 }
 STEPS, BLOCKS, EXCHANGES = 8, 3, 12
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """What was measured.
 
     Attributes:
       step: seconds of a training step without exchanges.
-      payload: bytes that a worker hands to an exchange.
-      exchanges: seconds of one exchange, by level; levels of one worker are left out.
-      smallest: the same for four bytes, which is the latency.
+      payload: bytes that a worker sends in an exchange.
+      exchanges: seconds of one exchange, by level; levels with one worker are left out.
+      latencies: the same for four bytes.
     """
 
     step: float
     payload: int
     exchanges: dict[str, float]
-    smallest: dict[str, float]
+    latencies: dict[str, float]
 
 
 def period(exchange: float, step: float, share: float) -> int:
@@ -68,12 +67,12 @@ def period(exchange: float, step: float, share: float) -> int:
     return 2 ** max(0, math.ceil(math.log2(exchange / (share * step))))
 
 
-def periods(measured: Measured, share: float) -> tuple[int | None, int | None]:
-    """LSGD's (local_period, global_period); None for a level that is not there.
+def periods(measured: Measurement, share: float) -> tuple[int | None, int | None]:
+    """LSGD's (local_period, global_period); None for a level that does not exist.
 
     Each of two levels gets half of the share; the global period is at least the local one.
     """
-    inner, outer = (measured.exchanges.get(k) for k in ("in the node", "all workers"))
+    inner, outer = (measured.exchanges.get(k) for k in ("inside the node", "all workers"))
     if "across nodes" not in measured.exchanges:
         outer = None  # one node: its leader is the leader of all
     levels = sum(seconds is not None for seconds in (inner, outer))
@@ -86,33 +85,32 @@ def periods(measured: Measured, share: float) -> tuple[int | None, int | None]:
     return local, wide
 
 
-def measure(config: Config) -> Measured:
-    """Measures an experiment on the devices at hand."""
-    experiment = Experiment(dataclasses.replace(config, method=Alone()))
+def measure(config: Config, session: Session) -> Measurement:
+    """Measures an experiment on the devices of all processes."""
+    config = dataclasses.replace(config, method=methods.make("independent"))
+    experiment = Experiment(config, session=session)
     state = experiment.init()
     params = state.params
-    numbers = jax.tree.leaves(params)
-    payload = sum(x[0].size * x.dtype.itemsize for x in numbers)
+    payload = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(params))
     sizes = {"node": config.workers.nodes, "local": config.workers.locals}
     levels = {
         name: axes for name, axes in LEVELS.items() if all(sizes[axis] > 1 for axis in axes)
     }
     tiny = experiment.workers.replicate(jnp.zeros(1))
     exchanges = {k: _exchange(experiment.workers, params, v) for k, v in levels.items()}
-    smallest = {k: _exchange(experiment.workers, tiny, v) for k, v in levels.items()}
-    return Measured(_step(experiment, state), payload, exchanges, smallest)
+    latencies = {k: _exchange(experiment.workers, tiny, v) for k, v in levels.items()}
+    return Measurement(_step(experiment, state), payload, exchanges, latencies)
 
 
 def _exchange(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
-    """Seconds in which everybody of a group gets the tree of its first worker."""
+    """Seconds in which all workers of a group get the tree of its first worker."""
     first = lambda tree: lj.collectives.take_from(tree, jnp.int32(0), axes)
     take = workers.map(first)
     return _median(lambda: take(tree), EXCHANGES)
 
 
 def _step(experiment: Experiment, state: Any) -> float:
-    """Seconds of a training step, of several that follow one another without a pause."""
-
+    """Seconds of a training step among several without a pause."""
     batches = [experiment.batch(step) for step in range(STEPS)]
 
     def block():
@@ -125,7 +123,7 @@ def _step(experiment: Experiment, state: Any) -> float:
 
 
 def _median(work: Callable[[], Any], times: int) -> float:
-    """The median of the seconds that something takes, the compilation left out."""
+    """The median of the seconds that something takes, without the compilation."""
     jax.block_until_ready(work())
     found = []
     for _ in range(times):
@@ -135,25 +133,25 @@ def _median(work: Callable[[], Any], times: int) -> float:
     return statistics.median(found)
 
 
-def report(measured: Measured, share: float, console: rich.console.Console) -> None:
+def report(measured: Measurement, share: float, console: rich.console.Console) -> None:
     """Prints what was measured and the arithmetic from it to the periods."""
     table = rich.table.Table("exchange", "time, ms", "MB/s", "latency, ms")
     for name, seconds in measured.exchanges.items():
         rate = measured.payload / seconds / 1e6
-        latency = 1e3 * measured.smallest[name]
+        latency = 1e3 * measured.latencies[name]
         table.add_row(name, f"{1e3 * seconds:.2f}", f"{rate:,.0f}", f"{latency:.2f}")
     megabytes, step = measured.payload / 1e6, 1e3 * measured.step
     console.print(
         f"parameters: {megabytes:.1f} MB; a step without exchanges: {step:.1f} ms"
     )
     if not measured.exchanges:
-        console.print("one worker: there is nobody to exchange anything with")
+        console.print("one worker: there is no other worker to exchange anything with")
         return
     console.print(table)
     local, wide = periods(measured, share)
     options, costs = [], []
     for option, name, every in (
-        ("local", "in the node", local),
+        ("local", "inside the node", local),
         ("global", "all workers", wide),
     ):
         if every is not None:
@@ -174,6 +172,7 @@ def report(measured: Measured, share: float, console: rich.console.Console) -> N
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
+    session = Session.single()
     try:
         parser = Parser("python -m train.interconnect", __doc__)
         parser.add_argument("experiment", help="a named experiment, such as digits")
@@ -184,11 +183,13 @@ def main(arguments: Sequence[str]) -> int:
         if not 0 < options.share < 1:
             raise ValueError(f"`share` must be in (0, 1), got share={options.share}")
         config = cli.parse([options.experiment, *others])
-        distributed.join(config)
-        devices.provide(config.workers.nodes * config.workers.locals)
-        measured = measure(config)
+        session = rendezvous.join(config)
+        workers = config.workers.nodes * config.workers.locals
+        devices.provide(workers, len(session.members))
+        measured = measure(config, session)
     except ValueError as error:
-        return distributed.leave(2, str(error))
-    console = rich.console.Console(quiet=not is_main(), highlight=False, soft_wrap=True)
+        return session.leave(WRONG_USAGE, str(error))
+    quiet = not session.is_main
+    console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
     report(measured, options.share, console)
-    return 0
+    return SUCCESS

@@ -12,9 +12,9 @@ from images import make_folder
 
 from train.data import decode, imagenet, stream
 from train.data.arrays import DataError
+from train.data.in_flight import Backlog
 from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
-from train.run.in_flight import Backlog
 
 
 SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3

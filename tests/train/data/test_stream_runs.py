@@ -19,10 +19,12 @@ from train.config import DataConfig, OptimizerConfig, WorkersConfig
 from train.data import decode, imagenet
 from train.data.arrays import DataError
 from train.metrics import log as records
-from train.metrics import progress as screen
-from train.run.loop import Run
+from train.metrics.progress import Progress
+from train.run import loop
+from train.run.loop import train
+from train.run.open import open_run
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Lsgd
 
 
 SIZE = 16
@@ -45,7 +47,7 @@ def small(folder, run_dir, **changes):
         data=DataConfig("imagenet", dir=str(folder), crop=SIZE, reader_threads=2),
         optimizer=OptimizerConfig(learning_rate=0.01, momentum=0.9),
         workers=WorkersConfig(nodes=1, locals=2),
-        method=Lsgd(0.1, 0.0, 2, 4),
+        method=methods.make("lsgd", 0.1, 0.0, 2, 4),
         steps=8,
         batch_size=4,
         log_every=4,
@@ -78,8 +80,8 @@ def finished(folder, tmp_path_factory):
     traces, step = [], Experiment._step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experiment, "_step", lambda *args: traces.append(1) or step(*args))
-        run = Run(small(folder, run_dir, model="digits-bn"))
-        result = run.train()
+        run = open_run(small(folder, run_dir, model="digits-bn"))
+        result = train(run)
     assert len(traces) == 2  # two traces make a compilation
     return run, result
 
@@ -88,12 +90,12 @@ def test_resuming_is_exact_to_the_bit(finished, folder, tmp_path, capsys):
     """run(8) equals run(4), stop, resume, run(4), read with other threads and buffers."""
     run, result = finished
     config = small(folder, tmp_path / "run", model="digits-bn")
-    Run(dataclasses.replace(config, steps=4)).train()
+    train(open_run(dataclasses.replace(config, steps=4)))
     assert no_readers()
     data = dataclasses.replace(config.data, reader_threads=3, read_ahead=1)
-    second = Run(dataclasses.replace(config, data=data, resume=True))
+    second = open_run(dataclasses.replace(config, data=data, resume=True))
     assert second.step == 4
-    again = second.train()
+    again = train(second)
     some, others = numbers_of(run.state), numbers_of(second.state)
     assert len(some) == len(others) > 20
     for one, other in zip(some, others):
@@ -121,13 +123,13 @@ def test_statistics_are_reestimated_from_the_files(finished):
     run, _ = finished
     experiment = run.experiment
     center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
-    got = experiment._stats_from_data(center, stats)
-    keys, kernel, means = experiment._worker_keys(), center["Conv_0"]["kernel"], []
+    got = experiment.evaluation.reestimated(center, stats)
+    keys, kernel, means = experiment.worker_keys(), center["Conv_0"]["kernel"], []
     for step in range(6):  # an epoch
         pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
         for worker in range(2):
             image_key, _ = jax.random.split(keys[worker])
-            x = experiment._transforms.train(image_key, pixels[worker])
+            x = experiment.forward.transforms.train(image_key, pixels[worker])
             layout = ("NHWC", "HWIO", "NHWC")
             y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, layout)
             means.append(np.asarray(y).mean(axis=(0, 1, 2)))
@@ -137,8 +139,8 @@ def test_statistics_are_reestimated_from_the_files(finished):
 
 def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     data = shutil.copytree(folder, tmp_path / "data")
-    run = Run(small(data, tmp_path / "run", steps=40, test_every=40))
-    result = run.train()
+    run = open_run(small(data, tmp_path / "run", steps=40, test_every=40))
+    result = train(run)
     events = records.read(result.folder)
     assert events["train"][-1]["loss"] < events["train"][0]["loss"]
     start = events["start"][0]
@@ -151,8 +153,8 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     params, wrong = jax.tree.map(lambda x: x[1], run.state.params), 0
     for row in range(1, 9):
         pixels = decode.read(files.path(row), SIZE, decode.center_box)
-        x = run.experiment._transforms.test(jnp.asarray(pixels[None]))
-        logits = run.experiment._model.apply({"params": params}, x, False)
+        x = run.experiment.forward.transforms.test(jnp.asarray(pixels[None]))
+        logits = run.experiment.forward.model.apply({"params": params}, x, False)
         wrong += int(np.argmax(logits) != files.labels[row])
     assert run.experiment.test_worker(run.state, 1).error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")
@@ -162,7 +164,7 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
 
 def test_data_that_vanish_end_the_run_with_a_checkpoint(folder, tmp_path):
     data = shutil.copytree(folder, tmp_path / "data")
-    run = Run(endless(data, tmp_path / "run"))
+    run = open_run(endless(data, tmp_path / "run"))
     step = run.experiment.step
 
     def vanishing(*arguments):
@@ -172,7 +174,7 @@ def test_data_that_vanish_end_the_run_with_a_checkpoint(folder, tmp_path):
 
     run.experiment.step = vanishing
     with pytest.raises(DataError, match="24 images in a row can not be read"):
-        run.train()
+        train(run)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert int(saved.name) == run.step > 3 and no_readers()
 
@@ -183,7 +185,7 @@ def test_when_data_vanish_the_command_says_how_to_go_on(
     def vanished(_):
         raise DataError("the disk is gone")
 
-    monkeypatch.setattr(Run, "train", vanished)
+    monkeypatch.setattr(loop, "train", vanished)
     command = "imagenet-resnet50 --model digits-cnn --batch-size 4 --data.crop 16"
     where = ["--data.dir", str(folder), "--run-dir", str(tmp_path / "run")]
     assert main([*command.split(), "--workers.locals", "2", *where]) == 1
@@ -201,7 +203,7 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
     data = dataclasses.replace(run.config.data, dir=str(other))
     config = dataclasses.replace(run.config, data=data, run_dir=str(copy), resume=True)
     with pytest.raises(ValueError, match="is a run on other data: with 24 train images"):
-        Run(config)
+        open_run(config)
     assert sorted(copy.rglob("*")) == before
 
 
@@ -213,7 +215,7 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
 def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
     config = endless(folder, tmp_path / "run")
     shard = dataclasses.replace(config.data, shard=True)
-    run = Run(dataclasses.replace(config, data=shard))
+    run = open_run(dataclasses.replace(config, data=shard))
     assert run.experiment.sampler.steps_per_epoch == 3
     step = run.experiment.step
 
@@ -225,18 +227,20 @@ def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
 
     run.experiment.step = interrupted
     if times == 1:
-        result = run.train()
+        result = train(run)
         assert result.stopped_by == number and result.step == 6 and result.saved
     else:
         with pytest.raises(KeyboardInterrupt):
-            run.train()
+            train(run)
     assert no_readers()
 
 
-def test_every_process_warns_of_its_own_files(monkeypatch, capsys):
-    monkeypatch.setattr(screen, "is_main", lambda: False)
-    shown = screen.Screen(10)
-    shown.warn("for all to know")
+def test_every_process_warns_of_its_own_files(capsys):
+    shown = Progress(10, process=1)
+    shown.warn("the same in all processes")
     shown.warn_here("a.jpeg is left out")
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "warning: a.jpeg is left out\n")
+    assert (captured.out, captured.err) == (
+        "",
+        "process 1: warning: a.jpeg is left out\n",
+    )

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from train.metrics import log as records
-from train.metrics.log import Records
+from train.metrics import log
+from train.metrics.log import MetricsLog
 
 
 def no_warning(text):
@@ -13,7 +13,7 @@ def no_warning(text):
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    writer = Records(tmp_path, no_warning)
+    writer = MetricsLog(tmp_path, no_warning)
     writer.write("train", 1, 0.5, loss=float("nan"), losses=[1.0, float("inf")])
     writer.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -27,14 +27,14 @@ def test_a_line_cut_off_is_skipped_and_the_next_one_is_whole(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1, "seconds": 1}\n{"ki'
     )
-    writer = Records(tmp_path, no_warning)
+    writer = MetricsLog(tmp_path, no_warning)
     writer.write("train", 2, 2.0)
     writer.close()
-    assert [event["step"] for event in records.read(tmp_path)["train"]] == [1, 2]
+    assert [event["step"] for event in log.read(tmp_path)["train"]] == [1, 2]
 
 
 def test_events_behind_the_point_of_resuming_are_left_out(tmp_path):
-    writer = Records(tmp_path, no_warning)
+    writer = MetricsLog(tmp_path, no_warning)
     for kind, step in [
         ("start", 0),
         ("train", 4),
@@ -44,12 +44,12 @@ def test_events_behind_the_point_of_resuming_are_left_out(tmp_path):
     ]:
         writer.write(kind, step, 0.0)
     writer.close()
-    assert [event["step"] for event in records.read(tmp_path)["train"]] == [4, 6]
+    assert [event["step"] for event in log.read(tmp_path)["train"]] == [4, 6]
 
 
 def test_what_can_not_be_written_is_said_once(tmp_path):
     said = []
-    writer = Records(tmp_path, said.append)
+    writer = MetricsLog(tmp_path, said.append)
     writer._path = tmp_path / "no" / "metrics.jsonl"
     writer.write("train", 1, 0.0, loss=np.float64(1.0))
     writer.write("train", 2, 0.0)

@@ -8,8 +8,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter
 
-from train.metrics import tensorboard as board
-from train.metrics.tensorboard import Board
+from train.metrics import tensorboard
+from train.metrics.tensorboard import EventFiles
 
 
 def values(folder):
@@ -26,7 +26,7 @@ def values(folder):
 
 
 def test_values_come_back(tmp_path):
-    writer = Board(tmp_path / "tensorboard")
+    writer = EventFiles(tmp_path / "tensorboard")
     writer.add(1, {"train/loss": 0.5, "train/steps": 3})
     writer.add(2, {"train/loss": 0.25})
     writer.close()
@@ -35,8 +35,8 @@ def test_values_come_back(tmp_path):
 
 
 def test_what_is_held_back_is_written_after_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr(board, "FLUSH_S", 0)
-    writer = Board(tmp_path)
+    monkeypatch.setattr(tensorboard, "FLUSH_S", 0)
+    writer = EventFiles(tmp_path)
     writer.add(1, {"a": 1.0})
     assert values(tmp_path) == [("a", 1, 1.0)]
     writer.close()
@@ -46,7 +46,7 @@ def test_a_disk_that_was_full_for_a_while_blocks_nothing(tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer = Board(tmp_path)
+    writer = EventFiles(tmp_path)
     writer.add(1, {"a": 1.0})
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", full)
@@ -60,8 +60,8 @@ def test_a_disk_that_was_full_for_a_while_blocks_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_an_error_at_the_end_is_raised_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(board, "RecordWriter", lambda path: RecordWriter("/dev/full"))
-    writer = Board(tmp_path)
+    monkeypatch.setattr(tensorboard, "RecordWriter", lambda path: RecordWriter("/dev/full"))
+    writer = EventFiles(tmp_path)
     writer.add(1, {"a": 1.0})  # is held back
     with pytest.raises(OSError, match="No space left"):
         writer.close()

@@ -1,132 +1,107 @@
-"""The barriers of processes that write a checkpoint together; threads stand in for them."""
+"""Checkpoints of a few arrays."""
 
-import random
-import threading
-import time
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+import gc
+import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from train.cluster import key_value_store as coordination
-from train.run import checkpoints
-from train.run.checkpoints import Barriers
+from train.cluster.session import Session
+from train.run import checkpoints as module
+from train.run.checkpoints import Checkpoints, latest_notes, notes_of
 
 
-COUNT = 3
-START, WRITTEN, COMMITTED, END = (
-    "set_value_start",
-    "async_write_complete",
-    "async_commit_complete",
-    "set_value_end",
-)
+def state(step):
+    key = jax.random.split(jax.random.key(step), 2)
+    return {"x": step + jnp.arange(6.0).reshape(2, 3), "host": np.full(3, step), "key": key}
 
 
 @pytest.fixture
-def processes(monkeypatch):
-    """Runs a function of the process's number in COUNT threads; what each returns."""
-    texts, me = defaultdict(dict), threading.local()
-
-    def write(folder, text):
-        texts[folder] = texts[folder] | {me.number: text}
-
-    monkeypatch.setattr(coordination, "write", write)
-    monkeypatch.setattr(coordination, "read", lambda folder: dict(texts[folder]))
-    monkeypatch.setattr(coordination, "members", lambda: list(range(COUNT)))
-
-    def run(function):
-        def as_process(number):
-            me.number = number
-            return function(number)
-
-        with ThreadPoolExecutor(COUNT) as pool:
-            return list(pool.map(as_process, range(COUNT)))
-
-    return run
+def warnings():
+    return []
 
 
-def save(meet, step, fails=False, timeout_ms=20_000):
-    """The barriers of one checkpoint; what went wrong, or None."""
-    error = None
-    for key in (START, END):
-        meet(key=key, timeout_ms=timeout_ms)
-    try:
-        if fails:
-            raise OSError("the disk is full")
-        for key in (WRITTEN, COMMITTED):
-            meet(key=f"{key}.{step}", timeout_ms=timeout_ms)
-    except (OSError, RuntimeError) as failure:
-        error = str(failure)
-    for key in (START, END):
-        meet(key=key, timeout_ms=timeout_ms)
-    return error
+@pytest.fixture
+def opened(tmp_path, warnings):
+    """Opens the checkpoints in a folder."""
+
+    def opened(keep=2):
+        folder = tmp_path / "checkpoints"
+        return Checkpoints(folder, keep, warnings.append, Session.single())
+
+    return opened
 
 
-def test_nobody_goes_on_before_all_have_come(processes):
-    arrived = []
-
-    def process(number):
-        meet = Barriers()
-        time.sleep(0.1 * number)
-        arrived.append(number)
-        meet(key="x", timeout_ms=20_000)
-        return len(arrived)
-
-    assert processes(process) == [COUNT] * COUNT
+def save(checkpoints, *steps):
+    for step in steps:
+        assert checkpoints.save(step, state(step), {"seconds": step / 2})
+    assert checkpoints.close()
 
 
-def test_one_that_fails_makes_the_checkpoint_fail_for_all_and_the_next_one_works(processes):
-    """Again and again, and nobody ever sees a failure that is none."""
-    plan = random.Random(0)
-    failing = [plan.choice([None, *range(COUNT)]) for _ in range(30)]
-
-    def process(number):
-        meet, delay = Barriers(), random.Random(number)
-        errors = []
-        for step, fails in enumerate(failing):
-            time.sleep(delay.uniform(0, 0.03))
-            errors.append(save(meet, step, fails == number))
-        return errors
-
-    for number, errors in enumerate(processes(process)):
-        for fails, error in zip(failing, errors):
-            others = None if fails is None else "another process could not write its part"
-            assert error == ("the disk is full" if fails == number else others)
+def assert_restored(checkpoint, step):
+    assert checkpoint.step == step and checkpoint.notes == {"seconds": step / 2}
+    expected, restored = state(step), checkpoint.state
+    np.testing.assert_array_equal(restored["x"], expected["x"])
+    assert isinstance(restored["x"], jax.Array)
+    assert isinstance(restored["host"], np.ndarray) and (restored["host"] == step).all()
+    assert (
+        jax.random.key_data(restored["key"]) == jax.random.key_data(expected["key"])
+    ).all()
 
 
-def test_a_step_comes_again_in_another_run_of_the_same_process(processes):
-    """What was left at the barriers before does not count."""
-    waited = []
-
-    def process(number):
-        meet = Barriers()
-        save(meet, 4)
-        time.sleep(0.1 * number)
-        waited.append(number)
-        save(meet, 4)
-        return len(waited)
-
-    assert processes(process) == [COUNT] * COUNT
-    assert isinstance(checkpoints.barriers, Barriers)
+def truncate(folder, step):
+    """Cuts off what the arrays of a checkpoint hold."""
+    for path in (folder / str(step) / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:10])
 
 
-def test_a_lost_process_is_not_waited_for(processes, monkeypatch):
-    monkeypatch.setattr(coordination, "_lost", {1})
+def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
+    checkpoints = opened()
+    assert checkpoints.restore_latest(lambda notes: state(0)) is None
+    save(checkpoints, 2, 4, 6)
+    again = opened()
+    assert_restored(again.restore_latest(lambda notes: state(0)), 6)
+    assert again.save(6, state(6), {})  # it is there already
+    again.close()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
+    assert latest_notes(folder) == {"seconds": 3.0} and notes_of(folder, 5) == {}
+    assert warnings == []
 
-    def process(number):
-        if number == 1:
-            return None
-        with pytest.raises(coordination.Lost, match="lost: process 1"):
-            Barriers()(key="x", timeout_ms=20_000)
 
-    processes(process)
+# Orbax leaves coroutines behind when a restore fails; they complain when collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_can_not_be_read_is_set_aside(opened, tmp_path, warnings):
+    folder = tmp_path / "checkpoints"
+    save(opened(), 2, 4)
+    truncate(folder, 4)
+    again = opened()
+    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
+    (warning,) = warnings
+    assert warning.startswith("the checkpoint of step 4 can not be read: ")
+    assert (folder / "unreadable-4").exists() and not (folder / "4").exists()
+    again.close()
+
+    truncate(folder, 2)
+    again = opened()
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} holds no checkpoint that can be read"
+    ):
+        again.restore_latest(lambda notes: state(0))
+    again.close()
+    gc.collect()
 
 
-def test_waiting_comes_to_an_end(processes):
-    def process(number):
-        if number == 0:
-            return None
-        with pytest.raises(RuntimeError, match="not all processes were at x within 0.1 s"):
-            Barriers()(key="x", timeout_ms=100)
-
-    processes(process)
+def test_a_full_disk_loses_the_checkpoint_and_says_so(opened, warnings, monkeypatch):
+    checkpoints = opened()
+    assert checkpoints.save(2, state(2), {"seconds": 1.0}) and checkpoints.wait()
+    free = lambda folder: types.SimpleNamespace(free=10)
+    monkeypatch.setattr(module.shutil, "disk_usage", free)
+    assert not checkpoints.save(4, state(4), {})
+    assert warnings == [
+        "the checkpoint of step 4 was not written: it takes 64 bytes, and 10 are free"
+    ]
+    assert_restored(checkpoints.restore_latest(lambda notes: state(0)), 2)
+    checkpoints.close()

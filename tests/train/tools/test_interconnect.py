@@ -4,23 +4,24 @@ import re
 
 import pytest
 import rich.console
+import tiny
 
-from train.tools import interconnect as network
-from train.tools.interconnect import Measured
+from train.tools import interconnect
+from train.tools.interconnect import Measurement
 
 
 def measured(**exchanges):
     named = {name.replace("_", " "): seconds for name, seconds in exchanges.items()}
-    return Measured(0.1, 4_000_000, named, dict.fromkeys(named, 1e-4))
+    return Measurement(0.1, 4_000_000, named, dict.fromkeys(named, 1e-4))
 
 
-TWO_LEVELS = measured(in_the_node=0.004, across_nodes=0.3, all_workers=0.4)
+TWO_LEVELS = measured(inside_the_node=0.004, across_nodes=0.3, all_workers=0.4)
 
 
 def printed(result, share=0.05):
     console = rich.console.Console(width=200)
     with console.capture() as capture:
-        network.report(result, share, console)
+        interconnect.report(result, share, console)
     return capture.get()
 
 
@@ -29,23 +30,23 @@ def printed(result, share=0.05):
 )
 def test_the_period_is_the_smallest_power_of_two_within_the_share(exchange, expected):
     step, share = 0.1, 0.05
-    assert network.period(exchange, step, share) == expected
+    assert interconnect.period(exchange, step, share) == expected
     assert exchange / expected <= share * step
     assert expected == 1 or exchange / (expected / 2) > share * step
 
 
 def test_two_levels_share_the_cost_and_the_global_period_is_the_longer():
-    local, wide = network.periods(TWO_LEVELS, 0.05)
+    local, wide = interconnect.periods(TWO_LEVELS, 0.05)
     assert (local, wide) == (2, 256)
     assert 0.004 / local + 0.4 / wide <= 0.05 * 0.1
-    fast_network = measured(in_the_node=0.02, across_nodes=0.001, all_workers=0.001)
-    assert network.periods(fast_network, 0.05) == (8, 8)
+    fast_network = measured(inside_the_node=0.02, across_nodes=0.001, all_workers=0.001)
+    assert interconnect.periods(fast_network, 0.05) == (8, 8)
 
 
 def test_one_level_has_the_whole_share():
-    assert network.periods(measured(in_the_node=0.004), 0.05) == (1, None)
+    assert interconnect.periods(measured(inside_the_node=0.004), 0.05) == (1, None)
     nodes_of_one = measured(across_nodes=0.4, all_workers=0.4)
-    assert network.periods(nodes_of_one, 0.05) == (None, 128)
+    assert interconnect.periods(nodes_of_one, 0.05) == (None, 128)
 
 
 def test_the_report_holds_the_arithmetic():
@@ -59,19 +60,21 @@ def test_the_report_holds_the_arithmetic():
 
 def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    tiny.install(tiny.Wide, set=monkeypatch.setattr)
     options = "--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1".split()
-    assert network.main(["digits", *options]) == 0
+    assert interconnect.main(["digits", *options]) == 0
     output = capsys.readouterr().out
-    assert "parameters: 0.6 MB" in output  # 151,306 float32 numbers
-    assert all(name in output for name in network.LEVELS)
+    assert "parameters: 0.3 MB" in output  # 76,810 of float32
+    assert all(name in output for name in interconnect.LEVELS)
     assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_worker_alone_has_nobody_to_exchange_with(capsys):
+def test_a_single_worker_has_no_other_to_exchange_with(capsys, monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
     command = "digits --workers.nodes 1 --workers.locals 1 --batch-size 4".split()
-    assert network.main(command) == 0
-    assert "one worker: there is nobody" in capsys.readouterr().out
+    assert interconnect.main(command) == 0
+    assert "one worker: there is no other worker" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,6 @@ def test_a_worker_alone_has_nobody_to_exchange_with(capsys):
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, capsys):
-    assert network.main(arguments.split()) == 2
+    assert interconnect.main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

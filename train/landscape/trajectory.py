@@ -1,4 +1,4 @@
-"""The workers' way to a checkpoint, walked again: the seed decides on all of training."""
+"""The workers' trajectory to a checkpoint, retraced: the seed determines everything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,15 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 import lsgd_jax as lj
-from train.landscape.opened import Opened
 from train.landscape.plane import Plane, coordinates, flat
-from train.metrics.progress import Pace, Screen
-from train.task.experiment import Experiment, TrainState
+from train.landscape.saved_run import SavedRun
+from train.metrics.progress import Pace, Progress
+from train.task.experiment import Experiment
+from train.task.state import TrainState
 
 
-STEPS_AHEAD = 16  # on their way to the devices at once
-SNAPSHOTS = 16  # of the way, to find its principal directions
+STEPS_AHEAD = 16  # in flight at once
+SNAPSHOTS = 16  # of the trajectory, to find its principal directions
 
 Look = Callable[[Any], Any]
 
@@ -32,7 +33,7 @@ def advance(
 def retrace(
     experiment: Experiment, state: TrainState, steps: range, look: Look, every: int = 1
 ) -> tuple[list[Any], TrainState]:
-    """Takes steps of training again and looks at the parameters on the way.
+    """Takes steps of training again and looks at the parameters after them.
 
     Args:
       experiment: the run's.
@@ -44,7 +45,7 @@ def retrace(
       What `look` saw, on the host, and the state after the last step.
     """
     seen, losses, pace = [look(state.params)], [], Pace()
-    with Screen(steps.stop, steps.start) as screen:
+    with Progress(steps.stop, steps.start) as progress:
         for done, step in enumerate(steps, 1):
             state, loss = advance(experiment, state, step)
             losses.append(loss)
@@ -53,7 +54,7 @@ def retrace(
             if done % STEPS_AHEAD == 0 and done > STEPS_AHEAD:
                 # The loss of a step that is over: the devices wait for nothing.
                 loss = float(np.mean(experiment.workers.fetch(losses[-STEPS_AHEAD])))
-                screen.progress(step + 1, loss, pace(done))
+                progress.show(step + 1, loss, pace(done))
         return experiment.workers.fetch(seen), state
 
 
@@ -71,57 +72,57 @@ def projection(workers: lj.Workers, plane: Plane) -> Look:
     return lambda params: of_all(params, shared)
 
 
-class Way:
-    """The way of all workers from the checkpoint before to the one that is open.
+class Trajectory:
+    """The trajectory of all workers from the checkpoint before to this one.
 
     Args:
-      opened: the run.
-      most: how many steps to walk at most; a longer way is left out.
+      run: the run.
+      most: how many steps to retrace at most; a longer trajectory is left out.
       say: called with lines about what is done.
 
     Attributes:
-      steps: the steps to walk again, counted from 0; an empty range if there are none.
+      steps: the steps to retrace, counted from 0; an empty range if there are none.
     """
 
-    def __init__(self, opened: Opened, most: int, say: Callable[[str], None]):
-        self._opened, self._say = opened, say
-        self.steps = range(opened.step_before() if most else opened.step, opened.step)
+    def __init__(self, run: SavedRun, most: int, say: Callable[[str], None]):
+        self._run, self._say = run, say
+        self.steps = range(run.step_before() if most else run.step, run.step)
         if not self.steps:
             return
-        pace = opened.pace()
+        pace = run.pace()
         cost = f"{len(self.steps)} steps"
         cost += f", {len(self.steps) / pace:.0f} s at the run's own pace" if pace else ""
-        way = f"the way from step {self.steps.start} to {self.steps.stop}"
+        path = f"the trajectory from step {self.steps.start} to {self.steps.stop}"
         if len(self.steps) > most:
-            say(f"{way} is left out ({cost}); --path-steps {len(self.steps)} walks it")
+            say(f"{path} is left out ({cost}); --path-steps {len(self.steps)} retraces it")
             self.steps = range(0)
         else:
-            say(f"walking {way} again ({cost}); --path-steps 0 leaves it out")
+            say(f"retracing {path} ({cost}); --path-steps 0 leaves it out")
 
     def snapshots(self, worker: int) -> np.ndarray | None:
         """The worker's parameters at some of the steps, [n, P]; None if there are none."""
         if not self.steps:
             return None
-        self._say("the points span no plane: walking once for the way's main directions")
+        self._say("the points span no plane: retracing once for main directions")
         look = lambda params: jax.tree.map(lambda x: x[worker], params)
-        seen, _ = self._walk(look, every=-(-len(self.steps) // SNAPSHOTS))
+        seen, _ = self._retrace(look, every=-(-len(self.steps) // SNAPSHOTS))
         return np.stack([flat(params) for params in seen])
 
     def on(self, plane: Plane) -> np.ndarray:
         """[a, b, distance] of all workers before and after every step, [T + 1, W, 3]."""
-        workers, now = self._opened.experiment.workers, self._opened.state.params
+        workers, now = self._run.experiment.workers, self._run.state.params
         if not self.steps:
             return np.zeros([0, workers.num_workers, 3])
         project = projection(workers, plane)
-        seen, end = self._walk(project)
+        seen, end = self._retrace(project)
         if not same(end.params, now):
             gap = np.linalg.norm(seen[-1] - workers.fetch(project(now)), axis=1).max()
             self._say(
-                "warning: the way walked again does not end where the checkpoint is (up "
+                "warning: the retraced trajectory does not end where the checkpoint is (up "
                 f"to {gap:.2g} away): other software, devices or data than the run's?"
             )
         return np.stack(seen)
 
-    def _walk(self, look: Look, every: int = 1) -> tuple[list[Any], TrainState]:
-        start = self._opened.state_at(self.steps.start)
-        return retrace(self._opened.experiment, start, self.steps, look, every)
+    def _retrace(self, look: Look, every: int = 1) -> tuple[list[Any], TrainState]:
+        start = self._run.state_at(self.steps.start)
+        return retrace(self._run.experiment, start, self.steps, look, every)

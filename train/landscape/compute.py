@@ -1,4 +1,4 @@
-"""From a run to its landscape: the plane, who stands on it, the way, and the measuring."""
+"""From a run to its landscape: the plane, points on it, the trajectory, the losses."""
 
 import argparse
 import itertools
@@ -12,38 +12,39 @@ from train.data import imagenet
 from train.data.imagenet import ImageFolder
 from train.landscape import plane
 from train.landscape.loss import batches_of, fitting_chunk, measure_of
-from train.landscape.opened import Opened
-from train.landscape.picture import Landscape, Map, Mark, Pulls
 from train.landscape.points import ALONG, CENTER, Points, role_of
-from train.landscape.way import Way, projection
-from train.metrics.progress import Pace, Screen
+from train.landscape.results import Landscape, Map, Mark, Pulls
+from train.landscape.saved_run import SavedRun
+from train.landscape.trajectory import Trajectory, projection
+from train.metrics.progress import Pace, Progress
 
 
-FAR = 10  # times the median distance: such a point of the way does not widen the picture
+FAR = 10  # times the median distance: such a point does not widen the figure
 
 Places = dict[str, np.ndarray]
 
 
-def survey(
-    opened: Opened, options: argparse.Namespace, say: Callable[[str], None]
+def compute_landscape(
+    run: SavedRun, options: argparse.Namespace, say: Callable[[str], None]
 ) -> Landscape:
-    """Lays the plane, walks the way, measures the grid.
+    """Chooses the plane, retraces the trajectory, measures the losses.
 
     Raises:
       ValueError: no such worker, or its parameters are not finite.
     """
-    points, way = Points(opened, options.worker), Way(opened, options.path_steps, say)
+    points = Points(run, options.worker)
+    trajectory = Trajectory(run, options.path_steps, say)
     here = points.of(points.worker)
-    candidates = itertools.chain(points.places(), points.directions(way.snapshots))
+    candidates = itertools.chain(points.places(), points.directions(trajectory.snapshots))
     exact, taken = plane.through(here, candidates)
     on = plane.Plane(here, exact.basis.astype(here.dtype))
 
-    workers = opened.experiment.workers
-    standing = workers.fetch(projection(workers, on)(opened.state.params))
-    paths = way.on(on)
+    workers = run.experiment.workers
+    positions = workers.fetch(projection(workers, on)(run.state.params))
+    paths = trajectory.on(on)
     marks = marks_of(points, on, taken)
     low, high = frame_of(
-        np.concatenate([np.stack(list(marks.values())), standing]),
+        np.concatenate([np.stack(list(marks.values())), positions]),
         paths[:, points.worker],
         np.stack(list(taken.values())),
         options.margin,
@@ -52,7 +53,7 @@ def survey(
     grid = np.stack(np.meshgrid(xs, ys), axis=-1).reshape(-1, 2)
     places = np.concatenate([grid, np.stack(list(marks.values()))[:, :2]])
 
-    measure = Measuring(opened, on, options, say)
+    measure = Measurement(run, on, options, say)
     names = ["train", "test"] if options.test else ["train"]
     measured = [measure(name, places) for name in names]
     square = lambda values: values[: len(grid)].reshape(len(ys), len(xs))
@@ -61,7 +62,7 @@ def survey(
         f"{'' if name.startswith(ALONG) else 'towards '}{name}" for name in taken
     )
     return Landscape(
-        title=title_of(opened, points, taken),
+        title=title_of(run, points, taken),
         xlabel=f"distance of parameters, {first}",
         ylabel=f"at right angles, {second}",
         worker=points.worker,
@@ -69,15 +70,15 @@ def survey(
         ys=ys,
         maps=[m._replace(loss=square(m.loss), error=square(m.error)) for m in measured],
         marks=[Mark(*mark, loss) for mark, loss in zip(marks.items(), marks_losses)],
-        standing=standing,
-        steps=np.arange(opened.step - len(way.steps), opened.step + 1),
+        positions=positions,
+        steps=np.arange(run.step - len(trajectory.steps), run.step + 1),
         paths=paths,
-        pulls=pulls_of(points, opened, way.steps),
+        pulls=pulls_of(points, run, trajectory.steps),
     )
 
 
 def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
-    """Whom the figure names, the worker first, and where: [a, b, distance]."""
+    """What the figure names, the worker first, and where: [a, b, distance]."""
     where = lambda point: np.asarray(plane.coordinates(on, point))
     shown = [points.worker, *(worker for _, worker in points.roles)]
     marks = {points.name(worker): where(points.of(worker)) for worker in shown}
@@ -91,13 +92,13 @@ def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
 
 
 def frame_of(
-    standing: np.ndarray, path: np.ndarray, taken: np.ndarray, margin: float
+    positions: np.ndarray, path: np.ndarray, taken: np.ndarray, margin: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The corners of what is shown: everybody [n, 3] and the way [T, 3], runaways left out.
+    """The corners of what is shown: marks and workers [n, 3], the path [T, 3], no outliers.
 
-    Where all stand in one point: as far as the points [2, 2] that the plane goes through.
+    If all are in one point: as far as the points [2, 2] that the plane goes through.
     """
-    places = np.concatenate([_near(standing), _near(path)])[:, :2]
+    places = np.concatenate([_near(positions), _near(path)])[:, :2]
     if not np.ptp(places, axis=0).any():
         places = np.concatenate([places, taken, -taken])
     return plane.frame(places, margin)
@@ -110,45 +111,45 @@ def _near(places: np.ndarray) -> np.ndarray:
     return places[lengths <= FAR * np.median(known)] if known.size else places[:0]
 
 
-def title_of(opened: Opened, points: Points, taken: Places) -> str:
+def title_of(run: SavedRun, points: Points, taken: Places) -> str:
     """The run, and what the plane goes through."""
-    config = opened.config
+    config = run.config
     through = [points.name(points.worker)]
     through += [name for name in taken if not name.startswith(ALONG)]
     along = [name.removeprefix(ALONG) for name in taken if name.startswith(ALONG)]
     plane_ = f"the plane through {_joined(through)}"
     plane_ += f", along {_joined(along)}" if along else ""
-    return f"{config.name}, {config.method.name}, step {opened.step}\n{plane_}"
+    return f"{config.name}, {config.method.name}, step {run.step}\n{plane_}"
 
 
 def _joined(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def pulls_of(points: Points, opened: Opened, steps: range) -> list[Pulls]:
+def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
     """What the worker went through after which of the steps, if not after all of them."""
-    grid, pulls = opened.config.workers, []
-    for level in points.levels:
-        if level.period > 1:
-            role = role_of(level, points.worker, grid.nodes, grid.locals)
-            name = "exchange" if level.leader is None else f"pull to the {role}"
-            done = np.arange(steps.start + 1, steps.stop + 1)
-            pulls.append(Pulls(name, done[done % level.period == 0]))
-    return pulls
+    grid, found = run.config.workers, []
+    done = range(steps.start + 1, steps.stop + 1)
+    for pull in points.pulls:
+        if pull.period > 1:
+            role = role_of(pull, points.worker, grid.nodes, grid.locals)
+            name = "exchange" if pull.leader is None else f"pull to the {role}"
+            found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
+    return found
 
 
-class Measuring:
-    """Measures at places of one plane, every device a part of them."""
+class Measurement:
+    """Measures the losses at places of one plane, every device at some of them."""
 
     def __init__(
         self,
-        opened: Opened,
+        run: SavedRun,
         on: plane.Plane,
         options: argparse.Namespace,
         say: Callable[[str], None],
     ):
-        self._on, self._measure = on, measure_of(opened)
-        self._data, self._seed = opened.data[0], opened.config.seed
+        self._on, self._measure = on, measure_of(run)
+        self._data, self._seed = run.data[0], run.config.seed
         self._images, self._chunk, self._say = options.images, options.chunk, say
         self._devices = lj.Workers(1, len(jax.devices()))
 
@@ -166,8 +167,8 @@ class Measuring:
         )
         self._say(f"measuring {len(places)} points over {images} {name} images")
         pace = Pace()
-        with Screen(len(places), what="point") as screen:
-            show = lambda done: screen.progress(done, None, pace(done))
+        with Progress(len(places), what="point") as progress:
+            show = lambda done: progress.show(done, None, pace(done))
             sums = plane.evaluate(
                 *(self._measure, self._on, places, batches, self._devices, chunk, show)
             )

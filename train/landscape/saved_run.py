@@ -1,4 +1,4 @@
-"""A run of the trainer, opened to look at it; nothing in its folder is changed."""
+"""A run folder, read; nothing in it is changed."""
 
 import dataclasses
 import pathlib
@@ -14,14 +14,16 @@ from train.config import WorkersConfig
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
 from train.data.transforms import Transforms
-from train.metrics import log as records
+from train.metrics import log
 from train.run import folder as run_folder
-from train.run import resharding as elastic
+from train.run import resharding
 from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
-from train.task.experiment import Experiment, TrainState, load_dataset
+from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
+from train.task.state import TrainState
 
 
-class Opened:
+class SavedRun:
     """A run folder and one of its checkpoints, read.
 
     Args:
@@ -64,7 +66,7 @@ class Opened:
             raise ValueError(f"`step` must be that of a checkpoint ({kept}), got {step=}")
         self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
         self.experiment = Experiment(config, self.data)
-        # The shapes and places of a state, without its numbers.
+        # The shapes and shardings of a state, without its arrays.
         like = self.experiment.init()
         self._like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._latest() if step is None else self._restore(step)
@@ -76,7 +78,7 @@ class Opened:
         """The workers of a checkpoint, or of the latest one."""
         folder = self._checkpoints
         notes = latest_notes(folder) if step is None else notes_of(folder, step)
-        return elastic.grid(notes) or self._began
+        return resharding.grid(notes) or self._began
 
     def _restore(self, step: int) -> Checkpoint:
         return self._archive.restore(step, self._like)
@@ -95,7 +97,7 @@ class Opened:
     def step_before(self) -> int:
         """The step of the checkpoint before this one; 0, the start of training, if none.
 
-        If training began with other workers there is no way from there: then this step.
+        This step, if training began with other workers: nothing can be retraced from there.
         """
         try:
             return self._latest(before=self.step).step
@@ -109,7 +111,7 @@ class Opened:
     def pace(self) -> float | None:
         """The run's last known steps per second."""
         try:
-            events = records.read(self.folder).get("train", [])
+            events = log.read(self.folder).get("train", [])
         except (OSError, ValueError):
             return None
         known = [event.get("steps_per_second") for event in events]

@@ -1,7 +1,7 @@
-"""A landscape as numbers and as a picture: contours, who stands where, and the way."""
+"""The figure of a landscape: contours, where the workers are, and the trajectory."""
 
 from textwrap import fill
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
@@ -10,6 +10,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from train.landscape.results import Landscape, Map
 from train.metrics.plots import BLUE, GREY, tidy
 
 
@@ -17,86 +18,14 @@ INK, RED = "#1f2328", "#b3261e"
 # With sizes; the worker first.
 MARKERS = (("o", 70), ("^", 80), ("*", 160), ("P", 90), ("D", 60), ("X", 90))
 PULL_MARKERS = (("|", 40), ("x", 30), ("+", 40))
-ON_PLANE = 1e-3  # so far off, relative to the picture's width, passes for in the plane
+ON_PLANE = 1e-3  # so far off, relative to the figure's width, counts as in the plane
 CONTOURS = 16
 ARROWS = 3
 LOSSES = LinearSegmentedColormap.from_list("losses", ["#f6f9fc", BLUE])
-# Dark where the way runs in the plane, faint where it is far off.
+# Dark where the trajectory runs in the plane, faint where it is far off.
 OFF_PLANE = LinearSegmentedColormap.from_list(
     "off", matplotlib.colormaps["OrRd"](np.linspace(0.95, 0.35, 64))
 )
-
-
-class Map(NamedTuple):
-    """Of what and how many images; loss and error in %, [G, G] with a row for each y."""
-
-    name: str
-    images: int
-    loss: np.ndarray
-    error: np.ndarray
-
-
-class Mark(NamedTuple):
-    """Somebody to be shown: the name, [a, b, distance from the plane], the loss there."""
-
-    name: str
-    place: np.ndarray
-    loss: float
-
-
-class Pulls(NamedTuple):
-    """What happens to the worker on its way, and after which of the steps."""
-
-    name: str
-    steps: np.ndarray
-
-
-class Landscape(NamedTuple):
-    """What is drawn.
-
-    Attributes:
-      title, xlabel, ylabel: what the plane goes through.
-      worker: whose landscape it is.
-      xs, ys: the grid's coordinates, [G].
-      maps: of the training images, and perhaps of test images.
-      marks: the worker first.
-      standing: where all workers stand as [a, b, distance from the plane], [W, 3].
-      steps: the steps of the way, [T + 1], the last one now.
-      paths: where all workers stood after them, [T + 1, W, 3]; T is 0 if there is no way.
-      pulls: what happened at which steps.
-    """
-
-    title: str
-    xlabel: str
-    ylabel: str
-    worker: int
-    xs: np.ndarray
-    ys: np.ndarray
-    maps: list[Map]
-    marks: list[Mark]
-    standing: np.ndarray
-    steps: np.ndarray
-    paths: np.ndarray
-    pulls: list[Pulls]
-
-
-def save(landscape: Landscape, file: BinaryIO, author: str) -> None:
-    """Writes the numbers as a NumPy archive, with the author noted in it."""
-    of_maps = {
-        f"{each.name}_{what}": getattr(each, what)
-        for each in landscape.maps
-        for what in ("images", "loss", "error")
-    }
-    names = "title worker xs ys standing steps paths".split()
-    np.savez(
-        file,
-        made_by=np.bytes_(author),
-        mark_names=np.array([mark.name for mark in landscape.marks]),
-        mark_places=np.array([mark.place for mark in landscape.marks]),
-        mark_losses=np.array([mark.loss for mark in landscape.marks]),
-        **of_maps,
-        **{name: getattr(landscape, name) for name in names},
-    )
 
 
 def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
@@ -125,20 +54,20 @@ def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
 def draw(landscape: Landscape, file: BinaryIO, author: str) -> None:
     """Draws it as PNG, with the author noted in it."""
     panels = {map_.name: map_ for map_ in landscape.maps}
-    walked = len(landscape.steps) > 1
-    mosaic: Any = [list(panels), ["way"] * len(panels)] if walked else [list(panels)]
+    has_path = len(landscape.steps) > 1
+    mosaic: Any = [list(panels), ["path"] * len(panels)] if has_path else [list(panels)]
     figure, axes = plt.subplot_mosaic(
         mosaic,
-        figsize=(0.6 + 6.2 * len(panels), 7.4 + 1.7 * walked),
-        height_ratios=(7, 1.5) if walked else (1,),
+        figsize=(0.6 + 6.2 * len(panels), 7.4 + 1.7 * has_path),
+        height_ratios=(7, 1.5) if has_path else (1,),
         layout="constrained",
     )
     tidy(figure)
     for name, map_ in panels.items():
         _contours(figure, axes[name], landscape, map_)
-        _everybody(axes[name], landscape)
-        if walked:
-            _way(axes[name], landscape)
+        _workers(axes[name], landscape)
+        if has_path:
+            _path(axes[name], landscape)
     wrapped = [fill(line, 88 * len(panels)) for line in landscape.title.splitlines()]
     figure.legend(
         *axes["train"].get_legend_handles_labels(),
@@ -150,8 +79,8 @@ def draw(landscape: Landscape, file: BinaryIO, author: str) -> None:
         alignment="center",
         frameon=False,
     )
-    if walked:
-        _distances(axes["way"], landscape)
+    if has_path:
+        _distances(axes["path"], landscape)
     figure.savefig(file, format="png", dpi=180, metadata={"Software": author})
     plt.close(figure)
 
@@ -181,11 +110,11 @@ def _contours(figure: Any, axes: Any, landscape: Landscape, map_: Map) -> None:
     axes.grid(False)
 
 
-def _way(axes: Any, landscape: Landscape) -> None:
-    """The way's projection, the fainter the further off the plane it is."""
+def _path(axes: Any, landscape: Landscape) -> None:
+    """The trajectory's projection, the fainter the further off the plane it is."""
     a, b, off = landscape.paths[:, landscape.worker].T
     axes.add_collection(_line(a, b, off))
-    axes.plot([], [], color=RED, lw=1.3, label="its way, faint where off the plane")
+    axes.plot([], [], color=RED, lw=1.3, label="its trajectory, faint where off the plane")
     axes.plot(a[0], b[0], "o", ms=5, mfc="white", mec=RED, zorder=4)
     label = {"textcoords": "offset points", "fontsize": 8, "color": RED}
     axes.annotate(f"step {landscape.steps[0]}", (a[0], b[0]), xytext=(5, 5), **label)
@@ -203,7 +132,7 @@ def _line(x: np.ndarray, y: np.ndarray, off: np.ndarray) -> LineCollection:
 
 
 def _arrows(axes: Any, places: np.ndarray) -> None:
-    """Arrow heads at equal parts of the way's length, along its course there."""
+    """Arrow heads at equal parts of the trajectory's length, in its direction there."""
     gone = np.nancumsum(np.linalg.norm(np.diff(places, axis=0), axis=1))
     reach = max(1, len(gone) // 12)
     style = {"arrowstyle": "-|>", "color": RED, "lw": 0, "mutation_scale": 13}
@@ -221,8 +150,8 @@ def _pulls(axes: Any, landscape: Landscape, x: np.ndarray, y: np.ndarray) -> Non
         axes.scatter(x[at], y[at], zorder=4, label=pulls.name, **style)
 
 
-def _everybody(axes: Any, landscape: Landscape) -> None:
-    """The marks, filled if they stand in the plane, and all workers' numbers."""
+def _workers(axes: Any, landscape: Landscape) -> None:
+    """The marks, filled if they are in the plane, and the numbers of all workers."""
     width = landscape.xs[-1] - landscape.xs[0]
     for mark, (marker, size) in zip(landscape.marks, MARKERS):
         a, b, off = mark.place
@@ -232,7 +161,7 @@ def _everybody(axes: Any, landscape: Landscape) -> None:
             label, colors = f"{mark.name}: {off:.2g} off the plane", ("none", INK)
         style = {"facecolor": colors[0], "edgecolor": colors[1], "linewidths": 0.8}
         axes.scatter(a, b, s=size, marker=marker, zorder=5, label=label, **style)
-    a, b, _ = landscape.standing.T
+    a, b, _ = landscape.positions.T
     axes.scatter(a, b, s=6, color=INK, alpha=0.6, zorder=3)
     number = {"textcoords": "offset points", "fontsize": 8, "color": INK, "clip_on": True}
     for worker, place in enumerate(np.stack([a, b], axis=1)):

@@ -1,0 +1,62 @@
+"""Which devices a process uses."""
+
+import pytest
+
+from train.cluster import devices
+from train.cluster.detection import Started
+from train.cluster.devices import local_device_ids
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """How many devices are asked for."""
+    for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+    monkeypatch.setattr(devices.lj, "emulate_devices", asked.append)
+    return asked
+
+
+@pytest.mark.parametrize("workers, processes, expected", [(8, 1, 8), (8, 2, 4), (2, 3, 1)])
+def test_each_process_emulates_its_share(workers, processes, expected, emulated):
+    devices.provide(workers, processes)
+    assert emulated == [expected]
+
+
+def test_what_the_environment_asks_for_stays(emulated, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    devices.provide(8)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    devices.provide(8)
+    assert emulated == []
+
+
+@pytest.mark.parametrize(
+    "gpus, started, visible, expected",
+    [
+        # Slurm has started several processes here: one GPU each, ...
+        ("auto", Started("Slurm", {}, 1, 4), None, [1]),
+        ("auto", Started("Slurm", {}, 1, 4), "0,1,2,3", [1]),
+        ("auto", Started("Slurm", {}, 1, None), None, [1]),
+        # ... unless it has dealt them out itself, or there is one process for them all.
+        ("auto", Started("Slurm", {}, 1, 4), "2", []),
+        ("auto", Started("Slurm", {}, 0, 1), None, []),
+        ("one", Started("Slurm", {}, 1, 4), "2", [1]),
+        ("one", Started("Slurm", {}, 0, 1), None, [0]),
+        ("all", Started("Slurm", {}, 1, 4), None, []),
+        ("auto", Started("hand", {}), None, []),
+        ("auto", Started("Cloud TPU", {}), None, []),
+        # Only MPI itself can say, when jax asks it.
+        ("auto", Started("MPI", {"cluster_detection_method": "mpi4py"}), None, None),
+        ("all", Started("MPI", {"cluster_detection_method": "mpi4py"}), None, []),
+    ],
+)
+def test_gpus_of_a_process(gpus, started, visible, expected):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert local_device_ids(gpus, started, environ) == expected
+
+
+def test_one_gpu_needs_a_rank_on_the_host():
+    with pytest.raises(ValueError, match="`distributed.gpus` must be all if .*by hand"):
+        local_device_ids("one", Started("hand", {}), {})

@@ -1,0 +1,48 @@
+"""A finished run, shared by the tests of runs."""
+
+import dataclasses
+import shutil
+
+import pytest
+import tiny
+
+from train.run.loop import train
+from train.run.open import open_run
+from train.task.experiment import Experiment
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Small networks; equal experiments are compiled once."""
+    tiny.install(share=True, set=monkeypatch.setattr)
+
+
+@pytest.fixture(scope="package")
+def traces():
+    """Of every trace of a training step, its experiment; two traces make a compilation."""
+    seen, step = [], Experiment._step
+
+    def counted(self, *arguments):
+        seen.append(self)
+        return step(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experiment, "_step", counted)
+        yield seen
+
+
+@pytest.fixture(scope="package")
+def finished(tmp_path_factory, traces):
+    """A run to the end: (run, result)."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(figures=True, share=True, set=patch.setattr)
+        run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
+        return run, train(run)
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The configuration of a copy of the finished run's folder, to resume it."""
+    folder = shutil.copytree(finished[1].folder, tmp_path / "copy")
+    return dataclasses.replace(tiny.SMALL, run_dir=str(folder), resume=True)

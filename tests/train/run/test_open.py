@@ -1,0 +1,173 @@
+"""Opening runs: resuming to the bit, damaged checkpoints, and what is refused."""
+
+import dataclasses
+import gc
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tiny
+
+import lsgd_jax as lj
+from train.__main__ import main
+from train.config import DataConfig, WorkersConfig
+from train.landscape.__main__ import main as landscape
+from train.metrics import log, plots
+from train.run.loop import train
+from train.run.open import open_run
+from train.task import methods
+from train.tools import compare
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+# Resuming
+
+
+def test_resuming_is_exact_to_the_bit(finished, tmp_path, traces):
+    """run(12) equals run(6), stop, resume, run(6): everything that training changes."""
+    folder = str(tmp_path / "run")
+    train(open_run(dataclasses.replace(tiny.SMALL, run_dir=folder, steps=6)))
+    second = open_run(dataclasses.replace(tiny.SMALL, run_dir=folder, resume=True))
+    assert second.step == 6
+    result = train(second)
+    tiny.assert_equal_to_the_bit(finished[0].state, second.state)
+    assert traces.count(second.experiment) == 2
+    assert result.center_error == finished[1].center_error
+    events = log.read(result.folder)
+    assert [event["step"] for event in events["train"]] == [4, 6, 8, 12]
+    seconds = [event["seconds"] for event in events["train"]]
+    assert seconds == sorted(seconds)
+
+
+def test_resuming_a_finished_run_tests_it_again(copied, finished):
+    run = open_run(copied)
+    result = train(run)
+    assert result.step == 12 and result.center_error == finished[1].center_error
+    assert result.best_error == finished[1].best_error
+    tiny.assert_equal_to_the_bit(finished[0].state, run.state)
+
+
+def test_events_after_the_resumed_checkpoint_do_not_count(copied):
+    path = f"{copied.run_dir}/metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"kind": "train", "step": 16, "seconds": 9, "loss": 1}\n{"kind": "tra')
+    train(open_run(dataclasses.replace(copied, steps=14)))
+    events = log.read(finished_folder := open_run(copied).folder)
+    assert finished_folder.name == "copy"
+    assert [event["step"] for event in events["train"]] == [4, 8, 12, 14]
+
+
+# Orbax leaves coroutines behind when a restore fails; they complain when collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(copied, capsys):
+    broken = max((p for p in files_of(copied, 12)), key=lambda path: path.stat().st_size)
+    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    run = open_run(copied)
+    assert run.step == 6
+    printed = capsys.readouterr().out
+    assert "warning: the checkpoint of step 12 can not be read" in printed
+    assert files_of(copied, "unreadable-12")  # set aside, not deleted
+    assert train(run).step == 12
+    gc.collect()
+
+
+def files_of(config, step):
+    folder = pathlib.Path(config.run_dir) / "checkpoints" / str(step)
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_readable_checkpoint_at_all(copied):
+    for step in (6, 12):
+        for path in files_of(copied, step):
+            path.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
+        open_run(copied)
+    gc.collect()
+
+
+def test_a_run_folder_of_version_0_1_is_refused_in_one_line(copied, tmp_path, capsys):
+    """Its metrics can still be drawn; to read its checkpoints takes that version."""
+    out = tmp_path / "out"
+    out.mkdir()
+    folder = pathlib.Path(copied.run_dir).rename(out / "lsgd-0")
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    assert values.pop("format") == 2
+    path.write_text(json.dumps(values))
+    before = sorted(folder.rglob("*"))
+    comparison = ["digits", "--methods", "lsgd", "--out", str(out)]
+    for command, arguments in (
+        (main, ["digits", "--resume", "--run-dir", str(folder)]),
+        (landscape, [str(folder)]),
+        (compare.main, comparison),
+    ):
+        assert command(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path} is of a run in format 1, whose checkpoints")
+        assert error.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+    assert plots.main([str(folder)]) == 0
+
+
+def test_another_configuration_is_refused_and_named(copied):
+    changed = dataclasses.replace(
+        copied, seed=3, method=dataclasses.replace(copied.method, local_pull=0.5)
+    )
+    message = (
+        "is a run of another configuration: method.local_pull: the run has 0.1, the "
+        "command says 0.5; seed: the run has 0, the command says 3"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_run(changed)
+
+
+def test_a_folder_that_exists_is_never_overwritten(finished):
+    _, result = finished
+    before = {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
+    with pytest.raises(ValueError, match="must be a new folder, .* exists; add --resume"):
+        open_run(dataclasses.replace(tiny.SMALL, run_dir=str(result.folder)))
+    assert before == {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
+
+
+# Data
+
+
+def test_every_worker_may_have_a_part_of_its_own(tmp_path):
+    config = dataclasses.replace(
+        tiny.SMALL,
+        run_dir=str(tmp_path / "run"),
+        steps=4,
+        data=DataConfig("digits", shard=True),
+    )
+    run = open_run(config)
+    images, labels = run.experiment.data
+    assert images.shape == (4, 1437 // 4, 8, 8, 1) and labels.shape == (4, 1437 // 4)
+    assert not isinstance(run.experiment.data, lj.Shared)
+    rows = np.asarray(run.experiment.batch(0))
+    assert rows.shape == (4, 16) and rows.max() < 1437 // 4
+    assert train(run).step == 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"batch_size": 2000}, "`batch_size` must be at most 1437"),
+        (
+            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(10, 20)},
+            "`batch_size` must be at most 7, the number of training images per worker",
+        ),
+        ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
+        ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),
+        ({"data": DataConfig("cifar10")}, "`data.dir` must name the folder"),
+        ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
+    ],
+)
+def test_what_can_not_be_leaves_no_folder_behind(tmp_path, changes, message):
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"), **changes)
+    with pytest.raises(ValueError, match=message):
+        open_run(config)
+    assert not (tmp_path / "run").exists()

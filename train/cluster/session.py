@@ -1,0 +1,235 @@
+"""What a process knows of the other processes of its run, and how it talks to them.
+
+All of it is among the members of the run: the processes that were started, and after a
+loss that the run survives (see `train.run.recovery`) those that are left. Each such group
+has folders of its own at the store, so that what the lost ones have left behind, and what
+was in flight when they were lost, is of no account any more.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+import lsgd_jax as lj
+from train.cluster import private_jax
+from train.cluster.barriers import Barriers
+from train.cluster.exit_status import INTERRUPTED
+from train.cluster.key_value_store import KeyValueStore
+from train.cluster.lost import Lost
+
+
+if TYPE_CHECKING:
+    from train.cluster.heartbeat import Heartbeat
+
+
+class Session:
+    """This process among the processes of its run; made by `train.cluster.rendezvous.join`.
+
+    A process by itself has no store, and then nothing is communicated.
+
+    Args:
+      store: where the processes leave texts for one another.
+      hosts: the host of each process that was started.
+
+    Attributes:
+      process_id: which process this one is, from 0.
+      hosts: as given.
+      barriers: where the processes meet while Orbax writes a checkpoint.
+      heartbeat: watches over the processes; None for a process by itself.
+      where: says how far this process is and how to go on, for its last line.
+    """
+
+    def __init__(self, store: KeyValueStore | None = None, hosts: Sequence[str] = ()):
+        self._store = store
+        self._started = 1 if store is None else store.num_processes
+        self._lost: set[int] = set()  # known to be lost
+        self._without: set[int] = set()  # those of them that the run goes on without
+        self._numbers = itertools.count()  # of the folders of this group
+        self.process_id = 0 if store is None else store.process_id
+        self.hosts = list(hosts)
+        self.barriers = Barriers(self)
+        self.heartbeat: Heartbeat | None = None
+        self.where: Callable[[], str] = lambda: "before training began"
+
+    @classmethod
+    def single(cls) -> "Session":
+        """That of a process by itself.
+
+        >>> session = Session.single()
+        >>> session.is_main, session.has_others, session.members, session.gather("a")
+        (True, False, [0], ['a'])
+        """
+        return cls()
+
+    # Who there is
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, and writes files and figures."""
+        return self.process_id == 0
+
+    @property
+    def has_others(self) -> bool:
+        """Whether this process was started as one of several."""
+        return self._started > 1
+
+    @property
+    def members(self) -> list[int]:
+        """The processes of the run, in order."""
+        return [i for i in range(self._started) if i not in self._without]
+
+    @property
+    def group(self) -> str:
+        """A name for the set of the members: 'all', or 'without-1-2'."""
+        without = map(str, sorted(self._without))
+        return "-".join(["without", *without]) if self._without else "all"
+
+    def names(self, processes: Iterable[int]) -> str:
+        """Processes as messages name them.
+
+        >>> Session(hosts=["a", "b"]).names([1, 0])
+        'process 0 (host a) and process 1 (host b)'
+        """
+        return " and ".join(
+            f"process {i} (host {self.hosts[i]})" for i in sorted(processes)
+        )
+
+    # Texts for one another; all must ask for the same, in the same order
+
+    def gather(self, text: str) -> list[str]:
+        """Every member's text, in every process.
+
+        Raises:
+          TimeoutError: they have not all come within 5 minutes; Lost: one of them is lost.
+        """
+        if self._store is None:
+            return [text]
+        folder = self.new_folder("round")
+        self.write(folder, text)
+        texts = self.wait_for_members(folder)
+        return [text for _, text in sorted(texts.items())]
+
+    def agree(self, text: str) -> str:
+        """The main process's text, in every process."""
+        return self.gather(text)[0]
+
+    def same_everywhere(self, text: str) -> bool:
+        """Whether every process has passed the same text."""
+        return len(set(self.gather(text))) == 1
+
+    def wait_for_all(self) -> None:
+        """Returns when every process has come here."""
+        self.gather("")
+
+    def connect(self, workers: lj.Workers) -> None:
+        """Connects the devices of all processes with one another, while all are here.
+
+        They would do so when they first communicate while training, and there gloo, which
+        CPUs use, gives up if one comes more than 30 s after another, from compiling for
+        example.
+        """
+        if not self.has_others:
+            return
+        self.wait_for_all()
+        groups = ("node", "local"), "node", "local"
+        meet = lambda x: [lj.collectives.mean(x, axes) for axes in groups]
+        jax.block_until_ready(workers.map(meet)(workers.replicate(jnp.zeros([]))))
+
+    # Texts at the store, for those with an order of their own
+
+    def new_folder(self, name: str) -> str:
+        """A folder that is new to all; they must ask for it in the same order."""
+        return f"{name}-{next(self._numbers)}"
+
+    def write(self, folder: str, text: str) -> None:
+        """Leaves a text in a folder, in the place of this process's last one."""
+        if self._store is not None:
+            self._store.write(f"{self.group}/{folder}", text)
+
+    def read(self, folder: str) -> dict[int, str]:
+        """The texts that there are in a folder, by process."""
+        return {} if self._store is None else self._store.read(f"{self.group}/{folder}")
+
+    def wait_for_members(self, folder: str, timeout: float = 300) -> dict[int, str]:
+        """The texts in a folder, by process, once every member has left one.
+
+        jax's own barriers do not notice that a process is lost.
+
+        Args:
+          timeout: seconds to wait.
+
+        Raises:
+          TimeoutError: they are not there in time; Lost: one of the members is lost.
+        """
+        deadline, pause = time.monotonic() + timeout, 0.005
+        while True:
+            texts = self.read(folder)
+            if texts.keys() >= set(self.members):
+                return texts
+            self.check_no_member_is_lost()
+            if time.monotonic() > deadline:
+                missing = ", ".join(map(str, sorted(set(self.members) - texts.keys())))
+                raise TimeoutError(f"process {missing} did not come in time")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    # Losses
+
+    @property
+    def has_lost_some(self) -> bool:
+        """Whether the run goes on without some of the processes that were started."""
+        return bool(self._without)
+
+    def note_lost(self, processes: Iterable[int]) -> None:
+        """Notes that processes are lost: from then on no process waits for them."""
+        self._lost.update(processes)
+
+    def check_no_member_is_lost(self) -> None:
+        """Raises Lost if a member is known to be lost."""
+        lost = self._lost.intersection(self.members)
+        if lost:
+            raise Lost(lost)
+
+    def lost_members(self) -> set[int]:
+        """The members that are lost; waits until each of the others has asked, too."""
+        if self._store is None:
+            return set()
+        return set(self.members) - self._store.live(self.members)
+
+    def is_service_there(self) -> bool:
+        """Whether the store can be reached, as far as a connection tells."""
+        return self._store is not None and self._store.is_service_there()
+
+    def go_on_without(self, processes: Iterable[int]) -> None:
+        """Takes processes out of the run; all who stay must do so."""
+        processes = set(processes)
+        self.note_lost(processes)
+        self._without |= processes
+        self._numbers = itertools.count()  # the others may have come to another one
+        if len(self.members) == 1:
+            private_jax.count_one_process()
+
+    # The end
+
+    def tell_where(self, where: Callable[[], str]) -> None:
+        """Sets what a last line adds if a process is lost: how far it is, how to go on."""
+        self.where = where
+
+    def leave(self, status: int, line: str) -> int:
+        """Says why there is no going on, and ends the process if it is one of several.
+
+        One that simply went would wait for the others to come to their end, and they for
+        it.
+
+        Returns:
+          The exit status, if the process is by itself.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.leave(status, line)
+        print(line if status == INTERRUPTED else f"error: {line}", file=sys.stderr)
+        return status

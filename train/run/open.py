@@ -1,0 +1,162 @@
+"""Opening a run: everything that training it needs, before the first step."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.cluster.session import Session
+from train.cluster.signals import StopSignals
+from train.config import Config
+from train.metrics import log
+from train.metrics.buffer import MetricsBuffer
+from train.metrics.log import MetricsLog
+from train.metrics.progress import Progress
+from train.run import folder as run_folder
+from train.run import resharding
+from train.run.checkpoints import Checkpoints
+from train.run.reporting import Reporter
+from train.run.resharding import Resizing, Restored
+from train.run.result import where
+from train.run.stopwatch import Stopwatch
+from train.task.experiment import Experiment
+from train.task.state import TrainState
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that is open. Only `state`, `step` and `saved_at` change while it is trained.
+
+    Attributes:
+      config: what to do.
+      session: this process among those of the run.
+      experiment: the configuration, built.
+      folder: the run folder.
+      state: of the training after `step` steps.
+      step: steps taken.
+      saved_at: the step of the last checkpoint; -1 if there is none.
+      resizing: how the workers have changed, or None.
+      checkpoints: those of the run folder.
+      stopwatch: seconds of training; started when training is.
+      metrics: what the run folder says of training.
+      buffer: what has not been written to it yet.
+      progress: what the user sees.
+      reporter: from the buffer to the metrics and the progress.
+      stop_signals: Ctrl-C and SIGTERM.
+    """
+
+    config: Config
+    session: Session
+    experiment: Experiment
+    folder: pathlib.Path
+    state: TrainState
+    step: int
+    saved_at: int
+    resizing: Resizing | None
+    checkpoints: Checkpoints
+    stopwatch: Stopwatch
+    metrics: MetricsLog
+    buffer: MetricsBuffer
+    progress: Progress
+    reporter: Reporter
+    stop_signals: StopSignals
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Writes an event of this step to the metrics."""
+        self.metrics.write(kind, self.step, self.stopwatch.seconds, **values)
+
+
+def open_run(
+    config: Config,
+    session: Session | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Run:
+    """Opens a new run, or the one to resume.
+
+    Args:
+      config: what to do.
+      session: this process among those of the run; None: this one by itself.
+      devices: see `Experiment`.
+
+    Raises:
+      ValueError: the configuration, the data or the run folder is not what it must be;
+        nothing has been written then.
+    """
+    session = Session.single() if session is None else session
+    resumed = run_folder.to_resume(config) if config.resume else None
+    if resumed is not None:
+        run_folder.check_same_experiment(config, resumed)
+    progress = Progress(config.steps, process=session.process_id)
+    experiment = Experiment(
+        config, session=session, warn=progress.warn_here, devices=devices
+    )
+    if resumed is not None:
+        check_same_data(experiment.data_sizes, resumed)
+    folder = run_folder.create(config, session) if resumed is None else resumed
+    session.tell_where(lambda: where(config, folder, 0))
+    checkpoints = Checkpoints(
+        folder / run_folder.CHECKPOINTS,
+        config.keep_checkpoints,
+        progress.warn_here,
+        session,
+    )
+    start = starting_point(config, experiment, checkpoints, progress)
+    progress.resume(start.step)
+    stopwatch = Stopwatch(start.notes["seconds"])
+    metrics = MetricsLog(folder, progress.warn_here, write=session.is_main)
+    run = Run(
+        config=config,
+        session=session,
+        experiment=experiment,
+        folder=folder,
+        state=start.state,
+        step=start.step,
+        saved_at=start.step or -1,
+        resizing=start.resizing,
+        checkpoints=checkpoints,
+        stopwatch=stopwatch,
+        metrics=metrics,
+        buffer=MetricsBuffer(experiment.workers, start.state.opt_state),
+        progress=progress,
+        reporter=Reporter(config, metrics, progress, stopwatch, start.recent_losses),
+        stop_signals=StopSignals(session),
+    )
+    session.tell_where(lambda: where(config, folder, run.step))
+    return run
+
+
+def starting_point(
+    config: Config, experiment: Experiment, checkpoints: Checkpoints, progress: Progress
+) -> Restored:
+    """The latest checkpoint if the run is resumed, or else the state before step 1."""
+    fresh = experiment.init()
+    if config.resume:
+        restored = resharding.restore(checkpoints, fresh, experiment.workers)
+        if restored is not None:
+            return restored
+        folder = run_folder.to_resume(config)
+        progress.warn(f"{folder} holds no checkpoint yet; the run begins at step 0")
+    unknown = np.full(experiment.workers.num_workers, np.inf)
+    return Restored(0, fresh, {"seconds": 0.0}, unknown, resizing=None)
+
+
+def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
+    """Raises ValueError if a run began with other data than those at hand.
+
+    Args:
+      sizes: see `Experiment.data_sizes`.
+      folder: of the run.
+    """
+    if not (folder / run_folder.METRICS).exists():
+        return
+    for start in log.read(folder).get("start", []):
+        for name, count in sizes.items():
+            before = start.get(name, count)
+            if before != count:
+                raise ValueError(
+                    f"{folder} is a run on other data: with {before} "
+                    f"{name.replace('_', ' ')}, and here are {count}"
+                )

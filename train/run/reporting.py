@@ -1,0 +1,136 @@
+"""What is written and shown of every interval of steps, and the warnings."""
+
+from typing import Any
+
+import numpy as np
+
+import lsgd_jax as lj
+from train.config import Config
+from train.metrics.buffer import Interval
+from train.metrics.log import MetricsLog
+from train.metrics.progress import Progress
+from train.run.stopwatch import Stopwatch
+
+
+class Reporter:
+    """Writes and shows what training did, and warns of what goes wrong.
+
+    Args:
+      config: the run's.
+      metrics, progress: where to.
+      stopwatch: the run's.
+      recent_losses: as the attribute, at the step from which the run goes on.
+
+    Attributes:
+      recent_losses: float [W], mean loss of each worker over the last interval; inf where
+        none was finite.
+      nonfinite_steps: for how many steps in a row no worker has had a finite loss.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: MetricsLog,
+        progress: Progress,
+        stopwatch: Stopwatch,
+        recent_losses: np.ndarray,
+    ):
+        self._config, self._metrics = config, metrics
+        self._progress, self._stopwatch = progress, stopwatch
+        self.recent_losses, self.nonfinite_steps = recent_losses, 0
+        self._reported_at: float | None = None
+        self._warned_of_misplaced = False
+
+    def report(self, interval: Interval | None) -> None:
+        """Writes and shows what an interval of steps did; nothing for None."""
+        if interval is None:
+            return
+        finite = np.isfinite(interval.losses)
+        known = np.where(finite, interval.losses, 0)
+        with np.errstate(all="ignore"):
+            losses = known.sum(0) / finite.sum(0)
+            loss = float(known.sum() / finite.sum())
+        self.recent_losses = np.where(np.isfinite(losses), losses, np.inf)
+        self._warn_of_nonfinite(interval.step, finite)
+        self._warn_of_misplaced(interval)
+        pace = self._pace(len(interval.losses))
+        self._metrics.write(
+            "train",
+            interval.step,
+            self._stopwatch.seconds,
+            loss=loss,
+            losses=losses.tolist(),
+            steps_per_second=pace,
+            consensus_distance=interval.consensus_distance,
+            waiting=int(interval.waiting.sum()),
+            **totals(interval.diagnostics),
+        )
+        self._write_leaders(interval)
+        self._progress.show(interval.step, loss, pace)
+
+    def _pace(self, steps: int) -> float | None:
+        """Steps per second since the last report."""
+        before, self._reported_at = self._reported_at, self._stopwatch.seconds
+        # The first interval includes the compilation: its pace would mislead.
+        return None if before is None else steps / (self._reported_at - before)
+
+    def _write_leaders(self, interval: Interval) -> None:
+        for step, diagnostics in interval.elections:
+            for pull in diagnostics:
+                if pull.leader is not None and pull.is_due(step):
+                    values = leaders(pull, self._config.workers.nodes)
+                    self._metrics.write("leaders", step, self._stopwatch.seconds, **values)
+
+    def _warn_of_nonfinite(self, step: int, finite: np.ndarray) -> None:
+        """Counts the steps in a row without any finite loss, and warns."""
+        for any_worker in np.any(finite, axis=1).tolist():
+            self.nonfinite_steps = 0 if any_worker else self.nonfinite_steps + 1
+        bad = np.flatnonzero(~finite.all(axis=0))
+        if self.nonfinite_steps:
+            self._progress.warn(
+                f"no worker has had a finite loss for {self.nonfinite_steps} steps (up to "
+                f"step {step}): nothing is exchanged, and training stops after "
+                f"{self._config.stop_after_nonfinite} such steps"
+            )
+        elif bad.size:
+            self._progress.warn(
+                f"the loss of worker {_joined(bad)} was not finite at some of the steps up "
+                f"to {step}; such a worker is restored at the next exchange"
+            )
+
+    def _warn_of_misplaced(self, interval: Interval) -> None:
+        steps = np.sum([pull.misplaced for pull in interval.diagnostics], axis=0)
+        if np.any(steps) and not self._warned_of_misplaced:
+            self._warned_of_misplaced = True
+            self._progress.warn(
+                f"the parameters of worker {_joined(np.flatnonzero(steps))} were changed "
+                f"behind the exchange (seen up to step {interval.step}): the exchange must "
+                "stand last in the chain, and nothing else may change parameters"
+            )
+
+
+def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
+    """Which workers led at a pull (one of each node, or one of all), and all scores."""
+    leader, score = np.asarray(pull.leader), np.asarray(pull.score)
+    if pull.axes == ("local",):
+        grid = leader.reshape(nodes, -1)
+        chosen = grid[:, 0] + np.arange(nodes) * grid.shape[1]
+        return {"level": "node", "leaders": chosen.tolist(), "scores": score.tolist()}
+    return {"level": "all", "leaders": [int(leader[0])], "scores": score.tolist()}
+
+
+def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
+    """Bytes that each worker has sent and workers restored, by all pulls together."""
+    if not diagnostics:
+        return {}
+    restored = sum(int(np.sum(pull.restored)) for pull in diagnostics)
+    return {"bytes_sent": bytes_sent(diagnostics), "restored": restored}
+
+
+def bytes_sent(diagnostics: tuple[lj.Diagnostics, ...]) -> int:
+    """Bytes that each worker has sent, by all pulls together."""
+    return sum(pull.bytes_sent for pull in diagnostics)
+
+
+def _joined(workers: np.ndarray) -> str:
+    return ", ".join(map(str, workers.tolist()))
