@@ -22,8 +22,8 @@ def test_the_example_runs():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    numbers = [float(x) for x in re.findall(r"\d\.\d+", done.stdout)]
-    assert len(numbers) == 3 and all(abs(x - 1) < 0.1 for x in numbers), done.stdout
+    printed = [float(x) for x in re.findall(r"\d\.\d+", done.stdout)]
+    assert len(printed) == 3 and all(abs(x - 1) < 0.1 for x in printed), done.stdout
 
 
 def test_links_lead_somewhere():

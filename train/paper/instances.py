@@ -13,8 +13,8 @@ import lsgd_jax as lj
 class Instances:
     """Instances of an experiment with W workers each: every instance is a node.
 
-    The workers of a node speak among themselves alone if their method's only axis is
-    'local' (as in `train.paper.methods`), so that no instance sees another.
+    The workers of a node communicate only with one another if their method's only axis
+    is 'local' (as in `train.paper.methods`), so that instances are independent.
 
     Args:
       count: how many instances.

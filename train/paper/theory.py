@@ -60,13 +60,13 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options.
 
     Raises:
-      ValueError: an option there is none of, or a statement there is none of.
+      ValueError: an unknown option or statement.
     """
     parser = Parser("python -m train.paper theory", __doc__)
     parser.add_argument(
         "--only",
         default=",".join(STATEMENTS),
-        help=f"statements, joined by commas, of {', '.join(STATEMENTS)} (default: all)",
+        help=f"statements, separated by commas, of {', '.join(STATEMENTS)} (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is random")
     output.add_out(parser, "theory")

@@ -38,12 +38,14 @@ def python2_pickle(labels, pixels):
     """A batch, byte for byte as Python 2 and NumPy 1 pickled the official ones."""
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
-        b"(K\x01(M" + struct.pack("<H", len(labels)) + b"M\x00\x0ctcnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
+        b"(K\x01(M"
+        + struct.pack("<H", len(labels))
+        + b"M\x00\x0ctcnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
         b"\x89T" + struct.pack("<i", pixels.nbytes) + pixels.tobytes() + b"tb"
     )
-    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + numbers + b"u."
+    classes = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + classes + b"u."
 
 
 def pack(archive, folder):
@@ -114,7 +116,7 @@ def fewer_records(monkeypatch, sums):
     """Accepts the made-up files as the official ones."""
     assert sums.keys() == cifar10.MD5.keys()
     binary = cifar10.BINARY._replace(sizes=range(SIZE, SIZE + 1))
-    monkeypatch.setattr(cifar10, "MD5", sums)
+    monkeypatch.setattr(cifar10, "MD5", dict(sums))
     monkeypatch.setattr(cifar10, "RECORDS", RECORDS)
     monkeypatch.setattr(cifar10, "NUM_TRAIN", 5 * RECORDS)
     monkeypatch.setattr(cifar10, "FORMS", (binary, cifar10.PYTHON))

@@ -168,7 +168,7 @@ def test_data_that_vanish_end_the_run_with_a_checkpoint(folder, tmp_path):
         return step(*arguments)
 
     run.experiment.step = vanishing
-    with pytest.raises(DataError, match="24 images in a row can not be read"):
+    with pytest.raises(DataError, match="24 images in a row cannot be read"):
         train(run)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert int(saved.name) == run.step > 3 and no_readers()
@@ -203,11 +203,11 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, times",
+    "signum, times",
     [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
 )
-def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
+def test_a_signal_ends_the_readers(folder, tmp_path, signum, times):
     config = endless(folder, tmp_path / "run")
     shard = dataclasses.replace(config.data, shard=True)
     run = open_run(dataclasses.replace(config, data=shard))
@@ -217,13 +217,13 @@ def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
     def interrupted(*arguments):
         if run.step == 5:
             for _ in range(times):
-                signal.raise_signal(number)
+                signal.raise_signal(signum)
         return step(*arguments)
 
     run.experiment.step = interrupted
     if times == 1:
         result = train(run)
-        assert result.stopped_by == number and result.step == 6 and result.saved
+        assert result.stopped_by == signum and result.step == 6 and result.saved
     else:
         with pytest.raises(KeyboardInterrupt):
             train(run)

@@ -150,7 +150,7 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
     ]
     excess = ", ".join(f"{beyond[p]:.2g} (p = {p})" for p in counts if p > 1)
     remarks = [
-        "With several workers the condition is enough, and tight for odd p alone: the "
+        "With several workers the condition is enough, and tight only for odd p: the "
         f"largest stable α lies above (4 − 2η)/(4 − η) by up to {excess}."
     ]
     pair = radius(round_map(eta_all, alpha_all, 2))
