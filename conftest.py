@@ -29,5 +29,5 @@ jax.devices()  # made here and now: a command that is tested must not ask for ot
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Two processes for the whole suite; tests named on the command line run in this one."""
+    """Two processes for the whole suite; tests that are named run in this one."""
     return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
