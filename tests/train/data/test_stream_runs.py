@@ -24,8 +24,8 @@ from train.metrics.progress import Progress
 from train.run import loop
 from train.run.loop import train
 from train.run.open import open_run
+from train.task import methods
 from train.task.experiment import Experiment
-from train.task.methods import Lsgd
 
 
 SIZE = 16
@@ -48,7 +48,7 @@ def small(folder, run_dir, **changes):
         data=DataConfig("imagenet", dir=str(folder), crop=SIZE, reader_threads=2),
         optimizer=OptimizerConfig(learning_rate=0.001, momentum=0.9),
         workers=WorkersConfig(nodes=1, locals=2),
-        method=Lsgd(0.1, 0.0, 2, 4),
+        method=methods.make("lsgd", 0.1, 0.0, 2, 4),
         steps=8,
         batch_size=4,
         log_every=4,
@@ -120,13 +120,13 @@ def test_statistics_are_reestimated_from_the_files(finished):
     run, _ = finished
     experiment = run.experiment
     center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
-    got = experiment._stats_from_data(center, stats)
-    keys, means = experiment._worker_keys(), []
+    got = experiment.evaluation.reestimated(center, stats)
+    keys, means = experiment.worker_keys(), []
     for step in range(6):  # an epoch
         pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
         for worker in range(2):
             image_key, _ = jax.random.split(keys[worker])
-            x = experiment._transforms.train(image_key, pixels[worker])
+            x = experiment.forward.transforms.train(image_key, pixels[worker])
             means.append(np.asarray(x).reshape(len(x), -1).mean(axis=0))
     first = got["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
@@ -148,8 +148,8 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     params, wrong = jax.tree.map(lambda x: x[1], run.state.params), 0
     for row in range(1, 9):
         pixels = decode.read(files.path(row), SIZE, decode.center_box)
-        x = run.experiment._transforms.test(jnp.asarray(pixels[None]))
-        logits = run.experiment._model.apply({"params": params}, x, False)
+        x = run.experiment.forward.transforms.test(jnp.asarray(pixels[None]))
+        logits = run.experiment.forward.model.apply({"params": params}, x, False)
         wrong += int(np.argmax(logits) != files.labels[row])
     assert run.experiment.test_worker(run.state, 1).error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")
