@@ -74,7 +74,7 @@ def test_imports_lead_downwards(path):
     assert not wrong
 
 
-@pytest.mark.parametrize("path", (ROOT / "lsgd_jax").glob("[!_]*.py"), ids=name_of)
+@pytest.mark.parametrize("path", sorted((ROOT / "lsgd_jax").glob("[!_]*.py")), ids=name_of)
 def test_methods_stand_above_the_rest_of_the_library(path):
     assert not [m for m in imported(path) if inside(m, "lsgd_jax.methods")]
 
