@@ -25,7 +25,7 @@ class Instances:
 
     >>> import jax.numpy as jnp
     >>> pairs = Instances(2, workers=2)
-    >>> total = pairs.map(lambda x: jax.lax.psum(x, lj.collectives.names("local")))
+    >>> total = pairs.map(lambda x: lj.Group("local").masked_sum(x, True)[0])
     >>> pairs.fetch(total(pairs.put(np.float32([[1, 2], [3, 4]])))).tolist()
     [[3.0, 3.0], [7.0, 7.0]]
     """

@@ -22,7 +22,7 @@ import rich.console
 import rich.progress
 from matplotlib import pyplot as plt
 
-from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.metrics.plots import BLUE, ORANGE
@@ -213,11 +213,11 @@ def parse(arguments: Sequence[str]) -> Any:
     options = parser.parse_args(arguments)
     options.ranks = ranks_of(options.ranks)
     for name in ("dimension", "instances", "workers", "iterations"):
-        check_positive_int(name, getattr(options, name))
-    check_not_negative("learning_rate", options.learning_rate)
-    check_not_negative("seed", options.seed)
-    check_fraction("pull", options.pull)
-    check_fraction("pull x workers", options.pull * options.workers)
+        lj.checks.check_positive_int(name, getattr(options, name))
+    lj.checks.check_not_negative("learning_rate", options.learning_rate)
+    lj.checks.check_not_negative("seed", options.seed)
+    lj.checks.check_fraction("pull", options.pull)
+    lj.checks.check_fraction("pull x workers", options.pull * options.workers)
     for rank in options.ranks:
         if not 1 <= rank <= options.dimension:
             raise ValueError(

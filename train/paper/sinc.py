@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lsgd_jax.checks import check_not_negative, check_positive_int
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.paper import output
@@ -81,8 +81,8 @@ def parse(arguments: Sequence[str]) -> Any:
     output.add_out(parser, "sinc")
     options = parser.parse_args(arguments)
     for name in counts:
-        check_positive_int(name, getattr(options, name.replace("-", "_")))
-    check_not_negative("seed", options.seed)
+        lj.checks.check_positive_int(name, getattr(options, name.replace("-", "_")))
+    lj.checks.check_not_negative("seed", options.seed)
     return options
 
 

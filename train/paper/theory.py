@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from lsgd_jax.checks import check_not_negative, check_option
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.paper import output
@@ -73,8 +73,8 @@ def parse(arguments: Sequence[str]) -> Any:
     options = parser.parse_args(arguments)
     options.only = list(dict.fromkeys(options.only.split(",")))
     for name in options.only:
-        check_option("only", name, STATEMENTS)
-    check_not_negative("seed", options.seed)
+        lj.checks.check_option("only", name, STATEMENTS)
+    lj.checks.check_not_negative("seed", options.seed)
     return options
 
 

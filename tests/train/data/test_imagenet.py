@@ -167,7 +167,7 @@ def test_the_papers_settings():
     optimizer, method = CONFIG.optimizer, CONFIG.method
     assert (CONFIG.workers.nodes, CONFIG.workers.locals, CONFIG.batch_size) == (1, 4, 128)
     assert (optimizer.learning_rate, optimizer.weight_decay) == (0.1, 1e-4)
-    assert optimizer.momentum == 0 and not CONFIG.data.shard
+    assert not optimizer.momentum and not CONFIG.data.shard
     assert (method.local_pull, method.local_period, method.global_pull) == (0.1, 64, 0)
     assert CONFIG.data.crop == 224 and CONFIG.model == "resnet50"
 
