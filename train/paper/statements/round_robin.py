@@ -142,7 +142,7 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
         ),
         Claim(
             "EASGD with one worker: the map is that of the library's step",
-            f"entries of the map, largest deviation at {allowed.sum()} points, β ≤ 1, p = 1",
+            f"entries of the map, largest deviation at {allowed.sum()} points (β ≤ 1)",
             float(np.abs(read_off - matrix[allowed]).max()),
             "≤",
             0.0,
