@@ -3,6 +3,7 @@
 import os
 
 import jax
+import pytest
 
 
 FLAGS = (
@@ -24,3 +25,9 @@ from lsgd_jax.devices import emulate_devices  # noqa: E402
 emulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made here and now: a command that is tested must not ask for others
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes for the whole suite; tests that are named run in this one."""
+    return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from lsgd_jax.checks import check_positive_int
+import lsgd_jax as lj
 
 
 class DataError(ValueError):
@@ -53,7 +53,7 @@ class Dataset:
         return self.train.images.shape[1:]
 
     def __post_init__(self) -> None:
-        check_positive_int("num_classes", self.num_classes)
+        lj.checks.check_positive_int("num_classes", self.num_classes)
         for name, part in (("train", self.train), ("test", self.test)):
             _check_images(name, part.images)
             _check_labels(name, part.labels, len(part.images), self.num_classes)

@@ -1,6 +1,6 @@
 """From an image file to the pixels that a network sees: uint8 [size, size, 3].
 
-Both ways cut a rectangle out and scale it, in one go:
+Both cut a rectangle out and scale it, in one operation:
 
     training: a random part of random area and shape (Szegedy et al., CVPR 2015);
     testing:  the middle of the image scaled so that its shorter side is 256 for size 224.
@@ -25,7 +25,7 @@ ATTEMPTS = 10
 SHORTER_SIDE = 256 / 224  # of the image that is tested, in sizes of the crop
 
 # JPEGs are decoded at 1/2, 1/4 or 1/8 of their size as long as this many pixels are left
-# for each one wanted, per axis: the result differs by less than one grey level (root mean
+# for each one wanted, per axis: the result differs by less than one gray level (root mean
 # square); with 1 it would be two or three.
 SPARE = 2
 
@@ -33,7 +33,7 @@ SPARE = 2
 def read(path: str, size: int, box_of: Callable[[int, int], Box]) -> np.ndarray:
     """Reads a part of an image as RGB, scaled to size x size with antialiasing.
 
-    Grey, CMYK and palette images are converted; transparency is dropped, and so is the
+    Gray, CMYK and palette images are converted; transparency is dropped, and so is the
     orientation that a camera noted. Large JPEGs are decoded at a fraction of their size,
     but with at least two pixels per axis for each one wanted.
 

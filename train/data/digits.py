@@ -12,7 +12,7 @@ SEED = 0
 
 
 def load() -> Dataset:
-    """scikit-learn's handwritten digits: 1,797 images of 8 x 8 grey values, 10 classes.
+    """scikit-learn's handwritten digits: 1,797 images of 8 x 8 gray values, 10 classes.
 
     The values 0..16 are scaled to 0..255 and rounded. The split is always the same: of
     `numpy.random.RandomState(0).permutation(1797)` the first 1,437 images are for
@@ -38,7 +38,7 @@ def load() -> Dataset:
     digits: Any = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
     labels = digits.target.astype(np.int32)
-    # NumPy keeps the numbers of RandomState the same for good, those of Generator not.
+    # NumPy guarantees that what RandomState draws never changes; Generator may change.
     order = np.random.RandomState(SEED).permutation(len(labels))
     train, test = order[:NUM_TRAIN], order[NUM_TRAIN:]
     return Dataset(

@@ -38,7 +38,7 @@ class Files:
 
 
 def some(files: Files, count: int, seed: int, size: int) -> Images:
-    """Images drawn at random, in the host's memory; what can not be read is left out.
+    """Images drawn at random, in the host's memory; what cannot be read is left out.
 
     Raises:
       DataError: none of them can be read.
@@ -121,10 +121,10 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
         raise DataError(f"ImageNet cannot be read: {error}") from error
     for name, other in (("train", "val"), ("val", "train")):
         one, two = (train, test) if name == "train" else (test, train)
-        if alone := sorted(set(one.classes) - set(two.classes)):
+        if missing := sorted(set(one.classes) - set(two.classes)):
             raise DataError(
-                f"{top}: train and val must have the same classes, but {_some(alone)} "
-                f"{'is' if len(alone) == 1 else 'are'} in {name} and not in {other}"
+                f"{top}: train and val must have the same classes, but {_some(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} in {name} and not in {other}"
             )
     return ImageFolder(train, test, image_size)
 

@@ -8,7 +8,7 @@ import numpy as np
 class EpochSampler:
     """Every worker goes through its images in an order of its own, a new one each epoch.
 
-    The rows of a step depend on (seed, worker, step) alone: the position in the data is the
+    The rows of a step depend only on (seed, worker, step): the position in the data is the
     step count, and resuming needs nothing else.
 
     Args:

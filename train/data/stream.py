@@ -19,7 +19,7 @@ from train.data.imagenet import Files, ImageFolder
 from train.data.sampler import EpochSampler, rows_in_batches
 
 
-CROPS = 1  # tells the random numbers of crops from those of the order
+CROPS = 1  # separates the seeds of crops from those of the order
 MOST_SKIPPED = 100  # files in a row; after these it is not the files that are broken
 MOST_NAMED = 100  # files named on the screen
 
@@ -47,12 +47,12 @@ class Stream:
     """Images are read and decoded by threads, a few batches ahead.
 
     Which image stands at (step, worker, place in the batch), and which part of it is taken,
-    depend on these and the seed alone. So a run goes on at step k by reading from there, in
+    depend only on these and the seed. So a run resumes at step k by reading from there, in
     any number of processes: the step is all that a checkpoint must hold. Each process reads
     the images of its own workers.
 
-    A training image that can not be read is replaced by the next one that can be, which is
-    of the same class as a rule; a test image that can not be read does not count. Each
+    A training image that cannot be read is replaced by the next one that can be, which is
+    of the same class as a rule; a test image that cannot be read does not count. Each
     such file is reported once.
 
     At most ahead + 3 batches are read and not yet handed out: `ahead` of them decoded or
@@ -67,7 +67,7 @@ class Stream:
       seed: of the random parts of images.
       threads: how many read.
       ahead: batches to read ahead.
-      warn: called with a line for each file that can not be read.
+      warn: called with a line for each file that cannot be read.
       same_everywhere: says whether every process has called it with the same text.
 
     Attributes:
@@ -140,10 +140,10 @@ class Stream:
         step, index = divmod(position, len(owned))
         with self._lock:  # one thread works out the orders of an epoch, the others wait
             row = int(self._sampler.rows(step, owned)[index, place])
-        numbers = [self._seed, owned[index], step, place, CROPS]
+        seed = [self._seed, owned[index], step, place, CROPS]
 
         def box(width: int, height: int) -> decode.Box:
-            return decode.random_box(width, height, np.random.default_rng(numbers))
+            return decode.random_box(width, height, np.random.default_rng(seed))
 
         rows = self._rows_from(row, owned[index])
         return self._first_readable(self._folder.train, rows, box)
@@ -179,12 +179,12 @@ class Stream:
                 return Image(pixels, files.labels[row], True, skipped)
             skipped.append(files.path(row))
         raise DataError(
-            f"{len(skipped)} images in a row can not be read, the last of them "
+            f"{len(skipped)} images in a row cannot be read, the last of them "
             f"{skipped[-1]}: {self._unreadable[skipped[-1]]}"
         )
 
     def _try(self, files: Files, row: int, box_of: Callable) -> np.ndarray | None:
-        """The part of an image that is wanted, or None if it can not be read."""
+        """The part of an image that is wanted, or None if it cannot be read."""
         path = files.path(row)
         if path in self._unreadable:
             return None
@@ -234,17 +234,17 @@ class Stream:
         return self._workers.put_owned(batch), skipped
 
     def _report(self, skipped: list[str]) -> None:
-        """Names files that can not be read, each once."""
+        """Names files that cannot be read, each once."""
         for path in skipped:
             if path in self._named or len(self._named) > MOST_NAMED:
                 continue
             self._named.add(path)
             if len(self._named) <= MOST_NAMED:
                 self._warn(
-                    f"{path} is left out, it can not be read: {self._unreadable[path]}"
+                    f"{path} is left out, it cannot be read: {self._unreadable[path]}"
                 )
             else:
-                self._warn("more images can not be read; these are not named any more")
+                self._warn("more images cannot be read; these are not named any more")
 
 
 class _Again:

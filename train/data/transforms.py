@@ -26,7 +26,7 @@ def normalize(images: Array, mean: tuple[float, ...], std: tuple[float, ...]) ->
     >>> float(normalize(jnp.full((1, 1, 1, 1), 255, jnp.uint8), (0.5,), (0.5,)).squeeze())
     1.0
     """
-    per_channel = lambda numbers: jnp.asarray(numbers, jnp.float32)[None, None, None]
+    per_channel = lambda values: jnp.asarray(values, jnp.float32)[None, None, None]
     return (images.astype(jnp.float32) / 255 - per_channel(mean)) / per_channel(std)
 
 

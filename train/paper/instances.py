@@ -13,8 +13,8 @@ import lsgd_jax as lj
 class Instances:
     """Instances of an experiment with W workers each: every instance is a node.
 
-    The workers of a node speak among themselves alone if their method's only axis is
-    'local' (as in `train.paper.methods`), so that no instance sees another.
+    The workers of a node communicate only with one another if their method's only axis
+    is 'local' (as in `train.paper.methods`), so that instances are independent.
 
     Args:
       count: how many instances.
@@ -25,7 +25,7 @@ class Instances:
 
     >>> import jax.numpy as jnp
     >>> pairs = Instances(2, workers=2)
-    >>> total = pairs.map(lambda x: jax.lax.psum(x, lj.collectives.names("local")))
+    >>> total = pairs.map(lambda x: lj.Group("local").masked_sum(x, True)[0])
     >>> pairs.fetch(total(pairs.put(np.float32([[1, 2], [3, 4]])))).tolist()
     [[3.0, 3.0], [7.0, 7.0]]
     """

@@ -4,7 +4,7 @@
 
 minimizes F(X) = ¼‖XXᵀ − UUᵀ‖² over X [d, r] with 8 workers, for several ranks r, on 10
 instances each: U and the workers' starts X_0 have entries N(0, 1), gradients are full,
-numbers float64. DIR gets F of the best worker against the iteration (`curves.png`,
+in float64. DIR gets F of the best worker against the iteration (`curves.png`,
 `curves.csv`) and a table (`table.md`, `table.csv`). Two minutes on 2 CPU cores.
 
 Settings: learning rate 5e-4; every iteration pulls by 1e-4 to the leader (LGD) or to the
@@ -22,7 +22,7 @@ import rich.console
 import rich.progress
 from matplotlib import pyplot as plt
 
-from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.metrics.plots import BLUE, ORANGE
@@ -140,7 +140,7 @@ def summarize(curves: Curves) -> list[dict[str, Any]]:
 
 
 def points(curves: Curves) -> list[dict[str, Any]]:
-    """A row for every number of the curves."""
+    """A row for every value of the curves."""
     return [
         {"rank": rank, "method": method, "instance": i, "iteration": t, "F": float(value)}
         for (rank, method), curve in curves.items()
@@ -177,7 +177,7 @@ def draw(curves: Curves) -> Any:
 
 
 def ranks_of(text: str) -> list[int]:
-    """Numbers joined by commas.
+    """Integers separated by commas.
 
     >>> ranks_of("1,10")
     [1, 10]
@@ -185,7 +185,7 @@ def ranks_of(text: str) -> list[int]:
     ranks = []
     for part in text.split(","):
         if not part.strip().isdecimal():
-            rule = "`ranks` must be numbers joined by commas"
+            rule = "`ranks` must be integers separated by commas"
             raise ValueError(f"{rule}, got ranks={text!r}")
         ranks.append(int(part))
     return list(dict.fromkeys(ranks))
@@ -195,14 +195,14 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options.
 
     Raises:
-      ValueError: an option there is none of, or a value that is not possible.
+      ValueError: an unknown option, or a value out of range.
     """
     parser = Parser("python -m train.paper matrix-completion", __doc__)
     add = lambda name, default, text: parser.add_argument(
         name, type=type(default), default=default, help=f"{text} (default: {default})"
     )
     add("--dimension", 1000, "d, the rows of X")
-    add("--ranks", "1,10,50,100", "r, the columns of X; several, joined by commas")
+    add("--ranks", "1,10,50,100", "r, the columns of X; several, separated by commas")
     add("--instances", 10, "random problems per rank")
     add("--workers", 8, "W")
     add("--iterations", 49, "steps of every worker")
@@ -213,11 +213,11 @@ def parse(arguments: Sequence[str]) -> Any:
     options = parser.parse_args(arguments)
     options.ranks = ranks_of(options.ranks)
     for name in ("dimension", "instances", "workers", "iterations"):
-        check_positive_int(name, getattr(options, name))
-    check_not_negative("learning_rate", options.learning_rate)
-    check_not_negative("seed", options.seed)
-    check_fraction("pull", options.pull)
-    check_fraction("pull x workers", options.pull * options.workers)
+        lj.checks.check_positive_int(name, getattr(options, name))
+    lj.checks.check_not_negative("learning_rate", options.learning_rate)
+    lj.checks.check_not_negative("seed", options.seed)
+    lj.checks.check_fraction("pull", options.pull)
+    lj.checks.check_fraction("pull x workers", options.pull * options.workers)
     for rank in options.ranks:
         if not 1 <= rank <= options.dimension:
             raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lsgd_jax.checks import check_not_negative, check_positive_int
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.paper import output
@@ -28,7 +28,7 @@ from train.paper.sinc_landscape import METHODS, REACHED, STARTS, Trajectories, d
 
 
 def rows(path: Trajectories) -> list[dict[str, Any]]:
-    """The first instance's trajectories, a row per iteration, number 1 the start."""
+    """The first instance's trajectories, a row per iteration; iteration 1 is the start."""
     table = []
     for t in range(path.value.shape[2]):
         row: dict[str, Any] = {"iteration": t + 1}
@@ -65,24 +65,24 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options.
 
     Raises:
-      ValueError: a number below 1, or an option there is none of.
+      ValueError: a count below 1, or an unknown option.
     """
     parser = Parser("python -m train.paper sinc", __doc__)
-    numbers = {
+    counts = {
         "iterations": (100, "of the trajectories, the start included"),
         "starts": (300, "random starts of four workers"),
         "random-iterations": (400, "from each random start"),
     }
-    for name, (default, text) in numbers.items():
+    for name, (default, text) in counts.items():
         parser.add_argument(
             f"--{name}", type=int, default=default, help=f"{text} (default: {default})"
         )
     parser.add_argument("--seed", type=int, default=0, help="of the random starts")
     output.add_out(parser, "sinc")
     options = parser.parse_args(arguments)
-    for name in numbers:
-        check_positive_int(name, getattr(options, name.replace("-", "_")))
-    check_not_negative("seed", options.seed)
+    for name in counts:
+        lj.checks.check_positive_int(name, getattr(options, name.replace("-", "_")))
+    lj.checks.check_not_negative("seed", options.seed)
     return options
 
 

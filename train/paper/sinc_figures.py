@@ -11,9 +11,9 @@ from train.paper.sinc_landscape import MINIMUM, RING, Trajectories
 
 
 def draw_trajectories(paths: dict[str, Trajectories]) -> Any:
-    """The workers' ways over the landscape: everything above, the middle below."""
+    """The workers' trajectories: all of the landscape above, its middle below."""
     figure, grid = plt.subplots(2, 2, figsize=(9.4, 8.6), layout="constrained")
-    style = {"cmap": "Greys", "norm": Normalize(MINIMUM, 0.4)}
+    style = {"cmap": "Grays", "norm": Normalize(MINIMUM, 0.4)}
     for row, width in enumerate((22.0, 5.0)):
         side = np.linspace(-width, width, 401)
         height = np.sinc(np.hypot(*np.meshgrid(side, side)))
@@ -22,10 +22,10 @@ def draw_trajectories(paths: dict[str, Trajectories]) -> Any:
             axes.contour(side, side, height, [0], colors="white", linewidths=0.5)
             circle = plt.Circle((0, 0), RING, fill=False, ls="--", lw=1, color="black")
             axes.add_patch(circle)
-            for i, way in enumerate(path.position[0]):
-                axes.plot(*way.T, color=f"C{i}", lw=1.4, label=f"worker {i}")
-                axes.plot(*way[0], "o", color=f"C{i}", ms=5)
-                axes.plot(*way[-1], "*", color=f"C{i}", ms=12, mec="white", mew=0.6)
+            for i, track in enumerate(path.position[0]):
+                axes.plot(*track.T, color=f"C{i}", lw=1.4, label=f"worker {i}")
+                axes.plot(*track[0], "o", color=f"C{i}", ms=5)
+                axes.plot(*track[-1], "*", color=f"C{i}", ms=12, mec="white", mew=0.6)
             axes.set(xlim=(-width, width), ylim=(-width, width), aspect="equal", xlabel="x")
             axes.set_title(f"{method}{', the middle' if row else ''}", fontsize=11)
     for axes in grid[:, 0]:

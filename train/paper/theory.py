@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from lsgd_jax.checks import check_not_negative, check_option
+import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
 from train.paper import output
@@ -60,21 +60,21 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options.
 
     Raises:
-      ValueError: an option there is none of, or a statement there is none of.
+      ValueError: an unknown option or statement.
     """
     parser = Parser("python -m train.paper theory", __doc__)
     parser.add_argument(
         "--only",
         default=",".join(STATEMENTS),
-        help=f"statements, joined by commas, of {', '.join(STATEMENTS)} (default: all)",
+        help=f"statements, separated by commas, of {', '.join(STATEMENTS)} (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is random")
     output.add_out(parser, "theory")
     options = parser.parse_args(arguments)
     options.only = list(dict.fromkeys(options.only.split(",")))
     for name in options.only:
-        check_option("only", name, STATEMENTS)
-    check_not_negative("seed", options.seed)
+        lj.checks.check_option("only", name, STATEMENTS)
+    lj.checks.check_not_negative("seed", options.seed)
     return options
 
 

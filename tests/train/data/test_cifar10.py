@@ -6,7 +6,6 @@ import io
 import os
 import pathlib
 import pickle
-import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -22,28 +21,31 @@ BIN, PY = "cifar-10-batches-bin", "cifar-10-batches-py"
 BIN_ARCHIVE, PY_ARCHIVE = "cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"
 SOURCES = (BIN, PY, BIN_ARCHIVE, PY_ARCHIVE)
 NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-SIZE = 30_730_000
+RECORDS = 1_000  # per file, a tenth of the official number
+SIZE = RECORDS * 3073
 OPTION = "--data.accept-other-files"
 
 
-def batch(seed):
-    """Labels [10000] and pixels [10000, 3072], with few patterns so that they zip well."""
+def batch(seed, records=RECORDS):
+    """Labels [N] and pixels [N, 3072], with few patterns so that they zip well."""
     rng = np.random.default_rng(seed)
     patterns = rng.integers(256, size=(8, 3072), dtype=np.uint8)
-    labels = rng.integers(10, size=10_000, dtype=np.uint8)
-    return labels, patterns[rng.integers(8, size=10_000)]
+    labels = rng.integers(10, size=records, dtype=np.uint8)
+    return labels, patterns[rng.integers(8, size=records)]
 
 
 def python2_pickle(labels, pixels):
     """A batch, byte for byte as Python 2 and NumPy 1 pickled the official ones."""
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR"
-        b"(K\x01(M\x10'M\x00\x0ctcnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
+        b"(K\x01(M"
+        + struct.pack("<H", len(labels))
+        + b"M\x00\x0ctcnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
         b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
         b"\x89T" + struct.pack("<i", pixels.nbytes) + pixels.tobytes() + b"tb"
     )
-    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + numbers + b"u."
+    classes = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + classes + b"u."
 
 
 def pack(archive, folder):
@@ -58,52 +60,66 @@ def md5(path):
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-@pytest.fixture(scope="session")
-def official(tmp_path_factory):
-    """A folder with made-up data in all four official forms."""
-    root = tmp_path_factory.mktemp("official")
+def make(root, records=RECORDS):
+    """Fills a folder with made-up data in all four official forms."""
     (root / BIN).mkdir()
     (root / PY).mkdir()
     for seed, name in enumerate(NAMES):
-        labels, pixels = batch(seed)
-        records = np.concatenate([labels[:, None], pixels], axis=1)
-        (root / BIN / f"{name}.bin").write_bytes(records.tobytes())
+        labels, pixels = batch(seed, records)
+        rows = np.concatenate([labels[:, None], pixels], axis=1)
+        (root / BIN / f"{name}.bin").write_bytes(rows.tobytes())
         (root / PY / name).write_bytes(python2_pickle(labels, pixels))
     (root / BIN / "batches.meta.txt").write_text("airplane\n")
     (root / PY / "batches.meta").write_bytes(pickle.dumps("not to be read"))
     pack(root / BIN_ARCHIVE, root / BIN)
     pack(root / PY_ARCHIVE, root / PY)
-    yield root
-    shutil.rmtree(root)
+    return root
 
 
-@pytest.fixture(scope="session")
-def sums(official):
-    files = [official / BIN / f"{name}.bin" for name in NAMES]
-    files += [official / PY / name for name in NAMES]
-    files += [official / BIN_ARCHIVE, official / PY_ARCHIVE]
-    return {str(path.relative_to(official)): md5(path) for path in files}
+def sums_of(root):
+    files = [root / BIN / f"{name}.bin" for name in NAMES]
+    files += [root / PY / name for name in NAMES]
+    files += [root / BIN_ARCHIVE, root / PY_ARCHIVE]
+    return {str(path.relative_to(root)): md5(path) for path in files}
 
 
-@pytest.fixture(autouse=True)
-def made_up_sums(monkeypatch, sums):
-    """Lets the made-up files pass for the official ones."""
-    assert sums.keys() == cifar10.MD5.keys()
-    monkeypatch.setattr(cifar10, "MD5", dict(sums))
-
-
-@pytest.fixture(scope="session")
-def expected():
+def images_of(records):
     """The images and labels of the six files, put together plane by plane."""
-    images = np.empty((60_000, 32, 32, 3), np.uint8)
+    images = np.empty((6 * records, 32, 32, 3), np.uint8)
     labels = []
     for seed in range(6):
-        classes, pixels = batch(seed)
+        classes, pixels = batch(seed, records)
         labels.append(classes)
         for c in range(3):
             plane = pixels[:, c * 1024 : (c + 1) * 1024].reshape(-1, 32, 32)
-            images[seed * 10_000 : (seed + 1) * 10_000, :, :, c] = plane
+            images[seed * records : (seed + 1) * records, :, :, c] = plane
     return images, np.concatenate(labels)
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("official"))
+
+
+@pytest.fixture(scope="module")
+def sums(official):
+    return sums_of(official)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return images_of(RECORDS)
+
+
+@pytest.fixture(autouse=True)
+def fewer_records(monkeypatch, sums):
+    """Accepts the made-up files as the official ones."""
+    assert sums.keys() == cifar10.MD5.keys()
+    binary = cifar10.BINARY._replace(sizes=range(SIZE, SIZE + 1))
+    monkeypatch.setattr(cifar10, "MD5", dict(sums))
+    monkeypatch.setattr(cifar10, "RECORDS", RECORDS)
+    monkeypatch.setattr(cifar10, "NUM_TRAIN", 5 * RECORDS)
+    monkeypatch.setattr(cifar10, "FORMS", (binary, cifar10.PYTHON))
 
 
 @pytest.fixture
@@ -166,12 +182,28 @@ class Trap:
 
 def check(dataset, expected):
     images, labels = expected
+    train, test = slice(len(labels) * 5 // 6), slice(len(labels) * 5 // 6, None)
     assert dataset.num_classes == 10
-    for part, rows in ((dataset.train, slice(50_000)), (dataset.test, slice(50_000, None))):
+    for part, rows in ((dataset.train, train), (dataset.test, test)):
         assert part.images.dtype == np.uint8 and part.labels.dtype == np.int32
         # Not assert_array_equal, which makes several copies.
         assert np.array_equal(part.images, images[rows])
         assert np.array_equal(part.labels, labels[rows])
+
+
+@pytest.mark.slow
+def test_files_of_the_official_sizes(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    root = make(tmp_path, 10_000)
+    monkeypatch.setattr(cifar10, "MD5", sums_of(root))
+    for source in SOURCES:
+        check(cifar10.load(root / source), images_of(10_000))
+
+
+def test_the_sizes_without_what_the_tests_change(monkeypatch):
+    monkeypatch.undo()
+    assert (cifar10.RECORDS, cifar10.NUM_TRAIN) == (10_000, 50_000)
+    assert list(cifar10.BINARY.sizes) == [30_730_000]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -207,7 +239,7 @@ def test_holds_less_than_two_copies(official):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * 60_000 * 3072
+    assert peak < 2 * 6 * RECORDS * 3072
 
 
 def test_other_binary_files_are_accepted_on_demand(copy, expected):
@@ -216,7 +248,7 @@ def test_other_binary_files_are_accepted_on_demand(copy, expected):
     data[1] ^= 255
     replace(folder / "test_batch.bin", data)
     dataset = cifar10.load(folder, accept_other_files=True)
-    assert dataset.test.images[0, 0, 0, 0] == 255 - expected[0][50_000, 0, 0, 0]
+    assert dataset.test.images[0, 0, 0, 0] == 255 - expected[0][5 * RECORDS, 0, 0, 0]
 
 
 def test_a_repacked_archive_is_accepted_on_demand(official, sums, monkeypatch, expected):
@@ -283,7 +315,7 @@ def test_what_the_system_refuses(tmp_path):
 def test_a_binary_file_of_another_size(size, wrong, accept, copy):
     path = replace(copy(BIN) / "data_batch_1.bin", bytes(size))
     message = refused(path.parent, accept)
-    assert f"{path} is {wrong}: {size:,} bytes instead of 30,730,000" in message
+    assert f"{path} is {wrong}: {size:,} bytes instead of {SIZE:,}" in message
 
 
 @pytest.mark.parametrize("source", [BIN, BIN_ARCHIVE])
@@ -297,7 +329,7 @@ def test_a_binary_file_of_other_content(source, accept, tmp_path, copy, sums):
         place = f"{BIN}/data_batch_1.bin in {path}"
     if accept and source == BIN:
         dataset = cifar10.load(tmp_path, accept_other_files=True)
-        assert (dataset.train.images[:10_000] == 3).all()
+        assert (dataset.train.images[:RECORDS] == 3).all()
         return
     message = refused(tmp_path, accept)
     if accept:

@@ -80,8 +80,8 @@ KINDS = {
 def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
     image = picture(np.random.default_rng(0))
     if mode == "I;16":
-        grey = np.asarray(image.convert("L")).astype(np.uint16)
-        stored, expected = Image.fromarray(grey * 257), image.convert("L")
+        gray = np.asarray(image.convert("L")).astype(np.uint16)
+        stored, expected = Image.fromarray(gray * 257), image.convert("L")
     else:
         stored, expected = image.convert(mode), image.convert(mode)
     path = tmp_path / f"a.{suffix}"

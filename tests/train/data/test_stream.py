@@ -164,7 +164,7 @@ def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
     assert_equal(mine, jax.tree.map(lambda x: x[2:], batches))
 
 
-# Files that can not be read
+# Files that cannot be read
 
 
 def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
@@ -177,7 +177,7 @@ def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
     got = take(reader, 0, 8)
     assert_equal(take(reader, 5, 8), got[5:])  # broken ones are known now
     assert_equal(take(make_stream(copied, warn=said_by_another.append), 5, 8), got[5:])
-    reasons = dict(line.split(" is left out, it can not be read: ") for line in said)
+    reasons = dict(line.split(" is left out, it cannot be read: ") for line in said)
     assert len(said) == 2 and reasons.keys() == set(map(str, broken))
     assert reasons[str(broken[0])] == "it is no JPEG, PNG, BMP or WebP image"
     assert "truncated" in reasons[str(broken[1])]
@@ -198,7 +198,7 @@ def test_the_first_image_of_a_worker_follows_its_last_one(copied, read):
     missing.symlink_to("nowhere")
     said = []
     batches = take(make_stream(copied, warn=said.append), 0, 8)
-    why = "is left out, it can not be read: No such file or directory"
+    why = "is left out, it cannot be read: No such file or directory"
     assert said == [f"{missing} {why}"]
     seen = np.sort(np.concatenate([labels for _, labels, _ in batches], axis=1))
     assert (seen == np.repeat([0, 1, 2], [9, 8, 7])).all()
@@ -239,7 +239,7 @@ def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch)
     with contextlib.closing(reader.batches(range(100))) as batches:
         next(batches)
         shutil.rmtree(copied)
-        with pytest.raises(DataError, match="5 images in a row can not be read, .*No such"):
+        with pytest.raises(DataError, match="5 images in a row cannot be read, .*No such"):
             list(batches)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from images import make_folder
 
 import lsgd_jax as lj
@@ -18,7 +19,7 @@ from train.__main__ import main
 from train.config import DataConfig, OptimizerConfig, WorkersConfig
 from train.data import decode, imagenet
 from train.data.arrays import DataError
-from train.metrics import log as records
+from train.metrics import log
 from train.metrics.progress import Progress
 from train.run import loop
 from train.run.loop import train
@@ -45,7 +46,7 @@ def small(folder, run_dir, **changes):
         CONFIG,
         model="digits-cnn",
         data=DataConfig("imagenet", dir=str(folder), crop=SIZE, reader_threads=2),
-        optimizer=OptimizerConfig(learning_rate=0.01, momentum=0.9),
+        optimizer=OptimizerConfig(learning_rate=0.001, momentum=0.9),
         workers=WorkersConfig(nodes=1, locals=2),
         method=methods.make("lsgd", 0.1, 0.0, 2, 4),
         steps=8,
@@ -62,15 +63,13 @@ def endless(folder, run_dir):
     return small(folder, run_dir, steps=10**9, test_every=10**9, checkpoint_every=10**9)
 
 
-def numbers_of(state):
-    """All numbers of a training state, on the host; random keys by those they hold."""
-    key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    plain = lambda x: jax.random.key_data(x) if key(x) else x
-    return [np.asarray(plain(x)) for x in jax.tree.leaves(state)]
-
-
 def no_readers():
     return not [x for x in threading.enumerate() if x.name.startswith("grain-thread")]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +78,7 @@ def finished(folder, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     traces, step = [], Experiment._step
     with pytest.MonkeyPatch.context() as patch:
+        tiny.install(set=patch.setattr)
         patch.setattr(Experiment, "_step", lambda *args: traces.append(1) or step(*args))
         run = open_run(small(folder, run_dir, model="digits-bn"))
         result = train(run)
@@ -96,13 +96,10 @@ def test_resuming_is_exact_to_the_bit(finished, folder, tmp_path, capsys):
     second = open_run(dataclasses.replace(config, data=data, resume=True))
     assert second.step == 4
     again = train(second)
-    some, others = numbers_of(run.state), numbers_of(second.state)
-    assert len(some) == len(others) > 20
-    for one, other in zip(some, others):
-        np.testing.assert_array_equal(one, other)
+    tiny.assert_equal_to_the_bit(run.state, second.state)
     tests = lambda folder: [
         {name: value for name, value in event.items() if name != "seconds"}
-        for event in records.read(folder)["test"]
+        for event in log.read(folder)["test"]
     ]
     assert tests(again.folder) == tests(result.folder)
     assert [event["step"] for event in tests(result.folder)] == [4, 8]
@@ -124,24 +121,22 @@ def test_statistics_are_reestimated_from_the_files(finished):
     experiment = run.experiment
     center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
     got = experiment.evaluation.reestimated(center, stats)
-    keys, kernel, means = experiment.worker_keys(), center["Conv_0"]["kernel"], []
+    keys, means = experiment.worker_keys(), []
     for step in range(6):  # an epoch
         pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
         for worker in range(2):
             image_key, _ = jax.random.split(keys[worker])
             x = experiment.forward.transforms.train(image_key, pixels[worker])
-            layout = ("NHWC", "HWIO", "NHWC")
-            y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, layout)
-            means.append(np.asarray(y).mean(axis=(0, 1, 2)))
+            means.append(np.asarray(x).reshape(len(x), -1).mean(axis=0))
     first = got["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
 
 
 def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     data = shutil.copytree(folder, tmp_path / "data")
-    run = open_run(small(data, tmp_path / "run", steps=40, test_every=40))
+    run = open_run(small(data, tmp_path / "run", steps=16, test_every=16))
     result = train(run)
-    events = records.read(result.folder)
+    events = log.read(result.folder)
     assert events["train"][-1]["loss"] < events["train"][0]["loss"]
     start = events["start"][0]
     sizes = [start[name] for name in ("train_images", "test_images", "classes")]
@@ -173,7 +168,7 @@ def test_data_that_vanish_end_the_run_with_a_checkpoint(folder, tmp_path):
         return step(*arguments)
 
     run.experiment.step = vanishing
-    with pytest.raises(DataError, match="24 images in a row can not be read"):
+    with pytest.raises(DataError, match="24 images in a row cannot be read"):
         train(run)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert int(saved.name) == run.step > 3 and no_readers()
@@ -208,11 +203,11 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, times",
+    "signum, times",
     [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
 )
-def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
+def test_a_signal_ends_the_readers(folder, tmp_path, signum, times):
     config = endless(folder, tmp_path / "run")
     shard = dataclasses.replace(config.data, shard=True)
     run = open_run(dataclasses.replace(config, data=shard))
@@ -222,13 +217,13 @@ def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
     def interrupted(*arguments):
         if run.step == 5:
             for _ in range(times):
-                signal.raise_signal(number)
+                signal.raise_signal(signum)
         return step(*arguments)
 
     run.experiment.step = interrupted
     if times == 1:
         result = train(run)
-        assert result.stopped_by == number and result.step == 6 and result.saved
+        assert result.stopped_by == signum and result.step == 6 and result.saved
     else:
         with pytest.raises(KeyboardInterrupt):
             train(run)
@@ -237,10 +232,7 @@ def test_a_signal_ends_the_readers(folder, tmp_path, number, times):
 
 def test_every_process_warns_of_its_own_files(capsys):
     shown = Progress(10, process=1)
-    shown.warn("the same in all processes")
+    shown.warn("for all to know")
     shown.warn_here("a.jpeg is left out")
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == (
-        "",
-        "process 1: warning: a.jpeg is left out\n",
-    )
+    assert captured.out == "" and captured.err.endswith("warning: a.jpeg is left out\n")

@@ -1,13 +1,15 @@
-"""python -m train.paper: names, wrong usage, folders, and float64 that stays inside."""
+"""python -m train.paper: names, wrong usage and folders."""
 
 import pathlib
 import sys
 import types
 
-import jax.numpy as jnp
 import pytest
+from matplotlib import pyplot as plt
 
 from train.paper import __main__ as paper
+from train.paper.statements import round_robin
+from train.paper.statements.claim import Claim, Outcome
 
 
 def test_help_names_every_experiment(capsys):
@@ -33,7 +35,7 @@ def test_every_experiment_explains_its_options(name, capsys):
         (["sinc", "--starts", "0"], "`starts` must be a positive int, got starts=0"),
         (["sinc", "--starts", "x"], "invalid int value: 'x'"),
         (["sinc", "--seed", "-1"], "`seed` must be at least 0"),
-        (["matrix-completion", "--ranks", "1,x"], "`ranks` must be numbers joined by"),
+        (["matrix-completion", "--ranks", "1,x"], "`ranks` must be integers separated"),
         (["matrix-completion", "--ranks", "0"], "`ranks` must lie in 1..1000"),
         (["matrix-completion", "--ranks", "1001"], "`ranks` must lie in 1..1000"),
         (["matrix-completion", "--pull", "2"], "`pull` must be in [0, 1]"),
@@ -63,7 +65,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_folder_with_something_in_it_is_left_alone(name, tmp_path, capsys):
+def test_a_folder_with_something_in_it_is_left_untouched(name, tmp_path, capsys):
     (tmp_path / "mine").write_text("kept")
     assert paper.main([name, *SMALL[name].split(), "--out", str(tmp_path)]) == 2
     assert "`out` must be a new or empty folder" in capsys.readouterr().err
@@ -71,7 +73,7 @@ def test_a_folder_with_something_in_it_is_left_alone(name, tmp_path, capsys):
     assert (tmp_path / "mine").read_text() == "kept"
 
 
-def test_a_file_in_the_folder_s_place_is_left_alone(tmp_path, capsys):
+def test_a_file_in_the_folder_s_place_is_left_untouched(tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
     for out in ("file", "file/below"):
         arguments = ["sinc", *SMALL["sinc"].split(), "--out", str(tmp_path / out)]
@@ -82,17 +84,14 @@ def test_a_file_in_the_folder_s_place_is_left_alone(tmp_path, capsys):
 
 def test_without_out_a_new_folder_every_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    claim = Claim("zero is at most zero", "0", 0.0, "≤", 0.0, 1e-3)
+    quick = lambda seed: Outcome([claim], [], plt.figure())
+    monkeypatch.setattr(round_robin, "check", quick)
     for _ in range(2):
-        assert paper.main(["sinc", *SMALL["sinc"].split()]) == 0
+        assert paper.main(["theory", "--only", "round-robin"]) == 0
     folders = sorted((tmp_path / "runs").iterdir())
     assert len(folders) == 2
-    assert all(path.name.startswith("paper-sinc-") for path in folders)
-
-
-def test_float64_ends_with_the_experiment(tmp_path):
-    for name, options in SMALL.items():
-        assert paper.main([name, *options.split(), "--out", str(tmp_path / name)]) == 0
-        assert jnp.ones(1).dtype == jnp.float32
+    assert all(path.name.startswith("paper-theory-") for path in folders)
 
 
 def test_an_experiment_is_registered_by_one_line(monkeypatch, capsys):

@@ -103,6 +103,7 @@ def test_instances_do_not_see_one_another():
 def test_the_command(tmp_path, capsys):
     """With the full 300 random starts: 40 % and 10 % of them reach the global ring."""
     assert paper.main(["sinc", "--out", str(tmp_path)]) == 0
+    assert jnp.ones(1).dtype == jnp.float32  # float64 ends with the experiment
     printed = capsys.readouterr().out
     files = {path.name for path in tmp_path.iterdir()}
     figures = {"trajectories.png", "objective.png"}

@@ -1,6 +1,7 @@
 """The statements hold, and the checks of them can fail."""
 
 import csv
+import functools
 
 import jax
 import numpy as np
@@ -81,9 +82,9 @@ def test_noisy_leader():
 def test_without_a_pull_the_noise_is_that_of_sgd():
     """E f = Σ h_k/2 · (ησ)²/d / (1 − (1 − ηh_k)²) in the end, exactly."""
     rate, sigma, groups = 0.05, 2.0, 200
-    numbers = np.zeros((groups, 1))
+    rows = np.zeros((groups, 1))
     setting = lambda row: noisy_leader.Setting(rate, 0.0, sigma, 5.0)
-    heights = noisy_leader.descend(setting, numbers, 600, seed=0)[:, 200:].mean(axis=1)
+    heights = noisy_leader.descend(setting, rows, 600, seed=0)[:, 200:].mean(axis=1)
     h = noisy_leader.CURVATURE
     wanted = np.sum(h / 2 * (rate * sigma) ** 2 / len(h) / (1 - (1 - rate * h) ** 2))
     error = heights.std() / np.sqrt(groups)
@@ -150,7 +151,12 @@ def test_two_workers_are_stable_beyond_the_condition():
     assert radii[0] < 1 < radii[1]
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    for module, sizes in (
+        (stationary_points, {"landscapes": 20, "steps": 2500}),
+        (round_robin, {"grid": 31, "workers": 3}),
+    ):
+        monkeypatch.setattr(module, "check", functools.partial(module.check, **sizes))
     arguments = ["theory", "--only", "stationary-points,round-robin", "--seed", "1"]
     assert paper.main([*arguments, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

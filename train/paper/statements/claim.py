@@ -1,4 +1,4 @@
-"""A claim: a number that was computed, and the bound it has to keep."""
+"""A claim: a computed value, and the bound that it must keep."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ class Claim(NamedTuple):
     Attributes:
       statement: what is claimed.
       computed: what was computed, from how much.
-      measured: the number it comes to, the worst over all cases.
+      measured: the computed value, the worst over all cases.
       relation: how it must stand to the bound.
       bound: the bound.
       tolerance: by how much the bound may be missed: rounding, quadrature.
@@ -30,13 +30,13 @@ class Claim(NamedTuple):
 
     @property
     def missed_by(self) -> float:
-        """How far beyond the bound the number lies; 0 within, nan if there is none."""
+        """How far beyond the bound the value lies; 0 within, nan if there is none."""
         gap = self.measured - self.bound
         return max(gap if self.relation == "≤" else -gap, 0.0) if gap == gap else gap
 
     @property
     def holds(self) -> bool:
-        """Whether the bound is kept; a number that is nan keeps none."""
+        """Whether the bound is kept; nan keeps none."""
         return self.missed_by <= self.tolerance
 
     def row(self) -> dict[str, str]:

@@ -59,8 +59,8 @@ def slope(late: np.ndarray, heights: np.ndarray) -> float:
 
 def check(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
     """Runs with both noises of the losses."""
-    numbers = np.repeat(np.array(LOSS_NOISES)[:, None], groups, axis=0)
-    heights = descend(setting_of, numbers, steps, seed, DISTANCE)
+    rows = np.repeat(np.array(LOSS_NOISES)[:, None], groups, axis=0)
+    heights = descend(setting_of, rows, steps, seed, DISTANCE)
     means = heights.reshape(len(LOSS_NOISES), groups, steps).mean(axis=1)
     late = np.arange(steps) + 4 * CONDITION
     allowed = np.array([constant(sigma_f) for sigma_f in LOSS_NOISES])[:, None] / late

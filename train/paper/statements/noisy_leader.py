@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     """What an experiment is run with: floats, or arrays of them, one per group.
 
     Attributes:
-      rate: η; of the step's number from 0, if it is a function.
+      rate: η; of the step, counted from 0, if it is a function.
       pull: λ, likewise.
       gradient_noise: σ, the root of the gradient's variance E‖g − ∇f‖².
       loss_noise: σ_f.
@@ -51,7 +51,7 @@ class Setting(NamedTuple):
 
 def descend(
     setting_of: Callable[[Any], Setting],
-    numbers: np.ndarray,
+    rows: np.ndarray,
     steps: int,
     seed: int,
     distance: float = 1.0,
@@ -59,18 +59,18 @@ def descend(
     """f(x_k) − f* of every group's workers: float64 [groups, steps], their mean.
 
     Args:
-      setting_of: the setting of a group, from its row of `numbers`.
-      numbers: float64 [groups, ...].
+      setting_of: the setting of a group, from its row of `rows`.
+      rows: float64 [groups, ...].
       steps: how many.
       seed: of the noise.
       distance: how far from the minimum the workers start, in every coordinate.
     """
-    groups, dimension = len(numbers), len(CURVATURE)
+    groups, dimension = len(rows), len(CURVATURE)
     instances = Instances(groups, WORKERS)
     keys = jax.random.split(jax.random.key(seed), (groups, WORKERS))
 
-    def run(key, numbers):
-        rate, pull, sigma, sigma_f = setting_of(numbers)
+    def run(key, rows):
+        rate, pull, sigma, sigma_f = setting_of(rows)
         at = lambda schedule, k: schedule(k) if callable(schedule) else schedule
         # optax counts the steps taken, a pull this one as well.
         tx = lgd(lambda k: at(rate, k), lambda t: at(rate, t - 1) * at(pull, t - 1))
@@ -94,7 +94,7 @@ def descend(
         return jax.lax.scan(one, (start, tx.init(start)), jnp.arange(steps))[1]
 
     run = instances.map(run)
-    heights = run(instances.put(keys), instances.share_out(numbers))
+    heights = run(instances.put(keys), instances.share_out(rows))
     return instances.fetch(heights).mean(axis=1)
 
 
@@ -113,8 +113,8 @@ def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
         for fraction in (0.0, 0.1, 1.0)
         for sigma_f in (0.0, 1.0, 10.0)
     ]
-    numbers = np.repeat(np.array(settings), groups, axis=0)
-    heights = descend(lambda row: Setting(*row), numbers, steps, seed)
+    rows = np.repeat(np.array(settings), groups, axis=0)
+    heights = descend(lambda row: Setting(*row), rows, steps, seed)
     means = heights.reshape(len(settings), groups, steps).mean(axis=1)
     reached = means[:, steps // 2 :].max(axis=1)
     allowed = np.array([bound(setting) for setting in settings])

@@ -116,7 +116,7 @@ def step_heights(cases: Cases) -> np.ndarray:
 
 
 def bounds(cases: Cases) -> np.ndarray:
-    """What the statement says of E f(x₊), a number per case."""
+    """What the statement says of E f(x₊), one value per case."""
     at_x = np.asarray(heights(cases.x, cases.hessian, cases.bend))
     at_z = np.asarray(heights(cases.z, cases.hessian, cases.bend))
     eta = cases.rate

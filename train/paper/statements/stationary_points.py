@@ -9,7 +9,7 @@ in different basins of f
 
 .. math:: \nabla f(x_i) = -\rho (x_i - c) \ne 0, \qquad c = \frac{1}{W} \sum_j x_j,
 
-and nobody does. (λ, ρ: the pulls per unit of the learning rate.)
+and no worker does. (λ, ρ: the pulls per unit of the learning rate.)
 
 Checked on random tilted double wells in the plane, f(x) = Σ_k ¼(x_k² − 1)² + a_k x_k,
 with a worker in each of the four basins.
@@ -123,8 +123,8 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
     z = settle_literally(starts, tilts, steps)
     unlike = norms(gradients(leader_of(z, tilts), tilts))[led_apart(z, tilts)]
 
-    worst = lambda numbers: float(numbers.max()) if numbers.size else float("nan")
-    least = lambda numbers: float(numbers.min()) if numbers.size else float("nan")
+    worst = lambda found: float(found.max()) if found.size else float("nan")
+    least = lambda found: float(found.min()) if found.size else float("nan")
     claims = [
         Claim(
             "LSGD at rest, one leader: ∇f(leader) = 0",

@@ -1,0 +1,107 @@
+"""What holds for all files: imports lead downwards, files are short, words agree."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+CODE = sorted(p for top in ("lsgd_jax", "train") for p in (ROOT / top).rglob("*.py"))
+WRITTEN = sorted(
+    path
+    for top in "lsgd_jax train configs tests benchmarks examples docs".split()
+    for path in (ROOT / top).rglob("*")
+    if path.suffix in (".py", ".md") and path != pathlib.Path(__file__)
+)
+WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
+
+# What a package must not import. Those of `train` that are not named may import all others.
+NOT_ABOVE = {
+    "lsgd_jax": ("train", "configs", "flax", "orbax", "grain"),
+    "train.data": ("train.run", "train.task", "train.metrics", "train.tools"),
+    "train.metrics": ("train.run", "train.task", "train.tools"),
+    "train.cluster": ("train.run", "train.task", "train.metrics", "train.tools"),
+    "train.task": ("train.run", "train.tools"),
+    "train.run": ("train.tools", "train.paper", "train.landscape"),
+}
+
+# What the field calls otherwise: the word that is wrong, and the right one.
+WORDS = {
+    r"everybody|nobody|somebody|anybody": "all workers, no worker, any worker",
+    r"signs? of life": "heartbeat",
+    r"last words?\b": "failure notice",
+    r"heal(s|ed|ing)?\b": "restored",
+    r"under way": "in flight",
+    r"hands? to": "sends",
+    r"passes for|pass for": "is emulated as",
+    r"centres?|(?-i:[Gg]rey)|neighbours?|colours?": "US spelling",
+    r"workers?'s? ways?\b": "pseudo-gradient, trajectory",
+}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path):
+    """The modules that a file imports anywhere, `from a import b` as a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def inside(module, package):
+    return module == package or module.startswith(f"{package}.")
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_imports_lead_downwards(path):
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for package, above in NOT_ABOVE.items()
+        if inside(name_of(path), package)
+        for module in imported(path)
+        if any(inside(module, other) for other in above)
+    ]
+    if inside(name_of(path), "train"):
+        private = [m for m in imported(path) if m.startswith("lsgd_jax.")]
+        wrong += [f"{name_of(path)} imports {m}, not lsgd_jax itself" for m in private]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lsgd_jax").glob("[!_]*.py")), ids=name_of)
+def test_methods_stand_above_the_rest_of_the_library(path):
+    assert not [m for m in imported(path) if inside(m, "lsgd_jax.methods")]
+
+
+def test_no_module_state_is_rebound_in_the_trainer():
+    found = [
+        f"{name_of(path)}:{node.lineno}: global {', '.join(node.names)}"
+        for path in CODE
+        if inside(name_of(path), "train")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+    ]
+    assert not found
+
+
+def test_files_are_short():
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in CODE}
+    assert not {name: count for name, count in lines.items() if count > 350}
+
+
+@pytest.mark.parametrize("pattern", WORDS)
+def test_one_word_for_one_thing(pattern):
+    word = re.compile(rf"\b({pattern})", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{i}: {line.strip()}"
+        for path in WRITTEN
+        for i, line in enumerate(path.read_text().splitlines(), start=1)
+        if word.search(line)
+    ]
+    assert not found, f"better: {WORDS[pattern]}"
