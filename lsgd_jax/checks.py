@@ -44,3 +44,13 @@ def check_not_negative(name: str, value: Any) -> None:
         raise ValueError(
             f"`{name}` must be at least 0 and finite (or a schedule), got {name}={value!r}"
         )
+
+
+def check_period(name: str, value: Any, period: int) -> None:
+    """Raises ValueError unless the value is an int in [0, period)."""
+    try:
+        valid = not isinstance(value, bool) and 0 <= operator.index(value) < period
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")

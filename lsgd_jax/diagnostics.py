@@ -1,4 +1,4 @@
-"""What the pulls of an optimizer did last, read from its state without communication."""
+"""What the exchanges of an optimizer did, read from its state without communication."""
 
 import dataclasses
 
@@ -6,55 +6,73 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._types import Tree
-from lsgd_jax.collectives import Axes
-from lsgd_jax.pull import PullState, QuarantineState
+from lsgd_jax import traffic
+from lsgd_jax.aggregate import AggregateState
+from lsgd_jax.exchange import ExchangeState
+from lsgd_jax.shared import WORKER_AXES
+from lsgd_jax.traffic import Traffic
+from lsgd_jax.trees import Tree
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
-    """What one pull of a chain did so far.
+    """What one pull of an exchange, or one aggregation of gradients, did so far.
 
     Attributes:
       steps: int32 scalar, steps taken.
-      healed: int32 [W], how often each worker took its target whole (or, in an
-        aggregation of gradients, was left out).
-      leader: int32 [W], who led each worker at the last pull, an index in the group of
-        `axes`; -1 before the first; None if the pull elects nobody.
+      restored: int32 [W], how often each worker took its target whole (of an aggregation:
+        how often its gradient was left out).
+      misplaced: int32 [W], at how many steps the parameters were not where they ought to
+        be: something else has changed the updates behind the exchange.
+      leader: int32 [W], who led each worker at the last election, an index in the group of
+        `axes`; -1 before the first; None if no leader is elected.
       score: float [W], each worker's mean loss over its window; None likewise.
-      axes: the mesh axes of the pull's group.
-      period: its period, in steps.
-      payload: bytes each worker hands to the collectives of one exchange.
+      traffic: what was sent, as it stands in the state.
+      axes: the mesh axes of the group.
     """
 
     steps: Array
-    healed: Array
+    restored: Array
+    misplaced: Array
     leader: Array | None
     score: Array | None
-    axes: Axes = dataclasses.field(metadata={"static": True})
-    period: int = dataclasses.field(metadata={"static": True})
-    payload: int = dataclasses.field(metadata={"static": True})
+    traffic: Traffic
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def exchanges(self) -> int:
         """How often the workers have communicated."""
-        return int(self.steps) // self.period
+        return int(self.traffic.exchanges.value)
+
+    @property
+    def period(self) -> int:
+        """The steps between exchanges."""
+        return int(self.traffic.every.value)
+
+    @property
+    def payload(self) -> int:
+        """Bytes that each worker hands to collectives at one exchange; 0 before a step."""
+        return traffic.total(self.traffic.bytes_each.value)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes each worker has handed to collectives so far."""
-        return self.exchanges * self.payload
+        """Bytes that each worker has handed to collectives so far."""
+        return traffic.total(self.traffic.bytes_sent.value)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the workers communicate at this step, t = 1, 2, …."""
+        return step % self.period == int(self.traffic.sends_at.value)
 
 
 def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
-    """What each `pull` in an optimizer's state did so far, in the order of the chain.
+    """What each pull or aggregation in an optimizer's state did, in the order of the chain.
 
     Reads the state as `Workers.map` returns it; works under `jax.jit` as well, which
     copies what is needed before the state's buffers are donated to the next step.
 
     Args:
-      opt_state: the state of a chain with `lsgd` or other pulls, leaves [W, ...].
+      opt_state: the state of a chain with `lsgd` or other methods, leaves [W, ...].
 
     Returns:
       One `Diagnostics` per pull; for `lsgd` the local level, then the global one.
@@ -64,28 +82,38 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
     >>> workers = lj.Workers(nodes=2, locals=2)
     >>> tx = optax.chain(optax.sgd(0.1), lj.lsgd(local_period=2, global_period=4))
     >>> state = workers.map(tx.init)(workers.put(jnp.ones((4, 3))))
-    >>> [(level.axes, level.payload) for level in lj.diagnostics(state)]
-    [('local', 16), (('node', 'local'), 16)]
+    >>> [(level.axes, level.period) for level in lj.diagnostics(state)]
+    [(('local',), 2), (('node', 'local'), 4)]
     """
-    is_pull = lambda node: isinstance(node, PullState)
-    pulls = filter(is_pull, jax.tree.leaves(opt_state, is_leaf=is_pull))
-    return tuple(
-        Diagnostics(
-            steps=state.count.value,
-            healed=state.healed,
-            leader=getattr(state.target, "leader", None),
-            score=getattr(state.target, "score", None),
-            axes=state.axes,
-            period=state.period,
-            payload=state.payload,
-        )
-        for state in pulls
+    found = []
+    for node in _nodes(opt_state):
+        if isinstance(node, AggregateState):
+            found.append(_of(node, node, None))
+        else:
+            found += [_of(node, pull, pull.rule) for pull in node.pulls]
+    return tuple(found)
+
+
+def _of(node, pull, rule) -> Diagnostics:
+    place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+    return Diagnostics(
+        steps=node.count.value,
+        restored=pull.restored,
+        misplaced=node.misplaced,
+        leader=getattr(rule, "leader", None),
+        score=getattr(rule, "score", None),
+        traffic=pull.traffic,
+        axes=tuple(sorted(pull.traffic.axes, key=place)),
     )
 
 
 def waiting(opt_state: Tree) -> Array:
-    """bool [W]: which workers are in `quarantine` now, waiting to be healed."""
-    is_quarantine = lambda node: isinstance(node, QuarantineState)
-    leaves = jax.tree.leaves(opt_state, is_leaf=is_quarantine)
-    sick = [node.sick for node in leaves if is_quarantine(node)]
+    """bool [W]: which workers are not finite and wait for an exchange to restore them."""
+    nodes = _nodes(opt_state)
+    sick = [node.sick for node in nodes if isinstance(node, ExchangeState)]
     return jnp.stack(sick).any(axis=0) if sick else jnp.zeros([], bool)
+
+
+def _nodes(opt_state: Tree) -> list:
+    ours = lambda node: isinstance(node, ExchangeState | AggregateState)
+    return list(filter(ours, jax.tree.leaves(opt_state, is_leaf=ours)))

@@ -3,7 +3,7 @@
 A graph changes from step to step: round (t - 1) mod m of its m rounds is used at step t.
 The edges of a round are colored, so that each color is a (partial) permutation: every
 worker sends at most one message and receives at most one. A permutation is one call of
-`collectives.shift`.
+`Group.permute`.
 """
 
 import dataclasses
@@ -139,7 +139,7 @@ class Topology:
         lines = [repr(self)]
         for r, round in enumerate(self.rounds):
             edges = " ".join(f"{i}→{j}" for i, j in sorted(_edges(round)))
-            lines.append(f"  round {r}: {edges or 'nobody sends'}")
+            lines.append(f"  round {r}: {edges or 'no worker sends'}")
         return "\n".join(lines)
 
 
@@ -198,7 +198,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
       round 1: 0→3 1→2 2→1 3→0
     """
     check_positive_int("num_workers", num_workers)
-    even = num_workers + num_workers % 2  # with a stand-in, who meets nobody
+    even = num_workers + num_workers % 2  # with a stand-in, who meets no one
     hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
     rounds = []
     for hop in hops:
@@ -209,7 +209,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
 
 
 def complete(num_workers: int) -> Topology:
-    """Everybody sends to everybody, at every step.
+    """Every worker sends to every other one, at every step.
 
     >>> complete(3).spectral_gap
     1.0

@@ -117,12 +117,13 @@ CHOICES = {"name": optimizers.NAMES, "schedule": optimizers.SCHEDULE_NAMES}
 
 
 def _option(name: str, arguments: Sequence[str]) -> str | None:
-    """The value of --name VALUE or --name=VALUE, or None."""
+    """The last value of --name VALUE or --name=VALUE, or None."""
+    found = None
     for argument, following in zip(arguments, [*arguments[1:], None]):
         option, equals, value = argument.partition("=")
         if option.replace("_", "-") == f"--{name.replace('_', '-')}":
-            return value if equals else following
-    return None
+            found = value if equals else following
+    return found
 
 
 def _without_option(name: str, arguments: Sequence[str]) -> list[str]:

@@ -6,25 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Grouped, Shared, Tree
-from lsgd_jax.checks import check_fraction, check_positive_int
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import (
-    Target,
-    all_finite,
-    mean_of,
-    observe,
-    pull,
-    quarantine,
-    rate,
-    sum_nbytes,
-    tree_where,
-)
+from lsgd_jax import trees
+from lsgd_jax.checks import check_fraction, check_period, check_positive_int
+from lsgd_jax.collectives import Group
+from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.parts import fragment
+from lsgd_jax.shared import Axes, Shared
+from lsgd_jax.trees import Tree, value_at
 
 
-def average(axes: Axes = ("node", "local")) -> Target:
-    r"""The mean of the group's workers, as a target of `pull`.
+def average(axes: Axes = ("node", "local")) -> Rule:
+    r"""The mean of the group's workers, as a rule of a pull.
 
     .. math:: z = \frac{1}{|H|} \sum_{i \in H} y_i
 
@@ -38,11 +30,11 @@ def average(axes: Axes = ("node", "local")) -> Target:
     'local'
     """
 
-    def aim(y, state, healthy):
-        sums, count = collectives.total(y, axes, healthy)
-        return mean_of(sums, count), count > 0, state
+    def agree(group, x, y, state, fit, t):
+        mean, count = group.masked_mean(y, fit)
+        return mean, count > 0, state
 
-    return Target(axes, lambda params: (), observe, aim, sum_nbytes)
+    return Rule(axes, lambda params: (), agree)
 
 
 class AnchorState(NamedTuple):
@@ -54,12 +46,12 @@ class AnchorState(NamedTuple):
       outer: the outer optimizer's state; shared.
     """
 
-    anchor: Shared[Tree] | Grouped[Tree]
-    outer: Shared[Any] | Grouped[Any]
+    anchor: Shared[Tree]
+    outer: Shared[Any]
 
 
-def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")) -> Target:
-    r"""An anchor that an outer optimizer moves by the workers' way, as a target of `pull`.
+def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")) -> Rule:
+    r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
 
     .. math::
       \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
@@ -78,27 +70,25 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
     outer = optax.with_extra_args_support(outer)
 
     def init(params: Tree) -> AnchorState:
-        wide = jax.tree.map(widened, params)
-        anchor = collectives.mean(wide, axes, all_finite(params))
-        equal = lambda tree: collectives.equal(tree, axes)
-        return AnchorState(equal(anchor), equal(outer.init(anchor)))
+        group = Group(axes)
+        anchor, _ = group.masked_mean(params, trees.all_finite(params))
+        return AnchorState(group.shared(anchor), group.shared(outer.init(anchor)))
 
-    def aim(y, state, healthy):
+    def agree(group, x, y, state, fit, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        sums, count = collectives.total(y, axes, healthy)
-        way = jax.tree.map(jnp.subtract, anchor, mean_of(sums, count))
-        step, moved = outer.update(way, outer_state, anchor)
+        mean, count = group.masked_mean(y, fit)
+        pseudo_gradient = jax.tree.map(jnp.subtract, anchor, mean)
+        step, moved = outer.update(pseudo_gradient, outer_state, anchor)
         renewed = (optax.apply_updates(anchor, step), moved)
-        anchor, outer_state = tree_where(count > 0, renewed, (anchor, outer_state))
-        equal = lambda tree: collectives.equal(tree, axes)
-        # The anchor is there to aim at even if nobody is healthy.
-        return anchor, jnp.asarray(True), AnchorState(equal(anchor), equal(outer_state))
+        renewed = trees.where(count > 0, renewed, (anchor, outer_state))
+        # The anchor is there to be pulled to even if no worker is finite.
+        return renewed[0], jnp.asarray(True), AnchorState(*map(group.shared, renewed))
 
-    return Target(axes, init, observe, aim, sum_nbytes)
+    return Rule(axes, init, agree)
 
 
 def local_sgd(
-    period: int = 16, axes: Axes = ("node", "local")
+    period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
@@ -111,7 +101,8 @@ def local_sgd(
     ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
 
     Args:
-      period: τ, in steps.
+      period: steps between exchanges, τ.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -128,28 +119,40 @@ def local_sgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
     check_positive_int("period", period)
-    return quarantine(pull(average(axes), 1.0, period))
+    return exchange(Pull(average(axes), 1.0, every=period), check=check)
 
 
 def diloco(
     period: int = 64,
     outer: optax.GradientTransformation | None = None,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DiLoCo: an outer optimizer moves an anchor by the way the workers went.
+    r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
     .. math::
       \Delta = a - \frac{1}{W} \sum_j y_j, \qquad a \leftarrow a + \text{outer}(\Delta),
-      \qquad y_i \leftarrow a \quad \text{if } t \bmod \tau = 0,
+      \qquad y_i \leftarrow m y_i + (1 - m) a \quad \text{if } t \bmod \tau = 0,
 
-    with y = x + u, a the anchor (the mean of the starts at first) and τ the `period`. The
-    inner optimizers' states stay with their workers. Outer SGD with rate 1 and no
-    momentum is local SGD.
+    with y = x + u, Δ the pseudo-gradient, a the anchor (the mean of the starts at first), τ
+    the `period` and m the `mixing`. The inner optimizers' states stay with their workers.
+    Outer SGD with rate 1 and no momentum is local SGD.
+
+    With F fragments and a delay d this is Streaming DiLoCo: the parameters are cut into F
+    fragments, each with an anchor and an outer state of its own. Fragment i is sent at
+    steps t ≡ (i + 1) τ / F - d (mod τ) and taken d steps later.
 
     Args:
-      period: τ, in steps; 500 in the paper.
+      period: steps between exchanges of a fragment, τ; 500 in the paper.
       outer: any optax transformation; None: ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)``.
+      fragments: how many fragments take turns, F; must divide the period.
+      delay: steps that a fragment has to travel, d < τ / F.
+      mixing: how much of its own parameters a worker keeps, m in [0, 1).
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -157,9 +160,11 @@ def diloco(
       outer state are kept once, in float32 at least.
 
     Raises:
-      ValueError: a period below 1.
+      ValueError: a period below 1, fragments that do not divide it or are more than the
+        leaves, a delay of τ / F or more, a mixing outside [0, 1].
 
-    Reference: Douillard et al., DiLoCo, 2023, arXiv:2311.08105.
+    Reference: Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Douillard et al.,
+    Streaming DiLoCo with overlapping communication, 2025, arXiv:2501.18512.
 
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.diloco(period=500))
@@ -167,7 +172,19 @@ def diloco(
     check_positive_int("period", period)
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return quarantine(pull(anchored(outer, axes), 1.0, period))
+    check_positive_int("fragments", fragments)
+    if period % fragments:
+        raise ValueError(f"`period` must be divisible by {fragments=}, got {period=}")
+    turn = period // fragments
+    check_period("delay", delay, turn)
+    check_fraction("mixing", mixing)
+
+    def pull(i: int) -> Pull:
+        part = fragment(i, fragments) if fragments > 1 else None
+        offset = (i + 1) * turn % period
+        return Pull(anchored(outer, axes), 1 - mixing, period, offset, delay, part)
+
+    return exchange(*map(pull, range(fragments)), check=check)
 
 
 def slowmo(
@@ -175,6 +192,7 @@ def slowmo(
     alpha: float = 1.0,
     beta: float = 0.5,
     learning_rate: optax.ScalarOrSchedule = 1.0,
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""SlowMo: averaging with a slow momentum.
@@ -189,10 +207,13 @@ def slowmo(
     local SGD; α = 1, β > 0 is BMUF.
 
     Args:
-      period: τ, in steps.
-      alpha: α, the slow learning rate.
-      beta: β in [0, 1], the slow momentum.
-      learning_rate: η or a schedule of t; a constant one cancels.
+      period: steps between exchanges, τ.
+      alpha: the slow learning rate, α.
+      beta: the slow momentum, β in [0, 1].
+      learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
+        one cancels. Schedules of optax count from 0: for s(step) of the base pass
+        ``lambda t: s(t - 1)``.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -209,10 +230,10 @@ def slowmo(
     """
     check_positive_int("period", period)
     check_fraction("beta", beta)
-    eta = lambda exchanges: rate(learning_rate, period * (exchanges + 1))
+    eta = lambda exchanges: value_at(learning_rate, period * (exchanges + 1))
     outer = optax.chain(
         optax.scale_by_schedule(lambda k: 1 / eta(k)),
         optax.trace(decay=beta),
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
-    return quarantine(pull(anchored(outer, axes), 1.0, period))
+    return exchange(Pull(anchored(outer, axes), 1.0, every=period), check=check)

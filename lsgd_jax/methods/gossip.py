@@ -1,16 +1,13 @@
 """Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Shared, Tree
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import Order, Target, nbytes, observe_step, pull, quarantine
+from lsgd_jax.collectives import Group
+from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.shared import Axes
 from lsgd_jax.topology import (
     Graph,
     Topology,
@@ -20,20 +17,11 @@ from lsgd_jax.topology import (
     for_group,
     ring,
 )
+from lsgd_jax.trees import Tree, widened
 
 
-class GossipState(NamedTuple):
-    """The state of `neighbors`.
-
-    Attributes:
-      step: int32 scalar, steps so far; shared.
-    """
-
-    step: Shared[Array]
-
-
-def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Target:
-    r"""The weighted mean of a worker and its neighbors in a graph, as a target of `pull`.
+def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
+    r"""The weighted mean of a worker and its neighbors in a graph, as a rule of a pull.
 
     .. math::
       z_i = \sum_j P_{ij} y_j
@@ -55,60 +43,47 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Target:
     """
     graph = for_group(topology, check_balanced)
 
-    def aim(y, state, healthy):
-        here = graph(collectives.size(axes))
-        sums, mass = send(y, 1.0, healthy, here, state.step.value, axes)
-        own = jnp.where(healthy, 1 - mass, 0)
-        return blend(y, own, sums, mass), healthy | (mass > 0), state
+    def agree(group, x, y, state, fit, t):
+        sums, mass = send(group, y, jnp.float32(1), fit, graph(group.size), t)
+        own = jnp.where(fit, 1 - mass, 0)
+        return blend(y, own, sums, mass), fit | (mass > 0), state
 
-    init = lambda params: GossipState(Shared(jnp.int32(0)))
-    payload = lambda params: message_nbytes(params, graph(collectives.size(axes)))
-    return Target(axes, init, observe_step, aim, payload)
+    return Rule(axes, lambda params: (), agree)
 
 
 def send(
-    y: Tree,
-    weight: Array | float,
-    healthy: Array,
-    topology: Topology,
-    step: Array,
-    axes: Axes,
+    group: Group, y: Tree, weight: Array, fit: Array, topology: Topology, t: Array
 ) -> tuple[Tree, Array]:
-    """What arrives if everybody sends y with its share of a weight: (Σ m_j y_j, Σ m_j).
+    """What arrives if all workers send y with a share of their weight: (Σ m_j y_j, Σ m_j).
 
-    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not healthy.
+    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit.
     """
-    r = topology.round_at(step)
-    given = jnp.where(healthy, share(topology, r, axes) * weight, 0)
-    message = jax.tree.map(lambda y: jnp.where(healthy, y, 0), y)
-    return collectives.push(message, given, topology.rounds, r, axes)
+    r = topology.round_at(t)
+    given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)
+    message = jax.tree.map(lambda y: jnp.where(fit, y, 0), y)
+    return group.push(message, given, topology.rounds, r)
 
 
-def share(topology: Topology, r: Array, axes: Axes) -> Array:
-    """p = 1 / (out-degree + 1) of this worker in round r: float32 scalar."""
-    table = jnp.asarray(1 / (topology.out_degrees + 1), jnp.float32)
-    return table[r, collectives.index(axes)]
+def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Array:
+    """p = 1 / (out-degree + 1) of this worker in round r: a scalar."""
+    return jnp.asarray(1 / (topology.out_degrees + 1), dtype)[r, group.index]
 
 
 def blend(y: Tree, own: Array, sums: Tree, mass: Array) -> Tree:
     """(own · y + sums) / (own + mass), in float32 at least; y does not count if own = 0."""
-    mine = jax.tree.map(lambda y: own * jnp.where(own > 0, widened(y), 0), y)
-    return jax.tree.map(lambda a, b: (a + b) / (own + mass), mine, sums)
 
+    def leaf(y: Array, sent: Array) -> Array:
+        # The weights may be wider than y: a worker that counts for nothing may hold nan.
+        mine = own.astype(sent.dtype) * jnp.where(own > 0, widened(y), 0)
+        return (mine + sent) / (own + mass).astype(sent.dtype)
 
-def message_nbytes(params: Tree, topology: Topology) -> int:
-    """Bytes each worker sends per step: the parameters and a weight, to every peer.
-
-    The mean over the rounds of the last phase, where they differ.
-    """
-    rounds = topology.rounds[-topology.phases[-1][1] :]
-    messages = sum(map(len, rounds)) / len(rounds)
-    return round(messages * (nbytes(params) + 4))
+    return jax.tree.map(leaf, y, sums)
 
 
 def dpsgd(
     topology: Graph = ring,
     order: Order = "combine_then_adapt",
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
@@ -125,6 +100,7 @@ def dpsgd(
       topology: the graph, with equal degrees: `ring(W)`, `exponential(W)`, …; or, without
         its W, the function that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -140,12 +116,14 @@ def dpsgd(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.dpsgd(lj.topology.ring(8)))
     """
-    return quarantine(pull(neighbors(topology, axes), 1.0, order=order))
+    rule = in_order(neighbors(topology, axes), order)
+    return exchange(Pull(rule, 1.0), check=check)
 
 
 def adpsgd(
     topology: Graph = bipartite_exponential,
     order: Order = "combine_then_adapt",
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AD-PSGD in lock-step: the workers meet in pairs and both take the average.
@@ -155,11 +133,12 @@ def adpsgd(
 
     with j the worker that i meets in the step's round of the graph, x the parameters
     before the step and u the update, whose gradient was taken before the exchange. Who
-    meets nobody keeps x + u. Workers that are not finite are treated as in `dpsgd`.
+    meets no other keeps x + u. Workers that are not finite are treated as in `dpsgd`.
 
     Args:
       topology: the graph, in rounds of pairs, or the function that builds it.
       order: 'adapt_then_combine' averages x + u instead of x.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -175,6 +154,5 @@ def adpsgd(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
     """
-    return quarantine(
-        pull(neighbors(for_group(topology, check_paired), axes), 1.0, order=order)
-    )
+    rule = in_order(neighbors(for_group(topology, check_paired), axes), order)
+    return exchange(Pull(rule, 1.0), check=check)

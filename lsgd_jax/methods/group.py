@@ -1,37 +1,22 @@
-"""Group averaging: the mean of changing groups every step, of everybody now and then."""
-
-from typing import NamedTuple
+"""Group averaging: the mean of changing groups every step, of all workers now and then."""
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Shared, Tree
 from lsgd_jax.checks import check_positive_int
-from lsgd_jax.collectives import Axes, widened
+from lsgd_jax.exchange import Check, Pull, Rule, exchange
 from lsgd_jax.methods.averaging import average
-from lsgd_jax.pull import Target, mean_of, observe_step, pull, quarantine, sum_nbytes
+from lsgd_jax.shared import Axes
+from lsgd_jax.trees import mean_of, widened
 
 
-class GroupState(NamedTuple):
-    """The state of `butterfly`.
-
-    Attributes:
-      step: int32 scalar, steps so far; shared.
-    """
-
-    step: Shared[Array]
-
-
-def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Target:
-    r"""The mean of a group of S workers that changes every step, as a target of `pull`.
+def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
+    r"""The mean of a group of S workers that changes every step, as a rule of a pull.
 
     The group of worker i at step t are the workers whose number agrees with i outside of
     the bits from r log2 S to (r + 1) log2 S, r = (t - 1) mod ceil(log2 W / log2 S). Who
-    is not finite is left out. The sum is worked out in log2 S exchanges with one partner
-    each. With W = S^k, k steps give the exact mean.
+    is not finite is left out. The sum is worked out in log2 S exchanges with one partner each. With W = S^k, k steps give the exact mean.
 
     Args:
       group_size: S, a power of two; the last of the r rounds may have smaller groups.
@@ -49,9 +34,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Target:
             f"`group_size` must be a power of two, at least 2, got {group_size=}"
         )
 
-    def rounds() -> list[list[int]]:
+    def rounds(workers: int) -> list[list[int]]:
         """Of each round the hops between partners: the bits of its groups."""
-        workers = collectives.size(axes)
         if not _power_of_two(workers):
             raise ValueError(
                 "groups that change along a butterfly need a power of two workers "
@@ -61,37 +45,30 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Target:
         each = group_size.bit_length() - 1
         return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
 
-    def sum_over(hops: list[int]):
-        workers = collectives.size(axes)
+    def agree(group, x, y, state, fit, t):
+        def sum_over(hops):
+            def add_up(tree):
+                for hop in hops:
+                    swap = [(i, i ^ hop) for i in range(group.size)]
+                    tree = jax.tree.map(jnp.add, tree, group.permute(tree, swap))
+                return tree
 
-        def add_up(tree):
-            for hop in hops:
-                swap = [(i, i ^ hop) for i in range(workers)]
-                tree = jax.tree.map(jnp.add, tree, collectives.shift(tree, swap, axes))
-            return tree
+            return add_up
 
-        return add_up
-
-    def aim(y, state, healthy):
-        mine = jax.tree.map(lambda y: jnp.where(healthy, widened(y), 0), y)
-        branches = [sum_over(hops) for hops in rounds()]
-        r = (state.step.value - 1) % len(branches)
-        sums, count = lax.switch(r, branches, (mine, healthy.astype(jnp.float32)))
+        mine = jax.tree.map(lambda y: jnp.where(fit, widened(y), 0), y)
+        branches = [sum_over(hops) for hops in rounds(group.size)]
+        r = (t - 1) % len(branches)
+        sums, count = group.switch(r, branches, (mine, fit.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    def init(params: Tree) -> GroupState:
-        del params
-        return GroupState(Shared(jnp.int32(0)))
-
-    def payload(params: Tree) -> int:
-        messages = sum(map(len, rounds())) / len(rounds())
-        return round(messages * sum_nbytes(params))
-
-    return Target(axes, init, observe_step, aim, payload)
+    return Rule(axes, lambda params: (), agree)
 
 
 def wagma(
-    group_size: int = 2, sync_period: int = 10, axes: Axes = ("node", "local")
+    group_size: int = 2,
+    sync_period: int = 10,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
 
@@ -104,8 +81,9 @@ def wagma(
     whose y or loss is not finite is left out and takes its group's mean whole.
 
     Args:
-      group_size: S, a power of two.
-      sync_period: τ, in steps.
+      group_size: workers in a group, S, a power of two.
+      sync_period: steps between means of all workers, τ.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of all W workers.
 
     Returns:
@@ -123,8 +101,8 @@ def wagma(
     """
     check_positive_int("sync_period", sync_period)
     # The mean of the groups' means is the mean: both pulls together are the second one.
-    groups = pull(butterfly(group_size, axes), 1.0)
-    return quarantine(optax.chain(groups, pull(average(axes), 1.0, sync_period)))
+    groups = Pull(butterfly(group_size, axes), 1.0)
+    return exchange(groups, Pull(average(axes), 1.0, every=sync_period), check=check)
 
 
 def _power_of_two(n: int) -> bool:

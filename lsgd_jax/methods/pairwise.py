@@ -7,21 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Shared
+from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_not_negative, check_option
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.methods.gossip import blend, message_nbytes, send, share
-from lsgd_jax.pull import (
-    Target,
-    observe_step,
-    pull,
-    quarantine,
-    rate,
-    sound,
-    step_towards,
-)
+from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.methods.gossip import blend, send, share
+from lsgd_jax.shared import Axes
 from lsgd_jax.topology import Graph, check_one_peer, exponential, for_group
+from lsgd_jax.trees import value_at, widened
 
 
 Interpolation = Literal["constant", "clock", "loss"]
@@ -31,12 +23,10 @@ class PairwiseState(NamedTuple):
     """The state of `pairwise`.
 
     Attributes:
-      step: int32 scalar, steps so far; shared.
       measure: float32 scalar, this worker's clock, or its loss at this step, or 0, by
         the kind of interpolation; per worker.
     """
 
-    step: Shared[Array]
     measure: Array
 
 
@@ -47,6 +37,7 @@ def pairwise(
     topology: Graph = exponential,
     fetch_probability: optax.ScalarOrSchedule = 1.0,
     seed: int = 0,
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
@@ -67,13 +58,16 @@ def pairwise(
     worker keeps its own y; if its own is not, it takes the peer's whole.
 
     Args:
-      interpolation: how f is found.
-      value: f in [0, 1], or a schedule of t.
-      divergence_threshold: θ ≥ 0.
-      topology: a graph in which each worker sends to one,
-        such as `exponential`, where i takes from i - hop.
-      fetch_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
-      seed: of the draws.
+      interpolation: how the weight f of the peer is found.
+      value: that weight if it is constant, f in [0, 1], or a schedule of t.
+      divergence_threshold: loss below which less is taken with interpolation by loss,
+        θ ≥ 0.
+      topology: a graph in which each worker sends to one; with `exponential` i takes
+        from i - hop.
+      fetch_probability: of an exchange, p in [0, 1], or a schedule of t; drawn anew per
+        worker and step.
+      seed: seed of the draws.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -99,7 +93,7 @@ def pairwise(
     check_not_negative("divergence_threshold", divergence_threshold)
     graph = for_group(topology, check_one_peer)
 
-    def observe(state, loss, count):
+    def step(u, x, state, loss, t):
         measure = state.measure
         if interpolation == "clock":
             measure = measure + 1
@@ -110,56 +104,51 @@ def pairwise(
                     f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
                 )
             measure = jnp.asarray(loss, jnp.float32)
-        return PairwiseState(Shared(count), measure), sound(loss)
+        return u, PairwiseState(measure), True
 
-    def aim(y, state, healthy):
-        t, mine = state.step.value, state.measure
-        here = graph(collectives.size(axes))
-        message = jax.tree.map(lambda a: jnp.where(healthy, a, 0), (y, mine))
-        sent = healthy.astype(jnp.float32)
-        arrived = collectives.push(message, sent, here.rounds, here.round_at(t), axes)
+    def agree(group, x, y, state, fit, t):
+        mine, here = state.measure, graph(group.size)
+        message = jax.tree.map(lambda a: jnp.where(fit, a, 0), (y, mine))
+        arrived = group.push(
+            message, fit.astype(jnp.float32), here.rounds, here.round_at(t)
+        )
         (z, theirs), there = arrived[0], arrived[1] > 0
 
-        f = rate(value, t)
-        if interpolation == "clock":
-            f = _part(theirs, mine + theirs)
-        if interpolation == "loss":
-            f = _part(mine, mine + theirs)
-            if divergence_threshold:
-                calm = mine < divergence_threshold
-                f = jnp.where(calm, jnp.clip(f * mine / divergence_threshold, 0, 1), f)
-        f = jnp.where(collectives.drawn(rate(fetch_probability, t), seed, t, axes), f, 0)
-        f = jnp.where(there, jnp.where(healthy, f, 1), 0)
+        f = part_taken(mine, theirs, t)
+        drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
+        f = jnp.where(drawn, f, 0)
+        f = jnp.where(there, jnp.where(fit, f, 1), 0)
         if interpolation == "clock":
             mine = mine + f * (theirs - mine)
-        own = jax.tree.map(lambda a: jnp.where(healthy, widened(a), 0), y)
-        z = step_towards(own, own, z, f)
-        return z, healthy | there, PairwiseState(state.step, mine)
+        own = jax.tree.map(lambda a: jnp.where(fit, widened(a), 0), y)
+        return trees.step_towards(own, z, f), fit | there, PairwiseState(mine)
 
-    def init(params):
-        del params
-        return PairwiseState(Shared(jnp.int32(0)), jnp.float32(0))
+    def part_taken(mine, theirs, t):
+        if interpolation == "clock":
+            return _part(theirs, mine + theirs)
+        if interpolation == "constant":
+            return value_at(value, t)
+        f = _part(mine, mine + theirs)
+        if not divergence_threshold:
+            return f
+        less = jnp.clip(f * mine / divergence_threshold, 0, 1)
+        return jnp.where(mine < divergence_threshold, less, f)
 
-    def payload(params):
-        measure = 4
-        return message_nbytes(params, graph(collectives.size(axes))) + measure
-
-    return quarantine(pull(Target(axes, init, observe, aim, payload), 1.0))
+    rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step)
+    return exchange(Pull(rule, 1.0), check=check)
 
 
 class SumWeightState(NamedTuple):
     """The state of `gosgd`.
 
     Attributes:
-      step: int32 scalar, steps so far; shared.
       weight: float32 scalar, this worker's weight, 1 at first; per worker.
     """
 
-    step: Shared[Array]
     weight: Array
 
     def resized(self) -> "SumWeightState":
-        """For `resize`: y stays, and with w = 1 for everybody Σ w = W holds again."""
+        """For `resize`: y stays, and with w = 1 for all workers Σ w = W holds again."""
         return self._replace(weight=jnp.ones_like(self.weight))
 
 
@@ -167,6 +156,7 @@ def gosgd(
     topology: Graph = exponential,
     send_probability: optax.ScalarOrSchedule = 0.5,
     seed: int = 0,
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
@@ -185,8 +175,10 @@ def gosgd(
 
     Args:
       topology: a graph in which each worker sends to one.
-      send_probability: p in [0, 1], or a schedule of t; drawn anew per worker and step.
-      seed: of the draws.
+      send_probability: of sending, p in [0, 1], or a schedule of t; drawn anew per worker
+        and step.
+      seed: seed of the draws.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -206,19 +198,17 @@ def gosgd(
         check_fraction("send_probability", send_probability)
     graph = for_group(topology, check_one_peer)
 
-    def aim(y, state, healthy):
-        t, w = state.step.value, state.weight
-        here = graph(collectives.size(axes))
-        sends = healthy & collectives.drawn(rate(send_probability, t), seed, t, axes)
-        kept = share(here, here.round_at(t), axes)  # 1/2, or all where there is no peer
+    def agree(group, x, y, state, fit, t):
+        w, here = state.weight, graph(group.size)
+        sends = fit & group.bernoulli(value_at(send_probability, t), seed, t)
+        kept = share(group, here, here.round_at(t))  # 1/2, or all where there is no peer
         own = jnp.where(sends, kept * w, w)
-        sums, mass = send(y, jnp.where(sends, w, 0), healthy, here, t, axes)
-        z = blend(y, jnp.where(healthy, own, 0), sums, mass)
-        return z, healthy | (mass > 0), SumWeightState(state.step, own + mass)
+        sums, mass = send(group, y, jnp.where(sends, w, 0), fit, here, t)
+        z = blend(y, jnp.where(fit, own, 0), sums, mass)
+        return z, fit | (mass > 0), SumWeightState(own + mass)
 
-    init = lambda params: SumWeightState(Shared(jnp.int32(0)), jnp.float32(1))
-    payload = lambda params: message_nbytes(params, graph(collectives.size(axes)))
-    return quarantine(pull(Target(axes, init, observe_step, aim, payload), 1.0))
+    rule = Rule(axes, lambda params: SumWeightState(jnp.float32(1)), agree)
+    return exchange(Pull(rule, 1.0), check=check)
 
 
 def _part(a: Array, whole: Array) -> Array:

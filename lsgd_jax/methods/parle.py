@@ -4,32 +4,18 @@ Chaudhari, Baldassi, Zecchina, Soatto, Talwalkar, Oberman. Parle: parallelizing 
 gradient descent. 2017, arXiv:1707.00424.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Grouped, Shared, Tree
+from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import (
-    NO_PARAMS,
-    Target,
-    all_finite,
-    mean_of,
-    observe_step,
-    plus,
-    pull,
-    quarantine,
-    rate,
-    step_towards,
-    sum_nbytes,
-    tree_where,
-)
+from lsgd_jax.collectives import Group
+from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.shared import Axes, Shared
+from lsgd_jax.trees import Tree, value_at, widened
 
 
 class ParleState(NamedTuple):
@@ -40,13 +26,11 @@ class ParleState(NamedTuple):
         float32 at least; per worker.
       average: z, the running average of the inner loop; likewise.
       center: x̄, the mean of the anchors, likewise; shared. The model to test.
-      step: int32 scalar, steps so far; shared.
     """
 
     anchor: Tree
     average: Tree
-    center: Shared[Tree] | Grouped[Tree]
-    step: Shared[Array]
+    center: Shared[Tree]
 
 
 def parle(
@@ -56,6 +40,7 @@ def parle(
     center_pull: optax.ScalarOrSchedule = 1.0,
     decay: float = 0.75,
     outer_learning_rate: optax.ScalarOrSchedule | None = None,
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Parle: an inner loop around an anchor, and anchors that are pulled to their mean.
@@ -81,11 +66,14 @@ def parle(
 
     Args:
       learning_rate: η, that of the base optimizer, or a schedule of t.
-      period: L, in steps.
-      anchor_pull: γ⁻¹ ≥ 0, or a schedule of t (see `scoping`).
-      center_pull: ρ⁻¹ ≥ 0, or a schedule of t.
-      decay: β in [0, 1].
-      outer_learning_rate: η', or a schedule of t; None: the same as η.
+      period: steps of the inner loop, L.
+      anchor_pull: pull of the anchor on the inner loop, γ⁻¹ ≥ 0, or a schedule of t (see
+        `scoping`).
+      center_pull: pull of the center on the anchors, ρ⁻¹ ≥ 0, or a schedule of t.
+      decay: that of the inner loop's running average, β in [0, 1].
+      outer_learning_rate: of the anchor's step, η', or a schedule of t; None: the same as
+        η.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -107,44 +95,35 @@ def parle(
     outer = learning_rate if outer_learning_rate is None else outer_learning_rate
 
     def init(params: Tree) -> ParleState:
-        wide = jax.tree.map(widened, params)
-        center = collectives.mean(wide, axes, all_finite(params))
-        equal = collectives.equal(center, axes)
-        return ParleState(wide, wide, equal, Shared(jnp.int32(0)))
+        group, wide = Group(axes), trees.widen(params)
+        center, _ = group.masked_mean(params, trees.all_finite(params))
+        return ParleState(wide, wide, group.shared(center))
 
-    def aim(y, state, healthy):
+    def step(u, x, state, loss, t):
+        weight = value_at(learning_rate, t) * value_at(anchor_pull, t)
+        pull = lambda u, x, a: u + weight * (a - widened(x))
+        u = jax.tree.map(pull, u, x, state.anchor)
+
+        def mix(z, y):
+            # A step that is not finite must not stay in the average for ever.
+            return jnp.where(jnp.isfinite(y), decay * z + (1 - decay) * widened(y), z)
+
+        average = jax.tree.map(mix, state.average, trees.plus(x, u))
+        return u, state._replace(average=average), True
+
+    def agree(group, x, y, state, fit, t):
         del y  # the inner loop's last point counts through its average only
-        t, old = state.step.value, state.center.value
-        eta, rho_inverse = rate(outer, t), rate(center_pull, t)
+        old = state.center.value
+        eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
-        sums, count = collectives.total(anchor, axes, healthy)
-        center = tree_where(count > 0, mean_of(sums, count), old)
-        anchor = tree_where(healthy, anchor, center)
-        equal = collectives.equal(center, axes)
-        # The center is there to aim at even if nobody is healthy.
-        found = jnp.asarray(True)
-        return anchor, found, ParleState(anchor, anchor, equal, state.step)
+        mean, count = group.masked_mean(anchor, fit)
+        center = trees.where(count > 0, mean, old)
+        anchor = trees.where(fit, anchor, center)
+        # The center is there to be pulled to even if no worker is finite.
+        return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 
-    exchange = pull(Target(axes, init, observe_step, aim, sum_nbytes), 1.0, period)
-
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        t, seen = state.count.value + 1, state.target
-        weight = rate(learning_rate, t) * rate(anchor_pull, t)
-        u = step_towards(updates, params, seen.anchor, weight)
-        y = plus(params, u)
-        mix = lambda z, y: decay * z + (1 - decay) * widened(y)
-        # A step that is not finite must not stay in the average for ever.
-        average = tree_where(
-            all_finite(y), jax.tree.map(mix, seen.average, y), seen.average
-        )
-        target = seen._replace(average=average)
-        state = dataclasses.replace(state, target=target)
-        return exchange.update(u, state, params, **extra_args)
-
-    return quarantine(optax.GradientTransformationExtraArgs(exchange.init, update))
+    return exchange(Pull(Rule(axes, init, agree, step), 1.0, every=period), check=check)
 
 
 def scoping(
@@ -159,7 +138,7 @@ def scoping(
     Args:
       initial: the pull at first; the paper: 0.01 for the anchor, 1 for the center.
       batches_per_epoch: B.
-      period: L, in steps.
+      period: steps of the inner loop, L.
       largest: where it stops; the paper: 1 for the anchor, 10 for the center.
 
     Returns:

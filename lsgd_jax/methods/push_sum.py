@@ -1,57 +1,47 @@
 """Push-sum: gossip on any directed graph, with weights that take the bias out again."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Shared, Tree
 from lsgd_jax.checks import check_positive_int
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.methods.gossip import blend, message_nbytes, send, share
-from lsgd_jax.pull import (
-    NO_PARAMS,
-    PullState,
-    all_finite,
-    finite_part,
-    plus,
-    quarantine,
-    sound,
-    step_towards,
-    tree_where,
-)
+from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.methods.gossip import blend, send, share
+from lsgd_jax.shared import Axes
 from lsgd_jax.topology import Graph, exponential, for_group
+from lsgd_jax.trees import Tree, widened
 
 
 class PushSumState(NamedTuple):
     """What a worker of push-sum knows beside its parameters.
 
     Attributes:
-      weight: w, float32 scalar, its push-sum weight; 1 at first; per worker.
-      under_way: what was sent to it and has not arrived, the next to arrive first: pairs
+      weight: w, scalar in float32 at least, its push-sum weight; 1 at first; per worker.
+      in_flight: what was sent to it and has not arrived, the next to arrive first: pairs
         of a numerator (a tree like the parameters, in float32 at least) and a weight; per
         worker; empty if nothing is delayed.
     """
 
     weight: Array
-    under_way: tuple[tuple[Tree, Array], ...]
+    in_flight: tuple[tuple[Tree, Array], ...]
 
     def resized(self) -> "PushSumState":
-        """For `resize`: x stays, and with w = 1 for everybody Σ w = W holds again."""
-        if self.under_way:
+        """For `resize`: x stays, and with w = 1 for all workers Σ w = W holds again."""
+        if self.in_flight:
             raise ValueError(
-                "the workers must stay the same while messages are under way to them "
-                f"(`staleness` above 1), got staleness={len(self.under_way) + 1}"
+                "the workers must stay the same while messages are in flight to them "
+                f"(`staleness` above 1), got staleness={len(self.in_flight) + 1}"
             )
         return self._replace(weight=jnp.ones_like(self.weight))
 
 
 def sgp(
-    topology: Graph = exponential, axes: Axes = ("node", "local")
+    topology: Graph = exponential,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
@@ -69,6 +59,7 @@ def sgp(
 
     Args:
       topology: any graph, or the function that builds it for W workers.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -83,11 +74,14 @@ def sgp(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.sgp(lj.topology.exponential(8)))
     """
-    return quarantine(_push_sum(topology, 0, axes))
+    return exchange(Pull(push_sum(topology, 0, axes), 1.0), check=check)
 
 
 def osgp(
-    topology: Graph = exponential, staleness: int = 1, axes: Axes = ("node", "local")
+    topology: Graph = exponential,
+    staleness: int = 1,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
 
@@ -97,13 +91,15 @@ def osgp(
 
     and likewise for the weights without u; then x = s / w. x and w are those before the
     step, u is the update and σ the `staleness`: with σ = 1 messages carry the parameters
-    before this step's gradient, with σ = 2 those of the step before, …. What is under way
+    before this step's gradient, with σ = 2 those of the step before, …. What is in flight
     carries numerator and weight: counted in, Σ s and Σ w are conserved. All else as in
     `sgp`.
 
     Args:
       topology: any graph, or the function that builds it for W workers.
-      staleness: σ ≥ 1; keeps σ - 1 copies of the parameters under way.
+      staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
+        parameters.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -118,60 +114,47 @@ def osgp(
     >>> tx = optax.chain(optax.sgd(0.1), lj.osgp(lj.topology.exponential(8), staleness=2))
     """
     check_positive_int("staleness", staleness)
-    return quarantine(_push_sum(topology, staleness, axes))
+    return exchange(Pull(push_sum(topology, staleness, axes), 1.0), check=check)
 
 
-def _push_sum(
-    topology: Graph, staleness: int, axes: Axes
-) -> optax.GradientTransformationExtraArgs:
-    """`sgp` (staleness 0: the step travels) and `osgp`, without the quarantine.
+def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
+    """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
 
     A message is the de-biased x in the parameters' dtype and a weight, so that numerators
-    are formed in float32 by the receiver.
-    """
+    are formed by the receiver, in float32 at least.
 
+    Args:
+      topology: any graph, or the function that builds it for W workers.
+      staleness: σ; 0: the step travels as well.
+      axes: the mesh axes of the group.
+    """
     graph = for_group(topology)
 
-    def init(params: Tree) -> Any:
+    def init(params: Tree) -> PushSumState:
         nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params)
-        under_way = tuple((nothing, jnp.float32(0)) for _ in range(staleness - 1))
-        return PullState(
-            count=Shared(jnp.zeros([], jnp.int32)),
-            healed=jnp.zeros([], jnp.int32),
-            target=PushSumState(jnp.float32(1), under_way),
-            axes=axes,
-            period=1,
-            payload=message_nbytes(params, graph(collectives.size(axes))),
-        )
+        # As exact as the parameters that it divides.
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        in_flight = tuple((nothing, jnp.zeros([], dtype)) for _ in range(staleness - 1))
+        return PushSumState(jnp.ones([], dtype), in_flight)
 
-    def update(updates, state, params=None, *, value=None, **extra_args):
-        del extra_args
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        x, u, w = params, updates, state.target.weight
-        t = jnp.asarray(optax.safe_increment(state.count.value))
-        here = graph(collectives.size(axes))
-        scaled = lambda w: jax.tree.map(lambda u: (u / w).astype(u.dtype), u)
-        y = plus(x, scaled(w))  # (w x + u) / w
-        healthy = sound(value) & all_finite(y)
+    def step(u, x, state, loss, t):
+        return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
 
+    def agree(group, x, y, state, fit, t):  # y = (w x + u) / w
+        here, w = graph(group.size), state.weight
         traveling = x if staleness else y
-        sent = send(traveling, w, healthy, here, t, axes)
-        arrived, *under_way = (*state.target.under_way, sent)
-        sums, mass = arrived
+        sent = send(group, traveling, w, fit, here, t)
+        (sums, mass), *in_flight = (*state.in_flight, sent)
+        kept = share(group, here, here.round_at(t), w.dtype) * w
+        z = blend(traveling, jnp.where(fit, kept, 0), sums, mass)
+        weight = jnp.where(fit, kept, w) + mass
+        if staleness:
 
-        own = jnp.where(healthy, share(here, here.round_at(t), axes) * w, 0)
-        weight = jnp.where(healthy, own, w) + mass
-        z = blend(traveling, own, sums, mass)
-        found = healthy | (mass > 0)
-        moved = step_towards(scaled(weight if staleness else w), traveling, z, 1.0)
-        whole = jax.tree.map(lambda x, z: z - finite_part(x), x, z)
-        move = tree_where(healthy, moved, whole)
-        return tree_where(found, move, u), dataclasses.replace(
-            state,
-            count=Shared(t),
-            healed=state.healed + (found & ~healthy),
-            target=PushSumState(weight, tuple(under_way)),
-        )
+            def add_step(z, x, y):  # u / weight
+                step = (widened(y) - widened(x)) * (w / weight).astype(z.dtype)
+                return z + jnp.where(fit, step.astype(z.dtype), 0)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+            z = jax.tree.map(add_step, z, x, y)
+        return z, fit | (mass > 0), PushSumState(weight, tuple(in_flight))
+
+    return Rule(axes, init, agree, step)

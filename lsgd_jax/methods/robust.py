@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Tree
+from lsgd_jax import trees
 from lsgd_jax.aggregate import aggregate
 from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import mean_of, nbytes, sum_nbytes, tree_where
+from lsgd_jax.collectives import Group
+from lsgd_jax.shared import Axes
+from lsgd_jax.trees import Tree, widened
 
 
 def allreduce(
-    until: int | None = None, axes: Axes = ("node", "local")
+    axes: Axes = ("node", "local"), until: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""All-reduce SGD: every worker's gradient is replaced by the mean of all.
 
@@ -40,12 +40,10 @@ def allreduce(
     if until is not None:
         check_positive_int("until", until)
 
-    def rule(g, own, finite):
-        sums, count = collectives.total(g, axes, finite)
-        mean = mean_of(sums, count)
-        return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g), own
+    def rule(group, g, own, finite):
+        return _mean_or(g, *group.masked_mean(g, finite)), own
 
-    return aggregate(rule, sum_nbytes, axes, until=until)
+    return aggregate(rule, axes, until=until)
 
 
 def coordinate_median(
@@ -71,11 +69,10 @@ def coordinate_median(
     >>> tx = optax.chain(lj.coordinate_median(), optax.sgd(0.1))
     """
 
-    def rule(g, own, finite):
-        del finite
-        return collectives.coordinatewise(_median, g, axes), own
+    def rule(group, g, own, finite):
+        return group.coordinatewise(_median, g), own
 
-    return aggregate(rule, nbytes, axes)
+    return aggregate(rule, axes)
 
 
 def licm(
@@ -88,12 +85,12 @@ def licm(
       m[k] = \text{median}_j \, g_j[k]
 
     for each coordinate k, over the workers where it is finite; the median itself where
-    nobody lies in the band. Withstands up to half the workers, in O(W d) for d parameters.
+    no worker lies in the band. Withstands up to half the workers, in O(W d) for d parameters.
     Written from the abstract of the paper, which describes a Lipschitz-inspired
     coordinate-wise median; the width of the band is this library's reading of it.
 
     Args:
-      gamma: γ ≥ 0, the band's half width in units of the median; 0 is the median.
+      gamma: half width of the band in units of the median, γ ≥ 0; 0 is the median.
       axes: the mesh axes of the group.
 
     Returns:
@@ -118,11 +115,10 @@ def licm(
         mean = jnp.where(near, rows, 0).sum(axis=0) / jnp.maximum(count, 1)
         return jnp.where(count > 0, mean, median)
 
-    def rule(g, own, finite):
-        del finite
-        return collectives.coordinatewise(near_median, g, axes), own
+    def rule(group, g, own, finite):
+        return group.coordinatewise(near_median, g), own
 
-    return aggregate(rule, nbytes, axes)
+    return aggregate(rule, axes)
 
 
 def cge(
@@ -139,8 +135,9 @@ def cge(
     enter h. If K is empty the gradients stay as they are.
 
     Args:
-      faulty: f, how many workers may send anything: 0 ≤ f < W.
-      decay: β in [0, 1); if not 0 each worker keeps its h.
+      faulty: how many workers may send anything, 0 ≤ f < W.
+      decay: weight of the earlier gradients, β in [0, 1); if not 0 each worker keeps
+        its h.
       axes: the mesh axes of the group.
 
     Returns:
@@ -162,22 +159,19 @@ def cge(
     if decay == 1:
         raise ValueError("`decay` must be less than 1, or no gradient ever enters h")
 
-    def rule(g, own, finite):
-        workers = collectives.size(axes)
+    def rule(group, g, own, finite):
         h = jax.tree.map(widened, g)
         if decay:
             ema = jax.tree.map(lambda h, g: decay * h + (1 - decay) * g, own, h)
-            h = own = tree_where(finite, ema, own)
+            h = own = trees.where(finite, ema, own)
         norm = optax.tree.norm(h)
         norms = jnp.where(finite & jnp.isfinite(norm), norm, jnp.inf)
-        rank = jnp.argsort(jnp.argsort(collectives.gather(norms, axes)))
-        chosen = (rank[collectives.index(axes)] < workers - faulty) & jnp.isfinite(norms)
-        sums, count = collectives.total(h, axes, chosen)
-        mean = mean_of(sums, count)
-        return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g), own
+        rank = jnp.argsort(jnp.argsort(group.gather(norms)))
+        chosen = (rank[group.index] < group.size - faulty) & jnp.isfinite(norms)
+        return _mean_or(g, *group.masked_mean(h, chosen)), own
 
     def init(params: Tree) -> Tree:
-        workers = collectives.size(axes)
+        workers = Group(axes).size
         if faulty >= workers:
             raise ValueError(
                 f"`faulty` must be less than the number of workers ({workers}), got "
@@ -185,7 +179,12 @@ def cge(
             )
         return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params) if decay else ()
 
-    return aggregate(rule, lambda g: sum_nbytes(g) + 4, axes, init)
+    return aggregate(rule, axes, init)
+
+
+def _mean_or(g: Tree, mean: Tree, count: Array) -> Tree:
+    """The mean of so many gradients; g itself if there are none."""
+    return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g)
 
 
 def _median(rows: Array) -> Array:

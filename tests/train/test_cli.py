@@ -2,27 +2,34 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import tiny
 
+import lsgd_jax as lj
 from train import cli
+from train import config as configuration
 from train.__main__ import main
-from train.metrics import log as records
+from train.metrics import log
+from train.task import methods
+from train.task.methods import METHODS
+from train.task.options import read
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
 LIMIT_S = 240
 
-
+TINY = "import tiny; tiny.install(); "
 RUN = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
 
 
-def start(folder, *options, before=""):
+def start(folder, *options, before=TINY):
     """python -m train digits in a process of its own, after a line of Python."""
     command = [
         sys.executable,
@@ -39,7 +46,7 @@ def start(folder, *options, before=""):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
     )
 
 
@@ -54,14 +61,19 @@ def end(process):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "Expected one of {cifar10-cnn7,"),
-        (["numbers"], "Available subcommands: cifar10-cnn7,"),
-        (["digits", "--stepz", "3"], "--stepz"),
+        ([], "the experiment must be one of cifar10-cnn7,"),
+        (["numbers"], "imagenet-resnet50, got 'numbers'; see python -m train --help"),
+        (["digits", "--stepz", "3"], "option --stepz; did you mean --steps?; see python"),
+        (["digits", "--steps"], "Missing value for argument '--steps'"),
+        (["digits", "and more"], "unrecognized option and more; see python -m train dig"),
         (["digits", "--steps", "many"], "--steps: invalid literal for int()"),
         (["digits", "--steps", "0"], "`steps` must be a positive int, got steps=0"),
         (["digits", "--model", "vgg"], "invalid choice 'vgg' for argument '--model'"),
         (["digits", "--workers.nodes", "0"], "`workers.nodes` must be a positive int"),
         (["digits", "--optimizer.momentum", "1"], "`optimizer.momentum` must be in [0, 1)"),
+        (["digits", "--optimizer.weight-decay", "nan"], "must be at least 0 and finite"),
+        (["digits", "--optimizer.name", "adamw", "--optimizer.nesterov"], "left out with"),
+        (["digits", "--optimizer.betas", "0.9"], "--optimizer.betas: no type matching"),
         (["digits", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
         (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
         (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
@@ -90,24 +102,58 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_explains_every_field(capsys):
+def help_of(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
-        main(["digits", "--help"])
+        main([*arguments, "--help"])
     assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in (
-        "--method.local-period INT Steps between pulls towards the node's leader.",
-        "--batch-size INT Images per worker and step.",
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_help_explains_every_field(capsys):
+    text = help_of(capsys, "digits")
+    assert text.startswith("usage: python -m train digits [-h] [OPTIONS]\n\nLeader SGD on")
+    assert "\nCommand:   python -m train digits\nHardware:  2 CPU cores" in text
+    words = " ".join(text.split())
+    for option in (
+        "--batch-size INT Images per worker and step. (default: 32)",
         "--workers.locals INT Number of workers in each node.",
-        "--optimizer.learning-rate FLOAT Learning rate.",
+        "--optimizer.learning-rate FLOAT Learning rate, at its highest",
+        f"Choose another method with --method NAME: {', '.join(METHODS)}.",
     ):
-        assert words in text
+        assert option in words
+    for field in configuration.fields(cli.experiments()["digits"][1]):
+        if field != "method.name":
+            assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
+
+
+def test_help_of_a_method_is_that_of_its_factory(capsys):
+    words = " ".join(help_of(capsys, "digits", "--method", "diloco").split())
+    for option in read(lj.diloco, {"axes", "outer"}):
+        flag = "--method." + option.name.replace("_", "-")
+        assert re.search(rf"{flag} \S+ {re.escape(option.help)}", words)
+    assert "--method.outer-momentum FLOAT momentum of the outer optimizer" in words
+    assert "--method.local-pull" not in words
+
+
+def test_help_names_the_experiments(capsys):
+    text = help_of(capsys)
+    assert "\n  digits             Leader SGD on scikit-learn's handwritten digits" in text
+
+
+def test_another_optimizer_leaves_out_what_does_not_apply_to_it():
+    chosen = cli.parse(["digits", "--optimizer.name", "adamw"]).optimizer
+    assert (chosen.name, chosen.momentum, chosen.nesterov) == ("adamw", None, False)
+    assert chosen.learning_rate == 0.05
+    lion = "--optimizer.name=lion --optimizer.betas 0.9 0.98 --optimizer.clip 1".split()
+    assert cli.parse(["digits", *lion]).optimizer.betas == (0.9, 0.98)
+    cosine = "cifar10-resnet20 --optimizer.schedule cosine".split()
+    assert cli.parse(cosine).optimizer.drop_at == ()
 
 
 def test_resuming_takes_the_settings_of_the_run(tmp_path):
     """Options left out are those of the run; others must not change the experiment."""
-    from train import config as configuration
-
     config = cli.parse(["digits", "--seed", "5", "--method.local-period", "3"])
     configuration.write(config, tmp_path / "config.json")
     resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
@@ -121,9 +167,6 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path):
 
 
 def test_a_method_brings_its_own_options(tmp_path):
-    from train import config as configuration
-    from train.task import methods
-
     config = cli.parse(["digits", "--method", "easgd", "--method.period", "3"])
     assert config.method == methods.make("easgd", period=3)
     configuration.write(config, tmp_path / "config.json")
@@ -139,9 +182,15 @@ def test_a_method_brings_its_own_options(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["Ctrl-C", "SIGTERM"]
+    "number, status",
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 0, id="SIGTERM", marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_saves_and_says_how_to_resume(tmp_path, number, status):
+def test_a_signal_saves_and_says_how_to_resume(
+    tmp_path, number, status, monkeypatch, capsys
+):
     folder = tmp_path / "run"
     process = start(folder, "--steps", "1000000")
     metrics = folder / "metrics.jsonl"
@@ -156,12 +205,14 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path, number, status):
     (step,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
     assert f"stopped at step {step} after" in output and ", saved;" in output
 
-    output = end(process := start(folder, "--resume", "--steps", str(step + 4)))
-    assert process.returncode == 0, output
-    assert f"after {step + 4} steps" in output
-    assert [event["step"] for event in records.read(folder)["start"]] == [0, step]
+    tiny.install(set=monkeypatch.setattr)
+    resume = ["--run-dir", str(folder), "--resume", "--steps", str(step + 4)]
+    assert main([*QUICK, *resume]) == 0
+    assert f"after {step + 4} steps" in capsys.readouterr().out
+    assert [event["step"] for event in log.read(folder)["start"]] == [0, step]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path):
     """Files may not grow beyond 256 KiB: checkpoints fail, the rest goes on."""
     full = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**18, 2**18)); "
@@ -174,9 +225,9 @@ def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path)
         "4",
         "--test-every",
         "4",
-        before=full,
+        before=full + "import tiny; tiny.install(tiny.Wide); ",
     )
     output = end(process)
     assert process.returncode == 1, output
     assert "warning: the checkpoint of step 4 was not written" in output
-    assert "test error" in output and len(records.read(folder)["test"]) == 2
+    assert "test error" in output and len(log.read(folder)["test"]) == 2

@@ -23,11 +23,30 @@ def test_written_and_read_back(config, tmp_path):
         configuration.write(config, tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "x"}', '{"nonsense": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 2, "name": "x"}', '{"format": 2, "nonsense": 1}']
+)
 def test_a_file_that_holds_no_configuration(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="holds no configuration of a run"):
         configuration.read(tmp_path / "config.json")
+
+
+def test_a_run_of_an_older_version_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "digits"}')
+    with pytest.raises(
+        ValueError, match="is of a run in format 1, whose .*format 2"
+    ) as seen:
+        configuration.read(tmp_path / "config.json")
+    assert "\n" not in str(seen.value)
+
+
+def test_the_length_of_a_run_is_part_of_a_cosine():
+    cosine = configuration.OptimizerConfig(schedule="cosine")
+    old = dataclasses.replace(digits.CONFIG, optimizer=cosine)
+    longer = dataclasses.replace(old, steps=old.steps + 1)
+    changes = ["steps: the run has 500, the command says 501"]
+    assert configuration.differences(old, longer) == changes
 
 
 def test_only_how_long_and_what_is_reported_may_change():
@@ -66,5 +85,5 @@ def test_the_papers_settings(experiment):
     config = experiment.CONFIG
     assert isinstance(config, Config)
     assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
-    assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, 0)
+    assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, None)
     assert (config.method.local_period, config.method.local_pull) == (64, 0.1)

@@ -6,8 +6,8 @@ trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and a single worker (`sgd`) w
 paper's settings; any option of `python -m train` may follow and holds for all of them. OUT
 gets a run folder for each, `cifar10.png` (test error against steps, seconds and bytes) and
 two tables beside the published figures: `cifar10` (errors, bytes, changes of the leader)
-and `reached` (seconds of training to an error). The same command goes on where an
-interrupted one stopped.
+and `reached` (seconds of training to an error). The same command resumes a comparison that
+was interrupted.
 """
 
 import pathlib

@@ -25,7 +25,7 @@ def exchanges(opt_state: Any) -> Array:
     >>> int(exchanges(()))
     0
     """
-    counts = [level.exchanges for level in lj.diagnostics(opt_state)]
+    counts = [level.traffic.exchanges.value for level in lj.diagnostics(opt_state)]
     return sum(counts, start=jnp.int32(0))
 
 

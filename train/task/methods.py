@@ -20,7 +20,7 @@ from train.task import options
 Factory = Callable[..., optax.GradientTransformation]
 
 # What the trainer gives a factory, or leaves to it, so that it is no option.
-GIVEN = {"axes", "node_axis", "local_axis", "learning_rate"}
+GIVEN = {"axes", "learning_rate"}
 
 
 class Row(NamedTuple):

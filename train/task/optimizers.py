@@ -109,7 +109,7 @@ def switched(options: OptimizerConfig, **chosen: Any) -> OptimizerConfig:
 
     >>> switched(OptimizerConfig(momentum=0.9, clip=1.0), name="adamw").momentum
     """
-    changed = dataclasses.asdict(options) | chosen
+    changed: dict[str, Any] = dataclasses.asdict(options) | chosen
     for table, owner in TABLES:
         for field, owners in table.items():
             if changed[owner] not in owners:
@@ -119,7 +119,7 @@ def switched(options: OptimizerConfig, **chosen: Any) -> OptimizerConfig:
 
 def make(
     options: OptimizerConfig, rate: optax.ScalarOrSchedule
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformation:
     """The optimizer, which skips gradients that are not finite and clips the others.
 
     Args:

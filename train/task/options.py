@@ -55,7 +55,7 @@ def read(function: Callable[..., Any], without: Container[str] = ()) -> list[Opt
             raise TypeError(f"{function} must have a default and help for {name!r}")
         kind: Any = _kind(name, hints[name])
         if name == "topology":
-            kind = Literal[tuple(TOPOLOGIES)]
+            kind = typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
         found.append(Option(name, kind, default, texts[name]))
     return found
@@ -91,6 +91,7 @@ def arguments(docstring: str | None) -> dict[str, str]:
     """
     _, _, section = (docstring or "").partition("\nArgs:\n")
     found: dict[str, list[str]] = {}
+    words: list[str] = []
     for line in _indented(section.splitlines()):
         entry = re.fullmatch(r"  (\w+): (.*)", line)
         if entry:

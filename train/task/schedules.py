@@ -1,6 +1,7 @@
 """How the learning rate changes over a run."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -36,7 +37,11 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     if not warmup:
         return after
     rest = after if callable(after) else optax.constant_schedule(after)
-    return lambda k: jnp.where(k < warmup, peak * (k + 1) / warmup, rest(k))
+
+    def rising(k: Any) -> Any:
+        return jnp.where(k < warmup, peak * (k + 1) / warmup, rest(k))
+
+    return rising
 
 
 def _after_warmup(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:
@@ -51,7 +56,7 @@ def _after_warmup(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     if options.schedule == "constant":
         return peak
 
-    def cosine(k):
+    def cosine(k: Any) -> Any:
         done = jnp.clip((k - warmup) / (steps - warmup), 0, 1)
         return peak * (final + (1 - final) * (1 + jnp.cos(math.pi * done)) / 2)
 

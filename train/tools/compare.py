@@ -3,13 +3,19 @@
     python -m train.compare digits --methods lsgd,easgd,local-sgd --seeds 3 --out DIR
 
 trains each method with seeds 0, 1, …; all other options are those of `python -m train` and
-hold for every method. DIR gets a run folder for each, `compare.png` (test error of the
-center against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ±
-standard deviation over the seeds). The same command goes on where an interrupted one
-stopped.
+hold for every method. `--variant NAME=OPTIONS`, as often as you like, adds a method with
+options of its own:
+
+    --variant "often=--method lsgd --method.local-period 4"
+
+DIR gets a run folder for each, `compare.png` (test error of the center against steps,
+seconds and bytes sent), `compare.csv` and `compare.md` (mean ± standard deviation over the
+seeds). The same command resumes an interrupted comparison.
 """
 
 import pathlib
+import re
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,7 +24,7 @@ from typing import Any, NamedTuple
 from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
-from lsgd_jax.checks import check_positive_int
+import lsgd_jax as lj
 from train import cli
 from train.arguments import Parser
 from train.cluster import devices, rendezvous
@@ -44,22 +50,40 @@ class Curve(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[tuple[str, int], Config], pathlib.Path]:
-    """The configuration of every (method, seed), and the folder for it all.
+    """The configuration of every (method or variant, seed), and the folder for it all.
 
     Raises:
-      ValueError: an unknown method, no method, fewer than one seed.
+      ValueError: an unknown method, no method, a variant without a name or with one that
+        is taken, fewer than one seed.
     """
     parser = Parser("python -m train.compare", __doc__)
     parser.add_argument("experiment", help="a named experiment, such as digits")
-    parser.add_argument("--methods", required=True, help="names, joined by commas")
+    parser.add_argument("--methods", default="", help="names, joined by commas")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=OPTIONS",
+        help="a method with options of its own",
+    )
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds each")
     parser.add_argument("--out", required=True, help="the folder for runs and results")
     options, others = parser.parse_known_args(arguments)
     check_left_out(others, "--method")
     commands = {}
-    for method in options.methods.split(","):
+    for method in filter(None, options.methods.split(",")):
         find(method)
         commands[method] = [options.experiment, "--method", method, *others]
+    for variant in options.variant:
+        name, _, own = variant.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or name in commands:
+            raise ValueError(
+                f"`variant` must be NAME=OPTIONS with a name of its own, got {variant!r}"
+            )
+        check_left_out(shlex.split(own))
+        commands[name] = [options.experiment, *others, *shlex.split(own)]
+    if not commands:
+        raise ValueError("`methods` or `variant` must name what to compare")
     out = pathlib.Path(options.out)
     return of_seeds(commands, options.seeds, out), out
 
@@ -80,7 +104,7 @@ def of_seeds(
       ValueError: fewer than one seed, a command that is not possible, or a run that began
         with other settings, workers included: they would not be compared fairly.
     """
-    check_positive_int("seeds", seeds)
+    lj.checks.check_positive_int("seeds", seeds)
     free = FREE_ON_RESUME - WORKERS
     configs = {}
     for name, command in commands.items():
@@ -109,13 +133,13 @@ def run(
     """Trains whatever has not ended yet; the tests of all, or None if a run was stopped."""
     for config in configs.values():
         if not train(config, session):
-            print(f"stopped; the same command goes on from {out}", file=sys.stderr)
+            print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
             return None
     return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
 
 
 def train(config: Config, session: Session) -> bool:
-    """Trains, or goes on, unless the run has ended; whether it may be counted."""
+    """Trains or resumes, unless the run has ended; whether it may be counted."""
     assert config.run_dir is not None
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
@@ -162,7 +186,7 @@ def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
-    """The mean ± standard deviation, or a single number alone.
+    """The mean ± standard deviation; of a single number itself.
 
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2)
     ('2.0 ± 1.0', '1.00')

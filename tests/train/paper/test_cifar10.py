@@ -4,12 +4,15 @@ import csv
 
 import numpy as np
 import pytest
+import tiny
 
 from train.data import transforms
 from train.data.arrays import Dataset, Images
 from train.paper import cifar10
 from train.task import experiment
+from train.task.datasets import check_model_fits
 from train.task.experiment import Experiment
+from train.task.models import MODELS
 
 
 OPTIONS = "--batch-size 2 --steps 4 --test-every 2 --log-every 2 --seeds 1".split()
@@ -22,6 +25,7 @@ def made_up(monkeypatch):
     some = Images(images, rng.integers(0, 10, size=16, dtype=np.int32))
     loaded = Dataset(train=some, test=some, num_classes=10), transforms.cifar10()
     monkeypatch.setattr(experiment, "load_dataset", lambda config: loaded)
+    monkeypatch.setattr(experiment, "MODELS", MODELS | {"cnn7": tiny.Tiny})
 
 
 def test_tables_beside_the_published_figures(made_up, tmp_path, capsys):
@@ -50,9 +54,9 @@ def test_the_papers_grids_and_settings(tmp_path):
     assert lsgd.method.local_pull == lsgd.method.global_pull == 0.1
     assert configs["easgd", 0].method.period == configs["downpour", 0].method.period == 64
     assert configs["lars", 0].optimizer.name == "lars"
-    alone = configs["sgd", 0].workers
-    assert (alone.nodes, alone.locals) == (1, 1)
-    assert all(config.optimizer.momentum == 0 for config in configs.values())
+    single = configs["sgd", 0].workers
+    assert (single.nodes, single.locals) == (1, 1)
+    assert all(config.optimizer.momentum is None for config in configs.values())
     single, _, _ = cifar10.parse(["--out", str(tmp_path), "--methods", "lsgd"])
     assert single["lsgd", 0].method.global_pull == 0
 
@@ -69,9 +73,7 @@ def test_the_later_settings_have_nesterovs_momentum(tmp_path):
 def test_every_network_fits_its_images():
     for model in cifar10.GOALS:
         configs, _, _ = cifar10.parse(["--model", model, "--methods", "sgd", "--out", "x"])
-        experiment.check_model_fits(
-            configs["sgd", 0], (1, *[configs["sgd", 0].data.crop] * 2)
-        )
+        check_model_fits(configs["sgd", 0], (1, *[configs["sgd", 0].data.crop] * 2))
 
 
 def test_changes_of_the_leader_are_counted(tmp_path):
@@ -103,6 +105,6 @@ def test_wrong_usage_is_one_line(arguments, message, tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
-def test_a_worker_alone_needs_one_device(made_up):
+def test_a_single_worker_needs_one_device(made_up):
     configs, _, _ = cifar10.parse(["--methods", "sgd", "--out", "x", *OPTIONS])
     assert Experiment(configs["sgd", 0]).workers.num_workers == 1

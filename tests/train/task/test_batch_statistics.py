@@ -6,39 +6,45 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import tiny
 
 import lsgd_jax as lj
-from configs.digits import CONFIG
-from train.config import WorkersConfig
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import batch_statistics as statistics
-from train.task import methods
+from train.task import batch_statistics, methods
 
 
-SMALL = dataclasses.replace(
-    CONFIG,
-    model="digits-bn",
-    workers=WorkersConfig(nodes=2, locals=2),
-    method=methods.make("lsgd", 0.1, 0.1, 2, 4),
-    steps=8,
-    batch_size=16,
-    log_every=4,
-    test_every=8,
-    checkpoint_every=8,
-)
+class Normed(nn.Module):
+    """Batch normalization behind a layer, so that its statistics depend on parameters."""
+
+    num_classes: int = 10
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(8)(x.reshape(x.shape[0], -1))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return nn.Dense(self.num_classes)(x)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def installed():
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(network=Normed, set=patch.setattr)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(installed, tmp_path_factory):
     """A finished run of every policy."""
     finished = {}
     for policy in ("keep", "average", "reestimate"):
         folder = tmp_path_factory.mktemp(policy) / "run"
-        run = open_run(
-            dataclasses.replace(SMALL, batch_statistics=policy, run_dir=str(folder))
+        config = dataclasses.replace(
+            tiny.SMALL, steps=8, batch_statistics=policy, run_dir=str(folder)
         )
+        run = open_run(config)
         finished[policy] = run, train(run)
     return finished
 
@@ -52,7 +58,7 @@ def test_the_statistics_of_one_batch_are_its_mean_and_variance():
         {"batch_stats": variables["batch_stats"]},
     )
     apply = lambda stats: model.apply(params | stats, x, mutable=["batch_stats"])
-    got = statistics.of_batch(apply, stats)["batch_stats"]
+    got = batch_statistics.of_batch(apply, stats)["batch_stats"]
     np.testing.assert_allclose(got["mean"], x.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(got["var"], x.var(axis=0), rtol=1e-4)
 
@@ -78,7 +84,7 @@ def test_averages_are_those_of_what_was_kept(runs):
         np.testing.assert_allclose(a.mean(axis=0), b[0], rtol=1e-4, atol=1e-5)
 
 
-def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(runs):
+def test_reestimating_uses_the_tested_parameters_and_changes_no_worker(runs):
     run, _ = runs["reestimate"]
     experiment = run.experiment
     before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]
@@ -93,8 +99,8 @@ def test_reestimating_uses_the_tested_parameters_and_leaves_the_workers_alone(ru
     for step in range(8):
         for rows in np.asarray(experiment.batch(step)):
             x = experiment.forward.transforms.test(images[rows])  # digits: as in training
-            y = nn.Conv(32, (3, 3), use_bias=False).apply({"params": center["Conv_0"]}, x)
-            means.append(np.asarray(y).mean(axis=(0, 1, 2)))
+            y = nn.Dense(8).apply({"params": center["Dense_0"]}, x.reshape(len(rows), -1))
+            means.append(np.asarray(y).mean(axis=0))
     first = got["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
 
@@ -107,16 +113,27 @@ def test_every_policy_resumes_to_the_same_test(runs):
         assert train(again).center_error == result.center_error
 
 
-def test_how_often_statistics_are_averaged():
-    workers = lj.Workers(1, 2)
-    x = workers.put(jnp.ones((2, 3)))
-    state = lambda method: workers.map(method.build(2).init)(x)
-    stats = {"batch_stats": {"mean": jnp.zeros(3)}}
-    build = lambda policy, method: statistics.averaging(policy, stats, state(method))
-    assert (
-        build("keep", methods.make("lsgd")) is None
-        and build("reestimate", methods.make("lsgd")) is None
-    )
-    assert statistics.averaging("average", {}, state(methods.make("lsgd"))) is None
-    tx = build("average", methods.make("local-sgd", period=5))
-    assert lj.diagnostics(workers.map(tx.init)(x))[0].period == 5
+@pytest.mark.parametrize(
+    "method, due",
+    [
+        (methods.make("lsgd", local_period=2, global_period=3), {2, 3, 4, 6}),
+        (methods.make("post-local-sgd", switch_step=2, period=4), {1, 2, 4}),
+        (methods.make("independent"), set()),
+    ],
+    ids=["lsgd", "post-local-sgd", "independent"],
+)
+def test_statistics_are_averaged_whenever_the_method_communicates(method, due):
+    """Every one of its levels counts, and their periods need not divide each other."""
+    tx, workers = method.around(optax.sgd(0.1)), lj.Workers(1, 2)
+
+    def step(x, stats, state):
+        updates, after = tx.update(x, state, x, value=x.sum())
+        stats = batch_statistics.averaged(stats + x, state, after)
+        return lj.apply_updates(x, updates), stats, after
+
+    x = workers.put(jnp.array([[1.0, 1.0], [5.0, 5.0]]))
+    apart = workers.put(jnp.array([[1.0, 0.0], [2.0, 9.0]]))
+    step, state = workers.map(step), workers.map(tx.init)(x)
+    for t in range(1, 7):
+        x, stats, state = step(x, apart, state)
+        assert (float(lj.consensus_distance(stats)) < 1e-6) == (t in due), t

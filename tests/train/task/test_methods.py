@@ -1,70 +1,213 @@
-"""Every method trains digits end to end for a few steps, on four workers."""
+"""The list of methods: complete, with the library's defaults, and each of them trains."""
 
 import dataclasses
+import inspect
+import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from tiny import Tiny
+import tiny
 
+import lsgd_jax as lj
 from configs.digits import CONFIG
+from train import cli
 from train.config import OptimizerConfig, WorkersConfig
-from train.metrics import log as records
+from train.metrics import log
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods
-from train.task.methods import METHODS
-from train.task.models import MODELS
+from train.task import methods, options
+from train.task.experiment import make_optimizer
+from train.task.methods import METHODS, ROWS
+
+
+# What a few steps need to show something.
+SMALL = {"lsgd": dict(local_pull=0.5, global_pull=0.5, local_period=2, global_period=4)}
+SMALL["post-local-sgd"] = dict(period=2, switch_step=4)
+for name in ("easgd", "downpour", "local-sgd", "slowmo", "diloco", "parle"):
+    SMALL[name] = dict(period=2)
+
+# Methods after whose exchange, at the last step, all workers are equal.
+WHOLE = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
+
+
+def factories():
+    """The factories of methods that the library has: what returns a transformation."""
+    for name, value in vars(lj).items():
+        if inspect.isfunction(value) and value.__module__.startswith("lsgd_jax.methods"):
+            returned = typing.get_type_hints(value)["return"]
+            if inspect.isclass(returned) and issubclass(
+                returned, optax.GradientTransformation
+            ):
+                yield name, value
+
+
+def test_the_list_holds_every_factory_of_the_library():
+    listed = {factory for row in ROWS for factory in (row.first, row.last)}
+    found = dict(factories())
+    assert len(found) >= 17 and set(found.values()) <= listed
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_trains(name, tmp_path, monkeypatch):
-    if name != "parle":  # in so few steps its center learns less than one layer needs
-        monkeypatch.setitem(MODELS, "digits-cnn", Tiny)
-    small = {"period": 2, "switch_step": 4}
-    options = {k: v for k, v in small.items() if k in METHODS[name].__dataclass_fields__}
+def test_every_default_on_the_command_line_is_the_librarys(name):
+    method = cli.parse(["digits", "--method", name]).method
+    if name == "lsgd":  # the experiment has settings of its own
+        method = methods.make("lsgd")
+    left, row = set(vars(method)), METHODS[name].row
+    for factory in (row.first, row.last):
+        for parameter in inspect.signature(factory).parameters.values() if factory else ():
+            if parameter.name in methods.GIVEN or parameter.name in row.made:
+                continue
+            value = getattr(method, parameter.name)
+            if parameter.name == "topology":
+                value = options.TOPOLOGIES[value]
+            assert value == parameter.default
+            left.remove(parameter.name)
+    assert left == (
+        {"outer_learning_rate", "outer_momentum"} if name == "diloco" else set()
+    )
+
+
+def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
+    """Of the options with their defaults the same steps come as of no outer optimizer."""
+    given = steps_of(methods.make("diloco", period=1).around(optax.sgd(0.1)))
+    default = steps_of(optax.chain(optax.sgd(0.1), lj.diloco(period=1)))
+    np.testing.assert_array_equal(given, default)
+
+
+def steps_of(tx, gradients=(1.0, 3.0), steps=5):
+    """The parameters [steps, W] of workers with constant gradients, from 0."""
+    workers = lj.Workers(1, len(gradients))
+
+    def step(x, state, g):
+        updates, state = tx.update(g, state, x, value=g)
+        return lj.apply_updates(x, updates), state
+
+    x, g = workers.put(jnp.zeros(len(gradients))), workers.put(jnp.array(gradients))
+    state, seen, step = workers.map(tx.init)(x), [], workers.map(step)
+    for _ in range(steps):
+        x, state = step(x, state, g)
+        seen.append(np.asarray(x))
+    return np.stack(seen)
+
+
+def configured(method, optimizer, workers=(1, 2), steps=8):
+    return make_optimizer(
+        dataclasses.replace(
+            CONFIG,
+            workers=WorkersConfig(*workers),
+            method=method,
+            optimizer=optimizer,
+            steps=steps,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains(name):
+    """Linear regression, the workers with data of their own, from different starts."""
+    method = methods.make(name, **SMALL.get(name, {}))
+    tx, workers = configured(method, OptimizerConfig(learning_rate=0.1)), lj.Workers(2, 2)
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(4, 16, 3)).astype(np.float32)
+    together = method.first or name in WHOLE
+    start = rng.normal(size=(1 if together else 4, 3)).astype(np.float32)
+    x = workers.put(np.broadcast_to(start, (4, 3)))
+
+    def loss_of(x, data):
+        return ((data @ (x - 2.0)) ** 2).mean()
+
+    def step(x, state, data):
+        loss, gradient = jax.value_and_grad(loss_of)(x, data)
+        updates, state = tx.update(gradient, state, x, value=loss)
+        return lj.apply_updates(x, updates), state, loss
+
+    state, losses, step = workers.map(tx.init)(x), [], workers.map(step)
+    for _ in range(8):
+        x, state, loss = step(x, state, workers.put(data))
+        losses.append(float(loss.mean()))
+    assert losses[-1] < 0.6 * losses[0] and np.isfinite(np.asarray(x)).all()
+    assert (float(lj.consensus_distance(x)) < 1e-6) == together
+    sent = sum(level.bytes_sent for level in lj.diagnostics(state))
+    assert (sent == 0) == (name == "independent")
+
+
+DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
+
+
+def test_slow_momentum_sees_the_rate_of_its_step():
+    # m = 1, then 0.5 m + 0.1 / 0.1 = 1.5; the second outer step is 0.1 m.
+    method = methods.make("slowmo", period=1, alpha=1.0, beta=0.5)
+    seen = steps_of(configured(method, DROPS), gradients=(1.0,), steps=2)
+    np.testing.assert_allclose(seen[:, 0], [-1.0, -1.15], rtol=1e-6)
+
+
+def test_parle_follows_its_equation_while_the_learning_rate_drops():
+    """Inner and outer loop take the rate that the base optimizer takes at the same step."""
+    gradients, decay, gamma, rho, period = np.array([1.0, 3.0]), 0.5, 0.2, 0.3, 2
+    optimizer = OptimizerConfig(
+        learning_rate=0.5, schedule="drops", drop_at=(2, 3), drop_factor=0.5
+    )
+    method = methods.make("parle", period, gamma, rho, decay)
+    seen = steps_of(configured(method, optimizer), tuple(gradients), steps=6)
+    y, anchor, average, center = np.zeros((4, 2))
+    for t, eta in enumerate((0.5, 0.5, 0.25, 0.125, 0.125, 0.125), start=1):
+        y = y - eta * gradients - eta * gamma * (y - anchor)
+        average = decay * average + (1 - decay) * y
+        if t % period == 0:
+            anchor = anchor - eta * ((anchor - average) + rho * (anchor - center))
+            y, average, center = anchor, anchor, anchor.mean()
+        np.testing.assert_allclose(seen[t - 1], y, rtol=1e-5)
+
+
+def test_clipping_stands_behind_the_aggregation():
+    """The mean gradient 2 is clipped, not those of the workers, 1 and 3."""
+    optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
+    seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
+    np.testing.assert_allclose(seen, [[-1.5, -1.5]])
+
+
+@pytest.mark.parametrize(
+    "name, values, message",
+    [
+        ("sgd", {}, "`method` must be one of lsgd, easgd"),
+        ("parle", {"anchor_pull": np.inf}, "`method.anchor_pull` must be finite, got"),
+        ("lsgd", {"local_pull": np.nan}, "`method.local_pull` must be finite, got"),
+    ],
+)
+def test_wrong_methods(name, values, message):
+    with pytest.raises(ValueError, match=message):
+        methods.make(name, **values)
+
+
+def runs(name, folder):
+    """Eight steps of a method with the whole trainer: (run, its last report)."""
     config = dataclasses.replace(
-        CONFIG,
-        workers=WorkersConfig(nodes=2, locals=2),
-        method=methods.make("lsgd", 0.1, 0.1, 2, 4)
-        if name == "lsgd"
-        else METHODS[name](**options),
+        tiny.SMALL,
+        method=methods.make(name, **SMALL.get(name, {})),
         steps=8,
-        batch_size=16,
-        log_every=4,
         test_every=8,
         checkpoint_every=8,
-        run_dir=str(tmp_path / "run"),
+        run_dir=str(folder),
     )
     run = open_run(config)
     result = train(run)
-    assert result.saved and result.stopped_by is None and 0 <= result.center_error < 90
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
-    events = records.read(result.folder)
-    first, last = events["train"]
-    assert last["loss"] < first["loss"]
-    numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
+    assert result.saved and result.stopped_by is None and 0 <= result.center_error < 100
+    return run, log.read(result.folder)["train"][-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "post-local-sgd" else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
+def test_the_trainer_reports_what_a_method_sends(name, tmp_path, monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+    run, last = runs(name, tmp_path / "run")
+    count = sum(x[0].size for x in jax.tree.leaves(run.state.params))
     sent = last.get("bytes_sent", 0)
-    assert (
-        sent == 0 if name == "independent" else 4 * numbers * 4 <= sent <= 4 * numbers * 17
-    )
-    # All took the same gradient, or exchanged everything at the last step.
-    whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
-    together = config.method.first or name in whole
-    assert (last["consensus_distance"] < 1e-6) == together
-
-
-def test_lars_behind_all_reduce(tmp_path):
-    optimizer = OptimizerConfig(name="lars", learning_rate=5.0, momentum=0.9)
-    config = dataclasses.replace(
-        CONFIG,
-        workers=WorkersConfig(nodes=1, locals=2),
-        optimizer=optimizer,
-        method=methods.make("allreduce"),
-        steps=8,
-        batch_size=16,
-        log_every=4,
-        run_dir=str(tmp_path / "run"),
-    )
-    events = records.read(train(open_run(config)).folder)
-    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
+    assert sent == 0 if name == "independent" else 4 * count * 4 <= sent <= 4 * count * 17

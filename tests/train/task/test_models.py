@@ -32,7 +32,7 @@ def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
     block = BasicBlock(features=6, stride=2)
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1, 4, 4, 2)), jnp.float32)
     variables = block.init(jax.random.key(0), x, train=False)
-    # Without its convolutions the block is the shortcut alone.
+    # Without its convolutions the block is only the shortcut.
     zeros = jax.tree.map(jnp.zeros_like, variables["params"])
     y = block.apply({**variables, "params": zeros}, x, train=False)
     expected = np.zeros((1, 2, 2, 6), np.float32)

@@ -1,69 +1,144 @@
-"""Every worker's optimizer as configured, against hand-computed steps."""
+"""Every worker's optimizer as configured: hand-computed steps, and what is refused."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-import lsgd_jax as lj
 from configs.digits import CONFIG
-from train.config import OptimizerConfig, WorkersConfig
-from train.task import methods
-from train.task.experiment import make_optimizer
+from train.task import optimizers
+from train.task.optimizers import NAMES, OptimizerConfig
 
 
-def trained(method, optimizer, steps):
-    """The parameter of one worker after each step with a gradient of 1, from 0."""
-    workers = WorkersConfig(nodes=1, locals=1)
-    config = dataclasses.replace(
-        CONFIG, workers=workers, method=method, optimizer=optimizer
-    )
-    tx, workers = make_optimizer(config), lj.Workers(1, 1)
-
-    def step(x, state):
-        updates, state = tx.update(jnp.ones([]), state, x, value=jnp.ones([]))
-        return x + updates, state
-
-    x = workers.put(jnp.zeros(1))
-    state, seen, step = workers.map(tx.init)(x), [], workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state)
+def moved(options, gradients, start=0.0, rate=None):
+    """One parameter after each of the gradients."""
+    tx = optimizers.make(options, options.learning_rate if rate is None else rate)
+    x = jnp.full([1], start)
+    state, seen = tx.init(x), []
+    for gradient in gradients:
+        updates, state = tx.update(jnp.array([gradient]), state, x)
+        x = optax.apply_updates(x, updates)
         seen.append(float(x[0]))
     return seen
 
 
-def test_the_learning_rate_drops_after_the_steps_named():
-    optimizer = OptimizerConfig(learning_rate=1.0, drop_at=(2, 3), drop_factor=0.5)
-    expected = np.cumsum([-1.0, -1.0, -0.5, -0.25])
-    np.testing.assert_allclose(
-        trained(methods.make("independent"), optimizer, 4), expected, rtol=1e-6
+RATES = {"sgd": 0.1, "adamw": 0.3, "lion": 0.3, "muon": 0.3, "lars": 300.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_learns(name):
+    """A matrix and a vector; muon takes the first one, its adamw the second."""
+    options = OptimizerConfig(name=name, learning_rate=RATES[name], clip=10.0)
+    tx = optimizers.make(options, options.learning_rate)
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(32, 4)).astype(np.float32)
+    target = data @ rng.normal(size=(4, 3)).astype(np.float32) + 1
+
+    def loss_of(params):
+        return ((data @ params["w"] + params["b"][None] - target) ** 2).mean()
+
+    @jax.jit
+    def step(params, state):
+        loss, gradient = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = {"w": jnp.full((4, 3), 0.1), "b": jnp.full((3,), 0.1)}
+    state, losses = tx.init(params), []
+    for _ in range(12):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_sgd_with_an_l2_penalty_and_nesterov():
+    options = OptimizerConfig(
+        learning_rate=0.1, momentum=0.5, nesterov=True, weight_decay=1.0
     )
+    # g = 1 + x; m = 0.5 m + g; x -= 0.1 (g + 0.5 m)
+    expected, x, m = [], 1.0, 0.0
+    for _ in range(3):
+        g = 1 + x
+        m = 0.5 * m + g
+        x -= 0.1 * (g + 0.5 * m)
+        expected.append(x)
+    np.testing.assert_allclose(moved(options, [1.0] * 3, 1.0), expected, rtol=1e-6)
 
 
-def test_lars_drops_too():
-    optimizer = OptimizerConfig(name="lars", learning_rate=1.0, drop_at=(1,))
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_weight_decay_is_decoupled_from_the_gradient(name):
+    options = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.5)
+    np.testing.assert_allclose(moved(options, [0.0], 2.0), [1.9], rtol=1e-6)
+
+
+def test_adamw_takes_its_betas_and_eps():
+    options = OptimizerConfig(name="adamw", learning_rate=0.1, betas=(0.0, 0.0), eps=1.0)
+    # Without memory a step is g / (|g| + eps).
+    np.testing.assert_allclose(moved(options, [3.0]), [-0.075], rtol=1e-6)
+
+
+def test_lars_is_a_thousandth_of_the_weight():
+    options = OptimizerConfig(name="lars", learning_rate=1.0)
     # At zero LARS has no trust ratio; behind it, a step is 0.001 of the weight.
-    expected = [-1.0, -1.0 - 0.1 * 0.001]
-    np.testing.assert_allclose(
-        trained(methods.make("independent"), optimizer, 2), expected, rtol=1e-6
+    expected = [-1.0, -1.0 - 0.001]
+    np.testing.assert_allclose(moved(options, [1.0, 1.0]), expected, rtol=1e-6)
+
+
+def test_large_gradients_are_clipped_and_others_are_not():
+    options = OptimizerConfig(learning_rate=1.0, clip=2.0)
+    np.testing.assert_allclose(moved(options, [5.0, 1.0]), [-2.0, -3.0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_that_is_not_finite_leaves_no_trace(name):
+    options = OptimizerConfig(name=name, learning_rate=0.1, clip=1.0)
+    once = moved(options, [1.0, 2.0], 1.0)
+    assert moved(options, [np.nan, 1.0, np.inf, 2.0], 1.0)[1::2] == once
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(learning_rate=np.inf), "`optimizer.learning_rate` must be positive and fin"),
+        (dict(learning_rate=np.nan), "`optimizer.learning_rate` must be positive and fin"),
+        (dict(weight_decay=np.nan), "`optimizer.weight_decay` must be at least 0 and fin"),
+        (dict(momentum=1.0), r"`optimizer.momentum` must be in \[0, 1\), got"),
+        (dict(clip=0.0), "`optimizer.clip` must be positive and finite"),
+        (dict(name="adamw", eps=0.0), "`optimizer.eps` must be positive and finite"),
+        (dict(name="lion", betas=(0.9, 1.0)), r"`optimizer.betas` must be in \[0, 1\)"),
+        (dict(name="adamw", momentum=0.9), "must be left out with optimizer.name=adamw"),
+        (dict(name="muon", nesterov=True), "must be left out with optimizer.name=muon"),
+        (
+            dict(betas=(0.9, 0.9)),
+            "`optimizer.betas` must be left out with optimizer.name=sg",
+        ),
+        (dict(drop_at=(3,)), "must be left out with optimizer.schedule=constant"),
+        (dict(final_fraction=0.1), "`optimizer.final_fraction` must be left out with"),
+        (dict(warmup_steps=-1), "`optimizer.warmup_steps` must be at least 0"),
+        (dict(schedule="drops", drop_at=(0,)), "must be positive and ascending"),
+        (dict(schedule="drops", drop_at=(7, 3)), "must be positive and ascending"),
+        (dict(schedule="drops", drop_factor=0.0), "must be positive and finite"),
+        (dict(schedule="cosine", final_fraction=1.5), r"must be in \[0, 1\]"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
+
+
+def test_the_warm_up_ends_before_the_cosine():
+    optimizer = OptimizerConfig(schedule="cosine", warmup_steps=9)
+    with pytest.raises(ValueError, match="`optimizer.warmup_steps` must be less than"):
+        dataclasses.replace(CONFIG, optimizer=optimizer, steps=9)
+
+
+def test_another_optimizer_keeps_what_applies_to_it():
+    options = OptimizerConfig(
+        "sgd", 0.3, momentum=0.9, nesterov=True, schedule="drops", drop_at=(3,)
     )
-
-
-def test_slow_momentum_sees_the_rate_of_its_step():
-    optimizer = OptimizerConfig(learning_rate=1.0, drop_at=(1,))
-    # m = 1, then 0.5 m + 0.1 / 0.1 = 1.5; the second way is 0.1 m.
-    expected = [-1.0, -1.15]
-    seen = trained(methods.make("slowmo", period=1, alpha=1.0, beta=0.5), optimizer, 2)
-    np.testing.assert_allclose(seen, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("drops", [(0,), (5, 5), (7, 3), (-1,)])
-def test_drops_must_ascend(drops):
-    with pytest.raises(ValueError, match="`optimizer.drop_at` must be positive and ascend"):
-        dataclasses.replace(CONFIG, optimizer=OptimizerConfig(drop_at=drops))
-
-
-def test_a_drop_must_leave_something():
-    with pytest.raises(ValueError, match="`optimizer.drop_factor` must be positive"):
-        dataclasses.replace(CONFIG, optimizer=OptimizerConfig(drop_factor=0.0))
+    switched = optimizers.switched(options, name="adamw")
+    assert switched == OptimizerConfig("adamw", 0.3, schedule="drops", drop_at=(3,))
+    assert optimizers.switched(options, schedule="cosine").drop_at == ()

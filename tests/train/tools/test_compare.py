@@ -1,11 +1,12 @@
-"""train.compare: same budget and data for every method, table, figure, going on."""
+"""train.compare: same budget and data for every method, table, figure, resuming."""
 
 import csv
 
 import pytest
+import tiny
 
 from train import config as configuration
-from train.metrics import log as records
+from train.metrics import log
 from train.tools import compare
 
 
@@ -19,30 +20,43 @@ def command(out, *methods, seeds=1):
     return ["digits", "--methods", ",".join(methods), "--seeds", str(seeds), "--out", out]
 
 
-def test_a_comparison_and_going_on_with_it(tmp_path, capsys):
-    out = str(tmp_path / "out")
-    assert compare.main([*command(out, "easgd", "allreduce"), *OPTIONS]) == 0
+@pytest.fixture
+def quick(monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+
+
+def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
+    out = tmp_path / "out"
+    variant = ["--variant", "often=--method easgd --method.period 2"]
+    assert compare.main([*command(str(out), "allreduce"), *variant, *OPTIONS]) == 0
     printed = capsys.readouterr().out
-    table = (tmp_path / "out" / "compare.md").read_text()
+    table = (out / "compare.md").read_text()
     assert printed.endswith(table) and table.count("\n") == 4
-    assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    with open(tmp_path / "out" / "compare.csv") as file:
+    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert configuration.read(out / "often-0" / "config.json").method.period == 2
+    with open(out / "compare.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == ["easgd", "allreduce"]
+    assert [row["method"] for row in rows] == ["allreduce", "often"]
     for row in rows:
-        last = records.read(tmp_path / "out" / f"{row['method']}-0")["test"][-1]
+        last = log.read(out / f"{row['method']}-0")["test"][-1]
         assert row["test error, %"] == f"{last['center_error']:.2f}"
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
 
     # One method more: what has ended is not trained again, what is missing is.
-    more = [*command(out, "easgd", "allreduce", "independent"), *OPTIONS]
+    more = [*command(str(out), "allreduce", "independent"), *variant, *OPTIONS]
     assert compare.main(more) == 0
-    starts = lambda name: len(records.read(tmp_path / "out" / name)["start"])
-    assert [starts(f"{name}-0") for name in ("easgd", "allreduce", "independent")] == [
-        1,
-        1,
-        1,
-    ]
+    starts = lambda name: len(log.read(out / f"{name}-0")["start"])
+    assert [starts(x) for x in ("often", "allreduce", "independent")] == [1, 1, 1]
+
+
+def test_a_variant_has_options_of_its_own(tmp_path):
+    variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
+    arguments = [*command(str(tmp_path), "slowmo"), *variants, "--steps", "9"]
+    configs, _ = compare.parse(arguments)
+    assert [name for name, _ in configs] == ["slowmo", "a", "b"]
+    assert [config.steps for config in configs.values()] == [9, 9, 9]
+    assert (configs["slowmo", 0].method.beta, configs["a", 0].method.beta) == (0.5, 0.7)
+    assert configs["b", 0].method.name == "lsgd"
 
 
 def test_the_same_seeds_and_so_the_same_data_for_every_method(tmp_path):
@@ -76,6 +90,9 @@ def test_mean_and_standard_deviation_over_seeds():
     "arguments, message",
     [
         ([], "the following arguments are required"),
+        (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
+        ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
+        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
         (command("out", "nonsense"), "`method` must be one of lsgd, easgd"),
         (command("out", "lsgd", seeds=0), "`seeds` must be a positive int, got seeds=0"),
         ([*command("out", "lsgd"), "--seed", "3"], "--seed is set by the comparison"),

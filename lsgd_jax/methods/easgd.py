@@ -5,23 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Grouped, Shared, Tree
+from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
-from lsgd_jax.collectives import Axes, widened
-from lsgd_jax.pull import (
-    Order,
-    Target,
-    all_finite,
-    observe_step,
-    pull,
-    quarantine,
-    rate,
-    sum_nbytes,
-    tree_where,
-)
+from lsgd_jax.collectives import Group
+from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.shared import Axes, Shared
+from lsgd_jax.trees import Tree, value_at, widened
 
 
 class CenterState(NamedTuple):
@@ -29,19 +19,17 @@ class CenterState(NamedTuple):
 
     Attributes:
       center: c, a tree like the parameters, in float32 at least; shared. The model to test.
-      step: int32 scalar, steps so far; shared.
     """
 
-    center: Shared[Tree] | Grouped[Tree]
-    step: Shared[Array]
+    center: Shared[Tree]
 
 
 def moving_center(
     strength: optax.ScalarOrSchedule,
     renewed: bool = False,
     axes: Axes = ("node", "local"),
-) -> Target:
-    r"""A center that every worker pulls to itself, as a target of `pull`.
+) -> Rule:
+    r"""A center that every worker pulls to itself, as a rule of a pull.
 
     .. math:: c \leftarrow c + \alpha(t) \sum_{i \in H} (y_i - c)
 
@@ -58,30 +46,30 @@ def moving_center(
     """
 
     def init(params: Tree) -> CenterState:
-        wide = jax.tree.map(widened, params)
-        center = collectives.mean(wide, axes, all_finite(params))
-        return CenterState(collectives.equal(center, axes), Shared(jnp.int32(0)))
+        group = Group(axes)
+        center, _ = group.masked_mean(params, trees.all_finite(params))
+        return CenterState(group.shared(center))
 
-    def aim(y, state, healthy):
+    def agree(group, x, y, state, fit, t):
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
-        sums, _ = collectives.total(gaps, axes, healthy)
-        alpha = rate(strength, state.step.value)
+        sums, _ = group.masked_sum(gaps, fit)
+        alpha = value_at(strength, t)
         center = jax.tree.map(lambda c, s: (c + alpha * s).astype(c.dtype), old, sums)
         target = center if renewed else old
-        if collectives.size(axes) == 1:
-            target = center = tree_where(healthy, y, old)
-        state = state._replace(center=collectives.equal(center, axes))
-        # The center is there to aim at even if nobody is healthy.
-        return target, jnp.asarray(True), state
+        if group.size == 1:
+            target = center = trees.where(fit, y, old)
+        # The center is there to be pulled to even if no worker is finite.
+        return target, jnp.asarray(True), CenterState(group.shared(center))
 
-    return Target(axes, init, observe_step, aim, sum_nbytes)
+    return Rule(axes, init, agree)
 
 
 def easgd(
     beta: optax.ScalarOrSchedule = 0.43,
     period: int = 16,
     order: Order = "adapt_then_combine",
+    check: Check = "due",
     axes: Axes = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging SGD: workers and center pull at each other.
@@ -95,15 +83,16 @@ def easgd(
     with the old values on both right sides, c the center (the mean of the starts at
     first), W the number of workers, τ the `period`. The exchange conserves Σ y_i + c. The
     center, which `lsgd_jax.center` returns, is the model to test. With a Nesterov base
-    optimizer this is EAMSGD. A single worker has nobody to share with: it is the center.
+    optimizer this is EAMSGD. A single worker is the center itself.
 
     A worker whose y or loss is not finite is left out (its share of β stays with the
     center) and takes the center whole.
 
     Args:
-      beta: β in [0, 1] or a schedule of t.
-      period: τ, in steps.
+      beta: how far the center moves to the workers' mean, β in [0, 1] or a schedule of t.
+      period: steps between exchanges, τ.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u added after.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -122,14 +111,15 @@ def easgd(
     if not callable(beta):
         check_fraction("beta", beta)
     check_positive_int("period", period)
-    alpha = lambda t: rate(beta, t) / collectives.size(axes)
-    return quarantine(pull(moving_center(alpha, axes=axes), alpha, period, order))
+    alpha = lambda t: value_at(beta, t) / Group(axes).size
+    rule = in_order(moving_center(alpha, axes=axes), order)
+    return exchange(Pull(rule, alpha, every=period), check=check)
 
 
 def downpour(
-    period: int = 16, axes: Axes = ("node", "local")
+    period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DOWNPOUR, synchronous: the center takes everybody's way, and everybody the center.
+    r"""DOWNPOUR, synchronous: the center adds all workers' moves, all workers take the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 
@@ -137,12 +127,13 @@ def downpour(
       c \leftarrow c + \sum_i (y_i - c), \qquad y_i \leftarrow c,
 
     with c the center (the mean of the starts at first) and τ the `period`. c is where all
-    workers stood after the last exchange, so the sum is over the ways they went since.
+    workers stood after the last exchange, so the sum is over their moves since.
     The center, which `lsgd_jax.center` returns, is the model to test. A worker whose y or
     loss is not finite is left out and takes the center whole.
 
     Args:
-      period: τ, in steps.
+      period: steps between exchanges, τ.
+      check: when to look for parameters that are not finite, see `exchange`.
       axes: the mesh axes of the group.
 
     Returns:
@@ -158,4 +149,5 @@ def downpour(
     >>> tx = optax.chain(optax.sgd(0.01), lj.downpour(period=4))
     """
     check_positive_int("period", period)
-    return quarantine(pull(moving_center(1.0, renewed=True, axes=axes), 1.0, period))
+    rule = moving_center(1.0, renewed=True, axes=axes)
+    return exchange(Pull(rule, 1.0, every=period), check=check)

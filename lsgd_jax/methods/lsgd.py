@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax import collectives
-from lsgd_jax._types import Tree
+from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
-from lsgd_jax.collectives import Axes
-from lsgd_jax.pull import Order, Target, nbytes, plus, pull, quarantine, step_towards
+from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.shared import Axes
+from lsgd_jax.trees import Tree
 
 
 class LeaderState(NamedTuple):
@@ -24,9 +24,9 @@ class LeaderState(NamedTuple):
     Attributes:
       losses: float [window], the last losses, a ring; per worker.
       score: float scalar, the mean of the losses measured so far; per worker.
-      leader: int32 scalar, who led at the last pull, an index in the group; -1 before
+      leader: int32 scalar, who led at the last election, an index in the group; -1 before
         the first; per worker, equal within the group.
-      elected: the leader's parameters at the last pull, or None if nobody needs them;
+      elected: the leader's parameters at the last election, or None if no pull needs them;
         per worker, equal within the group.
     """
 
@@ -36,12 +36,12 @@ class LeaderState(NamedTuple):
     elected: Tree | None
 
     def resized(self) -> "LeaderState":
-        """For `resize`: losses go with their worker, and nobody was elected yet."""
+        """For `resize`: losses go with their worker, and no leader was elected yet."""
         return self._replace(leader=jnp.full_like(self.leader, -1))
 
 
-def leader(axes: Axes, window: int = 10, remember: bool = False) -> Target:
-    r"""The worker with the lowest mean loss over the last steps, as a target of `pull`.
+def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
+    r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
 
     .. math::
       \text{score}_i(t) = \frac{1}{\min(t, w)} \sum_{s > t - w} f_i(x_i(s)), \qquad
@@ -54,7 +54,8 @@ def leader(axes: Axes, window: int = 10, remember: bool = False) -> Target:
     Args:
       axes: the mesh axes of the group that elects.
       window: w, the number of losses that a score is the mean of.
-      remember: keep a copy of the last leader's parameters in the state.
+      proximal: how hard every step pulls towards the leader elected last. Keeps a copy of
+        its parameters if it is not 0.
 
     Raises:
       ValueError: a window below 1; in `update`, no `value`, or one that is no scalar.
@@ -69,33 +70,33 @@ def leader(axes: Axes, window: int = 10, remember: bool = False) -> Target:
             losses=jnp.zeros([window], jnp.result_type(float)),
             score=jnp.asarray(jnp.inf, jnp.result_type(float)),
             leader=jnp.int32(-1),
-            elected=params if remember else None,
+            elected=params if proximal else None,
         )
 
-    def observe(state, value, count):
-        if value is None or jnp.shape(value) != ():
+    def step(u, x, state, loss, t):
+        if not hasattr(loss, "shape") and not isinstance(loss, float) or jnp.shape(loss):
             raise ValueError(
                 "the leader is elected by each worker's loss, a scalar: call "
-                f"`tx.update(grads, state, params, value=loss)`, got {value=}"
+                f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
             )
-        losses = state.losses.at[(count - 1) % window].set(value)
-        score = losses.sum() / jnp.minimum(count, window)  # never what was not measured
-        return state._replace(losses=losses, score=score), jnp.isfinite(score)
+        losses = state.losses.at[(t - 1) % window].set(loss)
+        score = losses.sum() / jnp.minimum(t, window)  # never what was not measured
+        if proximal:
+            weight = proximal * (state.leader >= 0).astype(jnp.float32)
+            y = trees.plus(x, u)
+            pull = lambda u, y, z: u + weight * (trees.widened(z) - trees.widened(y))
+            u = jax.tree.map(pull, u, y, state.elected)
+        return u, state._replace(losses=losses, score=score), jnp.isfinite(score)
 
-    def aim(y, state, healthy):
-        score = jnp.where(healthy, state.score, jnp.inf)
-        first, found = collectives.elect(score, axes)
-        z = collectives.take_from(y, first, axes)
-        seen = jnp.where(found, first, state.leader)
-        if remember:
-            kept = jax.tree.map(lambda z, e: jnp.where(found, z, e), z, state.elected)
-            state = state._replace(elected=kept)
-        return z, found, state._replace(leader=seen)
+    def agree(group, x, y, state, fit, t):
+        first, found = group.elect(jnp.where(fit, state.score, jnp.inf))
+        z = group.broadcast(y, first)
+        state = state._replace(leader=jnp.where(found, first, state.leader))
+        if proximal:
+            state = state._replace(elected=trees.where(found, z, state.elected))
+        return z, found, state
 
-    def payload(params: Tree) -> int:
-        return nbytes(params) + jnp.dtype(jnp.result_type(float)).itemsize
-
-    return Target(axes, init, observe, aim, payload)
+    return Rule(axes, init, agree, step)
 
 
 def lsgd(
@@ -107,8 +108,9 @@ def lsgd(
     order: Order = "adapt_then_combine",
     local_proximal: float = 0.0,
     global_proximal: float = 0.0,
-    node_axis: str = "node",
-    local_axis: str = "local",
+    delay: int = 0,
+    check: Check = "due",
+    axes: tuple[str, str] = ("node", "local"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -123,34 +125,37 @@ def lsgd(
     and :math:`\tilde x` that of the best worker of all (see `leader`). If both are due the
     local pull comes first and the global one starts from its result.
 
-    A worker whose loss window or y is not finite leads nobody and takes the leader whole
-    at the next pull; until then it stays at its last finite parameters (see
-    `quarantine`). Put ``optax.apply_if_finite(base, n)`` around the base optimizer so that
-    its momentum stays finite as well.
+    A worker whose loss window or y is not finite is never elected and takes the leader
+    whole at the next pull. Put ``optax.apply_if_finite(base, n)`` around the base optimizer
+    so that its momentum stays finite as well, and use `apply_updates`.
 
     Args:
-      local_pull: λ in [0, 1] or a schedule of t; 0 switches the local level off,
-        communication included.
-      global_pull: λ_G, likewise.
-      local_period: τ, in steps.
-      global_period: τ_G, in steps; need not be a multiple of τ.
+      local_pull: pull towards the leader of the node, λ in [0, 1] or a schedule of t; 0
+        switches the level off, communication included.
+      global_pull: pull towards the leader of all workers, λ_G, likewise.
+      local_period: steps between pulls towards the node's leader, τ.
+      global_period: steps between pulls towards the leader of all, τ_G; need not be a
+        multiple of τ.
       loss_window: how many of the last losses a worker is judged by (the paper: 10 on
         CIFAR-10, 64 on ImageNet).
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
         equation (2): both pulls are worked out at x, before the step, and added.
       local_proximal: p; if not 0, every step also pulls towards the leaders elected
-        last, :math:`y \leftarrow y - (p / \tau)(y - \tilde x^j)`, after the same with
-        p_G / τ_G and the leader of all. Keeps a copy of the parameters.
+        last, y ← y - (p / τ) (y - x̃ʲ), after the same with p_G / τ_G and the leader of all.
+        Keeps a copy of the parameters.
       global_proximal: p_G, likewise.
-      node_axis: the mesh axis over nodes.
-      local_axis: the mesh axis over the workers of a node.
+      delay: pull towards the leaders as they were so many steps before, so that they can
+        travel meanwhile; less than both periods. Keeps a copy of the parameters per level.
+      check: when to look for parameters that are not finite, see `exchange`.
+      axes: the mesh axes over nodes and over the workers of a node.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
       ``value=`` (the worker's loss at x) and the parameters.
 
     Raises:
-      ValueError: pulls outside [0, 1], periods or a window below 1, an unknown order.
+      ValueError: pulls outside [0, 1], periods or a window below 1, an unknown order, a
+        delay outside of a period.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -161,41 +166,20 @@ def lsgd(
     ... )
     """
     check_positive_int("loss_window", loss_window)
-    levels, weights = [], []
-
-    def add_level(name, axes, strength, period, near):
+    levels = (
+        ("local", axes[1], local_pull, local_period, local_proximal),
+        ("global", axes, global_pull, global_period, global_proximal),
+    )
+    pulls = []
+    for name, group, strength, period, proximal in levels:
         check_positive_int(f"{name}_period", period)
-        check_fraction(f"{name}_proximal", near)
+        check_fraction(f"{name}_proximal", proximal)
         if not callable(strength):
             check_fraction(f"{name}_pull", strength)
-            if strength == 0 and near == 0:
-                return
-        target = leader(axes, loss_window, remember=near > 0)
-        levels.append(pull(target, strength, period, order))
-        weights.append(near / period)
-
-    everybody = (node_axis, local_axis)
-    add_level("local", local_axis, local_pull, local_period, local_proximal)
-    add_level("global", everybody, global_pull, global_period, global_proximal)
-    if not levels:
+        off = isinstance(strength, int | float) and strength == 0 and proximal == 0
+        if not off:
+            rule = in_order(leader(group, loss_window, proximal / period), order)
+            pulls.append(Pull(rule, strength, every=period, delay=delay))
+    if not pulls:
         return optax.with_extra_args_support(optax.identity())
-    return quarantine(_proximal(optax.chain(*levels), weights))
-
-
-def _proximal(
-    levels: optax.GradientTransformationExtraArgs, weights: list[float]
-) -> optax.GradientTransformationExtraArgs:
-    """First pulls y towards the leaders elected last, the highest level first."""
-    if not any(weights):
-        return levels
-
-    def update(updates, state, params=None, **extra_args):
-        u = updates
-        for weight, level in reversed(list(zip(weights, state))):
-            if weight:
-                elected_once = (level.target.leader >= 0).astype(jnp.float32)
-                y = plus(params, u)
-                u = step_towards(u, y, level.target.elected, weight * elected_once)
-        return levels.update(u, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(levels.init, update)
+    return exchange(*pulls, check=check)

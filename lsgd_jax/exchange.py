@@ -1,0 +1,522 @@
+"""exchange: the one transformation that talks to other workers; every method composes it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from lsgd_jax import parts, trees
+from lsgd_jax.checks import check_fraction, check_option, check_period, check_positive_int
+from lsgd_jax.collectives import Group
+from lsgd_jax.packing import Packing
+from lsgd_jax.placement import misplaced, sample, sample_after
+from lsgd_jax.shared import Axes, Shared
+from lsgd_jax.traffic import Traffic
+from lsgd_jax.trees import Tree
+
+
+NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, params, ...)`"
+
+Check = Literal["due", "every_step"]
+Order = Literal["adapt_then_combine", "combine_then_adapt"]
+
+
+def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
+    """`Rule.step` of a rule that does nothing between its exchanges."""
+    del x, loss, t
+    return u, state, True
+
+
+class Rule(NamedTuple):
+    """To what a pull pulls: three pure functions for one worker, and their group.
+
+    x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
+    t = 1, 2, … the step, loss the worker's loss at x or None.
+
+    Attributes:
+      axes: the mesh axes of the group.
+      init: params -> state.
+      agree: (group, x, y, state, fit, t) -> (z, found, state), on due steps; the one place
+        that communicates, through `group`. fit: bool scalar, whether this worker may count:
+        its loss and y are finite, and `step` says so. z: the target, a tree like y; found:
+        bool scalar, whether there is a target.
+      step: (u, x, state, loss, t) -> (u, state, fit), on every step; never communicates.
+    """
+
+    axes: Axes
+    init: Callable[[Tree], Any]
+    agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
+    step: Callable[[Tree, Tree, Any, Array | None, Array], tuple[Tree, Any, Any]] = silent
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """One pull of an `exchange`: to what, how hard, how often, which part, how late.
+
+    At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
+    y ← y + λ(t) (z - y).
+
+    Attributes:
+      rule: to what.
+      strength: how hard, λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
+      every: how often, in steps.
+      offset: at which of these steps, 0 ≤ offset < every.
+      delay: how many steps after it was sent the target is applied, 0 ≤ delay < every.
+        Keeps a copy of the part in the state if it is not 0.
+      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
+        `fragment`; None: all.
+
+    Raises:
+      ValueError: a strength outside [0, 1], a period below 1, an offset or delay outside
+        of the period.
+    """
+
+    rule: Rule
+    strength: optax.ScalarOrSchedule
+    every: int = 1
+    offset: int = 0
+    delay: int = 0
+    part: parts.Part | None = None
+
+    def __post_init__(self):
+        if not callable(self.strength):
+            check_fraction("strength", self.strength)
+        check_positive_int("every", self.every)
+        check_period("offset", self.offset, self.every)
+        check_period("delay", self.delay, self.every)
+
+    @property
+    def sends_at(self) -> int:
+        """At which step of its period it communicates."""
+        return (self.offset - self.delay) % self.every
+
+    def weight(self, t: Array) -> Any:
+        """λ(t), within [0, 1] so that no pull goes beyond its target."""
+        if callable(self.strength) or isinstance(self.strength, jax.Array):
+            return jnp.clip(trees.value_at(self.strength, t), 0, 1)
+        return self.strength
+
+
+class PullState(NamedTuple):
+    """The state of one pull.
+
+    Attributes:
+      rule: the rule's own state.
+      pending: (target, found) on its way if the pull is delayed, else (); per worker.
+      restored: int32 scalar, how often this worker took the target whole; per worker.
+      traffic: what was sent, when; shared.
+    """
+
+    rule: Any
+    pending: tuple
+    restored: Array
+    traffic: Traffic
+
+    def resized(self) -> "PullState":
+        """For `resize`: what is in flight was meant for the workers before."""
+        if not self.pending:
+            return self
+        target, found = self.pending
+        return self._replace(pending=(target, jnp.zeros_like(found)))
+
+
+class ExchangeState(NamedTuple):
+    """The state of an `exchange`.
+
+    Attributes:
+      count: int32 scalar, steps taken; shared.
+      sick: bool scalar, whether this worker was not finite when it was last looked at, and
+        waits to be restored; per worker.
+      misplaced: int32 scalar, at how many steps x was not where the exchange had left it;
+        per worker.
+      expected: float32 [k], where some elements of x ought to be; per worker.
+      pulls: of each pull its state.
+    """
+
+    count: Shared[Array]
+    sick: Array
+    misplaced: Array
+    expected: Array
+    pulls: tuple[PullState, ...]
+
+
+def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformationExtraArgs:
+    r"""Pulls a worker towards what it agrees on with others, every so often.
+
+    With x the worker's parameters, u the update that comes from the transformations before
+    this one, t = 1, 2, … the step, and for each pull in turn z its target, λ its strength,
+    τ its period `every`, o its offset, d its delay:
+
+    .. math::
+      y &\leftarrow x + u \\
+      z &\leftarrow \text{agree}(x, y) && \text{if } t \equiv o - d \pmod \tau \\
+      y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau \\
+      u &\leftarrow y - x
+
+    On all other steps u passes and nothing is communicated. The update sets where the
+    worker will stand, so an exchange stands **last** in its chain: if x is not there at the
+    next step, `diagnostics` counts it as misplaced.
+
+    A worker whose loss or y is not finite is left out of the target and takes the target
+    whole, y ← z. If there is no target, because no worker of the group is finite, y stays;
+    where y is not finite x stays. A step whose loss is not finite moves only what stays
+    finite.
+
+    Args:
+      *pulls: what to pull to, in this order.
+      check: when a worker looks whether all of x + u is finite. 'due': where it
+        communicates; between these a finite loss is enough, and costs nothing. 'every_step':
+        always, and a step that is not finite is not taken, as those need who have no
+        ``optax.apply_if_finite`` around their base optimizer and use
+        ``optax.apply_updates``, which can not restore an x that is nan.
+
+    Returns:
+      A gradient transformation for one worker, for where the rules' axes are bound. Its
+      state, an `ExchangeState`, keeps its shapes, dtypes and shardings from `init` on. The
+      updates of parameters narrower than float32 come as float32, so that x + u rounds to
+      the target on all workers.
+
+    Raises:
+      ValueError: in `update`, no parameters.
+
+    >>> import lsgd_jax as lj
+    >>> tx = exchange(Pull(lj.leader("local"), strength=0.5, every=2))
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
+    >>> state = workers.map(tx.init)(x)
+    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, value=v))
+    >>> for _ in range(2):
+    ...     update, state = step(x, state, loss)
+    ...     print(update.tolist())
+    [0.0, 0.0]
+    [0.0, -4.0]
+    """
+    check_option("check", check, get_args(Check))
+
+    def init(params: Tree) -> ExchangeState:
+        return ExchangeState(
+            count=Shared(jnp.zeros([], jnp.int32)),
+            sick=jnp.asarray(False),
+            misplaced=jnp.zeros([], jnp.int32),
+            expected=jnp.full_like(sample(params), jnp.nan),
+            pulls=tuple(_init(pull, params) for pull in pulls),
+        )
+
+    def update(updates, state, params=None, *, value=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        x, u = params, trees.widen(updates)
+        t = jnp.asarray(optax.safe_increment(state.count.value))
+        u, pull_states, fits = _step(pulls, u, x, state.pulls, value, t)
+        sound, sick = _is_sound(value), state.sick
+        if check == "every_step":
+            sick |= ~trees.all_finite(trees.plus(x, u))
+        u = _settle(x, u, sound & (check == "due"), sick)
+
+        groups = [Group(pull.rule.axes) for pull in pulls]
+        sends = [_is_due(t, pull.every, pull.sends_at) for pull in pulls]
+        lands = [_is_due(t, pull.every, pull.offset) for pull in pulls]
+        due = _any(*sends, *lands)
+
+        def communicate(u, pull_states):
+            packing, owned = _pack_by_pull(pulls, x)
+            before = packing.pack(x)
+            start = y = trees.plus(before, packing.pack(u))
+            healthy, moved = ~sick & trees.all_finite(y), []
+            for i, pull in enumerate(pulls):
+                own = View(packing, owned[i], x)
+                # A single pull is due wherever this is reached.
+                alone = len(pulls) == 1 and not pull.delay
+                when = (True, True) if alone else (sends[i], lands[i])
+                fit = sound & fits[i] & healthy
+                y, state, restored = _pull(
+                    pull, groups[i], own, when, y, pull_states[i], fit, t
+                )
+                # A part that was restored does not restore the rest.
+                healthy |= restored if pull.part is None else trees.all_finite(y)
+                moved.append(state)
+            u = _update_to(y, start, before, packing.pack(u))
+            return packing.unpack(u), tuple(moved), ~healthy
+
+        def keep(u, pull_states):
+            return u, pull_states, sick
+
+        u, pull_states, sick = cond(due, communicate, keep, u, pull_states)
+        return u, ExchangeState(
+            count=Shared(t),
+            sick=sick,
+            misplaced=state.misplaced + misplaced(state.expected, x),
+            expected=sample_after(x, u),
+            pulls=tuple(
+                PullState(*pull_state, traffic=_traffic(pull, before, group, sent))
+                for pull, before, group, sent, pull_state in zip(
+                    pulls, state.pulls, groups, sends, pull_states
+                )
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init(pull: Pull, params: Tree) -> PullState:
+    part = parts.select(pull.part, params)
+    pending = (trees.widen(part), jnp.asarray(False)) if pull.delay else ()
+    return PullState(
+        rule=pull.rule.init(part),
+        pending=pending,
+        restored=jnp.zeros([], jnp.int32),
+        traffic=Traffic.zero(pull.rule.axes, pull.every, pull.sends_at),
+    )
+
+
+def _step(
+    pulls: Sequence[Pull],
+    u: Tree,
+    x: Tree,
+    states: Sequence[PullState],
+    loss: Any,
+    t: Array,
+) -> tuple[Tree, tuple, list[Any]]:
+    """What the rules do on every step, the last one (of the widest level) first."""
+    stepped, fits = [], []
+    for pull, state in reversed(list(zip(pulls, states))):
+        mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
+        mine, rule_state, fit = pull.rule.step(mine, own, state.rule, loss, t)
+        u = parts.merge(mine, u)
+        stepped.append((rule_state, state.pending, state.restored))
+        fits.append(fit)
+    return u, tuple(reversed(stepped)), fits[::-1]
+
+
+class View(NamedTuple):
+    """What a pull sees of the packed parameters: the tree of its part."""
+
+    packing: Packing
+    owned: list[int]
+    params: Tree
+
+    def tree(self, y: list[Array]) -> Tree:
+        return self.packing.unpack([y[b] for b in self.owned], self.owned)
+
+
+def _pack_by_pull(pulls: Sequence[Pull], x: Tree) -> tuple[Packing, list[list[int]]]:
+    """A packing in which leaves of one buffer belong to the same pulls; their buffers."""
+    treedef = jax.tree.structure(x)
+    taken = [treedef.flatten_up_to(parts.select(pull.part, x)) for pull in pulls]
+    masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
+    groups = [tuple(not masked(leaf) for leaf in leaves) for leaves in zip(*taken)]
+    packing = Packing(x, groups)
+    owned = [
+        [b for b, members in enumerate(packing.members) if groups[members[0]][k]]
+        for k in range(len(pulls))
+    ]
+    return packing, owned
+
+
+def _pull(
+    pull: Pull,
+    group: Group,
+    own: View,
+    when: tuple[Any, Any],
+    y: list[Array],
+    state: tuple[Any, tuple, Array],
+    fit: Array,
+    t: Array,
+) -> tuple[list[Array], tuple[Any, tuple, Array], Array]:
+    """The packed y, the pull's state and whether this worker was restored."""
+    sends, lands = when
+
+    def send(rule_state):
+        x = parts.select(pull.part, own.params)
+        return pull.rule.agree(group, x, own.tree(y), rule_state, fit, t)
+
+    def land(y, z, found):
+        y, z = list(y), own.packing.pack(z, own.owned)
+        pulled = _move([y[b] for b in own.owned], z, pull.weight(t), found, fit)
+        for b, buffer in zip(own.owned, pulled):
+            y[b] = buffer
+        return y, found & ~fit
+
+    def send_and_land(y, rule_state):
+        z, found, rule_state = send(rule_state)
+        return *land(y, z, found), rule_state
+
+    rule_state, pending, restored_before = state
+    not_restored = jnp.asarray(False)
+    if pull.delay:
+        y, restored = cond(lands, land, lambda y, *_: (y, not_restored), y, *pending)
+        *pending, rule_state = cond(
+            sends,
+            lambda pending, state: _widened(*send(state)),
+            lambda pending, state: (*pending, state),
+            tuple(pending),
+            rule_state,
+        )
+    else:
+        y, restored, rule_state = cond(
+            sends,
+            send_and_land,
+            lambda y, state: (y, not_restored, state),
+            y,
+            rule_state,
+        )
+    return y, (rule_state, tuple(pending), restored_before + restored), restored
+
+
+# Scalars that say what becomes of a worker are multiplied in, or are what a `where` fills in,
+# in what is done to every leaf: for each scalar that a `where` asks XLA's CPU compiler makes
+# two loops of one, and compile time grows by a multiple.
+
+
+def _settle(x: Tree, u: Tree, trusted: Array, sick: Array) -> Tree:
+    """u; of a step that is not trusted only what is finite; 0 for a worker that is sick.
+
+    nan where x is not finite, so that x stays so until an exchange replaces it.
+    """
+    fill = jnp.where(trusted & ~sick, jnp.nan, 0.0)
+    fill, moves = trees.materialized(fill, jnp.where(sick, 0.0, 1.0))
+
+    def leaf(x: Array, u: Array) -> Array:
+        step = jnp.where(jnp.isfinite(u), u, fill.astype(u.dtype)) * moves.astype(u.dtype)
+        return jnp.where(jnp.isfinite(x), step, jnp.nan)
+
+    return jax.tree.map(leaf, x, u)
+
+
+def _move(y: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
+    """y + λ (z - y) if fit, z itself if not or λ is 1; y if no target was found."""
+    whole = found & (~fit | (weight == 1))
+    keep = jnp.where(whole, 0.0, 1.0)
+    pull = jnp.where(whole, 1, jnp.where(found, weight, 0))
+    keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0, jnp.nan))
+
+    def leaf(y: Array, z: Array) -> Array:
+        wide = trees.widened(y)
+        near = jnp.where(jnp.isfinite(wide), wide, fill.astype(wide.dtype))
+        near *= keep.astype(wide.dtype)
+        z = trees.finite_part(z.astype(wide.dtype))
+        return (near + pull.astype(wide.dtype) * (z - near)).astype(y.dtype)
+
+    return jax.tree.map(leaf, y, z)
+
+
+def _update_to(y: Tree, start: Tree, x: Tree, u: Tree) -> Tree:
+    """What takes x to y, where the pulls have moved y away from `start`; there still u.
+
+    Where y is not finite x stays; an x that is not finite is replaced, see `apply_updates`.
+    """
+
+    def leaf(y: Array, start: Array, x: Array, u: Array) -> Array:
+        to = trees.widened(jnp.where(jnp.isfinite(y), y, x))
+        step = to - trees.finite_part(trees.widened(x))
+        return jnp.where(y == start, u, step.astype(u.dtype))
+
+    return jax.tree.map(leaf, y, start, x, u)
+
+
+def _is_sound(value: Any) -> Array:
+    """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
+    if value is None:
+        return jnp.asarray(True)
+    try:
+        return jnp.isfinite(value).all()
+    except TypeError as error:
+        raise ValueError(
+            f"`value` must be the worker's loss, a scalar, got value={value!r}"
+        ) from error
+
+
+def _is_due(t: Array, every: int, at: int) -> Any:
+    return every == 1 or t % every == at
+
+
+def _any(*conditions: Any) -> Any:
+    """Their `or`; True itself if one of them is, which is known while tracing then."""
+    if any(condition is True for condition in conditions):
+        return True
+    return functools.reduce(jnp.logical_or, conditions, False)
+
+
+def _widened(z: Tree, found: Array, state: Any) -> tuple[Tree, Array, Any]:
+    return trees.widen(z), found, state
+
+
+def _traffic(pull: Pull, before: PullState, group: Group, sends: Any) -> Traffic:
+    return before.traffic.add(group.bytes_sent, sends, pull.every, pull.sends_at)
+
+
+def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
+    """`lax.cond`, or the one branch if `due` is True itself.
+
+    An array must come from a shared count, so that all workers take the same branch and
+    meet in its collectives.
+    """
+    if due is True:
+        return then(*operands)
+    if due is False:
+        return otherwise(*operands)
+
+    def typed(branch, other):
+        return lambda *operands: _typed_alike(branch(*operands), other(*operands))
+
+    return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)
+
+
+def _typed_alike(tree: Tree, like: Tree) -> Tree:
+    """The same values, typed as varying over the axes over which `like` varies too."""
+
+    def cast(x, y):
+        varying = lambda a: jax.typeof(a).manual_axis_type.varying
+        missing = tuple(varying(y) - varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree, like)
+
+
+def combine_then_adapt(rule: Rule) -> Rule:
+    """The rule worked out at x, with the step y - x added: z + (y - x)."""
+
+    def agree(group, x, y, state, fit, t):
+        z, found, state = rule.agree(group, x, x, state, fit, t)
+
+        def add_step(z, x, y):
+            wide = trees.widened(z)
+            step = trees.widened(y) - trees.widened(x)
+            return wide + jnp.where(fit, step.astype(wide.dtype), 0)
+
+        return jax.tree.map(add_step, z, x, y), found, state
+
+    return rule._replace(agree=agree)
+
+
+def in_order(rule: Rule, order: Order) -> Rule:
+    """The rule as it is, or worked out at x."""
+    check_option("order", order, get_args(Order))
+    return combine_then_adapt(rule) if order == "combine_then_adapt" else rule
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Adds updates to parameters, and lets an exchange replace what is not finite.
+
+    x ← x + u where x is finite, x ← u elsewhere; `optax.apply_updates` gives nan + u = nan
+    there. The two agree on finite parameters.
+
+    Args:
+      params: parameters x, any shapes and dtypes.
+      updates: updates u, a tree like `params`.
+
+    Returns:
+      A tree like `params`, of the same dtypes.
+
+    >>> import jax.numpy as jnp
+    >>> apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
+    [1.5, 2.0]
+    """
+    finite_part = trees.finite_part
+    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)
