@@ -85,34 +85,28 @@ def test_which_worker_comes_from_which(old, new, scores, expected):
     assert resharding.sources(old, new, scores).tolist() == expected
 
 
-def chain_state(score, sick, params, target=True):
-    """As much of a training state as `scores` reads: a quarantine, two levels, params."""
-    losses = jnp.zeros((len(score), 1))
-    leader = jnp.zeros(len(score), jnp.int32)
-    level = lambda axes, score: lj.PullState(
-        count=lj.Shared(jnp.int32(1)),
-        healed=leader,
-        target=lj.LeaderState(losses, jnp.asarray(score), leader, None) if target else (),
-        axes=axes,
-        period=1,
-        payload=0,
-    )
-    levels = (level("local", -np.asarray(score)), level(("node", "local"), score))
-    opt_state = lj.QuarantineState(jnp.asarray(sick), levels)
+def training_state(score, sick, params, elects=True):
+    """A training state whose last pull has these scores, if it elects leaders."""
+    tx, workers = lj.lsgd() if elects else lj.local_sgd(), lj.Workers(1, len(score))
+    opt_state = workers.map(tx.init)(workers.put(params))._replace(sick=jnp.asarray(sick))
+    if elects:
+        scored = lambda pull, score: pull._replace(rule=pull.rule._replace(score=score))
+        scores = -jnp.asarray(score), jnp.asarray(score)
+        opt_state = opt_state._replace(pulls=tuple(map(scored, opt_state.pulls, scores)))
     return TrainState(params, {}, opt_state, None, lj.Shared(jnp.int32(1)))
 
 
 def test_scores_are_the_methods_own_or_else_the_recent_losses():
     params = {"w": np.ones((3, 2)), "b": np.ones((3,))}
     recent, healthy = np.array([3.0, 1.0, 2.0]), [False] * 3
-    own = chain_state([0.3, 0.1, np.nan], healthy, params)
+    own = training_state([0.3, 0.1, np.nan], healthy, params)
     np.testing.assert_allclose(resharding.scores(own, recent), [0.3, 0.1, INF])
-    none = chain_state([0.3, 0.1, np.nan], healthy, params, target=False)
+    none = training_state([0.3, 0.1, np.nan], healthy, params, elects=False)
     np.testing.assert_array_equal(resharding.scores(none, recent), recent)
-    sick = chain_state([0.3, 0.1, 0.2], [False, True, False], params)
+    sick = training_state([0.3, 0.1, 0.2], [False, True, False], params)
     np.testing.assert_allclose(resharding.scores(sick, recent), [0.3, INF, 0.2])
     broken = {"w": np.array([[1, 1], [1, 1], [1, np.nan]]), "b": np.array([1, np.inf, 1])}
-    lost = chain_state([0.3, 0.1, 0.2], healthy, broken)
+    lost = training_state([0.3, 0.1, 0.2], healthy, broken)
     np.testing.assert_allclose(resharding.scores(lost, recent), [0.3, INF, INF])
 
 
