@@ -1,19 +1,24 @@
 """The one model that W workers stand for, and how far they stand apart."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._types import Tree, is_shared
+from lsgd_jax.shared import is_shared
+from lsgd_jax.trees import Tree
+
+
+def _has_mean(x: Array) -> bool:
+    """Whether a leaf holds floats: counts, flags and random keys have no mean."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _healthy(params: Tree) -> Array:
     """bool [W]: whose parameters are all finite."""
     leaves = jax.tree.leaves(params)
-    finite = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in leaves]
-    return jnp.stack(finite).all(axis=0)
+    floats = filter(_has_mean, leaves)
+    finite = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in floats]
+    return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *finite]).all(axis=0)
 
 
 def _rows(where: Array, x: Array) -> Array:
@@ -25,11 +30,8 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _mean(params: Tree, healthy: Array) -> Any:
-    return jax.tree.map(
-        lambda x: jnp.where(_rows(healthy, x), _wide(x), 0).sum(axis=0) / healthy.sum(),
-        params,
-    )
+def _mean(x: Array, healthy: Array) -> Array:
+    return jnp.where(_rows(healthy, x), _wide(x), 0).sum(axis=0) / healthy.sum()
 
 
 @jax.jit
@@ -40,23 +42,30 @@ def consensus(params: Tree) -> Tree:
     model to test ("the center"). Works outside of `Workers.map`, on stacked trees.
 
     Args:
-      params: the workers' parameters, leaves [W, ...].
+      params: the workers' parameters, leaves [W, ...]. Integers, bools and random keys
+        have no mean: those of the first worker in H are taken (of worker 0 if H is empty).
 
     Returns:
       One tree, leaves [...], in the dtypes of `params`; nan if no worker is finite.
 
+    >>> import jax.numpy as jnp
     >>> consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     2.0
     """
-    center = _mean(params, _healthy(params))
-    return jax.tree.map(lambda c, x: c.astype(x.dtype), center, params)
+    healthy = _healthy(params)
+    first = jnp.argmax(healthy)
+
+    def leaf(x: Array) -> Array:
+        return _mean(x, healthy).astype(x.dtype) if _has_mean(x) else x[first]
+
+    return jax.tree.map(leaf, params)
 
 
 @jax.jit
 def consensus_distance(params: Tree) -> Array:
     r"""How far apart the workers are: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
 
-    x̄ and H as in `consensus`; norms over all leaves together.
+    x̄ and H as in `consensus`; norms over all leaves of floats together.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -64,18 +73,20 @@ def consensus_distance(params: Tree) -> Array:
     Returns:
       float32 scalar; 0 if all are equal.
 
+    >>> import jax.numpy as jnp
     >>> round(float(consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
     0.5
     """
     healthy = _healthy(params)
-    center = _mean(params, healthy)
+    floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
+    means = [_mean(x, healthy) for x in floats]
 
     def squares(x: Array, c: Array) -> Array:
         gap = jnp.where(_rows(healthy, x), _wide(x) - c[None], 0)
         return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
 
-    gaps = jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(squares, params, center))))
-    norm = jnp.sqrt(sum(jnp.square(c).sum() for c in jax.tree.leaves(center)))
+    gaps = jnp.sqrt(sum(map(squares, floats, means)))
+    norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))
     distance = gaps.sum() / healthy.sum() / norm
     return jnp.where(gaps.sum() == 0, 0, distance).astype(jnp.float32)
 
@@ -90,6 +101,7 @@ def center(params: Tree, opt_state: Tree) -> Tree:
     Returns:
       One tree, leaves [...], in the dtypes of `params`.
 
+    >>> import jax.numpy as jnp
     >>> center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
     2.0
     """

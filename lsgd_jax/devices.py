@@ -1,4 +1,4 @@
-"""Many devices out of one CPU, for trying out and for tests."""
+"""One CPU emulated as several devices, for trying out and for tests."""
 
 import os
 import re
@@ -9,10 +9,10 @@ from lsgd_jax.checks import check_positive_int
 
 
 def emulate_devices(count: int) -> None:
-    """Lets this machine's CPU pass for several devices; call it before jax uses a device.
+    """Emulates this machine's CPU as several devices; call it before jax uses a device.
 
-    The same as ``jax.config.update("jax_num_cpu_devices", count)``, and XLA gets threads
-    enough for them (see `reserve_threads`).
+    The same as ``jax.config.update("jax_num_cpu_devices", count)``, and XLA gets
+    enough threads for them (see `reserve_threads`).
 
     Args:
       count: how many devices; GPUs and TPUs are not affected.
@@ -30,7 +30,7 @@ def emulate_devices(count: int) -> None:
 
 
 def reserve_threads() -> None:
-    """Asks XLA for threads enough for the CPU devices that are to be emulated.
+    """Asks XLA for enough threads for the CPU devices that are to be emulated.
 
     XLA takes one thread per emulated device. One that waits in a collective keeps its
     thread, and those that the others still need for their convolutions can run out: the

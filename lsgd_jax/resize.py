@@ -1,11 +1,13 @@
 """resize: the state of some workers as that of others."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from lsgd_jax._types import Tree, is_shared
+from lsgd_jax.shared import Shared
+from lsgd_jax.trees import Tree
 
 
 def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
@@ -20,14 +22,16 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
 
     Args:
       tree: parameters or a state over W workers: host or device arrays, leaves [W, ...].
-      sources: s, of each new worker the worker of before; any number, also repeated.
+      sources: s, of each new worker the worker of before, in 0..W-1; at least one, also
+        repeated.
 
     Returns:
       The same tree with leaves [len(sources), ...].
 
     Raises:
-      ValueError: messages that are under way to a worker, or a `Grouped`, whose groups are
-        not known any more.
+      ValueError: sources that are empty, no integers or not in 0..W-1; messages in flight
+        to a worker; a `Shared` of some workers only, of whom it is not known any more
+        which of them form a group.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -37,6 +41,38 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
     ([20.0, 20.0, 10.0], 15.0)
     """
     rows = np.asarray(sources)
-    taken = jax.tree.map(lambda x: x if is_shared(x) else x[rows], tree, is_leaf=is_shared)
+    if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(
+            f"`sources` must be a list of at least one worker index, got sources={sources}"
+        )
+
+    def take(x: Any) -> Any:
+        if isinstance(x, Shared):
+            return _kept(x)
+        # Indexing a jax array would clamp an index that is too large.
+        if rows.min() < 0 or rows.max() >= len(x):
+            raise ValueError(
+                f"`sources` must be in 0..{len(x) - 1} for {len(x)} workers, "
+                f"got sources={rows.tolist()}"
+            )
+        return x[rows]
+
+    taken = jax.tree.map(take, tree, is_leaf=lambda node: isinstance(node, Shared))
+    return _resized(taken)
+
+
+def _resized(tree: Tree) -> Tree:
+    """Calls the method of every node that has one, then those of the nodes inside it."""
     own = lambda node: hasattr(node, "resized")
-    return jax.tree.map(lambda x: x.resized() if own(x) else x, taken, is_leaf=own)
+    tree = tree.resized() if own(tree) else tree
+    within = lambda node: node is not tree and own(node)
+    return jax.tree.map(lambda x: _resized(x) if own(x) else x, tree, is_leaf=within)
+
+
+def _kept(node: Shared) -> Shared:
+    if node.axes is not None:
+        raise ValueError(
+            "the workers must stay the same if groups of them, and not all, have something "
+            f"in common (a `Shared` over {' and '.join(map(repr, node.axes))} only)"
+        )
+    return node

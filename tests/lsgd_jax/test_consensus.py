@@ -26,6 +26,20 @@ def test_consensus_keeps_dtypes_and_sums_in_float32():
     assert got.dtype == jnp.bfloat16 and float(got[0]) == 1
 
 
+def test_what_has_no_mean_comes_from_the_first_healthy_worker():
+    tree = {
+        "w": jnp.array([jnp.nan, 2.0, 4.0]),
+        "count": jnp.array([7, 8, 9]),
+        "flag": jnp.array([False, True, False]),
+        "key": jax.random.split(jax.random.key(0), 3),
+    }
+    got = lj.consensus(tree)
+    assert float(got["w"]) == 3 and int(got["count"]) == 8 and bool(got["flag"])
+    assert bool(got["key"] == tree["key"][1])
+    floats = {"w": tree["w"]}
+    assert lj.consensus_distance(tree) == lj.consensus_distance(floats) > 0
+
+
 def test_consensus_distance_by_hand():
     # x̄ = (2, 0), ‖x_i − x̄‖ = 1, 1, ‖x̄‖ = 2
     assert float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))) == 0.5

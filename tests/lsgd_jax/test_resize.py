@@ -1,5 +1,7 @@
 """Resizing: rows go along, what is shared stays, and each method's invariants hold."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,17 +51,32 @@ def test_rows_go_along_and_what_is_shared_stays():
     assert ones.tolist() == [1, 1, 1] and seven == 7
 
 
+def test_every_node_with_a_way_of_its_own_is_asked_also_inside_another():
+    class Node(NamedTuple):
+        own: np.ndarray
+        inside: Any = ()
+
+        def resized(self):
+            return self._replace(own=-self.own)
+
+    x = np.arange(1, 4)
+    other = lj.resize(Node(x, [Node(x, {"deep": Node(x), "x": x})]), [2, 0])
+    assert jax.tree.map(np.ndarray.tolist, other) == Node(
+        [-3, -1], [Node([-3, -1], {"deep": Node([-3, -1]), "x": [3, 1]})]
+    )
+
+
 # Who sends to two halves its weight differently from who sends to one: weights part.
 UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 
 
 @pytest.mark.parametrize("gosgd", [False, True], ids=["sgp", "gosgd"])
-def test_weights_are_one_again_and_so_nobody_counts_twice(gosgd):
+def test_weights_are_one_again_and_so_no_worker_counts_twice(gosgd):
     """Left to themselves the workers meet in the plain mean of what they went on from."""
     before = lj.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
     after = lj.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
     params, state = state_of(before, 1, 4)
-    weight = lambda state: state.inner.target.weight
+    weight = lambda state: state.pulls[0].rule.weight
     assert np.ptp(weight(state)) > 0.1 and weight(state).sum() == pytest.approx(4)
     sources = [1, 2, 2]
     others, other = lj.resize((params, state), sources)
@@ -70,11 +87,11 @@ def test_weights_are_one_again_and_so_nobody_counts_twice(gosgd):
     np.testing.assert_allclose(met, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_messages_under_way_can_not_be_resized():
+def test_messages_in_flight_can_not_be_resized():
     ring = lj.topology.ring(4)
     at_once = state_of(lj.osgp(ring, staleness=1), 1, 4)
     assert lj.resize(at_once, [0, 1])[0].shape == (2, 3)
-    with pytest.raises(ValueError, match="messages are under way .* got staleness=3"):
+    with pytest.raises(ValueError, match="got staleness=3"):
         lj.resize(state_of(lj.osgp(ring, staleness=3), 1, 4), [0, 1])
 
 
@@ -96,7 +113,7 @@ def test_losses_go_along_and_the_next_leader_is_elected_among_the_new_ones():
     assert lj.diagnostics(state)[1].leader.tolist() == [best] * 3
 
 
-def test_the_last_leaders_pull_nobody_until_new_ones_are_elected():
+def test_the_last_leaders_pull_no_worker_until_new_ones_are_elected():
     """Their parameters are kept where every step pulls to them, but they led others."""
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3, local_proximal=1.0)
     params, state = state_of(tx, 2, 2, steps=2)
@@ -105,14 +122,25 @@ def test_the_last_leaders_pull_nobody_until_new_ones_are_elected():
     np.testing.assert_array_equal(stay, params)
 
 
-def test_a_shared_outer_state_moves_the_same_whoever_is_there():
+def test_a_shared_outer_state_moves_any_workers_the_same():
     """Slow momentum and anchor stay: still workers are moved as by the momentum alone."""
     tx = lj.diloco(2, optax.sgd(0.5, momentum=0.9))
     params, state = state_of(tx, 1, 4, steps=4)
-    anchor, trace = state.inner.target.anchor.value, state.inner.target.outer.value[0].trace
+    anchor, trace = (
+        state.pulls[0].rule.anchor.value,
+        state.pulls[0].rule.outer.value[0].trace,
+    )
     others, other = lj.resize((params, state), [2])
     met, _ = settle(tx, 1, 1, others, other, 2)
     np.testing.assert_allclose(met[0], anchor - 0.5 * 0.9 * trace, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("sources", [[0, 4], [-1, 0], [], [0.0], [True], [[0]], 1])
+def test_sources_must_be_indices_of_workers(kind, sources):
+    """jax arrays would clamp an index outside, arrays of the host count from the end."""
+    with pytest.raises(ValueError, match="`sources` must be .* got sources="):
+        lj.resize({"x": kind(np.arange(4.0))}, sources)
 
 
 def test_device_arrays_and_random_keys():

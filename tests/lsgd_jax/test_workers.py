@@ -1,6 +1,6 @@
 """Workers: placing trees, running per-worker functions, and what is refused."""
 
-import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +10,30 @@ import pytest
 from jax import lax
 
 import lsgd_jax as lj
-from lsgd_jax import collectives
-from lsgd_jax.workers import _check_nobody_is_idle, _device_grid, _pick
 
 
-GRIDS = [
-    (2, 4, 8),
-    (2, 4, 4),
-    (2, 4, 2),
-    (2, 4, 1),
-    (4, 2, 2),
-    (1, 6, 3),
-    (6, 1, 3),
-    (7, 1, 7),
-]
+# An axis of workers lies across devices as a whole, in part, or not at all.
+LAYOUTS = [(2, 4, 8), (4, 2, 2), (2, 4, 1)]
+GRIDS = [*LAYOUTS, (2, 4, 4), (2, 4, 2), (1, 6, 3), (6, 1, 3), (7, 1, 7)]
 
 
-@pytest.fixture(params=GRIDS, ids=str)
-def workers(request):
-    nodes, locals, devices = request.param
+def on(grid):
+    nodes, locals, devices = grid
     return lj.Workers(nodes, locals, devices=jax.devices()[:devices])
 
 
-def test_put_and_fetch_give_the_same_back(workers):
+@pytest.fixture(params=LAYOUTS, ids=str, scope="module")
+def workers(request):
+    return on(request.param)
+
+
+@pytest.fixture(params=GRIDS, ids=str, scope="module")
+def any_workers(request):
+    return on(request.param)
+
+
+def test_put_and_fetch_give_the_same_back(any_workers):
+    workers = any_workers
     tree = {"w": np.random.default_rng(0).normal(size=(workers.num_workers, 3)), "b": None}
     tree["w"] = tree["w"].astype(np.float32)
     back = workers.fetch(workers.put(tree))
@@ -40,19 +41,20 @@ def test_put_and_fetch_give_the_same_back(workers):
     assert workers.put(tree)["w"].sharding == workers.sharding
 
 
-def test_every_worker_knows_its_place(workers):
+def test_every_worker_knows_its_place(any_workers):
     """index, size and gather agree with node = i // locals, local = i mod locals."""
+    workers = any_workers
 
     def places(_):
         axes = ("node", "local")
-        both = collectives.index(axes)
+        both = lj.Group(axes).index
         return (
-            collectives.index("node"),
-            collectives.index("local"),
+            lj.Group("node").index,
+            lj.Group("local").index,
             both,
-            collectives.gather(both, axes),
-            collectives.gather(both, "local"),
-            collectives.gather(both, "node"),
+            lj.Group(axes).gather(both),
+            lj.Group("local").gather(both),
+            lj.Group("node").gather(both),
         )
 
     nodes, locals, W = workers.nodes, workers.locals, workers.num_workers
@@ -80,7 +82,7 @@ def test_map_is_the_function_of_each_worker(workers):
 def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     def f(x, shared):
         assert isinstance(shared, lj.Shared) and shared.value["a"].shape == (3,)
-        total = lax.psum(x, collectives.names(("node", "local")))
+        total, _ = lj.Group(("node", "local")).masked_sum(x)
         return x + shared.value["a"][0], lj.Shared(total)
 
     W = workers.num_workers
@@ -92,8 +94,17 @@ def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     assert total.value.sharding.is_fully_replicated
 
 
+def test_shared_values_that_pass_through_a_workers_own_count_stay_shared(workers):
+    """Wrappers keep or drop a state by counts of their own, which makes rows of it."""
+    counted = workers.map(
+        lambda count, t: (count + 1, lj.Shared(jnp.where(count > 0, t.value + 1, t.value)))
+    )
+    count, t = counted(*workers.put((jnp.ones(8, int), lj.Shared(jnp.arange(3.0)))))
+    assert count.shape == (8,) and t.value.tolist() == [1, 2, 3]
+
+
 def test_all_arguments_may_be_shared(workers):
-    f = workers.map(lambda s: s.value + collectives.index(("node", "local")))
+    f = workers.map(lambda s: s.value + lj.Group(("node", "local")).index)
     assert f(workers.share(jnp.int32(5))).tolist() == [
         5 + i for i in range(workers.num_workers)
     ]
@@ -123,6 +134,26 @@ def test_put_makes_buffers_of_its_own(workers):
     placed = workers.put(host)
     host[:] = 7
     assert placed.tolist() == [1.0] * workers.num_workers
+
+
+def test_numbers_that_a_function_returns_become_arrays(workers):
+    """`flax`'s TrainState starts with the Python integer 0 as its step."""
+    W = workers.num_workers
+    numbers = workers.map(lambda x: (x, 1.0, 3, True, np.float32(2), np.arange(2)))
+    x, *rest = numbers(workers.put(jnp.arange(W)))
+    assert x.tolist() == list(range(W))
+    for got, expected in zip(rest, [1.0, 3, True, 2.0, [0, 1]]):
+        assert got.sharding == workers.sharding and got.tolist() == [expected] * W
+    shared = workers.map(lambda x: lj.Shared(2))(x)
+    assert shared.value.shape == () and int(shared.value) == 2
+
+
+def test_keys_are_fetched_as_keys_that_can_be_put_back(workers):
+    keys = jax.random.split(jax.random.key(7, impl="rbg"), workers.num_workers)
+    fetched = workers.fetch((workers.put(keys), workers.share(keys[0])))
+    again = workers.fetch(workers.put(fetched))
+    for own, shared in (fetched, again):
+        assert (own == keys).all() and bool(shared.value == keys[0])
 
 
 def test_replicate_and_random_keys(workers):
@@ -221,58 +252,6 @@ def test_the_largest_fitting_grid_is_taken():
     assert lj.Workers(2).locals == 4 and lj.Workers().num_workers == 8
 
 
-def _hosts(*counts):
-    """Stand-ins for the devices of hosts with so many devices each."""
-    return [
-        types.SimpleNamespace(process_index=host, id=10 * host + i)
-        for host, count in enumerate(counts)
-        for i in range(count)
-    ]
-
-
-def test_each_host_gives_the_same_number_of_devices():
-    assert [d.id for d in _pick(_hosts(4, 4), (2, 3))] == [0, 1, 2, 10, 11, 12]
-    assert [d.id for d in _pick(_hosts(2, 2, 2, 2), (2, 4))] == [
-        0,
-        1,
-        10,
-        11,
-        20,
-        21,
-        30,
-        31,
-    ]
-    assert [d.id for d in _pick(_hosts(3, 1), (1, 4))] == [0, 1, 2, 10]
-
-
-def test_the_devices_of_a_slice_count_as_one_host():
-    devices = _hosts(2, 2)
-    for device in devices:
-        device.slice_index = 0
-    assert [d.id for d in _pick(devices, (1, 2))] == [0, 1]
-
-
-def test_processes_of_one_host_stay_together_in_whatever_order_they_come():
-    """One process per device, ranks dealt out to the hosts in turn."""
-    devices = _hosts(*[1] * 6)
-    for device in devices:
-        device.slice_index = device.process_index % 2
-    assert [d.process_index for d in _pick(devices, (2, 3))] == [0, 2, 4, 1, 3, 5]
-    # Not as many from each host as from the others: still one host after another.
-    assert [d.process_index for d in _pick(devices, (1, 5))] == [0, 2, 4, 1, 3]
-
-
-def test_a_process_without_a_worker_is_refused():
-    grid = lambda hosts: np.array(hosts, dtype=object)
-    _check_nobody_is_idle(grid(_hosts(2, 2)), 2)
-    with pytest.raises(ValueError, match="of 4 processes these have none: 1, 3"):
-        _check_nobody_is_idle(grid(_hosts(2, 0, 1)), 4)
-
-
-def test_grid_shape():
-    assert _device_grid(2, 4, None).shape == (2, 4)
-
-
 def test_repr_says_how_workers_lie():
     assert repr(lj.Workers(2, 4, devices=jax.devices()[:4])) == (
         "Workers(nodes=2, locals=4) on 4 cpu devices (2 x 2), 2 workers per device"
@@ -281,11 +260,7 @@ def test_repr_says_how_workers_lie():
 
 def test_optimizers_keep_their_types_from_init_on(workers):
     """Counts that differ between workers only later on are stacked from the start."""
-    for base in (
-        optax.adam(0.1),
-        optax.sgd(0.1, momentum=0.9),
-        optax.contrib.reduce_on_plateau(),
-    ):
+    for base in (optax.adam(0.1), optax.contrib.reduce_on_plateau()):
         tx = optax.apply_if_finite(base, 5)
 
         def step(params, state, grads, tx=tx):
@@ -303,3 +278,41 @@ def test_optimizers_keep_their_types_from_init_on(workers):
         assert step._cache_size() == 1
         assert state.total_notfinite.tolist() == [3] + [0] * (workers.num_workers - 1)
         assert bool(jnp.isfinite(params).all())
+
+
+class Exchange(NamedTuple):
+    misplaced: jax.Array
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_says_which_workers_were_moved_behind_an_exchange(debug):
+    workers = lj.Workers(2, 2, devices=jax.devices()[:2], debug=debug)
+    step = workers.map(lambda x, n: (x, {"deep": (Exchange(n), x)}))
+    x = workers.put(jnp.arange(4.0))
+    well = workers.put(jnp.zeros(4, jnp.int32))
+    assert step(x, well)[0].tolist() == [0, 1, 2, 3]
+    moved = workers.put(jnp.array([0, 3, 0, 1]))
+    if not debug:
+        step(x, moved)
+        return
+    with pytest.raises(ValueError, match="must stand last in its chain.* workers 1, 3$"):
+        step(x, moved)
+    assert jax.jit(step)(x, moved)[0].tolist() == [0, 1, 2, 3]  # nothing to look at yet
+
+
+def test_debug_finds_a_chain_in_the_wrong_order():
+    workers = lj.Workers(2, 2, devices=jax.devices()[:2], debug=True)
+
+    def train(tx):
+        def step(params, state):
+            updates, state = tx.update(params, state, params)
+            return lj.apply_updates(params, updates), state
+
+        params = workers.put(jnp.arange(1.0, 9.0).reshape(4, 2))
+        state, step = workers.map(tx.init)(params), workers.map(step)
+        for _ in range(3):
+            params, state = step(params, state)
+
+    train(optax.chain(optax.sgd(0.1), lj.local_sgd(2)))
+    with pytest.raises(ValueError, match="an exchange must stand last in its chain"):
+        train(optax.chain(lj.local_sgd(2), optax.sgd(0.1)))

@@ -1,0 +1,63 @@
+"""Moving trees between the host and the devices of the workers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lsgd_jax.shared import is_shared
+from lsgd_jax.trees import Tree
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf holds typed random keys."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def shared_flags(tree: Tree) -> list[bool]:
+    """Of every leaf, whether it stands in a `Shared` of all workers."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_shared)
+    sizes = [(is_shared(node), len(jax.tree.leaves(node))) for node in nodes]
+    return [shared for shared, size in sizes for _ in range(size)]
+
+
+def map_flagged(fn: Callable[[Any, bool], Any], tree: Tree) -> Tree:
+    """fn(leaf, whether it is shared) on every leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(fn, leaves, shared_flags(tree)))
+
+
+def check_rows(tree: Tree, rows: int, whose: str) -> None:
+    """Raises ValueError unless every leaf that is not shared has a leading axis of rows."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), shared in zip(leaves, shared_flags(tree)):
+        if not shared and np.shape(leaf)[:1] != (rows,):
+            raise ValueError(
+                f"every leaf must have a leading axis of {rows} ({whose}), got "
+                f"shape {np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
+                "; `replicate` gives every worker a copy of one tree, `share` marks "
+                "what has no such axis"
+            )
+
+
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array, which every process has as a whole, on the devices."""
+    if isinstance(x, jax.Array) and sharding.is_fully_addressable:
+        return jax.device_put(x, sharding, may_alias=False)
+    host = np.array(x)  # a copy: a CPU device works on the very memory it is handed
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def read(x: Any) -> Any:
+    """A replicated or local leaf on the host; keys stay key arrays."""
+    if is_key(x):
+        numbers = read(jax.random.key_data(x))
+        return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_data(0)
+    return np.asarray(x)

@@ -1,0 +1,60 @@
+"""Which devices make up the grid: host by host, and none of a process left out."""
+
+import types
+
+import numpy as np
+import pytest
+
+from lsgd_jax._device_grid import check_no_process_is_idle, device_grid, pick
+
+
+def _hosts(*counts):
+    """Stand-ins for the devices of hosts with so many devices each."""
+    return [
+        types.SimpleNamespace(process_index=host, id=10 * host + i)
+        for host, count in enumerate(counts)
+        for i in range(count)
+    ]
+
+
+def test_each_host_gives_the_same_number_of_devices():
+    assert [d.id for d in pick(_hosts(4, 4), (2, 3))] == [0, 1, 2, 10, 11, 12]
+    assert [d.id for d in pick(_hosts(2, 2, 2, 2), (2, 4))] == [
+        0,
+        1,
+        10,
+        11,
+        20,
+        21,
+        30,
+        31,
+    ]
+    assert [d.id for d in pick(_hosts(3, 1), (1, 4))] == [0, 1, 2, 10]
+
+
+def test_the_devices_of_a_slice_count_as_one_host():
+    devices = _hosts(2, 2)
+    for device in devices:
+        device.slice_index = 0
+    assert [d.id for d in pick(devices, (1, 2))] == [0, 1]
+
+
+def test_processes_of_one_host_stay_together_in_whatever_order_they_come():
+    """One process per device, ranks dealt out to the hosts in turn."""
+    devices = _hosts(*[1] * 6)
+    for device in devices:
+        device.slice_index = device.process_index % 2
+    assert [d.process_index for d in pick(devices, (2, 3))] == [0, 2, 4, 1, 3, 5]
+    # Not as many from each host as from the others: still one host after another.
+    assert [d.process_index for d in pick(devices, (1, 5))] == [0, 2, 4, 1, 3]
+
+
+def test_a_process_without_a_worker_is_refused():
+    grid = lambda hosts: np.array(hosts, dtype=object)
+    check_no_process_is_idle(grid(_hosts(2, 2)), 2)
+    with pytest.raises(ValueError, match="of 4 processes these have none: 1, 3"):
+        check_no_process_is_idle(grid(_hosts(2, 0, 1)), 4)
+
+
+def test_grid_shape():
+    assert device_grid(2, 4, None).shape == (2, 4)

@@ -1,0 +1,150 @@
+"""optax's wrappers around and beside a method: on every layout as if chained by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import lsgd_jax as lj
+
+
+STEPS = 6
+SHAPES = {"a": (3,), "b": (2,)}
+
+
+def train(tx, devices):
+    """Where 8 workers stand after a few steps, and the optimizer's state."""
+    workers = lj.Workers(nodes=2, locals=4, devices=jax.devices()[:devices])
+    draw = np.random.default_rng(0).normal
+    params = {k: draw(size=(8, *s)).astype(np.float32) for k, s in SHAPES.items()}
+    goals = {k: draw(size=(8, STEPS, *s)).astype(np.float32) for k, s in SHAPES.items()}
+
+    def step(carry, goal):
+        params, state = carry
+        grads = jax.tree.map(jnp.subtract, params, goal)
+        updates, state = tx.update(grads, state, params, value=grads["a"].sum())
+        return (lj.apply_updates(params, updates), state), None
+
+    params, goals = workers.put((params, goals))
+    state = workers.map(tx.init)(params)
+    run = workers.map(lambda *carry_and_goals: lax.scan(step, *carry_and_goals)[0])
+    trained = run((params, state), goals)
+    assert jax.tree.map(jnp.shape, trained[1]) == jax.tree.map(jnp.shape, state)
+    return workers.fetch(trained)
+
+
+@functools.cache
+def train_by_hand(tx):
+    return train(tx, devices=8)[0]
+
+
+def every_second_time(tx):
+    """`MultiSteps` by hand: the mean gradient of two steps, every second step."""
+
+    def init(params):
+        count = lj.Shared(jnp.int32(0))
+        return count, optax.tree.zeros_like(params), tx.init(params)
+
+    def update(grads, state, params, **extra):
+        count, before, inner = state
+        mean = jax.tree.map(lambda x, y: (x + y) / 2, before, grads)
+        moved = lambda: tx.update(mean, inner, params, **extra)
+        stayed = lambda: (optax.tree.zeros_like(grads), inner)
+        updates, inner = lax.cond(count.value % 2 == 1, moved, stayed)
+        return updates, (lj.Shared(count.value + 1), grads, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def by_name(tx_a, tx_b):
+    """Leaf "a" by one optimizer, leaf "b" by another."""
+
+    def init(params):
+        return tx_a.init({"a": params["a"]}), tx_b.init({"b": params["b"]})
+
+    def update(grads, state, params, **extra):
+        (a, state_a), (b, state_b) = (
+            tx.update({k: grads[k]}, s, {k: params[k]}, **extra)
+            for tx, k, s in zip((tx_a, tx_b), "ab", state)
+        )
+        return a | b, (state_a, state_b)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+SGD = optax.sgd(0.1)
+LOCAL_SGD = optax.chain(SGD, lj.local_sgd(2))
+EVERY_STEP = optax.chain(SGD, lj.local_sgd(1))
+ONLY_A = by_name(LOCAL_SGD, SGD)
+MASK = {"a": True, "b": False}
+
+WRAPPED = {
+    "MultiSteps": (optax.MultiSteps(EVERY_STEP, 2), every_second_time(EVERY_STEP)),
+    "conditionally_transform": (
+        optax.chain(
+            SGD, optax.conditionally_transform(lj.local_sgd(1), lambda t: t % 2 == 1)
+        ),
+        LOCAL_SGD,
+    ),
+    "masked": (optax.chain(SGD, optax.masked(lj.local_sgd(2), MASK)), ONLY_A),
+    "partition": (
+        optax.partition({"x": LOCAL_SGD, "y": SGD}, {"a": "x", "b": "y"}),
+        ONLY_A,
+    ),
+    "inject_hyperparams": (
+        optax.chain(
+            SGD,
+            optax.inject_hyperparams(lj.easgd, static_args=("period",))(beta=0.5, period=2),
+        ),
+        optax.chain(SGD, lj.easgd(beta=0.5, period=2)),
+    ),
+    "named_chain": (
+        optax.named_chain(("base", SGD), ("exchange", lj.local_sgd(2))),
+        LOCAL_SGD,
+    ),
+    "apply_if_finite around the base": (
+        optax.chain(optax.apply_if_finite(SGD, 5), lj.local_sgd(2)),
+        LOCAL_SGD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_method_is_the_method_on_every_layout(name):
+    wrapped, by_hand = WRAPPED[name]
+    expected = train_by_hand(by_hand)
+    # 8, 4, 2, 1 devices: no axis, a part of one, one, both lie inside a device.
+    for devices in (8, 4, 2, 1) if name == "MultiSteps" else (4, 1):
+        params, _ = train(wrapped, devices)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+            params,
+            expected,
+        )
+
+
+@pytest.mark.parametrize("devices", [8, 1])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.apply_if_finite(tx, 5),
+        lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+        lambda tx: optax.conditionally_mask(tx, lambda t, value: value < 1, True),
+    ],
+    ids=["apply_if_finite", "skip_not_finite", "conditionally_mask on a loss"],
+)
+def test_a_wrapper_that_asks_a_worker_of_its_own_is_refused(wrap, devices):
+    with pytest.raises(ValueError, match="would wait for each other forever"):
+        train(wrap(LOCAL_SGD), devices)
+
+
+def test_schedule_free_iterates_do_not_follow_the_exchange():
+    """The parameters become equal at every step, the state's z of each worker do not."""
+    base = optax.contrib.schedule_free(SGD, learning_rate=0.1, b1=0.9)
+    params, state = train(optax.chain(base, lj.local_sgd(1)), devices=1)
+    np.testing.assert_allclose(np.ptp(params["a"], axis=0), 0, atol=1e-6)
+    assert np.ptp(state[0].z["a"], axis=0).min() > 0.1
