@@ -70,6 +70,11 @@ def environment(cache=None, before="", **variables):
     """
     left_out = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    # The same code as is compiled here, or its results would differ in the last bit.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    others = ("device_count", "collective")
+    same_code = [flag for flag in flags if not any(word in flag for word in others)]
+    kept["XLA_FLAGS"] = " ".join(same_code)
     if cache is not None:
         before = EACH_KEEPS_ITS_OWN + before
         variables["JAX_COMPILATION_CACHE_DIR"] = str(cache)

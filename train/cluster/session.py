@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from train.cluster import private_jax
@@ -136,9 +137,14 @@ class Session:
         if not self.has_others:
             return
         self.wait_for_all()
-        groups = ("node", "local"), "node", "local"
-        meet = lambda x: [lj.collectives.mean(x, axes) for axes in groups]
-        jax.block_until_ready(workers.map(meet)(workers.replicate(jnp.zeros([]))))
+        axes = workers.mesh.axis_names
+        groups = [axes, *((axis,) for axis in axes)]
+        # Of what XLA does not know before: it would leave out a sum of constants.
+        meet = lambda: [lax.psum(lax.axis_index(group), group) for group in groups]
+        everywhere = jax.shard_map(
+            meet, mesh=workers.mesh, in_specs=(), out_specs=P(), check_vma=False
+        )
+        jax.block_until_ready(jax.jit(everywhere)())
 
     # Texts at the store, for those with an order of their own
 
