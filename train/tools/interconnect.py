@@ -104,7 +104,7 @@ def measure(config: Config, session: Session) -> Measurement:
 
 def _exchange(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
     """Seconds in which all workers of a group get the tree of its first worker."""
-    first = lambda tree: lj.collectives.take_from(tree, jnp.int32(0), axes)
+    first = lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0))
     take = workers.map(first)
     return _median(lambda: take(tree), EXCHANGES)
 

@@ -1,8 +1,7 @@
-"""Going on with other workers: who comes from whom, and what every method keeps."""
+"""Going on with other workers: which comes from which, and what every method keeps."""
 
 import dataclasses
 import functools
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,10 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train import cli
-from train import config as configuration
-from train.__main__ import main
 from train.cluster.session import Session
-from train.config import OptimizerConfig, WorkersConfig
-from train.metrics import log, plots
-from train.run import reporting, resharding
-from train.run.checkpoints import Checkpoints, latest_notes
-from train.run.loop import train
-from train.run.open import open_run
+from train.config import WorkersConfig
+from train.run import resharding
+from train.run.checkpoints import Checkpoints
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS
@@ -37,7 +30,7 @@ SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
 
 
 def on_host(tree):
-    """Of every leaf its path, whether it is shared, and its numbers."""
+    """Of every leaf its path, whether it is shared, and its values."""
     shared = lambda node: isinstance(node, lj.Shared)
     plain = lambda x: jax.random.key_data(x) if is_key(x) else x
     return {
@@ -51,19 +44,19 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# Who comes from whom
+# Which worker comes from which
 
 
 @pytest.mark.parametrize(
     "old, new, scores, expected",
     [
-        # Nothing changes; nobody is sorted within a node.
+        # Nothing changes; no worker is sorted within a node.
         ((2, 2), (2, 2), [3, 1, 2, 0], [0, 1, 2, 3]),
         # Fewer: the best of all, those of the node that is left stay first.
         ((2, 4), (1, 4), [9, 1, 8, 7, 2, 6, 3, 5], [1, 4, 6, 7]),
         ((2, 4), (1, 4), [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]),
         ((2, 4), (1, 4), [7, 6, 5, 4, 3, 2, 1, 0], [4, 5, 6, 7]),
-        # The best two of each node; then the best four of one node, of whom two must move.
+        # The best two of each node; then the best four of one node, two of which must move.
         ((2, 4), (2, 2), [9, 1, 8, 2, 7, 3, 6, 4], [1, 3, 5, 7]),
         ((2, 4), (2, 2), [1, 3, 2, 4, 9, 8, 7, 6], [0, 2, 1, 3]),
         ((1, 4), (1, 1), [4, 3, 1, 2], [2]),
@@ -71,7 +64,7 @@ def is_key(x):
         ((1, 4), (2, 4), [4, 3, 1, 2], [0, 1, 2, 3, 2, 2, 2, 2]),
         ((2, 2), (2, 3), [4, 3, 1, 2], [0, 1, 1, 2, 3, 2]),
         ((1, 1), (1, 4), [5], [0, 0, 0, 0]),
-        # Odd: nobody is lost while there is room, and the last place is the leader's.
+        # Odd: no worker is lost while there is room; the last place is the leader's.
         ((2, 4), (3, 3), [1, 2, 3, 4, 0, 5, 6, 7], [0, 1, 2, 4, 5, 6, 3, 7, 4]),
         ((3, 1), (1, 5), [2, 0, 1], [0, 1, 2, 1, 1]),
         ((3, 3), (2, 2), [8, 7, 6, 5, 4, 3, 2, 1, 0], [6, 7, 5, 8]),
@@ -81,45 +74,39 @@ def is_key(x):
         # Who is not finite goes first and is not copied, even as the best of its node.
         ((2, 2), (1, 2), [INF, 3, 2, INF], [1, 2]),
         ((2, 2), (2, 3), [INF, INF, 2, 1], [0, 1, 3, 2, 3, 3]),
-        # Nobody is finite, and ties: the lowest numbers.
+        # No worker is finite, and ties: the lowest numbers.
         ((2, 2), (1, 2), [INF] * 4, [0, 1]),
         ((1, 2), (2, 2), [INF] * 2, [0, 1, 0, 0]),
         ((2, 2), (2, 3), [1] * 4, [0, 1, 0, 2, 3, 2]),
     ],
 )
-def test_who_comes_from_whom(old, new, scores, expected):
+def test_which_worker_comes_from_which(old, new, scores, expected):
     old, new = WorkersConfig(*old), WorkersConfig(*new)
     assert resharding.sources(old, new, scores).tolist() == expected
 
 
-def chain_state(score, sick, params, target=True):
-    """As much of a training state as `scores` reads: a quarantine, two levels, params."""
-    losses = jnp.zeros((len(score), 1))
-    leader = jnp.zeros(len(score), jnp.int32)
-    level = lambda axes, score: lj.PullState(
-        count=lj.Shared(jnp.int32(1)),
-        healed=leader,
-        target=lj.LeaderState(losses, jnp.asarray(score), leader, None) if target else (),
-        axes=axes,
-        period=1,
-        payload=0,
-    )
-    levels = (level("local", -np.asarray(score)), level(("node", "local"), score))
-    opt_state = lj.QuarantineState(jnp.asarray(sick), levels)
+def training_state(score, sick, params, elects=True):
+    """A training state whose last pull has these scores, if it elects leaders."""
+    tx, workers = lj.lsgd() if elects else lj.local_sgd(), lj.Workers(1, len(score))
+    opt_state = workers.map(tx.init)(workers.put(params))._replace(sick=jnp.asarray(sick))
+    if elects:
+        scored = lambda pull, score: pull._replace(rule=pull.rule._replace(score=score))
+        scores = -jnp.asarray(score), jnp.asarray(score)
+        opt_state = opt_state._replace(pulls=tuple(map(scored, opt_state.pulls, scores)))
     return TrainState(params, {}, opt_state, None, lj.Shared(jnp.int32(1)))
 
 
 def test_scores_are_the_methods_own_or_else_the_recent_losses():
     params = {"w": np.ones((3, 2)), "b": np.ones((3,))}
     recent, healthy = np.array([3.0, 1.0, 2.0]), [False] * 3
-    own = chain_state([0.3, 0.1, np.nan], healthy, params)
+    own = training_state([0.3, 0.1, np.nan], healthy, params)
     np.testing.assert_allclose(resharding.scores(own, recent), [0.3, 0.1, INF])
-    none = chain_state([0.3, 0.1, np.nan], healthy, params, target=False)
+    none = training_state([0.3, 0.1, np.nan], healthy, params, elects=False)
     np.testing.assert_array_equal(resharding.scores(none, recent), recent)
-    sick = chain_state([0.3, 0.1, 0.2], [False, True, False], params)
+    sick = training_state([0.3, 0.1, 0.2], [False, True, False], params)
     np.testing.assert_allclose(resharding.scores(sick, recent), [0.3, INF, 0.2])
     broken = {"w": np.array([[1, 1], [1, 1], [1, np.nan]]), "b": np.array([1, np.inf, 1])}
-    lost = chain_state([0.3, 0.1, 0.2], healthy, broken)
+    lost = training_state([0.3, 0.1, 0.2], healthy, broken)
     np.testing.assert_allclose(resharding.scores(lost, recent), [0.3, INF, INF])
 
 
@@ -258,131 +245,14 @@ def scattered(toy, apart):
     return state._replace(params=params, stats=stats, opt_state=opt_state)
 
 
-def typed(tree):
-    """All that a compiled function asks of an argument."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(x.aval, x.sharding) for x in leaves]
-
-
-@pytest.mark.slow  # all of them together; the test before is the same with toys
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, monkeypatch):
-    monkeypatch.undo()  # the network of the experiment, and the figures
-    method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
-    config = dataclasses.replace(SMALL, method=method, run_dir=str(tmp_path / "run"))
-    optimizer = OptimizerConfig(learning_rate=0.05)
-    config = dataclasses.replace(config, optimizer=optimizer, batch_size=16)
-    for grid, steps in (((2, 2), 6), ((2, 4), 12), ((1, 2), 18)):
-        run = open_run(
-            dataclasses.replace(
-                config, workers=WorkersConfig(*grid), steps=steps, resume=steps > 6
-            )
-        )
-        result = train(run)
-        assert result.saved and result.step == steps and 0 <= result.center_error < 90
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
-    events = log.read(result.folder)
-    assert [event["new"] for event in events["resized"]] == [[2, 4], [1, 2]]
-    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
-
-
-# Runs
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """A run of 2 x 2 workers to step 6: its folder."""
-    folder = tmp_path_factory.mktemp("ended") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        train(open_run(dataclasses.replace(SMALL, run_dir=str(folder))))
-    return folder
-
-
-@pytest.fixture
-def folder(ended, tmp_path):
-    return shutil.copytree(ended, tmp_path / "run")
-
-
 def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def resume(folder, *options):
-    return ["digits", "--resume", "--run-dir", str(folder), *options]
-
-
-def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
-    config = (folder / "config.json").read_bytes()
-    assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0
-    (event,) = log.read(folder)["resized"]
-    assert (event["step"], event["old"], event["new"]) == (6, [2, 2], [1, 2])
-    a, b = event["sources"]
-    said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
-    assert capsys.readouterr().out.count(said) == 1
-
-    # Without options the workers are those of the latest checkpoint, and it is exact.
-    assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
-    assert main(resume(folder, "--steps", "18")) == 0
-    assert "go on from" not in capsys.readouterr().out
-    more = resume(folder, "--workers.nodes=2", "--workers.locals=2", "--steps=20")
-    assert main(more) == 0
-    events = log.read(folder)
-    assert [e["workers"] for e in events["start"]] == [[2, 2], [1, 2], [1, 2], [2, 2]]
-    assert [len(e["losses"]) for e in events["train"]] == [4] * 3 + [2] * 6 + [4]
-    assert [e["new"] for e in events["resized"]] == [[1, 2], [2, 2]]
-    assert [e["step"] for e in events["test"]] == [6, 12, 18, 20]
-    sent = [e["bytes_sent"] for e in events["train"]]
-    assert sent == sorted(sent)
-    assert (folder / "config.json").read_bytes() == config
-    assert plots._grids(events) == [
-        (0, 6, 2, 2),
-        (6, 12, 1, 2),
-        (12, 18, 1, 2),
-        (18, 20, 2, 2),
-    ]
-    assert {path.name for path in plots.draw(folder)} >= {"leaders.png"}
-
-
-def test_recent_losses_follow_their_worker(folder):
-    notes = latest_notes(folder / "checkpoints")
-    config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
-    run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
-    sources = run.resizing.sources
-    recent = np.array(notes["recent_losses"])[sources]
-    np.testing.assert_array_equal(run.reporter.recent_losses, recent)
-
-
-def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):
-    config = dataclasses.replace(SMALL, workers=WorkersConfig(1, 2), steps=8)
-    config = dataclasses.replace(config, run_dir=str(folder), resume=True)
-    train(open_run(config))
-    (folder / "checkpoints" / "8" / "notes" / "metadata").write_text('{"recent')
-    capsys.readouterr()
-    run = open_run(config)
-    assert "warning: the checkpoint of step 8 can not be read" in capsys.readouterr().out
-    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers go on from 2 x 2")
-    assert (folder / "checkpoints" / "unreadable-8").is_dir()
-
-
-@pytest.mark.slow  # that the counts are kept to the bit is checked with toys
-def test_bytes_sent_are_those_of_every_grid(tmp_path):
-    """On a ring of four each worker has two neighbors, on a ring of two one."""
-    config = dataclasses.replace(
-        SMALL, method=methods.make("dpsgd"), run_dir=str(tmp_path / "run")
-    )
-    run = open_run(config)
-    train(run)
-    message = 4 * sum(x[0].size for x in jax.tree.leaves(run.state.params)) + 4
-    two = dataclasses.replace(config, workers=WorkersConfig(1, 2), steps=8, resume=True)
-    train(open_run(dataclasses.replace(two, log_every=1)))
-    events = log.read(tmp_path / "run")
-    sent = {event["step"]: event["bytes_sent"] for event in events["train"]}
-    assert [sent[step] for step in (6, 7, 8)] == [12 * message, 13 * message, 14 * message]
-    assert events["test"][-1]["bytes_sent"] == 14 * message
-    again = open_run(dataclasses.replace(two, steps=9))  # nothing is resized now
-    diagnostics = again.experiment.workers.fetch(lj.diagnostics(again.state.opt_state))
-    assert reporting.bytes_sent(diagnostics) == 14 * message
+def typed(tree):
+    """All that a compiled function asks of an argument."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.aval, x.sharding) for x in leaves]
 
 
 def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
@@ -393,34 +263,6 @@ def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
     grow, shrink = (Toy(METHODS["independent"](), *grid) for grid in ((2, 3), (1, 3)))
     assert grow.restore(tmp_path).resizing.sources == [0, 1, 1, 2, 3, 3]
     assert shrink.restore(tmp_path).resizing.sources == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    "method, options, message",
-    [
-        (
-            "cge",
-            "--method.faulty 2",
-            "`faulty` must be less than the number of work",
-        ),
-        ("wagma", "--workers.locals 3", "need a power of two workers"),
-    ],
-)
-def test_a_grid_the_method_can_not_have_changes_nothing(
-    method, options, message, tmp_path, capsys
-):
-    folder = tmp_path / "run"
-    options = options.split()
-    kept = options if method == "cge" else []
-    config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
-    (folder / "checkpoints").mkdir(parents=True)
-    configuration.write(config, folder / "config.json")
-    before = files(folder)
-    assert main(resume(folder, "--workers.nodes", "1", *options)) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and captured.out == ""
-    assert files(folder) == before
 
 
 def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
@@ -435,18 +277,3 @@ def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
         two.restore(tmp_path)
     assert files(tmp_path) == before
     assert four.restore(tmp_path).resizing is None
-
-
-def test_the_latest_notes(tmp_path):
-    assert latest_notes(tmp_path / "no") == {}
-    for step, text in (
-        ("9", '{"a": 9}'),
-        ("10", '{"a": 10}'),
-        ("11", "{"),
-        ("12.tmp", "{}"),
-    ):
-        notes = tmp_path / step / "notes" / "metadata"
-        notes.parent.mkdir(parents=True)
-        notes.write_text(text)
-    (tmp_path / "unreadable-13").mkdir()
-    assert latest_notes(tmp_path) == {"a": 10}

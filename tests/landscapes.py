@@ -1,0 +1,43 @@
+"""What the tests of landscapes share."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import tiny
+
+from train.landscape.results import Landscape, Map, Pulls
+from train.landscape.saved_run import SavedRun
+
+
+SMALL = dataclasses.replace(tiny.SMALL, test_every=12)
+QUICK = "--grid 3 --images 32".split()
+
+
+def but(saved, **changes):
+    """The same saved run, but for some attributes."""
+    other = object.__new__(SavedRun)
+    other.__dict__.update(saved.__dict__ | changes)
+    return other
+
+
+def contents(folder):
+    """Every file of a folder and what it holds."""
+    return {
+        str(path.relative_to(folder)): hashlib.md5(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def landscape_of(values, path, marks):
+    steps = np.arange(max(1, len(path)))
+    return Landscape(
+        *("title", "x", "y", 0, np.linspace(-1, 1, 3), np.linspace(-1, 1, 3)),
+        maps=[Map("train", 9, values, values), Map("test", 9, values, values)],
+        marks=marks,
+        positions=np.array([[0, 0, 0], [np.nan] * 3]),
+        steps=steps,
+        paths=np.asarray(path, float).reshape(-1, 1, 3),
+        pulls=[Pulls("pull", steps[1:])],
+    )

@@ -1,0 +1,193 @@
+"""Runs that go on with other workers."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import lsgd_jax as lj
+from train import cli
+from train import config as configuration
+from train.__main__ import main
+from train.config import OptimizerConfig, WorkersConfig
+from train.metrics import log, plots
+from train.run import reporting
+from train.run.checkpoints import latest_notes
+from train.run.loop import train
+from train.run.open import open_run
+from train.task import methods
+from train.task.methods import METHODS
+
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
+
+
+def options(name):
+    small = {"period": 2, "switch_step": 4, "sync_period": 4, "group_size": 2}
+    return {k: v for k, v in small.items() if k in METHODS[name].__dataclass_fields__}
+
+
+@pytest.mark.slow  # all of them together; the test before is the same with toys
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the network of the experiment, and the figures
+    method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
+    config = dataclasses.replace(SMALL, method=method, run_dir=str(tmp_path / "run"))
+    optimizer = OptimizerConfig(learning_rate=0.05)
+    config = dataclasses.replace(config, optimizer=optimizer, batch_size=16)
+    for grid, steps in (((2, 2), 6), ((2, 4), 12), ((1, 2), 18)):
+        run = open_run(
+            dataclasses.replace(
+                config, workers=WorkersConfig(*grid), steps=steps, resume=steps > 6
+            )
+        )
+        result = train(run)
+        assert result.saved and result.step == steps and 0 <= result.center_error < 90
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
+    events = log.read(result.folder)
+    assert [event["new"] for event in events["resized"]] == [[2, 4], [1, 2]]
+    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of 2 x 2 workers to step 6: its folder."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(share=True, set=patch.setattr)
+        train(open_run(dataclasses.replace(SMALL, run_dir=str(folder))))
+    return folder
+
+
+@pytest.fixture
+def folder(ended, tmp_path):
+    return shutil.copytree(ended, tmp_path / "run")
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def resume(folder, *options):
+    return ["digits", "--resume", "--run-dir", str(folder), *options]
+
+
+def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
+    config = (folder / "config.json").read_bytes()
+    assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0
+    (event,) = log.read(folder)["resized"]
+    assert (event["step"], event["old"], event["new"]) == (6, [2, 2], [1, 2])
+    a, b = event["sources"]
+    said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+    # Without options the workers are those of the latest checkpoint, and it is exact.
+    assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
+    assert main(resume(folder, "--steps", "18")) == 0
+    assert "go on from" not in capsys.readouterr().out
+    more = resume(folder, "--workers.nodes=2", "--workers.locals=2", "--steps=20")
+    assert main(more) == 0
+    events = log.read(folder)
+    assert [e["workers"] for e in events["start"]] == [[2, 2], [1, 2], [1, 2], [2, 2]]
+    assert [len(e["losses"]) for e in events["train"]] == [4] * 3 + [2] * 6 + [4]
+    assert [e["new"] for e in events["resized"]] == [[1, 2], [2, 2]]
+    assert [e["step"] for e in events["test"]] == [6, 12, 18, 20]
+    sent = [e["bytes_sent"] for e in events["train"]]
+    assert sent == sorted(sent)
+    assert (folder / "config.json").read_bytes() == config
+    assert plots._grids(events) == [
+        (0, 6, 2, 2),
+        (6, 12, 1, 2),
+        (12, 18, 1, 2),
+        (18, 20, 2, 2),
+    ]
+    assert {path.name for path in plots.draw(folder)} >= {"leaders.png"}
+
+
+def test_recent_losses_follow_their_worker(folder):
+    notes = latest_notes(folder / "checkpoints")
+    config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
+    run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
+    sources = run.resizing.sources
+    recent = np.array(notes["recent_losses"])[sources]
+    np.testing.assert_array_equal(run.reporter.recent_losses, recent)
+
+
+def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):
+    config = dataclasses.replace(SMALL, workers=WorkersConfig(1, 2), steps=8)
+    config = dataclasses.replace(config, run_dir=str(folder), resume=True)
+    train(open_run(config))
+    (folder / "checkpoints" / "8" / "notes" / "metadata").write_text('{"recent')
+    capsys.readouterr()
+    run = open_run(config)
+    assert "warning: the checkpoint of step 8 can not be read" in capsys.readouterr().out
+    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers go on from 2 x 2")
+    assert (folder / "checkpoints" / "unreadable-8").is_dir()
+
+
+@pytest.mark.slow  # that the counts are kept to the bit is checked with toys
+def test_bytes_sent_are_those_of_every_grid(tmp_path):
+    """On a ring of four each worker has two neighbors, on a ring of two one."""
+    config = dataclasses.replace(
+        SMALL, method=methods.make("dpsgd"), run_dir=str(tmp_path / "run")
+    )
+    run = open_run(config)
+    train(run)
+    message = 4 * sum(x[0].size for x in jax.tree.leaves(run.state.params)) + 4
+    two = dataclasses.replace(config, workers=WorkersConfig(1, 2), steps=8, resume=True)
+    train(open_run(dataclasses.replace(two, log_every=1)))
+    events = log.read(tmp_path / "run")
+    sent = {event["step"]: event["bytes_sent"] for event in events["train"]}
+    assert [sent[step] for step in (6, 7, 8)] == [12 * message, 13 * message, 14 * message]
+    assert events["test"][-1]["bytes_sent"] == 14 * message
+    again = open_run(dataclasses.replace(two, steps=9))  # nothing is resized now
+    diagnostics = again.experiment.workers.fetch(lj.diagnostics(again.state.opt_state))
+    assert reporting.bytes_sent(diagnostics) == 14 * message
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        (
+            "cge",
+            "--method.faulty 2",
+            "`faulty` must be less than the number of work",
+        ),
+        ("wagma", "--workers.locals 3", "need a power of two workers"),
+    ],
+)
+def test_a_grid_the_method_can_not_have_changes_nothing(
+    method, options, message, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    options = options.split()
+    kept = options if method == "cge" else []
+    config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
+    (folder / "checkpoints").mkdir(parents=True)
+    configuration.write(config, folder / "config.json")
+    before = files(folder)
+    assert main(resume(folder, "--workers.nodes", "1", *options)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert files(folder) == before
+
+
+def test_the_latest_notes(tmp_path):
+    assert latest_notes(tmp_path / "no") == {}
+    for step, text in (
+        ("9", '{"a": 9}'),
+        ("10", '{"a": 10}'),
+        ("11", "{"),
+        ("12.tmp", "{}"),
+    ):
+        notes = tmp_path / step / "notes" / "metadata"
+        notes.parent.mkdir(parents=True)
+        notes.write_text(text)
+    (tmp_path / "unreadable-13").mkdir()
+    assert latest_notes(tmp_path) == {"a": 10}
