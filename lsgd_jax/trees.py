@@ -49,8 +49,8 @@ def mean_of(sums: Tree, count: Array) -> Tree:
     return jax.tree.map(lambda s: s / count.astype(s.dtype), sums)
 
 
-# Called for every leaf: `lax.select` in place of `jnp.where`, which is a jitted function and
-# takes a multiple of the time to trace, to lower and to partition.
+# Called for every leaf: `lax.select` in place of `jnp.where`, which is a jitted function
+# and takes a multiple of the time to trace, to lower and to partition.
 
 
 def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
