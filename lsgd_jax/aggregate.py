@@ -9,8 +9,8 @@ import optax
 from jax import Array
 
 from lsgd_jax import trees
+from lsgd_jax._branch import cond
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import cond
 from lsgd_jax.placement import misplaced, sample, sample_after
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.traffic import Traffic

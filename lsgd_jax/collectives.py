@@ -240,7 +240,7 @@ class Group:
     def bernoulli(
         self, probability: jax.Array | float, seed: int, t: jax.Array
     ) -> jax.Array:
-        """A draw of this worker at step t: bool scalar, varying, true with `probability`."""
+        """This worker's draw at step t: bool scalar, varying, true with `probability`."""
         key = jax.random.fold_in(jax.random.key(seed), t)
         return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
 

@@ -1,4 +1,4 @@
-"""exchange: the one transformation that talks to other workers; every method composes it."""
+"""exchange: the one transformation that talks to others; every method composes it."""
 
 import dataclasses
 import functools
@@ -8,12 +8,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 
 from lsgd_jax import parts, trees
+from lsgd_jax._branch import cond
+from lsgd_jax._due_step import Due, communicate
+from lsgd_jax._movement import settle
 from lsgd_jax.checks import check_fraction, check_option, check_period, check_positive_int
 from lsgd_jax.collectives import Group
-from lsgd_jax.packing import Packing
 from lsgd_jax.placement import misplaced, sample, sample_after
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.traffic import Traffic
@@ -170,8 +172,8 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
     Args:
       *pulls: what to pull to, in this order.
       check: when a worker looks whether all of x + u is finite. 'due': where it
-        communicates; between these a finite loss is enough, and costs nothing. 'every_step':
-        always, and a step that is not finite is not taken, as those need who have no
+        communicates; between these a finite loss is enough, and costs nothing.
+        'every_step': always, and a step that is not finite is not taken, as those need who have no
         ``optax.apply_if_finite`` around their base optimizer and use
         ``optax.apply_updates``, which can not restore an x that is nan.
 
@@ -217,45 +219,40 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
         sound, sick = _is_sound(value), state.sick
         if check == "every_step":
             sick |= ~trees.all_finite(trees.plus(x, u))
-        u = _settle(x, u, sound & (check == "due"), sick)
+        u = settle(x, u, sound & (check == "due"), sick)
 
-        groups = [Group(pull.rule.axes) for pull in pulls]
-        sends = [_is_due(t, pull.every, pull.sends_at) for pull in pulls]
-        lands = [_is_due(t, pull.every, pull.offset) for pull in pulls]
-        due = _any(*sends, *lands)
+        dues = [
+            Due(
+                pull,
+                Group(pull.rule.axes),
+                _is_due(t, pull.every, pull.sends_at),
+                _is_due(t, pull.every, pull.offset),
+                sound & fit,
+            )
+            for pull, fit in zip(pulls, fits)
+        ]
 
-        def communicate(u, pull_states):
-            packing, owned = _pack_by_pull(pulls, x)
-            u, moved = packing.pack(u), []
-            xs = packing.pack(x)
-            healthy = ~sick & trees.all_finite(trees.plus(xs, u))
-            for i, pull in enumerate(pulls):
-                view = View(packing, owned[i], xs)
-                fit = sound & fits[i] & healthy
-                u, state, restored = _pull(
-                    pull, groups[i], view, (sends[i], lands[i]), u, pull_states[i], fit, t
-                )
-                # A part that was restored does not restore the rest.
-                whole = pull.part is None
-                healthy |= restored if whole else trees.all_finite(trees.plus(xs, u))
-                moved.append(state)
-            return packing.unpack(u, t=t), tuple(moved), ~healthy
+        def talk(u, pull_states):
+            u, pull_states, healthy = communicate(dues, x, u, pull_states, ~sick, t)
+            return u, pull_states, ~healthy
 
         def keep(u, pull_states):
             return u, pull_states, sick
 
-        u, pull_states, sick = cond(due, communicate, keep, u, pull_states)
+        any_due = _any(*(due.sends for due in dues), *(due.lands for due in dues))
+        u, pull_states, sick = cond(any_due, talk, keep, u, pull_states)
+        traffic = [
+            state.traffic.add(
+                due.group.bytes_sent, due.sends, due.pull.every, due.pull.sends_at
+            )
+            for due, state in zip(dues, state.pulls)
+        ]
         return u, ExchangeState(
             count=Shared(t),
             sick=sick,
             misplaced=state.misplaced + misplaced(state.expected, x),
             expected=sample_after(x, u),
-            pulls=tuple(
-                PullState(*pull_state, traffic=_traffic(pull, before, group, sent))
-                for pull, before, group, sent, pull_state in zip(
-                    pulls, state.pulls, groups, sends, pull_states
-                )
-            ),
+            pulls=tuple(map(PullState, *zip(*pull_states), traffic)),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -291,132 +288,6 @@ def _step(
     return u, tuple(reversed(stepped)), fits[::-1]
 
 
-class View(NamedTuple):
-    """What a pull sees of the packed parameters: the buffers of its part, and their tree."""
-
-    packing: Packing
-    owned: list[int]
-    xs: list[Array]
-
-    def of(self, buffers: list[Array]) -> list[Array]:
-        return [buffers[b] for b in self.owned]
-
-    def tree(self, buffers: list[Array]) -> Tree:
-        return self.packing.unpack(self.of(buffers), self.owned)
-
-
-def _pack_by_pull(pulls: Sequence[Pull], x: Tree) -> tuple[Packing, list[list[int]]]:
-    """A packing in which leaves of one buffer belong to the same pulls; their buffers."""
-    treedef = jax.tree.structure(x)
-    taken = [treedef.flatten_up_to(parts.select(pull.part, x)) for pull in pulls]
-    masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
-    groups = [tuple(not masked(leaf) for leaf in leaves) for leaves in zip(*taken)]
-    packing = Packing(x, groups)
-    owned = [
-        [b for b, members in enumerate(packing.members) if groups[members[0]][k]]
-        for k in range(len(pulls))
-    ]
-    return packing, owned
-
-
-def _pull(
-    pull: Pull,
-    group: Group,
-    view: View,
-    when: tuple[Any, Any],
-    u: list[Array],
-    state: tuple[Any, tuple, Array],
-    fit: Array,
-    t: Array,
-) -> tuple[list[Array], tuple[Any, tuple, Array], Array]:
-    """The packed u, the pull's state and whether this worker was restored."""
-    sends, lands = when
-
-    def send(u, rule_state):
-        group.bytes_sent = 0.0  # this may be traced more than once
-        y = view.tree(trees.plus(view.xs, u))
-        return pull.rule.agree(group, view.tree(view.xs), y, rule_state, fit, t)
-
-    def land(u, z, found):
-        own = view.of(view.xs), view.of(u)
-        z = view.packing.pack(z, view.owned)
-        moved = iter(_move(*own, z, pull.weight(t), found, fit))
-        u = [next(moved) if b in view.owned else buffer for b, buffer in enumerate(u)]
-        return u, found & ~fit
-
-    def send_and_land(u, rule_state):
-        z, found, rule_state = send(u, rule_state)
-        return *land(u, z, found), rule_state
-
-    rule_state, pending, restored_before = state
-    not_restored = jnp.asarray(False)
-    if pull.delay:
-        u, restored = cond(lands, land, lambda u, *_: (u, not_restored), u, *pending)
-        *pending, rule_state = cond(
-            sends,
-            lambda u, pending, state: _widened(*send(u, state)),
-            lambda u, pending, state: (*pending, state),
-            u,
-            tuple(pending),
-            rule_state,
-        )
-    else:
-        u, restored, rule_state = cond(
-            sends,
-            send_and_land,
-            lambda u, state: (u, not_restored, state),
-            u,
-            rule_state,
-        )
-    return u, (rule_state, tuple(pending), restored_before + restored), restored
-
-
-# Scalars that say what becomes of a worker are multiplied in, or are what a `where` fills in,
-# in what is done to every leaf: for each scalar that a `where` asks XLA's CPU compiler makes
-# two loops of one, and compile time grows by a multiple.
-
-
-def _settle(x: Tree, u: Tree, trusted: Array, sick: Array) -> Tree:
-    """u; of a step that is not trusted only what is finite; 0 for a worker that is sick.
-
-    nan where x is not finite, so that x stays so until an exchange replaces it.
-    """
-    fill = jnp.where(trusted & ~sick, jnp.nan, 0.0)
-    fill, moves = trees.materialized(fill, jnp.where(sick, 0.0, 1.0))
-
-    def leaf(x: Array, u: Array) -> Array:
-        step = trees.where_finite(u, u, fill.astype(u.dtype)) * moves.astype(u.dtype)
-        return trees.where_finite(x, step, jnp.nan)
-
-    return jax.tree.map(leaf, x, u)
-
-
-def _move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
-    """The u that takes x to y + λ (z - y) if fit, to z itself if not or if λ is 1.
-
-    y = x + u. Without a target, and where nothing is moved, u stays to the bit. Where the
-    result is not finite x stays; an x that is not finite is replaced, see `apply_updates`.
-    """
-    whole = found & (~fit | (weight == 1))
-    keep, pull = (
-        jnp.where(whole, 0.0, 1.0),
-        jnp.where(whole, 1, jnp.where(found, weight, 0)),
-    )
-    keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0, jnp.nan))
-
-    def leaf(x: Array, u: Array, z: Array) -> Array:
-        y = trees.widened((x + u).astype(x.dtype))
-        near = trees.where_finite(y, y, fill.astype(y.dtype)) * keep.astype(y.dtype)
-        z = trees.finite_part(z.astype(y.dtype))
-        # As the worker will hold it: what x + u rounds to is the same on all workers then.
-        to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
-        x = trees.widened(x)
-        step = jnp.where(jnp.isfinite(to), to, x) - trees.finite_part(x)
-        return jnp.where(to == y, u, step.astype(u.dtype))
-
-    return jax.tree.map(leaf, x, u, z)
-
-
 def _is_sound(value: Any) -> Array:
     """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
     if value is None:
@@ -438,49 +309,6 @@ def _any(*conditions: Any) -> Any:
     if any(condition is True for condition in conditions):
         return True
     return functools.reduce(jnp.logical_or, conditions, False)
-
-
-def _widened(z: Tree, found: Array, state: Any) -> tuple[Tree, Array, Any]:
-    return trees.widen(z), found, state
-
-
-def _traffic(pull: Pull, before: PullState, group: Group, sends: Any) -> Traffic:
-    return before.traffic.add(group.bytes_sent, sends, pull.every, pull.sends_at)
-
-
-def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
-    """`lax.cond`, or the one branch if `due` is True itself.
-
-    An array must come from a shared count, so that all workers take the same branch and
-    meet in its collectives.
-    """
-    if due is True:
-        return then(*operands)
-    if due is False:
-        return otherwise(*operands)
-
-    if not any(map(_varying, jax.tree.leaves(operands))):
-        return lax.cond(due, then, otherwise, *operands)
-
-    def typed(branch, other):
-        return lambda *operands: _typed_alike(branch(*operands), other(*operands))
-
-    return lax.cond(due, typed(then, otherwise), typed(otherwise, then), *operands)
-
-
-def _typed_alike(tree: Tree, like: Tree) -> Tree:
-    """The same values, typed as varying over the axes over which `like` varies too."""
-
-    def cast(x, y):
-        missing = tuple(_varying(y) - _varying(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree, like)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """Over which axes x is typed to vary: none unless types are checked (`check_vma`)."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def combine_then_adapt(rule: Rule) -> Rule:

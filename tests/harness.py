@@ -21,7 +21,7 @@ class Method:
     """One row of the table of methods.
 
     Attributes:
-      make: W -> the method's transformation.
+      make: (W, **check) -> the method's transformation.
       first: whether it stands before the base optimizer.
       then: what stands behind both.
       alone: whether with one worker it is exactly the base optimizer.
@@ -30,7 +30,7 @@ class Method:
       refuses: of the numbers of workers tested, those it refuses.
     """
 
-    make: Callable[[int], optax.GradientTransformationExtraArgs]
+    make: Callable[..., optax.GradientTransformationExtraArgs]
     first: bool = False
     then: optax.GradientTransformationExtraArgs | None = None
     alone: bool = True
@@ -38,8 +38,8 @@ class Method:
     rounds: Callable[[int], tuple[int, ...]] = lambda W: (1,)
     refuses: tuple[int, ...] = ()
 
-    def chain(self, W, base):
-        tx = self.make(W)
+    def chain(self, W, base, **check):
+        tx = self.make(W, **check)
         chain = [tx, base] if self.first else [base, tx]
         return optax.chain(*chain, *([self.then] if self.then else []))
 
@@ -49,31 +49,52 @@ pairs = lambda W: (len(graph.bipartite_exponential(W).rounds),)
 
 METHODS = {
     "lsgd": Method(
-        lambda W: lj.lsgd(0.3, 0.2, 2, 4, loss_window=2), due=2, rounds=lambda W: (1, 1)
+        lambda W, **k: lj.lsgd(0.3, 0.2, 2, 4, loss_window=2, **k),
+        due=2,
+        rounds=lambda W: (1, 1),
     ),
-    "easgd": Method(lambda W: lj.easgd(0.5, 2), due=2),
+    "easgd": Method(lambda W, **k: lj.easgd(0.5, 2, **k), due=2),
     "easgd_combine": Method(
-        lambda W: lj.easgd(lambda t: 0.1 * t, 2, order="combine_then_adapt"), due=2
+        lambda W, **k: lj.easgd(lambda t: 0.1 * t, 2, order="combine_then_adapt", **k),
+        due=2,
     ),
-    "downpour": Method(lambda W: lj.downpour(2), due=2),
-    "local_sgd": Method(lambda W: lj.local_sgd(2), due=2),
-    "diloco": Method(lambda W: lj.diloco(2), due=2, alone=False),
-    "slowmo": Method(lambda W: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t), due=2, alone=False),
-    "parle": Method(lambda W: lj.parle(0.1, 2, decay=0.5), due=2, alone=False),
-    "dpsgd": Method(lambda W: lj.dpsgd(graph.ring(W))),
-    "adpsgd": Method(lambda W: lj.adpsgd(graph.bipartite_exponential(W)), rounds=pairs),
-    "sgp": Method(lambda W: lj.sgp(graph.exponential(W)), rounds=hops),
-    "osgp": Method(lambda W: lj.osgp(graph.exponential(W)), rounds=hops),
+    "downpour": Method(lambda W, **k: lj.downpour(2, **k), due=2),
+    "local_sgd": Method(lambda W, **k: lj.local_sgd(2, **k), due=2),
+    "diloco": Method(lambda W, **k: lj.diloco(2, **k), due=2, alone=False),
+    "diloco_streaming": Method(
+        lambda W, **k: lj.diloco(4, fragments=2, delay=1, mixing=0.3, **k),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "lsgd_delayed": Method(
+        lambda W, **k: lj.lsgd(0.3, 0.2, 2, 4, loss_window=2, delay=1, **k),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "slowmo": Method(
+        lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
+    ),
+    "parle": Method(lambda W, **k: lj.parle(0.1, 2, decay=0.5, **k), due=2, alone=False),
+    "dpsgd": Method(lambda W, **k: lj.dpsgd(graph.ring(W), **k)),
+    "adpsgd": Method(
+        lambda W, **k: lj.adpsgd(graph.bipartite_exponential(W), **k), rounds=pairs
+    ),
+    "sgp": Method(lambda W, **k: lj.sgp(graph.exponential(W), **k), rounds=hops),
+    "osgp": Method(lambda W, **k: lj.osgp(graph.exponential(W), **k), rounds=hops),
     "osgp_delayed": Method(
-        lambda W: lj.osgp(graph.exponential(W), staleness=3), rounds=hops
+        lambda W, **k: lj.osgp(graph.exponential(W), staleness=3, **k), rounds=hops
     ),
-    "pairwise": Method(lambda W: lj.pairwise(fetch_probability=0.7), rounds=hops),
-    "pairwise_clock": Method(lambda W: lj.pairwise("clock"), rounds=hops),
+    "pairwise": Method(lambda W, **k: lj.pairwise(fetch_probability=0.7, **k), rounds=hops),
+    "pairwise_clock": Method(lambda W, **k: lj.pairwise("clock", **k), rounds=hops),
     "pairwise_loss": Method(
-        lambda W: lj.pairwise("loss", divergence_threshold=2.0), rounds=hops
+        lambda W, **k: lj.pairwise("loss", divergence_threshold=2.0, **k), rounds=hops
     ),
-    "gosgd": Method(lambda W: lj.gosgd(send_probability=0.7), rounds=hops),
-    "wagma": Method(lambda W: lj.wagma(2, 3), rounds=lambda W: (3, 1), refuses=(5,)),
+    "gosgd": Method(lambda W, **k: lj.gosgd(send_probability=0.7, **k), rounds=hops),
+    "wagma": Method(
+        lambda W, **k: lj.wagma(2, 3, **k), rounds=lambda W: (3, 1), refuses=(5,)
+    ),
     "allreduce": Method(lambda W: lj.allreduce(), first=True),
     "post_local_sgd": Method(
         lambda W: lj.allreduce(until=3),
@@ -89,6 +110,9 @@ METHODS = {
 }
 
 
+GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
+
+
 class Run:
     """A method over workers on devices, its step compiled ahead of time.
 
@@ -97,7 +121,9 @@ class Run:
     sharding is not what it was compiled for.
     """
 
-    def __init__(self, tx, nodes, locals, devices, seed=0, dtype=jnp.float32):
+    def __init__(
+        self, tx, nodes, locals, devices, seed=0, dtype=jnp.float32, apply=lj.apply_updates
+    ):
         self.W, self.tx = nodes * locals, tx
         self.workers = lj.Workers(nodes, locals, devices=jax.devices()[:devices])
         draw = np.random.default_rng(seed).normal
@@ -112,7 +138,7 @@ class Run:
             grads = jax.tree.map(jnp.subtract, params, target)
             value = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
             updates, state = tx.update(grads, state, params, value=value)
-            return optax.apply_updates(params, updates), state
+            return apply(params, updates), state
 
         params = self.workers.put(self.start)
         self.init = self.workers.map(tx.init)
@@ -142,8 +168,16 @@ class Run:
 
 @functools.cache
 def run_of(name, nodes, locals, devices, rate=0.1):
-    tx = METHODS[name].chain(nodes * locals, optax.sgd(rate))
+    """In the form that README recommends: a guarded base optimizer, `lj.apply_updates`."""
+    tx = METHODS[name].chain(nodes * locals, GUARDED(optax.sgd(rate)))
     return Run(tx, nodes, locals, devices)
+
+
+@functools.cache
+def unguarded(name):
+    """With optax's own `apply_updates` and a base optimizer that passes on what is nan."""
+    tx = METHODS[name].chain(8, optax.sgd(0.1), check="every_step")
+    return Run(tx, 4, 2, 8, apply=optax.apply_updates)
 
 
 # Reading compiled HLO

@@ -9,7 +9,7 @@ def lsgd(
     """The parameters [T, W, P] after every step.
 
     x: start [W, P]; updates: what the base optimizer adds [T, W, P]; losses [T, W].
-    A worker whose step is not finite stays where it is until a leader has healed it.
+    A worker whose step is not finite stays where it is until a leader has restored it.
     """
     x = np.array(x, np.float64)
     workers = nodes * locals

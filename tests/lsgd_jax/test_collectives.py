@@ -1,4 +1,4 @@
-"""elect, take_from, mean, shift against NumPy, on every way of laying workers."""
+"""elect, broadcast, mean, permute against NumPy, on every way of laying workers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax import collectives
 
 
 BOTH = ("node", "local")
@@ -34,12 +33,12 @@ def groups(axes):
 
 
 @pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
-def test_elect_and_take_from(workers, tree, axes):
+def test_elect_and_broadcast(workers, tree, axes):
     scores = np.array([3, 1, 1, 2, np.nan, 0.5, -np.inf, np.inf], np.float32)
 
     def f(tree, score):
-        leader, found = collectives.elect(score, axes)
-        return collectives.take_from(tree, leader, axes), leader, found
+        leader, found = lj.Group(axes).elect(score)
+        return lj.Group(axes).broadcast(tree, leader), leader, found
 
     taken, leader, found = workers.map(f)(workers.put(tree), workers.put(scores))
     for group in groups(axes):
@@ -55,12 +54,12 @@ def test_elect_and_take_from(workers, tree, axes):
 def test_nothing_leaks_from_others_that_are_not_finite(workers):
     x = np.full((8, 2), np.nan, np.float32)
     x[3] = 7
-    f = lambda x: collectives.take_from(x, jnp.int32(3), BOTH)
+    f = lambda x: lj.Group(BOTH).broadcast(x, jnp.int32(3))
     assert workers.map(f)(workers.put(x)).tolist() == [[7, 7]] * 8
 
 
-def test_nobody_finite(workers):
-    f = lambda s: collectives.elect(s, BOTH)
+def test_no_worker_finite(workers):
+    f = lambda s: lj.Group(BOTH).elect(s)
     leader, found = workers.map(f)(workers.put(jnp.full(8, jnp.nan)))
     assert leader.tolist() == [0] * 8 and not found.any()
 
@@ -69,9 +68,12 @@ def test_nobody_finite(workers):
 def test_mean(workers, tree, axes):
     where = np.array([1, 0, 1, 1, 0, 1, 1, 1], bool)
     tree["w"][1] = np.nan
-    got = workers.map(lambda t, w: collectives.mean(t, axes, w))(
-        workers.put(tree), workers.put(where)
-    )
+
+    def f(t, w):
+        mean, _ = lj.Group(axes).masked_mean(t, w)
+        return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, t)
+
+    got = workers.map(f)(workers.put(tree), workers.put(where))
     for group in groups(axes):
         members = group[where[group]]
         for name in tree:
@@ -91,20 +93,20 @@ def test_mean(workers, tree, axes):
 def test_mean_of_bfloat16_sums_in_float32(workers):
     x = np.full(8, 1, jnp.bfloat16)
     x[0] = 256  # 256 + 1 + ... would stay 256 in bfloat16
-    got = workers.map(lambda x: collectives.mean(x, BOTH))(workers.put(x))
+    got = workers.map(lambda x: lj.Group(BOTH).mean(x))(workers.put(x))
     assert float(got[0]) == float(jnp.bfloat16((256 + 7) / 8))
 
 
 @pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
 @pytest.mark.parametrize("kind", ["hop", "swap", "partial"])
-def test_shift(workers, tree, axes, kind):
+def test_permute(workers, tree, axes, kind):
     size = len(groups(axes)[0])
     permutation = {
         "hop": [(i, (i + 1) % size) for i in range(size)],
         "swap": [(i, i ^ 1) for i in range(size)],
         "partial": [(0, size - 1)],
     }[kind]
-    got = workers.map(lambda t: collectives.shift(t, permutation, axes))(workers.put(tree))
+    got = workers.map(lambda t: lj.Group(axes).permute(t, permutation))(workers.put(tree))
     for group in groups(axes):
         for name in tree:
             expected = np.zeros_like(tree[name][group])
@@ -121,9 +123,9 @@ def test_shift(workers, tree, axes, kind):
         ([(0, 8)], r"must lie in 0..7 for a group of 8"),
     ],
 )
-def test_shift_refuses_what_is_no_permutation(permutation, message):
+def test_permute_refuses_what_is_no_permutation(permutation, message):
     workers = lj.Workers(2, 4)
-    f = workers.map(lambda x: collectives.shift(x, permutation, BOTH))
+    f = workers.map(lambda x: lj.Group(BOTH).permute(x, permutation))
     with pytest.raises(ValueError, match=message):
         f(workers.put(jnp.ones(8)))
 
@@ -134,11 +136,11 @@ def test_one_collective_per_dtype():
     tree = {str(i): jnp.ones((8, 3 + i)) for i in range(10)} | {
         f"h{i}": jnp.ones((8, 2), jnp.bfloat16) for i in range(5)
     }
-    f = workers.map(lambda t: collectives.take_from(t, jnp.int32(0), BOTH))
+    f = workers.map(lambda t: lj.Group(BOTH).broadcast(t, jnp.int32(0)))
     text = f.lower(workers.put(tree)).as_text()
     assert text.count("stablehlo.all_reduce") == 2
 
 
 def test_outside_of_any_axis_is_an_error_that_says_so():
     with pytest.raises(NameError, match="call this inside `Workers.map`"):
-        collectives.mean(jnp.ones(2), "node")
+        lj.Group("node").mean(jnp.ones(2))

@@ -36,7 +36,7 @@ def mean(tree):
 
 
 def find(state, field):
-    """The values of a field of that name, anywhere in an optimizer's state."""
+    """The value of a field of that name, anywhere in an optimizer's state."""
     own = lambda node: hasattr(node, field)
     nodes = filter(own, jax.tree.leaves(state, is_leaf=own))
     return getattr(next(nodes), field)
@@ -124,7 +124,7 @@ def test_groups_run_by_themselves(name, axes, devices):
         centers.append(jax.device_get(lj.center(expected[-1], own)))
     if name in ("easgd", "diloco"):
         field = {"easgd": "center", "diloco": "anchor"}[name]
-        assert isinstance(find(state, field), lj.Grouped)
+        assert list(find(state, field).axes) == [axes]
     center = jax.device_get(lj.center(seen[-1], state))
     close(center, jax.tree.map(lambda *c: np.mean(c, axis=0), *centers))
 
@@ -144,7 +144,7 @@ def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
     assert find(state, field).value.tolist() == [2.5]
 
 
-def test_downpour_center_is_where_everybody_stands():
+def test_downpour_center_is_where_all_workers_stand():
     run = make(lj.downpour(2), 4)
     seen, state = run.train()
     center = jax.device_get(lj.center(seen[-1], state))
@@ -298,11 +298,11 @@ def test_wagma_sync():
 
 
 def mass(params, state):
-    """Σ s and Σ w, what is under way included."""
-    target = find(state, "target")
+    """Σ s and Σ w, what is in flight included."""
+    target = find(state, "rule")
     w = np.asarray(target.weight, np.float64)
     s = np.einsum("i,i...->...", w, np.asarray(params["w"], np.float64))
-    for numerator, weight in getattr(target, "under_way", ()):
+    for numerator, weight in getattr(target, "in_flight", ()):
         s = s + np.asarray(numerator["w"]).sum(axis=0)
         w = np.append(w, np.asarray(weight))
     return s, w.sum()
@@ -401,7 +401,7 @@ def test_pairwise_constant_schedule():
 
 def test_pairwise_loss_zero_over_zero_is_a_half():
     run = make(lj.pairwise("loss"), 4)
-    seen, _ = run.still(1, run.start)  # a loss of 0 for everybody
+    seen, _ = run.still(1, run.start)  # a loss of 0 for all
     close(seen[0]["w"], np.asarray((run.start["w"] + peer(run.start["w"], 1)) / 2))
 
 
@@ -506,7 +506,7 @@ def test_licm_averages_inside_the_band():
     close(np.asarray(aggregate), np.full((5, 1), 2.5, np.float32))
 
 
-def test_with_nobody_finite_gradients_stay():
+def test_with_no_worker_finite_gradients_stay():
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     g = workers.put(jnp.array([[jnp.nan, 1.0], [jnp.inf, 2.0]]))
     for tx in (lj.allreduce(), lj.cge(1)):

@@ -60,7 +60,7 @@ def test_against_numpy(nodes, locals, pulls, periods, window, order):
     workers = lj.Workers(nodes, locals)
     x, updates, losses = draw(nodes * locals, steps=11)
     losses[3:5, 0], updates[6, -1], losses[8] = np.nan, np.inf, np.nan
-    tx = lj.lsgd(*pulls, *periods, window, order)
+    tx = lj.lsgd(*pulls, *periods, window, order, check="every_step")
     got, _ = run(workers, tx, x, updates, losses, optax.apply_updates)
     settings = (nodes, locals, pulls, periods, window, order)
     expected = reference.lsgd(x, updates, losses, *settings)
@@ -71,7 +71,7 @@ def test_against_numpy(nodes, locals, pulls, periods, window, order):
 def test_every_executor_gives_the_same_numbers(devices):
     x, updates, losses = draw(8, steps=9)
     losses[2, 0], updates[4, 5] = np.nan, np.nan
-    tx = lj.lsgd(0.2, 0.4, 2, 3, 3)
+    tx = lj.lsgd(0.2, 0.4, 2, 3, 3, check="every_step")
     workers = lj.Workers(2, 4, devices=jax.devices()[:devices])
     got, _ = run(workers, tx, x, updates, losses)
     expected = reference.lsgd(x, updates, losses, 2, 4, (0.2, 0.4), (2, 3), 3)
@@ -154,19 +154,19 @@ def test_proximal_pulls_towards_the_leaders_elected_last():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("sick", [0, 3, 7])
-def test_a_loss_that_is_not_finite_never_leads_and_is_healed_whole(bad, sick):
+def test_a_loss_that_is_not_finite_never_leads_and_is_restored_whole(bad, sick):
     x, updates, losses = draw(8, steps=4)
     losses[:, sick] = bad
     got, state = run(lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, 2), x, updates, losses)
     assert np.isfinite(got).all()
-    local, everybody = lj.diagnostics(state)
+    local, all_workers = lj.diagnostics(state)
     assert sick not in {i // 4 * 4 + int(n) for i, n in enumerate(local.leader)}
-    assert sick not in everybody.leader.tolist()
-    leader = int(everybody.leader[0])
+    assert sick not in all_workers.leader.tolist()
+    leader = int(all_workers.leader[0])
     np.testing.assert_allclose(got[3, sick], got[3, leader], rtol=1e-5, atol=1e-6)
-    assert local.healed[sick] == 2 and everybody.healed[sick] == 1
+    assert local.restored[sick] == 2 and all_workers.restored[sick] == 1
     others = [i for i in range(8) if i != sick]
-    assert not local.healed[jnp.array(others)].any()
+    assert not local.restored[jnp.array(others)].any()
 
 
 @pytest.mark.parametrize("sick", [0, 5])
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_not_finite_costs_the_worker_its_steps_until_the_pull
     updates[1, sick] = np.nan
     got, state = run(
         lj.Workers(2, 4),
-        lj.lsgd(0.2, 0.0, 4, 1, 1),
+        lj.lsgd(0.2, 0.0, 4, 1, 1, check="every_step"),
         x,
         updates,
         losses,
@@ -191,7 +191,7 @@ def test_a_gradient_that_is_not_finite_costs_the_worker_its_steps_until_the_pull
     assert not lj.waiting(state).any()
 
 
-def test_nobody_finite_means_no_pull_and_a_node_without_anybody_waits_for_the_others():
+def test_no_worker_finite_means_no_pull_and_a_node_without_anybody_waits_for_the_others():
     x, updates, losses = draw(8, steps=4)
     losses[:, :4] = np.nan  # all of node 0
     got, state = run(lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, 1), x, updates, losses)
@@ -232,10 +232,10 @@ def test_parameters_that_are_not_finite_train_on_behind_apply_if_finite():
         healthy = np.isfinite(np.asarray(x)).all(axis=1)
         assert healthy.tolist() == [t >= 4 or i not in (0, 6) for i in range(8)]
         if t == 4:
-            healed = np.asarray(x)[0].copy()
+            restored = np.asarray(x)[0].copy()
     momentum = optax.tree.get(state, "trace")
     assert np.isfinite(momentum).all() and np.abs(np.asarray(momentum)[0]).max() > 0
-    assert np.abs(np.asarray(x)[0] - healed).max() > 1e-3  # it moved on by itself
+    assert np.abs(np.asarray(x)[0] - restored).max() > 1e-3  # it moved on by itself
     assert float(loss.max()) < 0.05
 
 
@@ -307,15 +307,17 @@ def test_types_are_sound_in_a_shard_map_of_ones_own():
         optax.sgd(0.1), lj.lsgd(0.2, 0.4, 2, 3, local_proximal=0.1, global_proximal=0.1)
     )
     rows = P(("node", "local"))
+    is_shared = lambda node: isinstance(node, lj.Shared) and node.axes is None
 
     def specs(tree):
-        shared = lambda node: isinstance(node, lj.Shared)
-        return jax.tree.map(lambda n: P() if shared(n) else rows, tree, is_leaf=shared)
+        return jax.tree.map(
+            lambda n: P() if is_shared(n) else rows, tree, is_leaf=is_shared
+        )
 
     stack = lambda tree, f: jax.tree.map(
-        lambda n: n if isinstance(n, lj.Shared) else jax.tree.map(f, n),
+        lambda n: n if is_shared(n) else jax.tree.map(f, n),
         tree,
-        is_leaf=lambda n: isinstance(n, lj.Shared),
+        is_leaf=is_shared,
     )
 
     def train(x, loss):
@@ -364,7 +366,7 @@ def test_other_axis_names():
         ("host", "gpu"),
         axis_types=(AxisType.Auto,) * 2,
     )
-    tx = lj.lsgd(0.5, 0.5, 1, 1, node_axis="host", local_axis="gpu")
+    tx = lj.lsgd(0.5, 0.5, 1, 1, axes=("host", "gpu"))
     rows = P(("host", "gpu"))
 
     def pulled(x, loss):
