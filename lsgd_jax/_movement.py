@@ -40,8 +40,8 @@ def stay(x: Tree, u: Tree) -> Tree:
 def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
     """The u that takes x to y + λ (z - y) if fit, to z itself if not or if λ is 1.
 
-    y = x + u. Without a target, and where nothing is moved, u stays to the bit. An x that is
-    not finite is replaced, see `apply_updates`.
+    y = x + u. Without a target, and where nothing is moved, u stays to the bit. An x that
+    is not finite is replaced, see `apply_updates`.
     """
     whole = found & (~fit | (weight == 1))
     keep, pull = (

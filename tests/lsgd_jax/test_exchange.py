@@ -1,4 +1,4 @@
-"""The kernel: offsets, delays, parts, health, order in the chain, states, what is counted."""
+"""The kernel: offsets, delays, parts, health, places in the chain, states, counts."""
 
 import functools
 import re
@@ -93,14 +93,17 @@ def test_a_pull_acts_on_its_part_at_its_offset():
     assert seen[1] == {"a": {"w": pytest.approx([1, 1])}, "b": pytest.approx([6, 6])}
 
 
-@pytest.mark.parametrize("sizes", [[1, 1], [5, 1, 1, 1], [1, 1, 1, 9], [3] * 7, [0, 4, 0, 4]])
+@pytest.mark.parametrize(
+    "sizes", [[1, 1], [5, 1, 1, 1], [1, 1, 1, 9], [3] * 7, [0, 4, 0, 4]]
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_fragments_are_runs_of_leaves_and_none_is_empty(sizes, count):
     tree = [np.zeros(size) for size in sizes]
     owned = []
     for i in range(count):
         selected = lj.parts.select(lj.fragment(i, count), tree)
-        mine = [k for k, leaf in enumerate(selected) if not isinstance(leaf, optax.MaskedNode)]
+        inside = lambda leaf: not isinstance(leaf, optax.MaskedNode)
+        mine = [k for k, leaf in enumerate(selected) if inside(leaf)]
         assert mine
         owned += mine
     assert owned == list(range(len(sizes)))
@@ -217,9 +220,7 @@ def test_push_sum_weights_are_as_exact_as_the_parameters():
         x = np.random.default_rng(0).normal(size=(3, 4))
         workers = lj.Workers(1, 3, devices=jax.devices()[:1])
         tx = lj.sgp(graph)
-        step = workers.map(
-            lambda x, s: (lambda u, s: (x + u, s))(*tx.update(0 * x, s, x))
-        )
+        step = workers.map(lambda x, s: (lambda u, s: (x + u, s))(*tx.update(0 * x, s, x)))
         got, state = workers.put(x), workers.map(tx.init)(workers.put(x))
         w, s = np.ones(3), x
         for _ in range(5):
@@ -243,7 +244,7 @@ def test_states_are_seen_by_flax_and_optax():
     assert jax.tree.structure(back) == jax.tree.structure(state)
     close(back, jax.device_get(state))
     assert optax.tree.get(state, "center").value["w"].shape == (3,)
-    assert optax.tree.get(state[2], "score", filtering=lambda path, _: "0" in str(path)) is not None
+    assert optax.tree.get(state[1], "count").value == 2
 
 
 def test_a_state_may_be_continued_with_another_period():
@@ -313,8 +314,8 @@ def test_small_leaves_travel_together_and_large_ones_alone():
     [
         (lambda: lj.Pull(lj.average(), 2.0), "`strength` must be in"),
         (lambda: lj.Pull(lj.average(), 1.0, every=0), "`every` must be a positive int"),
-        (lambda: lj.Pull(lj.average(), 1.0, 4, offset=4), r"`offset` must be an int in \[0, 4\)"),
-        (lambda: lj.Pull(lj.average(), 1.0, 4, delay=4), r"`delay` must be an int in \[0, 4\)"),
+        (lambda: lj.Pull(lj.average(), 1.0, 4, 4), r"`offset` must be an int in \[0, 4\)"),
+        (lambda: lj.Pull(lj.average(), 1.0, 4, 0, 4), r"`delay` must be an int in"),
         (lambda: lj.exchange(check="never"), "`check` must be one of"),
         (lambda: lj.fragment(2, 2), r"`index` must be an int in \[0, 2\)"),
         (lambda: lj.diloco(7, fragments=2), "`period` must be divisible by fragments=2"),
@@ -334,12 +335,12 @@ def test_refuses_while_tracing():
     state = workers.map(tx.init)(x)
     with pytest.raises(ValueError, match="`value` must be the worker's loss, a scalar"):
         workers.map(lambda x, s: tx.update(x, s, x, value={"loss": 1})[0])(x, state)
-    with pytest.raises(ValueError, match="`fragments` must be at most the number of leaves"):
+    with pytest.raises(ValueError, match="`fragments` must be at most the number of"):
         workers.map(lj.diloco(4, fragments=2).init)(x)
 
 
 def test_guarded_base_optimizers_lose_a_step_and_no_more():
-    """README's form: a nan gradient costs the worker that step; its momentum stays finite."""
+    """README's form: a nan gradient costs the worker that step, and momentum is kept."""
     tx = optax.chain(GUARDED(optax.sgd(0.1, momentum=0.9)), lj.local_sgd(4))
     x = np.ones((2, 3), np.float32)
     grads = [np.ones_like(x) for _ in range(3)]
