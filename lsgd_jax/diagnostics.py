@@ -52,12 +52,12 @@ class Diagnostics:
 
     @property
     def payload(self) -> int:
-        """Bytes that each worker hands to collectives at one exchange; 0 before a step."""
+        """Bytes that each worker sends at one exchange; 0 before the first step."""
         return traffic.total(self.traffic.bytes_each.value)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that each worker has handed to collectives so far."""
+        """Bytes that each worker has sent so far."""
         return traffic.total(self.traffic.bytes_sent.value)
 
     def is_due(self, step: int) -> bool:
