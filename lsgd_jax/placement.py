@@ -1,8 +1,9 @@
 """Whether parameters are where an exchange has left them, seen by a few of their elements.
 
-An exchange sets where a worker will stand. What changes its updates afterwards (an optimizer
-or a clipping behind it in the chain) trains something else, while all else looks healthy. A
-sample of the parameters shows it at the next step at next to no cost, whatever changed them.
+An exchange sets where a worker will stand. What changes its updates afterwards (an
+optimizer or a clipping behind it in the chain) trains something else, while all else looks
+healthy. A sample of the parameters shows it at the next step at next to no cost, whatever
+changed them.
 """
 
 import jax

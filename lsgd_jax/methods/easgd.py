@@ -119,7 +119,7 @@ def easgd(
 def downpour(
     period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DOWNPOUR, synchronous: the center adds all workers' moves, all workers take the center.
+    r"""DOWNPOUR, synchronous: the center adds all workers' moves, all take the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 

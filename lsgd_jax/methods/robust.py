@@ -85,7 +85,8 @@ def licm(
       m[k] = \text{median}_j \, g_j[k]
 
     for each coordinate k, over the workers where it is finite; the median itself where
-    no worker lies in the band. Withstands up to half the workers, in O(W d) for d parameters.
+    no worker lies in the band. Withstands up to half the workers, in O(W d) for d
+    parameters.
     Written from the abstract of the paper, which describes a Lipschitz-inspired
     coordinate-wise median; the width of the band is this library's reading of it.
 
