@@ -3,11 +3,11 @@
     python benchmarks/exchange_cost.py [--processes 4] [--repetitions 7] [--sizes 0.35 24]
 
 Workers hold some million float32 parameters in many leaves. Each repetition times, one
-after the other, AdamW alone, AdamW and lsgd on steps without a pull, and on steps with
-one; printed are medians (and minima) of the milliseconds per step and the ratio to AdamW
-of the same repetition. `--processes N` takes N processes of one device in place of 8
-devices of one. `--compile N...` times compilation for that many leaves instead. Memory:
-about 20 bytes per parameter and worker.
+after the other, AdamW alone, AdamW and lsgd on steps without a pull, and on steps with one;
+printed are medians (and minima) of the milliseconds per step and the ratio to AdamW of the
+same repetition. `--processes N` takes N processes of one device in place of 8 devices of
+one. `--compile N...` times compilation for that many leaves instead. Memory: about 20 bytes
+per parameter and worker.
 """
 
 import argparse

@@ -52,7 +52,7 @@ class Diagnostics:
 
     @property
     def payload(self) -> int:
-        """Bytes that each worker sends at one exchange; 0 before the first step."""
+        """Bytes that each worker sends at one exchange; 0 before a step."""
         return traffic.total(self.traffic.bytes_each.value)
 
     @property

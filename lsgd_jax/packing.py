@@ -47,7 +47,7 @@ class Packing:
         self.members = list(buffers.values())
 
     def pack(self, tree: Tree, chosen: Iterable[int] | None = None) -> list[Array]:
-        """The buffers of a tree of the same shapes; of one with fewer leaves those chosen."""
+        """The buffers of a tree of the same shapes; of a part of it those chosen."""
         chosen = range(len(self.members)) if chosen is None else list(chosen)
         present = sorted(i for buffer in chosen for i in self.members[buffer])
         leaves = dict(zip(present, jax.tree.leaves(tree), strict=True))

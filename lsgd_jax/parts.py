@@ -22,7 +22,7 @@ Part = Fragment | Callable[[str], bool]
 
 
 def fragment(index: int, count: int) -> Fragment:
-    """The `index`-th of `count` runs of neighboring leaves, as equal as leaves allow.
+    """The `index`-th of `count` runs of neighboring leaves of about the same size.
 
     Leaves are taken in the order of `jax.tree.leaves`; every run has at least one.
 

@@ -15,12 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._coloring import Edge, Round, color
 from lsgd_jax.checks import check_positive_int
-
-
-Edge = tuple[int, int]  # (source, destination)
-Permutation = tuple[Edge, ...]
-Round = tuple[Permutation, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,8 +50,8 @@ class Topology:
     def mixing(self) -> np.ndarray:
         """float [rounds, W, W]: P[r, i, j], the share that i gets of what j holds.
 
-        p = 1 / (out-degree of j + 1) for j itself and everyone it sends to: every column
-        sums to 1. Where all rows do as well the graph is `balanced`.
+        p = 1 / (out-degree of j + 1) for j itself and every worker it sends to: every
+        column sums to 1. Where all rows do as well the graph is `balanced`.
         """
         matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
         for r, round in enumerate(self.rounds):
@@ -198,7 +194,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
       round 1: 0→3 1→2 2→1 3→0
     """
     check_positive_int("num_workers", num_workers)
-    even = num_workers + num_workers % 2  # with a stand-in, who meets no one
+    even = num_workers + num_workers % 2  # with a stand-in, that meets no worker
     hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
     rounds = []
     for hop in hops:
@@ -329,53 +325,8 @@ def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Top
         if len(set(edges)) < len(edges):
             twice = sorted({edge for edge in edges if list(edges).count(edge) > 1})
             raise ValueError(f"an edge may occur once in a round, got {twice} in round {r}")
-    colored = tuple(_permutations(edges, num_workers) for edges in rounds)
+    colored = tuple(color(edges, num_workers) for edges in rounds)
     return Topology(name, num_workers, colored, phases=((0, len(colored)),))
-
-
-def _permutations(edges: Sequence[Edge], num_workers: int) -> Round:
-    """The edges in as few partial permutations (colors) as the largest degree (König).
-
-    Every edge takes the lowest color that is free at both its ends. If there is none, let
-    a be free at its source and b at its destination: exchanging a and b along the path of
-    those colors that leaves the destination frees a there, and changes nothing at the
-    source, which the path cannot reach.
-    """
-    nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
-    at: dict[tuple[str, int], dict[int, Edge]] = {node: {} for node in nodes}
-    ends = lambda edge: (("source", edge[0]), ("destination", edge[1]))
-    degree = max((sum(end in ends(e) for e in edges) for end in nodes), default=0)
-
-    def free(*nodes: tuple[str, int]) -> int | None:
-        fits = lambda color: all(color not in at[node] for node in nodes)
-        return next(filter(fits, range(degree)), None)
-
-    # Edges of one hop form a permutation: taken in that order they share a color.
-    for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
-        source, destination = ends(edge)
-        color = free(source, destination)
-        if color is None:
-            a, b = free(source), free(destination)
-            assert a is not None and b is not None  # neither end has all its edges yet
-            path, node, here, other = [], destination, a, b
-            while here in at[node]:
-                step = at[node][here]
-                path.append((step, other))
-                near, far = ends(step)
-                node, here, other = (far if node == near else near), other, here
-            for step, new in path:
-                for end in ends(step):
-                    if at[end].get(a + b - new) == step:
-                        del at[end][a + b - new]
-            for step, new in path:
-                for end in ends(step):
-                    at[end][new] = step
-            color = a
-        at[source][color] = at[destination][color] = edge
-    sent = [at["source", i] for i in range(num_workers)]
-    return tuple(
-        tuple(used[color] for used in sent if color in used) for color in range(degree)
-    )
 
 
 def _edges(round: Round) -> list[Edge]:

@@ -16,8 +16,8 @@ class Traffic(NamedTuple):
 
     Attributes:
       exchanges: int32 scalar, how often.
-      bytes_sent: int32 [2], bytes that each worker has sent: 2**30 times the first
-        plus the second; bytes_each: likewise, of one exchange, 0 before the first.
+      bytes_sent: int32 [2], bytes that each worker has sent: 2**30 times the first plus
+        the second; bytes_each: the same of one exchange, 0 before the first.
       every, sends_at: int32 scalars: it communicates at t = sends_at (mod every).
       axes: the mesh axes of the group, as the keys of a dictionary without leaves.
     """

@@ -171,10 +171,10 @@ def _parse(name: str, text: str, config: Config, arguments: Sequence[str]) -> Co
 
 def _unrecognized(argument: str, config: Config, program: str) -> str:
     """What is said of an argument that no option knows, with the option that is nearest."""
-    given = argument.partition("=")[0].replace("_", "-")
-    options = {"--" + field.replace("_", "-") for field in configuration.fields(config)}
-    near = difflib.get_close_matches(given, options - {"--method.name"}, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
+    given = argument.partition("=")[0].replace("_", "-").removeprefix("--")
+    options = {field.replace("_", "-") for field in configuration.fields(config)}
+    near = difflib.get_close_matches(given, options - {"method.name"}, n=1)
+    meant = f"; did you mean --{near[0]}?" if near else ""
     return f"unrecognized option {argument}{meant}; see {program} --help"
 
 

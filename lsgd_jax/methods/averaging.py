@@ -102,7 +102,8 @@ def local_sgd(
 
     Args:
       period: steps between exchanges, τ.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -152,7 +153,8 @@ def diloco(
       fragments: how many fragments take turns, F; must divide the period.
       delay: steps that a fragment has to travel, d < τ / F.
       mixing: how much of its own parameters a worker keeps, m in [0, 1).
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -213,7 +215,8 @@ def slowmo(
       learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
         one cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:

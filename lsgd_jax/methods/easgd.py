@@ -92,7 +92,8 @@ def easgd(
       beta: how far the center moves to the workers' mean, β in [0, 1] or a schedule of t.
       period: steps between exchanges, τ.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u added after.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -119,7 +120,7 @@ def easgd(
 def downpour(
     period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DOWNPOUR, synchronous: the center adds all workers' moves, all take the center.
+    r"""DOWNPOUR, synchronous: the center adds all workers' moves, and all take the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 
@@ -133,7 +134,8 @@ def downpour(
 
     Args:
       period: steps between exchanges, τ.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:

@@ -30,8 +30,8 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     is not finite is left out, and its share stays with the receiver.
 
     Args:
-      topology: the graph, or the function that builds it for W workers; every worker
-        sends to as many as it receives from.
+      topology: the graph, or a function of W that builds it; every worker sends to as
+        many as it receives from.
       axes: the mesh axes of the group, whose W workers the graph joins.
 
     Raises:
@@ -97,10 +97,10 @@ def dpsgd(
     receiver; it takes the mean of its own neighbors whole.
 
     Args:
-      topology: the graph, with equal degrees: `ring(W)`, `exponential(W)`, …; or, without
-        its W, the function that builds it.
+      topology: a graph with equal degrees, or a function of W that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -136,9 +136,10 @@ def adpsgd(
     meets no other keeps x + u. Workers that are not finite are treated as in `dpsgd`.
 
     Args:
-      topology: the graph, in rounds of pairs, or the function that builds it.
+      topology: a graph of pairs in each round, or a function of W that builds it.
       order: 'adapt_then_combine' averages x + u instead of x.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:

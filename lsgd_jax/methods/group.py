@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax.checks import check_positive_int
+from lsgd_jax.collectives import Group
 from lsgd_jax.exchange import Check, Pull, Rule, exchange
 from lsgd_jax.methods.averaging import average
 from lsgd_jax.shared import Axes
-from lsgd_jax.trees import mean_of, widened
+from lsgd_jax.trees import Tree, mean_of, widened
 
 
 def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
@@ -24,7 +25,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
       axes: the mesh axes of all W workers.
 
     Raises:
-      ValueError: a size that is no power of two; in `init` or `update`, W is none.
+      ValueError: a size that is no power of two; in `init`, W is none.
 
     >>> butterfly(2).axes
     ('node', 'local')
@@ -46,6 +47,10 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         each = group_size.bit_length() - 1
         return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
 
+    def init(params: Tree) -> tuple:
+        rounds(Group(axes).size)  # so that a size that will not do is refused early
+        return ()
+
     def agree(group, x, y, state, fit, t):
         def sum_over(hops):
             def add_up(tree):
@@ -62,7 +67,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         sums, count = group.switch(r, branches, (mine, fit.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    return Rule(axes, lambda params: (), agree)
+    return Rule(axes, init, agree)
 
 
 def wagma(
@@ -84,15 +89,16 @@ def wagma(
     Args:
       group_size: workers in a group, S, a power of two.
       sync_period: steps between means of all workers, τ.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of all W workers.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
 
     Raises:
-      ValueError: a size that is no power of two, a period below 1; in `init` or `update`,
-        a number of workers that is no power of two.
+      ValueError: a size that is no power of two, a period below 1; in `init`, a
+        number of workers that is no power of two.
 
     Reference: Li et al., Breaking (Global) Barriers in Parallel Stochastic Optimization
     with Wait-Avoiding Group Averaging, TPDS 2021, arXiv:2005.00124.

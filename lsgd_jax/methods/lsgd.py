@@ -132,7 +132,8 @@ def lsgd(
     Args:
       local_pull: pull towards the leader of the node, λ in [0, 1] or a schedule of t; 0
         switches the level off, communication included.
-      global_pull: pull towards the leader of all workers, λ_G, likewise.
+      global_pull: pull towards the leader of all workers, λ_G in [0, 1] or a schedule of
+        t; 0 switches the level off.
       local_period: steps between pulls towards the node's leader, τ.
       global_period: steps between pulls towards the leader of all, τ_G; need not be a
         multiple of τ.
@@ -140,13 +141,15 @@ def lsgd(
         CIFAR-10, 64 on ImageNet).
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
         equation (2): both pulls are worked out at x, before the step, and added.
-      local_proximal: p; if not 0, every step also pulls towards the leaders elected
-        last, y ← y - (p / τ) (y - x̃ʲ), after the same with p_G / τ_G and the leader of all.
-        Keeps a copy of the parameters.
-      global_proximal: p_G, likewise.
-      delay: pull towards the leaders as they were so many steps before, so that they can
+      local_proximal: p; if not 0, every step also pulls towards the node's leader as it
+        was elected last, y ← y - (p / τ) (y - x̃ʲ). Keeps a copy of the parameters.
+      global_proximal: p_G; if not 0, every step also pulls towards the leader of all as it
+        was elected last, y ← y - (p_G / τ_G) (y - x̃), before the local one. Keeps a copy of
+        the parameters.
+      delay: how many steps before a pull the leaders send, so that their parameters can
         travel meanwhile; less than both periods. Keeps a copy of the parameters per level.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
 
     Returns:
@@ -155,7 +158,7 @@ def lsgd(
 
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, an unknown order, a
-        delay outside of a period.
+        delay outside of a period, axes that are not two.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -166,6 +169,8 @@ def lsgd(
     ... )
     """
     check_positive_int("loss_window", loss_window)
+    if isinstance(axes, str) or len(axes) != 2:
+        raise ValueError(f"`axes` must be two mesh axes, (node, local), got {axes=}")
     levels = (
         ("local", axes[1], local_pull, local_period, local_proximal),
         ("global", axes, global_pull, global_period, global_proximal),

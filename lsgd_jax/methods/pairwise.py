@@ -59,15 +59,15 @@ def pairwise(
 
     Args:
       interpolation: how the weight f of the peer is found.
-      value: that weight if it is constant, f in [0, 1], or a schedule of t.
-      divergence_threshold: loss below which less is taken with interpolation by loss,
-        θ ≥ 0.
-      topology: a graph in which each worker sends to one; with `exponential` i takes
-        from i - hop.
-      fetch_probability: of an exchange, p in [0, 1], or a schedule of t; drawn anew per
-        worker and step.
+      value: the peer's weight with 'constant', f in [0, 1], or a schedule of t.
+      divergence_threshold: loss below which less is taken from the peer with 'loss', θ ≥ 0.
+      topology: a graph in which each worker sends to one, or a function of W that builds
+        it; with `exponential` i takes from i - hop.
+      fetch_probability: probability p of taking from the peer, in [0, 1], or a schedule
+        of t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -174,11 +174,13 @@ def gosgd(
     finite sends nothing, takes what arrives whole and keeps its weight.
 
     Args:
-      topology: a graph in which each worker sends to one.
-      send_probability: of sending, p in [0, 1], or a schedule of t; drawn anew per worker
-        and step.
+      topology: a graph in which each worker sends to one, or a function of W that builds
+        it.
+      send_probability: probability p of sending to the peer, in [0, 1], or a schedule of
+        t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:

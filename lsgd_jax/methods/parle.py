@@ -59,21 +59,22 @@ def parle(
       y \leftarrow x_a, \quad z \leftarrow x_a.
 
     η is the `learning_rate`, η' the `outer_learning_rate`, L the `period`, γ⁻¹ and ρ⁻¹
-    `anchor_pull` and `center_pull`, β the `decay`. ρ⁻¹ = 0 is Entropy-SGD; L = 1, γ⁻¹ = 0
-    is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD, of steps η' (1 - β) u, as u is seen
-    through z. The mean of the anchors, which `lsgd_jax.center` returns, is the model to
-    test. A worker whose y or loss is not finite is left out of the mean and takes it.
+    `anchor_pull` and `center_pull` (`scoping` makes schedules of them), β the `decay`.
+    ρ⁻¹ = 0 is Entropy-SGD; L = 1, γ⁻¹ = 0 is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD, of
+    steps η' (1 - β) u, as u is seen through z. The mean of the anchors, which
+    `lsgd_jax.center` returns, is the model to test. A worker whose y or loss is not finite
+    is left out of the mean and takes it.
 
     Args:
       learning_rate: η, that of the base optimizer, or a schedule of t.
       period: steps of the inner loop, L.
-      anchor_pull: pull of the anchor on the inner loop, γ⁻¹ ≥ 0, or a schedule of t (see
-        `scoping`).
+      anchor_pull: pull of the anchor on the inner loop, γ⁻¹ ≥ 0, or a schedule of t.
       center_pull: pull of the center on the anchors, ρ⁻¹ ≥ 0, or a schedule of t.
-      decay: that of the inner loop's running average, β in [0, 1].
-      outer_learning_rate: of the anchor's step, η', or a schedule of t; None: the same as
-        η.
-      check: when to look for parameters that are not finite, see `exchange`.
+      decay: decay of the inner loop's running average, β in [0, 1].
+      outer_learning_rate: learning rate of the anchor's step, η', or a schedule of t;
+        None: that of the base optimizer, η.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:

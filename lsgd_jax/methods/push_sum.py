@@ -58,8 +58,9 @@ def sgp(
     It takes what its neighbors sent whole and keeps its weight.
 
     Args:
-      topology: any graph, or the function that builds it for W workers.
-      check: when to look for parameters that are not finite, see `exchange`.
+      topology: any graph, or a function of W that builds it.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -96,10 +97,11 @@ def osgp(
     `sgp`.
 
     Args:
-      topology: any graph, or the function that builds it for W workers.
+      topology: any graph, or a function of W that builds it.
       staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
         parameters.
-      check: when to look for parameters that are not finite, see `exchange`.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
       axes: the mesh axes of the group.
 
     Returns:
@@ -124,7 +126,7 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     are formed by the receiver, in float32 at least.
 
     Args:
-      topology: any graph, or the function that builds it for W workers.
+      topology: any graph, or a function of W that builds it.
       staleness: σ; 0: the step travels as well.
       axes: the mesh axes of the group.
     """

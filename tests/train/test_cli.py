@@ -65,6 +65,7 @@ def end(process):
         (["numbers"], "imagenet-resnet50, got 'numbers'; see python -m train --help"),
         (["digits", "--stepz", "3"], "option --stepz; did you mean --steps?; see python"),
         (["digits", "--steps"], "Missing value for argument '--steps'"),
+        (["digits", "--nonsense"], "unrecognized option --nonsense; see python -m train"),
         (["digits", "and more"], "unrecognized option and more; see python -m train dig"),
         (["digits", "--steps", "many"], "--steps: invalid literal for int()"),
         (["digits", "--steps", "0"], "`steps` must be a positive int, got steps=0"),
@@ -145,7 +146,9 @@ def test_help_names_the_experiments(capsys):
 def test_another_optimizer_leaves_out_what_does_not_apply_to_it():
     chosen = cli.parse(["digits", "--optimizer.name", "adamw"]).optimizer
     assert (chosen.name, chosen.momentum, chosen.nesterov) == ("adamw", None, False)
-    assert chosen.learning_rate == 0.05
+    assert chosen.learning_rate == 1e-3
+    given = "digits --optimizer.learning-rate 0.2 --optimizer.name adamw".split()
+    assert cli.parse(given).optimizer.learning_rate == 0.2
     lion = "--optimizer.name=lion --optimizer.betas 0.9 0.98 --optimizer.clip 1".split()
     assert cli.parse(["digits", *lion]).optimizer.betas == (0.9, 0.98)
     cosine = "cifar10-resnet20 --optimizer.schedule cosine".split()

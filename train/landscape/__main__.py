@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from lsgd_jax.checks import check_positive_int
+import lsgd_jax as lj
 from train import config as configuration
 from train.arguments import Parser
 from train.landscape import plots, results
@@ -55,8 +55,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--data-dir", help="where the data are (where the run found them)")
     add("--out", type=pathlib.Path, help="folder for the results (the run folder)")
     options = parser.parse_args(arguments)
-    check_positive_int("images", options.images)
-    check_positive_int("chunk", 1 if options.chunk is None else options.chunk)
+    lj.checks.check_positive_int("images", options.images)
+    lj.checks.check_positive_int("chunk", 1 if options.chunk is None else options.chunk)
     for name, least in (("grid", 2), ("path_steps", 0), ("margin", 0)):
         value = getattr(options, name)
         if not least <= value < np.inf:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.metrics.tensorboard import EventFiles
-from train.run.folder import METRICS, TENSORBOARD
+
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 class MetricsLog:

@@ -10,9 +10,7 @@ from train.config import FREE_ON_RESUME, Config
 
 
 CONFIG = "config.json"
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-TENSORBOARD = "tensorboard"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:

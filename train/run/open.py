@@ -150,7 +150,7 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
       sizes: see `Experiment.data_sizes`.
       folder: of the run.
     """
-    if not (folder / run_folder.METRICS).exists():
+    if not (folder / log.METRICS).exists():
         return
     for start in log.read(folder).get("start", []):
         for name, count in sizes.items():

@@ -25,6 +25,10 @@ SCHEDULES = {
     "final_fraction": ("cosine",),
 }
 
+# What the learning rate is if another optimizer is chosen and nothing is said of it: those
+# of other optimizers are of another order.
+USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
+
 # The fields that choose, their choices, and what belongs to which of them.
 NAMES, SCHEDULE_NAMES = get_args(Name), get_args(Schedule)
 TABLES = (OPTIMIZERS, "name"), (SCHEDULES, "schedule")
@@ -107,9 +111,13 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(OptimizerC
 def switched(options: OptimizerConfig, **chosen: Any) -> OptimizerConfig:
     """The options with another optimizer or schedule: what does not apply is left out.
 
-    >>> switched(OptimizerConfig(momentum=0.9, clip=1.0), name="adamw").momentum
+    >>> other = switched(OptimizerConfig(momentum=0.9, clip=1.0), name="adamw")
+    >>> other.momentum, other.learning_rate, other.clip
+    (None, 0.001, 1.0)
     """
     changed: dict[str, Any] = dataclasses.asdict(options) | chosen
+    if changed["name"] != options.name:
+        changed["learning_rate"] = USUAL_RATES[changed["name"]]
     for table, owner in TABLES:
         for field, owners in table.items():
             if changed[owner] not in owners:

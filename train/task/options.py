@@ -84,7 +84,7 @@ def summary(function: Callable[..., Any]) -> str:
 def arguments(docstring: str | None) -> dict[str, str]:
     r"""What the `Args:` of a docstring say of each parameter, as one paragraph each.
 
-    Of schedules, which a command line cannot hold, nothing is said; of formulas the text.
+    Of schedules and functions, which a command line cannot hold, nothing is said.
 
     >>> arguments("Pulls.\n\nArgs:\n  pull: λ in [0, 1], or a schedule of t;\n    small.\n")
     {'pull': 'λ in [0, 1]; small.'}
@@ -111,6 +111,6 @@ def _indented(lines: Iterable[str]) -> Iterable[str]:
 
 
 def _plain(text: str) -> str:
-    text = re.sub(r",? or a schedule of t", "", text)
+    text = re.sub(r",? or a (schedule of t|function of W that builds it)", "", text)
     text = re.sub(r":math:`([^`]*)`", r"\1", text).replace("``", "`")
     return text

@@ -26,6 +26,7 @@ def traces():
         seen.append(self)
         return step(self, *arguments)
 
+    tiny.Shared.of.cache_clear()  # other packages may have compiled these experiments
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experiment, "_step", counted)
         yield seen

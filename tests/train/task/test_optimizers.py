@@ -140,5 +140,5 @@ def test_another_optimizer_keeps_what_applies_to_it():
         "sgd", 0.3, momentum=0.9, nesterov=True, schedule="drops", drop_at=(3,)
     )
     switched = optimizers.switched(options, name="adamw")
-    assert switched == OptimizerConfig("adamw", 0.3, schedule="drops", drop_at=(3,))
+    assert switched == OptimizerConfig("adamw", 1e-3, schedule="drops", drop_at=(3,))
     assert optimizers.switched(options, schedule="cosine").drop_at == ()
