@@ -54,7 +54,7 @@ SILENT = {"axis_index", "pvary"}
 
 
 def trace(fn: Callable, args: Sequence[Tree], sizes: Mapping[str, int]) -> Tree:
-    """What the function of one worker returns, once it is known that it can not hang.
+    """What the function of one worker returns, once it is known that it cannot hang.
 
     Args:
       fn: the function, written for one worker.

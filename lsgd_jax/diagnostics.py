@@ -57,7 +57,7 @@ class Diagnostics:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that each worker has handed to collectives so far."""
+        """Bytes that each worker has sent so far."""
         return traffic.total(self.traffic.bytes_sent.value)
 
     def is_due(self, step: int) -> bool:

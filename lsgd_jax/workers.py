@@ -196,7 +196,7 @@ class Workers:
           A `jax.jit` function of the same signature (positional arguments): every array
           has a leading axis of W, in and out, except those in a `Shared`. Python scalars
           that fn returns become arrays. `fn` is traced twice per compilation: once for
-          one worker, to see what it returns and that it can not hang.
+          one worker, to see what it returns and that it cannot hang.
 
         Raises:
           ValueError: at the call, an argument without a leading axis of W; a branch or a

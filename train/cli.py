@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> Config:
     those of its latest checkpoint.
 
     Raises:
-      ValueError: a command line that can not be understood, or a setting that is not
+      ValueError: a command line that cannot be understood, or a setting that is not
         possible; SystemExit: help was asked for and printed.
     """
     known = experiments()

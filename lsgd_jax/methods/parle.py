@@ -106,7 +106,7 @@ def parle(
         u = jax.tree.map(pull, u, x, state.anchor)
 
         def mix(z, y):
-            # A step that is not finite must not stay in the average for ever.
+            # A step that is not finite must not stay in the average forever.
             return jnp.where(jnp.isfinite(y), decay * z + (1 - decay) * widened(y), z)
 
         average = jax.tree.map(mix, state.average, trees.plus(x, u))

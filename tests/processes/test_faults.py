@@ -128,7 +128,7 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, t
     assert int(torn.name.partition(".")[0]) not in before
     trainers = start(2, "--resume", "--steps", str(END), before="")
     assert trainers.end() == [0, 0], trainers.printed(0)
-    assert "can not be read" not in trainers.printed(0)
+    assert "cannot be read" not in trainers.printed(0)
     assert [event["step"] for event in records.read(run)["start"]] == [0, max(before)]
     assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 

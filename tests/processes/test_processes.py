@@ -82,7 +82,7 @@ def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
     except FileNotFoundError:
         seen = None
     if seen is None or seen.stdout != other.read_text():
-        pytest.skip("the boot id can not be covered here")
+        pytest.skip("the boot id cannot be covered here")
     before = lambda i: elsewhere if i % 2 else []
     answers, _ = run("lsgd_oracle", HERE.parent / "oracles", 4, before=before)
     assert [answer["owned"] for answer in answers] == IN_TURN

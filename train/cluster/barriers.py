@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Barriers:
     """The barriers of Orbax, for all runs of a process, since their names come again.
 
-    A process that can not write its part (its disk is full, say) goes on to the last
+    A process that cannot write its part (its disk is full, say) goes on to the last
     barriers of the checkpoint at once. With Orbax's own barriers the others would wait for
     it at the earlier ones for 20 minutes; here the checkpoint fails for them, too.
     """

@@ -38,7 +38,7 @@ def find_out(config: DistributedConfig, environ: Mapping[str, str]) -> Started |
     """Who has started this process together with others; None if it is by itself.
 
     Raises:
-      ValueError: it is one of several, but it can not be known how to reach the others.
+      ValueError: it is one of several, but it cannot be known how to reach the others.
     """
     if config.cluster == "none":
         return None

@@ -34,7 +34,7 @@ def coordinator_address() -> str:
 def count_one_process() -> None:
     """From now on jax counts this process only, when all others are lost.
 
-    Orbax saves no array of one process if there are several, and jax can not be told
+    Orbax saves no array of one process if there are several, and jax cannot be told
     otherwise that there are not any more.
     """
     jax.process_count = lambda *_: 1

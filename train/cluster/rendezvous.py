@@ -31,7 +31,7 @@ def join(config: Config) -> Session:
     survived, see `train.run.recovery`.
 
     Raises:
-      ValueError: it can not be known who the others are, or the port is taken. If they do
+      ValueError: it cannot be known who the others are, or the port is taken. If they do
         not come in time, or were started with other options, the process ends with a line
         that says so.
     """

@@ -75,7 +75,7 @@ def files_in(out: pathlib.Path) -> Files:
     """The files to write, in a folder that is made if need be.
 
     Raises:
-      ValueError: one is there and not from this command, or the folder can not be made.
+      ValueError: one is there and not from this command, or the folder cannot be made.
     """
     files = Files(out / "landscape.png", out / "landscape.npz")
     try:
@@ -87,7 +87,7 @@ def files_in(out: pathlib.Path) -> Files:
                     "with --out"
                 )
     except OSError as error:
-        raise ValueError(f"{out} can not take the results: {error}") from error
+        raise ValueError(f"{out} cannot take the results: {error}") from error
     return files
 
 
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: the results can not be written: {error}", file=sys.stderr)
+        print(f"error: the results cannot be written: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -30,7 +30,7 @@ class SavedRun:
       folder: the run folder.
       step: of the checkpoint; None: the latest one that can be read.
       data_dir: where the data are now; None: where the run found them.
-      warn: called with a line about a checkpoint that can not be read.
+      warn: called with a line about a checkpoint that cannot be read.
 
     Attributes:
       folder, config, experiment: the run, and what it trained.

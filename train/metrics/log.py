@@ -21,7 +21,7 @@ class MetricsLog:
 
     Args:
       folder: the run folder; lines are added to what is there.
-      warn: called once if the log can not be written (a full disk, say); training goes on.
+      warn: called once if the log cannot be written (a full disk, say); training goes on.
       write: False: nothing is written, since another process does it.
     """
 
@@ -66,7 +66,7 @@ class MetricsLog:
 
     def _fail(self, error: OSError) -> None:
         if not self._warned:
-            self._warn(f"metrics can not be written any more: {error}")
+            self._warn(f"metrics cannot be written any more: {error}")
             self._warned = True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Scalars for TensorBoard, written in the loop's own thread.
 
 tensorboardX's `SummaryWriter` writes in a thread of its own, which ends at the first error,
-a full disk say; the loop would then wait for it for ever.
+a full disk say; the loop would then wait for it forever.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class EventFiles:
 
     @contextlib.contextmanager
     def _given_up_on_error(self) -> Iterator[None]:
-        """Leaves a file behind that can not be written to."""
+        """Leaves a file behind that cannot be written to."""
         try:
             yield
         except OSError:

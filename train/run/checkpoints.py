@@ -29,7 +29,7 @@ class Checkpoints:
     Args:
       folder: where they lie, one folder per step.
       keep: how many to keep, the latest ones.
-      warn: called with one line when a checkpoint can not be written or read.
+      warn: called with one line when a checkpoint cannot be written or read.
       session: the processes that write them together.
     """
 
@@ -114,7 +114,7 @@ class Checkpoints:
     def restore_latest(self, like: Callable[[dict[str, Any]], Any]) -> Checkpoint | None:
         """The latest checkpoint that can be read.
 
-        One that can not be read (truncated, say) is set aside as `unreadable-STEP`, and the
+        One that cannot be read (truncated, say) is set aside as `unreadable-STEP`, and the
         one before it is tried.
 
         Args:
@@ -183,7 +183,7 @@ class Archive:
         """The checkpoint of a step, placed as the state `like`.
 
         Raises:
-          ValueError: it can not be read.
+          ValueError: it cannot be read.
         """
         return _restore(self._manager, step, lambda notes: like)
 
@@ -191,7 +191,7 @@ class Archive:
 def _restore(
     manager: ocp.CheckpointManager, step: int, like: Callable[[dict[str, Any]], Any]
 ) -> Checkpoint:
-    """A checkpoint; ValueError if it can not be read."""
+    """A checkpoint; ValueError if it cannot be read."""
 
     def read(**item: ocp.args.CheckpointArgs) -> Any:
         (name,) = item
@@ -204,7 +204,7 @@ def _restore(
     except Exception as error:  # Orbax and TensorStore raise all kinds
         reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
         raise ValueError(
-            f"the checkpoint of step {step} can not be read: {reason}"
+            f"the checkpoint of step {step} cannot be read: {reason}"
         ) from error
     return Checkpoint(step, state, notes)
 
@@ -223,7 +223,7 @@ def latest_notes(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def notes_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """What was noted beside a checkpoint; nothing if that can not be read.
+    """What was noted beside a checkpoint; nothing if that cannot be read.
 
     Reads the file itself: a checkpoint manager would make jax take its devices.
     """

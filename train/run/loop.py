@@ -108,7 +108,7 @@ def conclude(run: Run, result: Result) -> None:
         try:
             draw(run.folder)
         except OSError as error:
-            run.progress.warn(f"the figures can not be written: {error}")
+            run.progress.warn(f"the figures cannot be written: {error}")
     run.progress.say(last_line(result, run.config))
 
 

@@ -101,7 +101,7 @@ def restore(
       workers: the grid.
 
     Raises:
-      ValueError: a method that can not go on with other workers.
+      ValueError: a method that cannot go on with other workers.
     """
     new = WorkersConfig(workers.nodes, workers.locals)
     old = lambda notes: WorkersConfig(**notes["workers"])
@@ -120,13 +120,13 @@ def restore(
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(new)} workers can not go on from {shape(old(notes))}: {error}"
+            f"{shape(new)} workers cannot go on from {shape(old(notes))}: {error}"
         ) from error
     return Restored(step, state, notes, recent[chosen], resizing)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
-    """The grid that was noted beside a checkpoint; None if the notes can not be read."""
+    """The grid that was noted beside a checkpoint; None if the notes cannot be read."""
     return WorkersConfig(**notes["workers"]) if notes else None
 
 
@@ -196,7 +196,7 @@ def like(state: TrainState, old: WorkersConfig) -> TrainState:
 
     def leaf(x: Any, rows: tuple[int, ...]) -> Any:
         shape = rows + x.shape[len(rows) :]
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # can not be a host array
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # cannot be a host array
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=everywhere)
         return np.broadcast_to(np.zeros([], x.dtype), shape)  # takes no memory
 
@@ -219,7 +219,7 @@ def resized(
       sources: int [W'], for each new worker the old one.
 
     Raises:
-      ValueError: a method that can not go on with other workers.
+      ValueError: a method that cannot go on with other workers.
     """
     mine = sources[list(workers.owned)]
     no_key: Any = None

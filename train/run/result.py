@@ -37,7 +37,7 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:
-    """Where a run is and how to go on with it, if it can not go on by itself."""
+    """Where a run is and how to go on with it, if it cannot go on by itself."""
     return (
         f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to go on: "
         f"{resume_command(config, folder)}"

@@ -137,7 +137,7 @@ def make(
     parts = [_base(options, rate)]
     if options.clip is not None:
         parts.insert(0, optax.clip_by_global_norm(options.clip))
-    # Without it one gradient with a nan would stay in the momentum for ever.
+    # Without it one gradient with a nan would stay in the momentum forever.
     return optax.apply_if_finite(optax.chain(*parts), max_consecutive_errors=NEVER)
 
 

@@ -40,7 +40,7 @@ def read(function: Callable[..., Any], without: Container[str] = ()) -> list[Opt
 
     Raises:
       TypeError: a parameter without a default or an entry in `Args:`, or of a type that
-        the command line can not express.
+        the command line cannot express.
 
     >>> [(o.name, o.type, o.default) for o in read(lj.licm, {"axes"})]
     [('gamma', <class 'float'>, 0.5)]
@@ -84,7 +84,7 @@ def summary(function: Callable[..., Any]) -> str:
 def arguments(docstring: str | None) -> dict[str, str]:
     r"""What the `Args:` of a docstring say of each parameter, as one paragraph each.
 
-    Of schedules and functions, which a command line can not hold, nothing is said.
+    Of schedules and functions, which a command line cannot hold, nothing is said.
 
     >>> arguments("Pulls.\n\nArgs:\n  pull: λ in [0, 1], or a schedule of t;\n    small.\n")
     {'pull': 'λ in [0, 1]; small.'}

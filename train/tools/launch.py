@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The launcher's options; those of the program stand behind --.
 
     Raises:
-      ValueError: they can not be understood, or a number is too small.
+      ValueError: they cannot be understood, or a number is too small.
     """
     parser = Parser("python -m train.launch", __doc__)
     add = parser.add_argument

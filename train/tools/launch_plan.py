@@ -25,7 +25,7 @@ class Plan(NamedTuple):
 
     Attributes:
       survive: whether it goes on when a process other than the first one is lost.
-      begun: the file that is there once the run has begun; None: it can not be known.
+      begun: the file that is there once the run has begun; None: it cannot be known.
       folder: options that name the run folder from the start.
       resume: options that make the run go on.
     """
@@ -48,7 +48,7 @@ class NoPlan(Exception):
 
 
 def of_trainer(arguments: Sequence[str]) -> Plan:
-    """The plan for the trainer with these arguments; NoPlan if they can not be."""
+    """The plan for the trainer with these arguments; NoPlan if they cannot be."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "plan.json"
         command = [sys.executable, "-m", "train.tools.launch_plan", file, *arguments]

@@ -114,5 +114,5 @@ def test_data_that_have_moved(run, monkeypatch, capsys, tmp_path):
 def test_a_place_that_is_no_folder(run, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main([str(run), "--out", str(tmp_path / "file")]) == 2
-    assert "can not take the results" in capsys.readouterr().err
+    assert "cannot take the results" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

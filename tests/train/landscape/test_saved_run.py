@@ -21,10 +21,10 @@ def test_a_damaged_checkpoint_is_left_as_it_is(copied, saved, monkeypatch, capsy
     before = contents(copied)
     assert main([str(copied), "--step", "12"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: the checkpoint of step 12 can not be read: ")
+    assert message.startswith("error: the checkpoint of step 12 cannot be read: ")
     lines = []
     assert SavedRun(copied, None, None, lines.append).step == 6
-    assert len(lines) == 1 and "the checkpoint of step 12 can not be read" in lines[0]
+    assert len(lines) == 1 and "the checkpoint of step 12 cannot be read" in lines[0]
     (copied / "checkpoints/6/state/_METADATA").write_bytes(b"")
     assert main([str(copied)]) == 2
     assert "holds no checkpoint that can be read" in capsys.readouterr().err
@@ -40,6 +40,6 @@ def test_a_run_that_went_on_with_other_workers(run, tmp_path):
     train(open_run(dataclasses.replace(SMALL, **more)))
     latest = SavedRun(folder, None, None, pytest.fail)
     assert latest.step == 18 and latest.experiment.workers.num_workers == 2
-    assert latest.step_before() == 18  # four workers' steps can not be retraced to here
+    assert latest.step_before() == 18  # four workers' steps cannot be retraced to here
     before = SavedRun(folder, 12, None, pytest.fail)
     assert before.experiment.workers.num_workers == 4 and before.step_before() == 6

@@ -54,4 +54,4 @@ def test_what_can_not_be_written_is_said_once(tmp_path):
     writer.write("train", 1, 0.0, loss=np.float64(1.0))
     writer.write("train", 2, 0.0)
     writer.close()
-    assert len(said) == 1 and "metrics can not be written" in said[0]
+    assert len(said) == 1 and "metrics cannot be written" in said[0]

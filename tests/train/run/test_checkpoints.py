@@ -80,7 +80,7 @@ def test_what_can_not_be_read_is_set_aside(opened, tmp_path, warnings):
     again = opened()
     assert_restored(again.restore_latest(lambda notes: state(0)), 2)
     (warning,) = warnings
-    assert warning.startswith("the checkpoint of step 4 can not be read: ")
+    assert warning.startswith("the checkpoint of step 4 cannot be read: ")
     assert (folder / "unreadable-4").exists() and not (folder / "4").exists()
     again.close()
 

@@ -68,7 +68,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(copied, capsys):
     run = open_run(copied)
     assert run.step == 6
     printed = capsys.readouterr().out
-    assert "warning: the checkpoint of step 12 can not be read" in printed
+    assert "warning: the checkpoint of step 12 cannot be read" in printed
     assert files_of(copied, "unreadable-12")  # set aside, not deleted
     assert train(run).step == 12
     gc.collect()

@@ -125,7 +125,7 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
     (folder / "checkpoints" / "8" / "notes" / "metadata").write_text('{"recent')
     capsys.readouterr()
     run = open_run(config)
-    assert "warning: the checkpoint of step 8 can not be read" in capsys.readouterr().out
+    assert "warning: the checkpoint of step 8 cannot be read" in capsys.readouterr().out
     assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers go on from 2 x 2")
     assert (folder / "checkpoints" / "unreadable-8").is_dir()
 

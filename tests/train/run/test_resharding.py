@@ -270,7 +270,7 @@ def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
     four.save(tmp_path, four.fresh, np.arange(4.0))
     before = files(tmp_path)
     message = (
-        "1 x 2 workers can not go on from 2 x 2: the workers must stay the same while "
+        "1 x 2 workers cannot go on from 2 x 2: the workers must stay the same while "
         r"messages are in flight to them \(`staleness` above 1\), got staleness=2"
     )
     with pytest.raises(ValueError, match=message):
