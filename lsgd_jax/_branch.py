@@ -1,9 +1,11 @@
 """Branches that workers take together."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from lsgd_jax.trees import Tree
@@ -42,3 +44,15 @@ def _typed_alike(tree: Tree, like: Tree) -> Tree:
 def _varying(x: Array) -> frozenset[str]:
     """Over which axes x is typed to vary: none unless types are checked (`check_vma`)."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def is_due(t: Array, every: int, at: int) -> Any:
+    """Whether t ≡ at (mod every); True itself if every is 1."""
+    return every == 1 or t % every == at
+
+
+def any_of(*conditions: Any) -> Any:
+    """Their `or`; True itself if one of them is, which is known while tracing then."""
+    if any(condition is True for condition in conditions):
+        return True
+    return functools.reduce(jnp.logical_or, conditions, False)

@@ -10,7 +10,7 @@ from jax import Array
 
 from lsgd_jax import parts, trees
 from lsgd_jax._branch import cond
-from lsgd_jax._movement import move
+from lsgd_jax._movement import move, stay
 from lsgd_jax.collectives import Group
 from lsgd_jax.packing import Packing
 from lsgd_jax.trees import Tree
@@ -73,7 +73,7 @@ def communicate(
         whole = due.pull.part is None
         healthy |= restored if whole else trees.all_finite(trees.plus(xs, u))
         after.append(state)
-    return packing.unpack(u, t=t), tuple(after), healthy
+    return packing.unpack(stay(xs, u), t=t), tuple(after), healthy
 
 
 def _pack_by_part(

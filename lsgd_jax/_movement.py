@@ -30,11 +30,18 @@ def settle(x: Tree, u: Tree, trusted: Array, sick: Array) -> Tree:
     return jax.tree.map(leaf, x, u)
 
 
+def stay(x: Tree, u: Tree) -> Tree:
+    """u; where it is not finite 0, or nan if x is not finite either."""
+    keep = lambda x: trees.where_finite(x, jnp.zeros_like(x), jnp.nan)
+    leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
+    return jax.tree.map(leaf, x, u)
+
+
 def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tree:
     """The u that takes x to y + λ (z - y) if fit, to z itself if not or if λ is 1.
 
-    y = x + u. Without a target, and where nothing is moved, u stays to the bit. Where the
-    result is not finite x stays; an x that is not finite is replaced, see `apply_updates`.
+    y = x + u. Without a target, and where nothing is moved, u stays to the bit. An x that
+    is not finite is replaced, see `apply_updates`.
     """
     whole = found & (~fit | (weight == 1))
     keep, pull = (
@@ -49,8 +56,7 @@ def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, fit: Array) -> Tr
         z = trees.finite_part(z.astype(y.dtype))
         # As the worker will hold it: what x + u rounds to is the same on all workers then.
         to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
-        x = trees.widened(x)
-        step = jnp.where(jnp.isfinite(to), to, x) - trees.finite_part(x)
+        step = to - trees.finite_part(trees.widened(x))
         return jnp.where(to == y, u, step.astype(u.dtype))
 
     return jax.tree.map(leaf, x, u, z)

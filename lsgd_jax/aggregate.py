@@ -72,7 +72,7 @@ def aggregate(
     [1.0, 1.0]
     """
 
-    def init(params: Tree) -> AggregateState:
+    def init(params: Tree) -> Any:
         return AggregateState(
             count=Shared(jnp.zeros([], jnp.int32)),
             restored=jnp.zeros([], jnp.int32),
@@ -82,7 +82,7 @@ def aggregate(
             traffic=Traffic.zero(axes, 1, 0),
         )
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args) -> Any:
         del extra_args
         group, count = Group(axes), state.count.value
 

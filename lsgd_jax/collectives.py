@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsgd_jax.checks import check_auto_mesh
 from lsgd_jax.packing import Packing
 from lsgd_jax.shared import WORKER_AXES, Axes, Shared, shared
 from lsgd_jax.trees import Tree, nbytes, widened
@@ -52,6 +53,7 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         """The names under which JAX knows the axes here, without those of size 1."""
+        check_auto_mesh()
         found = []
         for axis in self.axes:
             parts = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax.shared import is_shared
-from lsgd_jax.trees import Tree
+from lsgd_jax.trees import Tree, widened
 
 
 def _has_mean(x: Array) -> bool:
@@ -26,12 +26,8 @@ def _rows(where: Array, x: Array) -> Array:
     return where.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _mean(x: Array, healthy: Array) -> Array:
-    return jnp.where(_rows(healthy, x), _wide(x), 0).sum(axis=0) / healthy.sum()
+    return jnp.where(_rows(healthy, x), widened(x), 0).sum(axis=0) / healthy.sum()
 
 
 @jax.jit
@@ -82,7 +78,7 @@ def consensus_distance(params: Tree) -> Array:
     means = [_mean(x, healthy) for x in floats]
 
     def squares(x: Array, c: Array) -> Array:
-        gap = jnp.where(_rows(healthy, x), _wide(x) - c[None], 0)
+        gap = jnp.where(_rows(healthy, x), widened(x) - c[None], 0)
         return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
 
     gaps = jnp.sqrt(sum(map(squares, floats, means)))

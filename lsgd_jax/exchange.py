@@ -1,7 +1,6 @@
 """exchange: the one transformation that talks to others; every method composes it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,7 +10,7 @@ import optax
 from jax import Array
 
 from lsgd_jax import parts, trees
-from lsgd_jax._branch import cond
+from lsgd_jax._branch import any_of, cond, is_due
 from lsgd_jax._due_step import Due, communicate
 from lsgd_jax._movement import settle
 from lsgd_jax.checks import check_fraction, check_option, check_period, check_positive_int
@@ -173,9 +172,9 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
       *pulls: what to pull to, in this order.
       check: when a worker looks whether all of x + u is finite. 'due': where it
         communicates; between these a finite loss is enough, and costs nothing.
-        'every_step': always, and a step that is not finite is not taken, as those need who have no
-        ``optax.apply_if_finite`` around their base optimizer and use
-        ``optax.apply_updates``, which can not restore an x that is nan.
+        'every_step': always, and a step that is not finite is not taken. Needed without
+        ``optax.apply_if_finite`` around the base optimizer if updates are applied by
+        ``optax.apply_updates``, which cannot restore an x that is nan.
 
     Returns:
       A gradient transformation for one worker, for where the rules' axes are bound. Its
@@ -200,7 +199,7 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
     """
     check_option("check", check, get_args(Check))
 
-    def init(params: Tree) -> ExchangeState:
+    def init(params: Tree) -> Any:
         return ExchangeState(
             count=Shared(jnp.zeros([], jnp.int32)),
             sick=jnp.asarray(False),
@@ -209,7 +208,7 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
             pulls=tuple(_init(pull, params) for pull in pulls),
         )
 
-    def update(updates, state, params=None, *, value=None, **extra_args):
+    def update(updates, state, params=None, *, value=None, **extra_args) -> Any:
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
@@ -225,8 +224,8 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
             Due(
                 pull,
                 Group(pull.rule.axes),
-                _is_due(t, pull.every, pull.sends_at),
-                _is_due(t, pull.every, pull.offset),
+                is_due(t, pull.every, pull.sends_at),
+                is_due(t, pull.every, pull.offset),
                 sound & fit,
             )
             for pull, fit in zip(pulls, fits)
@@ -239,7 +238,7 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
         def keep(u, pull_states):
             return u, pull_states, sick
 
-        any_due = _any(*(due.sends for due in dues), *(due.lands for due in dues))
+        any_due = any_of(*(due.sends for due in dues), *(due.lands for due in dues))
         u, pull_states, sick = cond(any_due, talk, keep, u, pull_states)
         traffic = [
             state.traffic.add(
@@ -298,17 +297,6 @@ def _is_sound(value: Any) -> Array:
         raise ValueError(
             f"`value` must be the worker's loss, a scalar, got value={value!r}"
         ) from error
-
-
-def _is_due(t: Array, every: int, at: int) -> Any:
-    return every == 1 or t % every == at
-
-
-def _any(*conditions: Any) -> Any:
-    """Their `or`; True itself if one of them is, which is known while tracing then."""
-    if any(condition is True for condition in conditions):
-        return True
-    return functools.reduce(jnp.logical_or, conditions, False)
 
 
 def combine_then_adapt(rule: Rule) -> Rule:

@@ -1,4 +1,4 @@
-"""optax's wrappers around and beside a method: on every layout as if chained by hand."""
+"""docs/wrappers.md: optax's wrappers around and beside a method, the order of a chain."""
 
 import functools
 
@@ -35,6 +35,11 @@ def train(tx, devices):
     trained = run((params, state), goals)
     assert jax.tree.map(jnp.shape, trained[1]) == jax.tree.map(jnp.shape, state)
     return workers.fetch(trained)
+
+
+def misplaced(state):
+    """At how many steps each worker was not where the exchange had left it, by pull."""
+    return [pull.misplaced.tolist() for pull in lj.diagnostics(state)]
 
 
 @functools.cache
@@ -119,12 +124,15 @@ def test_a_wrapped_method_is_the_method_on_every_layout(name):
     expected = train_by_hand(by_hand)
     # 8, 4, 2, 1 devices: no axis, a part of one, one, both lie inside a device.
     for devices in (8, 4, 2, 1) if name == "MultiSteps" else (4, 1):
-        params, _ = train(wrapped, devices)
+        params, state = train(wrapped, devices)
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
             params,
             expected,
         )
+        # Steps that pass an exchange by move x where it does not see it.
+        passed_by = STEPS // 2 - 1 if name == "conditionally_transform" else 0
+        assert misplaced(state) == [[passed_by] * 8]
 
 
 @pytest.mark.parametrize("devices", [8, 1])
@@ -142,9 +150,52 @@ def test_a_wrapper_that_asks_a_worker_of_its_own_is_refused(wrap, devices):
         train(wrap(LOCAL_SGD), devices)
 
 
+def test_the_loss_does_not_reach_a_method_in_multi_steps_inside_a_chain():
+    inside = optax.MultiSteps(optax.chain(SGD, lj.lsgd()), 2)
+    with pytest.raises(ValueError, match="the leader is elected by each worker's loss"):
+        train(optax.chain(optax.clip(1.0), inside), devices=1)
+
+
+WRONG_ORDER = {
+    "the optimizer behind the exchange": [lj.local_sgd(2), SGD],
+    "clipping behind it": [SGD, lj.local_sgd(2), optax.clip(1e-3)],
+    "an exchange behind it": [SGD, lj.local_sgd(2), lj.dpsgd()],
+    "the aggregation last": [SGD, lj.allreduce()],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDER)
+def test_a_wrong_order_is_counted(name):
+    _, state = train(optax.chain(*WRONG_ORDER[name]), devices=1)
+    assert min(misplaced(state)[0]) >= 1
+
+
+def schedule_free(base):
+    return optax.contrib.schedule_free(base, learning_rate=0.1, b1=0.9)
+
+
+def apart(tree):
+    return max(np.ptp(x, axis=0).max() for x in jax.tree.leaves(tree))
+
+
 def test_schedule_free_iterates_do_not_follow_the_exchange():
     """The parameters become equal at every step, the state's z of each worker do not."""
-    base = optax.contrib.schedule_free(SGD, learning_rate=0.1, b1=0.9)
-    params, state = train(optax.chain(base, lj.local_sgd(1)), devices=1)
-    np.testing.assert_allclose(np.ptp(params["a"], axis=0), 0, atol=1e-6)
-    assert np.ptp(state[0].z["a"], axis=0).min() > 0.1
+    params, state = train(optax.chain(schedule_free(SGD), lj.local_sgd(1)), devices=1)
+    assert apart(params) < 1e-6 and apart(state[0].z) > 0.1
+
+
+def test_schedule_free_behind_allreduce_is_that_of_the_mean_gradient():
+    params, state = train(optax.chain(lj.allreduce(), schedule_free(SGD)), devices=1)
+    mean = optax.stateless(lambda grads, params: lax.pmean(grads, ("node", "local")))
+    expected, _ = train(optax.chain(mean, schedule_free(SGD)), devices=8)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        params,
+        expected,
+    )
+    assert misplaced(state) == [[0] * 8]
+
+
+def test_an_exchange_inside_schedule_free_does_not_stand_last():
+    _, state = train(schedule_free(LOCAL_SGD), devices=1)
+    assert min(misplaced(state)[0]) >= 1

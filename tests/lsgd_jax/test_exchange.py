@@ -1,0 +1,351 @@
+"""The kernel: offsets, delays, parts, health, places in the chain, states, counts."""
+
+import functools
+import re
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import GUARDED
+
+import lsgd_jax as lj
+
+
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+
+
+def pair():
+    return lj.Workers(1, 2, devices=jax.devices()[:1])
+
+
+def train(tx, workers, x, grads, losses=None, apply=lj.apply_updates):
+    """The parameters on the host after every step, and the last state."""
+
+    def step(x, state, g, loss):
+        u, state = tx.update(g, state, x, value=loss)
+        return apply(x, u), state
+
+    x, seen = workers.put(x), []
+    state, step = workers.map(tx.init)(x), workers.map(step)
+    losses = [np.ones(workers.num_workers)] * len(grads) if losses is None else losses
+    for g, loss in zip(grads, losses):
+        loss = jnp.asarray(loss, jnp.float32)
+        x, state = step(x, state, workers.put(g), workers.put(loss))
+        seen.append(workers.fetch(x))
+    return seen, state
+
+
+# When, which part, how late
+
+
+def test_streaming_diloco_by_hand():
+    """Two fragments of a scalar each, H = 6, one step late, half mixed in."""
+    tx = optax.chain(
+        optax.sgd(1.0), lj.diloco(6, optax.sgd(2.0), fragments=2, delay=1, mixing=0.5)
+    )
+    start, g = {"a": np.ones(2), "b": np.ones(2)}, {"a": np.full(2, 2.0)}
+    g["b"] = g["a"]
+    seen, state = train(tx, pair(), start, [g] * 9)
+    first, second = ([float(x[name][0]) for x in seen] for name in "ab")
+    assert first == [-1, -3, -6, -8, -10, -12, -14, -16, -21.5]
+    assert second == [-1, -3, -5, -7, -9, -15, -17, -19, -21]
+    assert [level.exchanges for level in lj.diagnostics(state)] == [2, 1]
+    assert [level.bytes_sent for level in lj.diagnostics(state)] == [16, 8]
+    assert [[t for t in range(1, 7) if d.is_due(t)] for d in lj.diagnostics(state)] == [
+        [2],
+        [5],
+    ]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_delayed_lsgd_by_hand(delay):
+    """z is the leader's y of `delay` steps before, elected then; τ = 4, λ = 0.25."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(4, 3)).astype(np.float32)
+    steps = rng.normal(size=(12, 4, 3)).astype(np.float32)
+    losses = rng.uniform(size=(12, 4))
+    tx = lj.lsgd(0.25, 0.0, local_period=4, loss_window=1, delay=delay)
+    workers = lj.Workers(1, 4, devices=jax.devices()[:2])
+    seen, _ = train(tx, workers, start, list(steps), list(losses))
+    x, sent = start, None
+    for t in range(1, 13):
+        x = x + steps[t - 1]
+        if (t + delay) % 4 == 0 and delay == 0:
+            sent = x[losses[t - 1].argmin()]
+        if t % 4 == 0:
+            x = x + 0.25 * (sent - x)
+        if (t + delay) % 4 == 0 and delay:
+            sent = x[losses[t - 1].argmin()]
+        close(seen[t - 1], x)
+
+
+def test_a_pull_acts_on_its_part_at_its_offset():
+    mean = lambda part, offset: lj.Pull(lj.average(), 1.0, 3, offset, part=part)
+    tx = lj.exchange(mean(lambda path: path == "a/w", 1), mean(lj.fragment(1, 2), 2))
+    start = {"a": {"w": np.array([0.0, 2.0])}, "b": np.array([4.0, 8.0])}
+    still = jax.tree.map(np.zeros_like, start)
+    seen, _ = train(tx, pair(), start, [still] * 2)
+    assert seen[0] == {"a": {"w": pytest.approx([1, 1])}, "b": pytest.approx([4, 8])}
+    assert seen[1] == {"a": {"w": pytest.approx([1, 1])}, "b": pytest.approx([6, 6])}
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1, 1], [5, 1, 1, 1], [1, 1, 1, 9], [3] * 7, [0, 4, 0, 4]]
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_fragments_are_runs_of_leaves_and_none_is_empty(sizes, count):
+    tree = [np.zeros(size) for size in sizes]
+    owned = []
+    for i in range(count):
+        selected = lj.parts.select(lj.fragment(i, count), tree)
+        inside = lambda leaf: not isinstance(leaf, optax.MaskedNode)
+        mine = [k for k, leaf in enumerate(selected) if inside(leaf)]
+        assert mine
+        owned += mine
+    assert owned == list(range(len(sizes)))
+
+
+# Workers that are not finite
+
+
+def test_a_step_without_a_finite_loss_moves_what_is_finite():
+    tx = lj.local_sgd(100)
+    seen, _ = train(
+        tx,
+        pair(),
+        np.zeros((2, 3), np.float32),
+        [np.array([[1.0, np.nan, np.inf], [1.0, 2.0, 3.0]])],
+        [[np.nan, 1.0]],
+        optax.apply_updates,
+    )
+    assert seen[0].tolist() == [[1, 0, 0], [1, 2, 3]]
+
+
+def test_parameters_that_are_nan_stay_so_until_they_are_replaced():
+    """Not by a zero: a guarded base optimizer hands on updates of 0 for them."""
+    start = np.array([[np.nan, 5.0], [1.0, 2.0]], np.float32)
+    zeros = np.zeros_like(start)
+    seen, state = train(lj.local_sgd(2), pair(), start, [zeros] * 2, [[np.nan, 1.0]] * 2)
+    np.testing.assert_array_equal(seen[0], start)
+    assert seen[1].tolist() == [[1, 2], [1, 2]]
+    assert lj.diagnostics(state)[0].restored.tolist() == [1, 0]
+
+
+def test_a_fragment_that_was_restored_does_not_restore_the_rest():
+    tx = lj.diloco(2, optax.sgd(1.0), fragments=2)
+    start = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
+    bad = {"a": np.array([np.nan, 1.0]), "b": np.array([np.nan, 1.0])}
+    still = jax.tree.map(np.zeros_like, start)
+    seen, state = train(tx, pair(), start, [bad, still])
+    np.testing.assert_array_equal(seen[0]["a"], [1, 1])
+    assert np.isfinite(seen[0]["b"]).all() and seen[0]["b"][1] == 1
+    np.testing.assert_array_equal(seen[1]["a"], [1, 1])
+    assert np.ptp(seen[1]["b"]) == 0
+    assert not lj.waiting(state).any()
+
+
+# Where an exchange stands in its chain
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda: optax.chain(lj.local_sgd(2), optax.sgd(0.1)),
+        lambda: optax.chain(optax.sgd(0.1), lj.lsgd(0.1, 0.1, 2, 2), optax.scale(0.5)),
+        lambda: optax.chain(optax.sgd(0.1), lj.sgp(), optax.clip(1e-3)),
+        lambda: optax.chain(optax.adam(0.1), lj.allreduce()),
+    ],
+    ids=["exchange_first", "scale_behind", "clip_behind", "allreduce_last"],
+)
+def test_a_wrong_place_is_noticed(chain):
+    assert misplaced(chain()).min() >= 2
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda: optax.chain(optax.sgd(0.1), lj.local_sgd(2)),
+        lambda: optax.chain(lj.allreduce(), optax.adam(0.1)),
+        lambda: optax.chain(lj.allreduce(axes="local"), optax.sgd(0.1), lj.diloco(2)),
+        lambda: optax.MultiSteps(optax.chain(optax.adam(0.1), lj.lsgd(0.1, 0.1, 1, 1)), 2),
+        lambda: optax.chain(optax.set_to_zero(), lj.allreduce()),
+    ],
+    ids=["last", "first", "both", "multi_steps", "moves_nothing"],
+)
+def test_a_right_place_is_not_taken_for_a_wrong_one(chain):
+    assert misplaced(chain()).max() == 0
+
+
+def misplaced(tx):
+    rng = np.random.default_rng(0)
+    start = {"w": rng.normal(size=(2, 3)), "b": rng.normal(size=(2, 5, 2))}
+    draw = lambda: jax.tree.map(lambda x: rng.normal(size=x.shape), start)
+    _, state = train(tx, pair(), start, [draw() for _ in range(5)])
+    return np.stack([level.misplaced for level in lj.diagnostics(state)])
+
+
+# Numbers
+
+
+def test_a_schedule_pulls_to_the_target_and_not_beyond():
+    tx = lj.exchange(lj.Pull(lj.average(), lambda t: 3.0 - t))
+    x = np.array([[0.0], [2.0]], np.float32)
+    seen, _ = train(tx, pair(), x, [np.zeros_like(x)])
+    assert seen[0].tolist() == [[1], [1]]
+    tx = lj.exchange(lj.Pull(lj.average(), lambda t: -1.0 * t))
+    seen, _ = train(tx, pair(), x, [np.zeros_like(x)])
+    assert seen[0].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("method", [lj.diloco, lj.local_sgd, lj.downpour])
+def test_all_workers_hold_the_same_target_in_bfloat16(method):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 500)), jnp.bfloat16)
+    grads = [jnp.asarray(rng.normal(size=(2, 500)), jnp.bfloat16) for _ in range(2)]
+    tx = optax.chain(optax.sgd(0.3), method(2))
+    seen, state = train(tx, pair(), x, grads)
+    np.testing.assert_array_equal(seen[1][0], seen[1][1])
+    assert seen[1].dtype == jnp.bfloat16
+    assert (seen[1][0] != seen[0][0]).any()
+
+
+def test_push_sum_weights_are_as_exact_as_the_parameters():
+    """Out-degrees 2, 1, 1: weights that are no powers of two."""
+    graph = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 0)]])
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(3, 4))
+        workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+        tx = lj.sgp(graph)
+        step = workers.map(lambda x, s: (lambda u, s: (x + u, s))(*tx.update(0 * x, s, x)))
+        got, state = workers.put(x), workers.map(tx.init)(workers.put(x))
+        w, s = np.ones(3), x
+        for _ in range(5):
+            got, state = step(got, state)
+            s, w = graph.mixing[0] @ s, graph.mixing[0] @ w
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, s / w[:, None], rtol=1e-13)
+
+
+# States
+
+
+def test_states_are_seen_by_flax_and_optax():
+    workers = pair()
+    tx = optax.chain(optax.adam(0.1), lj.easgd(0.5, 2), lj.lsgd(0.1, 0.1, 2, 2))
+    x = {"w": np.ones((2, 3), np.float32)}
+    _, state = train(tx, workers, x, [x] * 2)
+    saved = flax.serialization.to_bytes(state)
+    fresh = workers.map(tx.init)(workers.put(x))
+    back = flax.serialization.from_bytes(fresh, saved)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    close(back, jax.device_get(state))
+    assert optax.tree.get(state, "center").value["w"].shape == (3,)
+    assert optax.tree.get(state[1], "count").value == 2
+
+
+def test_a_state_may_be_continued_with_another_period():
+    workers, x = pair(), np.ones((2, 3), np.float32)
+    _, state = train(lj.local_sgd(2), workers, x, [x] * 4)
+    other = lj.local_sgd(3)
+    step = workers.map(lambda x, s: other.update(0 * x, s, x)[1])
+    for _ in range(2):
+        state = step(workers.put(x), state)
+    (level,) = lj.diagnostics(state)
+    assert (level.period, level.exchanges, level.bytes_sent) == (3, 3, 3 * 16)
+
+
+def test_bytes_are_exact_beyond_what_an_int32_holds():
+    traffic = lj.traffic.Traffic.zero("local", 1, 0)
+    for _ in range(5):
+        traffic = traffic.add(3e9, True, 1, 0)
+    assert lj.traffic.total(traffic.bytes_sent.value) == 15_000_000_000
+    assert lj.traffic.total(traffic.bytes_each.value) == 3_000_000_000
+
+
+def test_messages_in_flight_are_not_for_other_workers():
+    tx = lj.lsgd(0.5, 0.0, 2, 2, delay=1, loss_window=1)
+    x = np.array([[0.0], [8.0]], np.float32)
+    _, state = train(tx, pair(), x, [0 * x], [[1.0, 2.0]])
+    target, found = state.pulls[0].pending
+    assert found.all() and target.tolist() == [[0], [0]]
+    _, found = lj.resize(state, [1, 1, 0]).pulls[0].pending
+    assert found.shape == (3,) and not found.any()
+
+
+# Many leaves
+
+
+def test_a_step_of_many_leaves_grows_in_proportion():
+    """By the size of what XLA compiles; 400 leaves took minutes when it grew with n²."""
+
+    def instructions(leaves):
+        workers = pair()
+        tree = workers.replicate({str(i): jnp.ones(3 + i % 2) for i in range(leaves)})
+        tx = optax.chain(optax.adam(0.1), lj.lsgd(0.1, 0.1, 2, 4))
+        step = workers.map(lambda x, s, v: tx.update(x, s, x, value=v))
+        state = jax.eval_shape(workers.map(tx.init), tree)
+        text = step.lower(tree, state, workers.put(jnp.ones(2))).compile().as_text()
+        return len(re.findall(r"^\s+(?:ROOT )?%", text, re.M))
+
+    few, many = instructions(20), instructions(60)
+    assert many < 3.3 * few
+
+
+def test_small_leaves_travel_together_and_large_ones_alone():
+    small = {str(i): jnp.ones([2, 2], [jnp.float32, jnp.bfloat16][i % 2]) for i in range(6)}
+    tree = small | {"large": jnp.ones([2**10, 2**11])}
+    packing = lj.packing.Packing(tree)
+    buffers = packing.pack(tree)
+    assert sorted(b.size for b in buffers) == [12, 12, 2**21]
+    chex.assert_trees_all_equal(packing.unpack(buffers), tree)
+    again = jax.jit(lambda buffers, t: packing.unpack(buffers, t=t))(buffers, jnp.int32(1))
+    chex.assert_trees_all_equal(again, tree)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: lj.Pull(lj.average(), 2.0), "`strength` must be in"),
+        (lambda: lj.Pull(lj.average(), 1.0, every=0), "`every` must be a positive int"),
+        (lambda: lj.Pull(lj.average(), 1.0, 4, 4), r"`offset` must be an int in \[0, 4\)"),
+        (lambda: lj.Pull(lj.average(), 1.0, 4, 0, 4), r"`delay` must be an int in"),
+        (lambda: lj.exchange(check="never"), "`check` must be one of"),
+        (lambda: lj.fragment(2, 2), r"`index` must be an int in \[0, 2\)"),
+        (lambda: lj.diloco(7, fragments=2), "`period` must be divisible by fragments=2"),
+        (lambda: lj.diloco(8, fragments=2, delay=4), r"`delay` must be an int in \[0, 4\)"),
+        (lambda: lj.diloco(8, mixing=1.5), "`mixing` must be in"),
+        (lambda: lj.lsgd(0.1, 0.1, 4, 8, delay=4), "`delay` must be"),
+    ],
+)
+def test_refuses(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_refuses_while_tracing():
+    workers, x = pair(), jnp.ones((2, 3))
+    tx = lj.local_sgd(2)
+    state = workers.map(tx.init)(x)
+    with pytest.raises(ValueError, match="`value` must be the worker's loss, a scalar"):
+        workers.map(lambda x, s: tx.update(x, s, x, value={"loss": 1})[0])(x, state)
+    with pytest.raises(ValueError, match="`fragments` must be at most the number of"):
+        workers.map(lj.diloco(4, fragments=2).init)(x)
+
+
+def test_guarded_base_optimizers_lose_a_step_and_no_more():
+    """README's form: a nan gradient costs the worker that step, and momentum is kept."""
+    tx = optax.chain(GUARDED(optax.sgd(0.1, momentum=0.9)), lj.local_sgd(4))
+    x = np.ones((2, 3), np.float32)
+    grads = [np.ones_like(x) for _ in range(3)]
+    grads[1][0] = np.nan
+    seen, state = train(tx, pair(), x, grads)
+    np.testing.assert_array_equal(seen[1][0], seen[0][0])
+    assert np.isfinite(np.asarray(optax.tree.get(state, "trace"))).all()
+    assert not sum(level.restored for level in lj.diagnostics(state)).any()

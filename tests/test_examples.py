@@ -1,0 +1,68 @@
+"""The examples do what the pages about them say."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILE = ROOT / "examples" / "pull_to_the_median_worker.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("pull_to_the_median_worker", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_median_worker_is_followed(example):
+    goals, x, expected = np.arange(1.0, 9.0), np.zeros(8), []
+    for t in range(1, 21):
+        losses = 3 * (x - goals) ** 2
+        x = x - 0.2 * (x - goals)
+        if t % 4 == 0:
+            expected.append(int(np.argsort(losses)[3]))
+            x += 0.5 * (x[expected[-1]] - x)
+    followed, sent = example.main()
+    assert followed == expected and len(set(followed)) > 1
+    assert (sent.exchanges, sent.payload, sent.bytes_sent) == (5, 4 + 12, 80)
+
+
+def test_a_worker_that_is_not_finite_is_not_followed(example):
+    """The kernel's part: the rule itself says nothing of restoring, parts or delays."""
+    workers = lj.Workers(1, 3, devices=jax.devices()[:1])
+    rule = example.median_worker("local")
+    part = lambda path: path == "a"
+    tx = lj.exchange(lj.Pull(rule, 1.0, every=3, offset=2, delay=1, part=part))
+
+    def step(x, state, loss):
+        updates, state = tx.update(optax.tree.zeros_like(x), state, x, value=loss)
+        return lj.apply_updates(x, updates), state
+
+    x = workers.put({k: jnp.array([jnp.nan, 1.0, 2.0]) for k in "ab"})
+    state, losses = workers.map(tx.init)(x), workers.put(jnp.array([2.0, 1.0, 3.0]))
+    seen = []
+    for _ in range(3):
+        x, state = workers.map(step)(x, state, losses)
+        seen.append(workers.fetch(x))
+    # Sent at t = 1, taken at t = 2; of the two that are finite worker 1 is the median.
+    np.testing.assert_array_equal([x["a"][1] for x in seen], [1, 1, 1])
+    np.testing.assert_array_equal([x["a"][2] for x in seen], [2, 1, 1])
+    np.testing.assert_array_equal(seen[1]["a"], [1, 1, 1])
+    np.testing.assert_array_equal(seen[2]["b"], [np.nan, 1, 2])
+    assert workers.fetch(state).pulls[0].rule.followed.value == 1
+
+
+def test_the_page_on_rules_shows_the_rule_of_the_example():
+    page = (ROOT / "docs" / "writing_a_rule.md").read_text()
+    rule = FILE.read_text().partition("class MedianState")[2].partition("def main")[0]
+    assert "class MedianState" + rule.rstrip() in page
