@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from configs.digits import CONFIG
 from train.config import Config, WorkersConfig
@@ -96,6 +97,13 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
         set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)
         set(saved_run, "Experiment", shared)
+
+
+def train_shared(config):
+    """Trains in this process, with an experiment that is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(share=True, set=patch.setattr)
+        return loop.train(opening.open_run(config))
 
 
 def shared(config, *_, **__):

@@ -386,7 +386,7 @@ def test_adpsgd_pairs_average_and_the_odd_one_waits():
 
 
 def peer(x, hop):
-    """Everybody's x_{i - hop}."""
+    """All workers' x_{i - hop}."""
     return jnp.roll(x, hop, axis=0)
 
 

@@ -41,7 +41,7 @@ def test_every_number_of_workers(name, num_workers):
         check_round(round, num_workers)
     assert graph.balanced
     np.testing.assert_allclose(graph.mixing.sum(axis=1), 1)
-    # In the long run all workers hear of all others.
+    # In the long run every worker hears of every other.
     assert graph.spectral_gap > 0.05
     assert str(num_workers) in str(graph)
 

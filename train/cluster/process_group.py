@@ -15,6 +15,8 @@ from train.cluster.exit_status import LOST, SIGNALED
 
 
 REPEATED = 20  # of a process that failed, the last lines
+# What gloo prints of each device that is connected, too many lines to find others between.
+NOISE = "[Gloo] Rank "
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -50,6 +52,8 @@ class Child:
         return bool(read)
 
     def _show_line(self, text: str, screen: TextIO) -> None:
+        if text.startswith(NOISE):
+            return
         if screen is sys.stderr:
             self.last_errors.append(text)
         print(f"[{self.index}] {text}", file=screen, flush=True)

@@ -65,7 +65,8 @@ def is_running(pid):
 
 def test_every_line_gets_its_prefix_and_its_stream(capsys):
     program = (
-        "print('one'); print('two', end='', flush=True)\n"
+        "print('one'); print('[Gloo] Rank 0 is connected to 1 peer ranks.')\n"
+        "print('two', end='', flush=True)\n"
         "time.sleep(0.2); print(' halves')\n"
         "print('not a line', end='', file=sys.stderr)"
     )

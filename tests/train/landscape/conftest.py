@@ -8,8 +8,6 @@ import tiny
 from landscapes import SMALL
 
 from train.landscape.saved_run import SavedRun
-from train.run.loop import train
-from train.run.open import open_run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,9 +21,7 @@ def quick():
 def run(tmp_path_factory):
     """The folder of a finished run with the checkpoints of steps 6 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        train(open_run(dataclasses.replace(SMALL, run_dir=str(folder))))
+    tiny.train_shared(dataclasses.replace(SMALL, run_dir=str(folder)))
     return folder
 
 

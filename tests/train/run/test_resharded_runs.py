@@ -58,9 +58,7 @@ def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, mon
 def ended(tmp_path_factory):
     """A run of 2 x 2 workers to step 6: its folder."""
     folder = tmp_path_factory.mktemp("ended") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        train(open_run(dataclasses.replace(SMALL, run_dir=str(folder))))
+    tiny.train_shared(dataclasses.replace(SMALL, run_dir=str(folder)))
     return folder
 
 
