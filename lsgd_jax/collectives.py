@@ -34,7 +34,7 @@ class Group:
 
     Attributes:
       axes: these names.
-      bytes_sent: bytes that this worker has handed to collectives so far, counted while
+      bytes_sent: bytes that this worker has sent so far, counted while
         tracing; of the branches of a `switch` their mean.
 
     >>> import lsgd_jax as lj

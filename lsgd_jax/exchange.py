@@ -231,7 +231,7 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
             for pull, fit in zip(pulls, fits)
         ]
 
-        def talk(u, pull_states):
+        def run_pulls(u, pull_states):
             u, pull_states, healthy = communicate(dues, x, u, pull_states, ~sick, t)
             return u, pull_states, ~healthy
 
@@ -239,7 +239,7 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
             return u, pull_states, sick
 
         any_due = any_of(*(due.sends for due in dues), *(due.lands for due in dues))
-        u, pull_states, sick = cond(any_due, talk, keep, u, pull_states)
+        u, pull_states, sick = cond(any_due, run_pulls, keep, u, pull_states)
         traffic = [
             state.traffic.add(
                 due.group.bytes_sent, due.sends, due.pull.every, due.pull.sends_at
