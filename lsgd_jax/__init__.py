@@ -14,11 +14,11 @@ from lsgd_jax.devices import reserve_threads as _reserve_threads
 from lsgd_jax.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax.diagnostics import diagnostics as diagnostics
 from lsgd_jax.diagnostics import waiting as waiting
+from lsgd_jax.exchange import Exchange as Exchange
 from lsgd_jax.exchange import ExchangeState as ExchangeState
 from lsgd_jax.exchange import Pull as Pull
 from lsgd_jax.exchange import PullState as PullState
 from lsgd_jax.exchange import Rule as Rule
-from lsgd_jax.exchange import apply_updates as apply_updates
 from lsgd_jax.exchange import combine_then_adapt as combine_then_adapt
 from lsgd_jax.exchange import exchange as exchange
 from lsgd_jax.methods.averaging import AnchorState as AnchorState
@@ -58,6 +58,7 @@ from lsgd_jax.parts import Fragment as Fragment
 from lsgd_jax.parts import fragment as fragment
 from lsgd_jax.resize import resize as resize
 from lsgd_jax.shared import Shared as Shared
+from lsgd_jax.trees import apply_updates as apply_updates
 from lsgd_jax.workers import Workers as Workers
 
 

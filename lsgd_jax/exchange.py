@@ -1,6 +1,7 @@
 """exchange: the one transformation that talks to others; every method composes it."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -146,7 +147,13 @@ class ExchangeState(NamedTuple):
     pulls: tuple[PullState, ...]
 
 
-def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformationExtraArgs:
+class Exchange(optax.GradientTransformationExtraArgs):
+    """An `exchange`, which another one can take in: it remembers its pulls."""
+
+    pulls: tuple[Pull, ...] = ()
+
+
+def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     r"""Pulls a worker towards what it agrees on with others, every so often.
 
     With x the worker's parameters, u the update that comes from the transformations before
@@ -169,7 +176,8 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
     finite.
 
     Args:
-      *pulls: what to pull to, in this order.
+      *given: what to pull to, in this order; an exchange (any method that pulls) stands for
+        its pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
       check: when a worker looks whether all of x + u is finite. 'due': where it
         communicates; between these a finite loss is enough, and costs nothing.
         'every_step': always, and a step that is not finite is not taken. Needed without
@@ -198,6 +206,8 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
     [0.0, -4.0]
     """
     check_option("check", check, get_args(Check))
+    each = (x.pulls if isinstance(x, Exchange) else (x,) for x in given)
+    pulls: tuple[Pull, ...] = tuple(itertools.chain(*each))
 
     def init(params: Tree) -> Any:
         return ExchangeState(
@@ -254,7 +264,9 @@ def exchange(*pulls: Pull, check: Check = "due") -> optax.GradientTransformation
             pulls=tuple(map(PullState, *zip(*pull_states), traffic)),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    transformation = Exchange(init, update)
+    transformation.pulls = pulls
+    return transformation
 
 
 def _init(pull: Pull, params: Tree) -> PullState:
@@ -319,24 +331,3 @@ def in_order(rule: Rule, order: Order) -> Rule:
     """The rule as it is, or worked out at x."""
     check_option("order", order, get_args(Order))
     return combine_then_adapt(rule) if order == "combine_then_adapt" else rule
-
-
-def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Adds updates to parameters, and lets an exchange replace what is not finite.
-
-    x ← x + u where x is finite, x ← u elsewhere; `optax.apply_updates` gives nan + u = nan
-    there. The two agree on finite parameters.
-
-    Args:
-      params: parameters x, any shapes and dtypes.
-      updates: updates u, a tree like `params`.
-
-    Returns:
-      A tree like `params`, of the same dtypes.
-
-    >>> import jax.numpy as jnp
-    >>> apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
-    [1.5, 2.0]
-    """
-    finite_part = trees.finite_part
-    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)

@@ -65,6 +65,26 @@ def finite_part(x: Array) -> Array:
     return where_finite(x, x, 0)
 
 
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Adds updates to parameters, and lets an exchange replace what is not finite.
+
+    x ← x + u where x is finite, x ← u elsewhere; `optax.apply_updates` gives nan + u = nan
+    there. The two agree on finite parameters.
+
+    Args:
+      params: parameters x, any shapes and dtypes.
+      updates: updates u, a tree like `params`.
+
+    Returns:
+      A tree like `params`, of the same dtypes.
+
+    >>> import jax.numpy as jnp
+    >>> apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
+    [1.5, 2.0]
+    """
+    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)
+
+
 def all_finite(tree: Tree) -> Array:
     """Whether every element of the tree is finite: a bool scalar."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

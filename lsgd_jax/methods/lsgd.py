@@ -13,7 +13,7 @@ from jax import Array
 
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
-from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.exchange import Check, Exchange, Order, Pull, Rule, exchange, in_order
 from lsgd_jax.shared import Axes
 from lsgd_jax.trees import Tree
 
@@ -186,5 +186,5 @@ def lsgd(
             rule = in_order(leader(group, loss_window, proximal / period), order)
             pulls.append(Pull(rule, strength, every=period, delay=delay))
     if not pulls:
-        return optax.with_extra_args_support(optax.identity())
+        return Exchange(*optax.with_extra_args_support(optax.identity()))
     return exchange(*pulls, check=check)

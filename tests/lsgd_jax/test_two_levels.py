@@ -59,8 +59,10 @@ def test_allreduce_inside_the_node_with_diloco_across(devices):
 def test_lsgd_inside_the_node_with_sgp_across(devices):
     tx = optax.chain(
         optax.sgd(RATE),
-        lj.lsgd(0.3, 0.0, local_period=2, loss_window=1),
-        lj.sgp(lj.topology.exponential(NODES), axes="node"),
+        lj.exchange(
+            lj.lsgd(0.3, 0.0, local_period=2, loss_window=1),
+            lj.sgp(lj.topology.exponential(NODES), axes="node"),
+        ),
     )
     start, grads, losses, got = run(tx, devices)
     x = start
