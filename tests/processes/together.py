@@ -46,9 +46,9 @@ def lsgd_oracle(folder, session):
 
 def lsgd_oracle_on_pretended_hosts(folder, session):
     """The same, ranks dealt out to two hosts in turn."""
-    from lsgd_jax import workers
+    from lsgd_jax import _device_grid
 
-    workers._host = lambda device: device.process_index % 2
+    _device_grid._host = lambda device: device.process_index % 2
     return lsgd_oracle(folder, session)
 
 
