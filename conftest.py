@@ -11,8 +11,8 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=60",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-# Tests compile much and run little: cheap code is compiled three times as fast. Later versions
-# abort at the second flag, and with the first they round otherwise than the references.
+# Tests compile much and run little: cheap code is compiled three times as fast. Later
+# versions abort at the second flag, and with the first round otherwise than the references.
 if jax.__version_info__ < (0, 11):
     FLAGS += ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 # In front, so that those of whoever calls win.

@@ -63,9 +63,10 @@ def aggregate(
     Returns:
       A gradient transformation for one worker. Its state is an `AggregateState`.
 
+    >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> first = lambda group, g, own, finite: (group.broadcast(g, 0), own)
-    >>> tx = aggregate(first, axes="local")
+    >>> tx = lj.aggregate(first, axes="local")
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> follow = workers.map(lambda g: tx.update(g, tx.init(g))[0])
     >>> follow(workers.put(jnp.array([1.0, 2.0]))).tolist()

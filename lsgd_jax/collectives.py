@@ -37,9 +37,10 @@ class Group:
       bytes_sent: bytes that this worker has sent so far, counted while
         tracing; of the branches of a `switch` their mean.
 
+    >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> workers = lj.Workers(nodes=1, locals=2)
-    >>> mean = workers.map(lambda x: Group("local").mean(x))
+    >>> mean = workers.map(lambda x: lj.Group("local").mean(x))
     >>> mean(workers.put(jnp.array([1.0, 4.0]))).tolist()
     [2.5, 2.5]
     """

@@ -44,8 +44,9 @@ def consensus(params: Tree) -> Tree:
     Returns:
       One tree, leaves [...], in the dtypes of `params`; nan if no worker is finite.
 
+    >>> import lsgd_jax as lj
     >>> import jax.numpy as jnp
-    >>> consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    >>> lj.consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     2.0
     """
     healthy = _healthy(params)
@@ -69,8 +70,9 @@ def consensus_distance(params: Tree) -> Array:
     Returns:
       float32 scalar; 0 if all are equal.
 
+    >>> import lsgd_jax as lj
     >>> import jax.numpy as jnp
-    >>> round(float(consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
+    >>> round(float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
     0.5
     """
     healthy = _healthy(params)
@@ -97,8 +99,9 @@ def center(params: Tree, opt_state: Tree) -> Tree:
     Returns:
       One tree, leaves [...], in the dtypes of `params`.
 
+    >>> import lsgd_jax as lj
     >>> import jax.numpy as jnp
-    >>> center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
+    >>> lj.center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
     2.0
     """
     own = lambda node: hasattr(node, "center")

@@ -20,7 +20,8 @@ def emulate_devices(count: int) -> None:
     Raises:
       ValueError: a count below 1; RuntimeError: jax has its devices already.
 
-    >>> emulate_devices(0)
+    >>> import lsgd_jax as lj
+    >>> lj.emulate_devices(0)
     Traceback (most recent call last):
     ValueError: `count` must be a positive int, got count=0
     """

@@ -77,6 +77,7 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
     Returns:
       One `Diagnostics` per pull; for `lsgd` the local level, then the global one.
 
+    >>> import jax.numpy as jnp
     >>> import optax
     >>> import lsgd_jax as lj
     >>> workers = lj.Workers(nodes=2, locals=2)

@@ -193,8 +193,9 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     Raises:
       ValueError: in `update`, no parameters.
 
+    >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
-    >>> tx = exchange(Pull(lj.leader("local"), strength=0.5, every=2))
+    >>> tx = lj.exchange(lj.Pull(lj.leader("local"), strength=0.5, every=2))
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
     >>> state = workers.map(tx.init)(x)

@@ -30,6 +30,7 @@ class Packing:
     Attributes:
       members: of each buffer the indices of its leaves.
 
+    >>> import jax.numpy as jnp
     >>> packing = Packing({"a": jnp.ones(2), "b": jnp.zeros([1, 3])})
     >>> packing.pack({"a": jnp.ones(2), "b": jnp.zeros([1, 3])})
     [Array([1., 1., 0., 0., 0.], dtype=float32)]

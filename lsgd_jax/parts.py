@@ -30,8 +30,11 @@ def fragment(index: int, count: int) -> Fragment:
       ValueError: a count below 1, an index outside 0..count-1; in `init`, more fragments
         than leaves.
 
+    >>> import jax
+    >>> import numpy as np
+    >>> import lsgd_jax as lj
     >>> tree = {"a": np.zeros(3), "b": np.zeros(1), "c": np.zeros(2)}
-    >>> jax.tree.map(np.shape, select(fragment(1, 2), tree))
+    >>> jax.tree.map(np.shape, lj.parts.select(lj.fragment(1, 2), tree))
     {'a': MaskedNode(), 'b': (1,), 'c': (2,)}
     """
     check_positive_int("count", count)

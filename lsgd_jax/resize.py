@@ -36,7 +36,7 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> state = {"x": jnp.array([10.0, 20.0]), "center": lj.Shared(jnp.float32(15))}
-    >>> other = resize(state, sources=[1, 1, 0])
+    >>> other = lj.resize(state, sources=[1, 1, 0])
     >>> other["x"].tolist(), float(other["center"].value)
     ([20.0, 20.0, 10.0], 15.0)
     """

@@ -104,7 +104,9 @@ class Topology:
         Raises:
           ValueError: not a positive number of steps, another number of workers.
 
-        >>> print(exponential(4).then(100, exponential(4, peers=2)).phases)
+        >>> import lsgd_jax as lj
+        >>> later = lj.topology.exponential(4, peers=2)
+        >>> lj.topology.exponential(4).then(100, later).phases
         ((0, 2), (100, 1))
         """
         check_positive_int("steps", steps)
@@ -145,7 +147,8 @@ Graph = Topology | Callable[[int], Topology]
 def ring(num_workers: int) -> Topology:
     """Every worker sends to both neighbors, at every step.
 
-    >>> print(ring(4))
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.ring(4))
     Topology(ring: 4 workers, 1 round, 2 peers each, spectral gap 0.667)
       round 0: 0→1 0→3 1→0 1→2 2→1 2→3 3→0 3→2
     """
@@ -166,7 +169,8 @@ def exponential(num_workers: int, peers: int = 1) -> Topology:
     Raises:
       ValueError: more peers than there are hops.
 
-    >>> exponential(6).out_degrees.tolist()
+    >>> import lsgd_jax as lj
+    >>> lj.topology.exponential(6).out_degrees.tolist()
     [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
     """
     check_positive_int("num_workers", num_workers)
@@ -188,7 +192,8 @@ def bipartite_exponential(num_workers: int) -> Topology:
 
     With an odd number of workers one of them sits out in each round.
 
-    >>> print(bipartite_exponential(4))
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.bipartite_exponential(4))
     Topology(bipartite exponential: 4 workers, 2 rounds, 1 peer each, spectral gap 1.000)
       round 0: 0→1 1→0 2→3 3→2
       round 1: 0→3 1→2 2→1 3→0
@@ -207,7 +212,8 @@ def bipartite_exponential(num_workers: int) -> Topology:
 def complete(num_workers: int) -> Topology:
     """Every worker sends to every other one, at every step.
 
-    >>> complete(3).spectral_gap
+    >>> import lsgd_jax as lj
+    >>> lj.topology.complete(3).spectral_gap
     1.0
     """
     check_positive_int("num_workers", num_workers)
@@ -228,7 +234,8 @@ def from_edges(
       ValueError: no rounds, a round without edges, a self-loop, an edge twice in a round,
         an index outside 0..W-1.
 
-    >>> print(from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
     Topology(from edges: 3 workers, 1 round, 1-2 peers each, spectral gap 0.500)
       round 0: 0→1 0→2 1→0 2→0
     """

@@ -78,8 +78,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     Returns:
       A tree like `params`, of the same dtypes.
 
+    >>> import lsgd_jax as lj
     >>> import jax.numpy as jnp
-    >>> apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
+    >>> lj.apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
     [1.5, 2.0]
     """
     return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)

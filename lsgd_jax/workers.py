@@ -61,7 +61,9 @@ class Workers:
       ValueError: a count below 1, devices that the workers do not divide over, or a
         process that would have no worker.
 
-    >>> workers = Workers(nodes=2, locals=4)
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, locals=4)
     >>> workers
     Workers(nodes=2, locals=4) on 8 cpu devices (2 x 4), 1 worker per device
     >>> params = workers.replicate({"w": jnp.ones(3)})
@@ -204,7 +206,9 @@ class Workers:
             `Shared` output that may differ between workers; with `debug`, parameters that
             are not where an exchange left them.
 
-        >>> workers = Workers(nodes=1, locals=3)
+        >>> import jax.numpy as jnp
+        >>> import lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=3)
         >>> square = workers.map(lambda x: x * x)
         >>> square(workers.put(jnp.arange(3.0))).tolist()
         [0.0, 1.0, 4.0]

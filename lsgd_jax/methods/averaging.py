@@ -26,7 +26,8 @@ def average(axes: Axes = ("node", "local")) -> Rule:
     Args:
       axes: the mesh axes of the group.
 
-    >>> average("local").axes
+    >>> import lsgd_jax as lj
+    >>> lj.average("local").axes
     'local'
     """
 
@@ -64,7 +65,9 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
       outer: any optax transformation; its learning rate counts exchanges, not steps.
       axes: the mesh axes of the group.
 
-    >>> anchored(optax.sgd(0.7)).axes
+    >>> import optax
+    >>> import lsgd_jax as lj
+    >>> lj.anchored(optax.sgd(0.7)).axes
     ('node', 'local')
     """
     outer = optax.with_extra_args_support(outer)

@@ -41,7 +41,8 @@ def moving_center(
       renewed: whether the target is the new center; otherwise it is the old one.
       axes: the mesh axes of the group.
 
-    >>> moving_center(0.1).axes
+    >>> import lsgd_jax as lj
+    >>> lj.moving_center(0.1).axes
     ('node', 'local')
     """
 

@@ -37,8 +37,9 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     Raises:
       ValueError: a graph that is not balanced; in `update`, one of another size.
 
+    >>> import lsgd_jax as lj
     >>> from lsgd_jax.topology import ring
-    >>> neighbors(ring(4), axes="local").axes
+    >>> lj.neighbors(ring(4), axes="local").axes
     'local'
     """
     graph = for_group(topology, check_balanced)

@@ -27,7 +27,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     Raises:
       ValueError: a size that is no power of two; in `init`, W is none.
 
-    >>> butterfly(2).axes
+    >>> import lsgd_jax as lj
+    >>> lj.butterfly(2).axes
     ('node', 'local')
     """
     check_positive_int("group_size", group_size)

@@ -60,7 +60,8 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
     Raises:
       ValueError: a window below 1; in `update`, no `value`, or one that is no scalar.
 
-    >>> leader("local", window=3).axes
+    >>> import lsgd_jax as lj
+    >>> lj.leader("local", window=3).axes
     'local'
     """
     check_positive_int("window", window)

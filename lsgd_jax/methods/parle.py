@@ -148,7 +148,8 @@ def scoping(
     Raises:
       ValueError: counts below 1, negative pulls.
 
-    >>> [round(float(scoping(0.01, 1, period=2)(t)), 3) for t in (1, 2, 4, 100)]
+    >>> import lsgd_jax as lj
+    >>> [round(float(lj.scoping(0.01, 1, period=2)(t)), 3) for t in (1, 2, 4, 100)]
     [0.01, 0.02, 0.04, 1.0]
     """
     check_positive_int("batches_per_epoch", batches_per_epoch)

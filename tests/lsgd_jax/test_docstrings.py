@@ -1,0 +1,33 @@
+"""Examples in docstrings run as they are pasted: they import or define what they use."""
+
+import ast
+import builtins
+import doctest
+import inspect
+
+import pytest
+
+import lsgd_jax as lj
+
+
+def examples():
+    """The docstrings of what is public, by name."""
+    for name, value in vars(lj).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            for test in doctest.DocTestFinder().find(value, name):
+                if test.examples:
+                    yield pytest.param(test, id=test.name)
+
+
+@pytest.mark.parametrize("test", list(examples()))
+def test_examples_define_or_import_what_they_use(test):
+    program = ast.parse("".join(example.source for example in test.examples))
+    nodes = list(ast.walk(program))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    assert {node.id for node in names} <= known | set(dir(builtins))
