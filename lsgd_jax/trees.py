@@ -89,11 +89,10 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def all_finite(tree: Tree) -> Array:
     """Whether every element of the tree is finite: a bool scalar."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return (
-        lax.sort(jnp.stack(finite).astype(jnp.int8))[0] == 1
-        if finite
-        else jnp.asarray(True)
-    )
+    if not finite:
+        return jnp.asarray(True)
+    # The lowest of them by a sort, so that they are not fused; see `materialized`.
+    return lax.sort(jnp.stack(finite).astype(jnp.int8))[0] == 1
 
 
 def materialized(*scalars: Any) -> list[Array]:

@@ -191,7 +191,7 @@ def test_a_gradient_that_is_not_finite_costs_the_worker_its_steps_until_the_pull
     assert not lj.waiting(state).any()
 
 
-def test_no_worker_finite_means_no_pull_and_a_node_without_anybody_waits_for_the_others():
+def test_no_worker_finite_means_no_pull_and_a_node_without_any_waits_for_the_others():
     x, updates, losses = draw(8, steps=4)
     losses[:, :4] = np.nan  # all of node 0
     got, state = run(lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, 1), x, updates, losses)
