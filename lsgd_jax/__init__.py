@@ -58,6 +58,8 @@ from lsgd_jax.parts import Fragment as Fragment
 from lsgd_jax.parts import fragment as fragment
 from lsgd_jax.resize import resize as resize
 from lsgd_jax.shared import Shared as Shared
+from lsgd_jax.specs import following as following
+from lsgd_jax.specs import largest_dimension as largest_dimension
 from lsgd_jax.trees import apply_updates as apply_updates
 from lsgd_jax.workers import Workers as Workers
 

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from lsgd_jax.collectives import DEVICE, SLOT
+from lsgd_jax._axis_names import DEVICE, SLOT
 from lsgd_jax.shared import WORKER_AXES
 
 
@@ -17,18 +17,29 @@ Slots = list[tuple[str, int]]
 
 
 def device_grid(
-    nodes: int, locals: int, devices: Sequence[jax.Device] | None
+    nodes: int,
+    locals: int,
+    devices: Sequence[jax.Device] | None,
+    inside: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """The devices as an array [node, local] whose shape divides nodes × locals."""
+    """The devices as an array [node, local, *inside].
+
+    Its first two sizes divide nodes × locals; `inside` are the sizes inside a worker.
+    """
     available = list(jax.devices() if devices is None else devices)
-    shape = max(_grids(nodes, locals, len(available)), key=math.prod)
-    used = math.prod(shape)
-    if devices is not None and used != len(available):
+    each = math.prod(inside)
+    if len(available) < each:
+        raise ValueError(
+            f"a worker of {' x '.join(map(str, inside))} devices (`inside`) needs {each} "
+            f"devices, got {len(available)}"
+        )
+    shape = max(_grids(nodes, locals, len(available) // each), key=math.prod) + inside
+    if devices is not None and math.prod(shape) != len(available):
         fitting = sorted(set(map(math.prod, _grids(nodes, locals, nodes * locals))))
         raise ValueError(
             f"{nodes * locals} workers ({nodes} nodes x {locals} locals) do not divide "
             f"over the {len(available)} devices given; "
-            f"{', '.join(map(str, fitting))} devices would fit"
+            f"{', '.join(str(n * each) for n in fitting)} devices would fit"
         )
     return np.array(pick(available, shape), dtype=object).reshape(shape)
 
@@ -44,7 +55,9 @@ def check_no_process_is_idle(grid: np.ndarray, processes: int) -> None:
         )
 
 
-def named_mesh(grid: np.ndarray, nodes: int, locals: int) -> tuple[Mesh, Slots]:
+def named_mesh(
+    grid: np.ndarray, nodes: int, locals: int, inside: Iterable[str] = ()
+) -> tuple[Mesh, Slots]:
     """The grid as a mesh, its axes named so that 'node' and 'local' mean all workers.
 
     An axis that lies on the devices as a whole keeps its name there. One that lies
@@ -58,23 +71,28 @@ def named_mesh(grid: np.ndarray, nodes: int, locals: int) -> tuple[Mesh, Slots]:
     device_names: list[str] = []
     slots: Slots = []
     for axis, devices, workers in zip(WORKER_AXES, grid.shape, (nodes, locals)):
-        whole, inside = devices == workers, devices == 1
+        whole, on_one = devices == workers, devices == 1
         device_names.append(axis if whole else DEVICE.format(axis))
         if not whole:
-            slots.append((axis if inside else SLOT.format(axis), workers // devices))
-    types = (AxisType.Auto,) * len(WORKER_AXES)
-    return Mesh(grid, device_names, axis_types=types), slots
+            slots.append((axis if on_one else SLOT.format(axis), workers // devices))
+    types = (AxisType.Auto,) * grid.ndim
+    return Mesh(grid, (*device_names, *inside), axis_types=types), slots
 
 
 def leading_axis_over(mesh: Mesh) -> PartitionSpec:
-    """Shards the leading axis over the whole mesh, written as XLA writes it back."""
-    names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
+    """Shards the leading axis over all workers' devices, written as XLA writes it back."""
+    names = tuple(name for name in worker_axes_of(mesh) if mesh.shape[name] > 1)
     if not names:
         return PartitionSpec()
     return PartitionSpec(names if len(names) > 1 else names[0])
 
 
-def pick(devices: Sequence[jax.Device], shape: tuple[int, int]) -> list[jax.Device]:
+def worker_axes_of(mesh: Mesh) -> tuple[str, ...]:
+    """The names of the axes along which its workers stand."""
+    return tuple(mesh.axis_names[: len(WORKER_AXES)])
+
+
+def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Device]:
     """The devices for the grid, host by host, as many from each host if it can be."""
     used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}

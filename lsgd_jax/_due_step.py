@@ -65,13 +65,14 @@ def communicate(
     """
     packing, owned = _pack_by_part([due.pull.part for due in dues], x)
     xs, u, after = packing.pack(x), packing.pack(u), []
-    healthy &= trees.all_finite(trees.plus(xs, u))
+    is_finite = lambda u: trees.all_finite(packing.named(trees.plus(xs, u)))
+    healthy &= is_finite(u)
     for due, buffers, state in zip(dues, owned, states):
         view = View(packing, buffers, xs)
         u, state, restored = _pull(due, view, u, state, due.fit & healthy, t)
         # A part that was restored does not restore the rest.
         whole = due.pull.part is None
-        healthy |= restored if whole else trees.all_finite(trees.plus(xs, u))
+        healthy |= restored if whole else is_finite(u)
         after.append(state)
     return packing.unpack(stay(xs, u), t=t), tuple(after), healthy
 

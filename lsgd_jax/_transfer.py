@@ -30,6 +30,13 @@ def map_flagged(fn: Callable[[Any, bool], Any], tree: Tree) -> Tree:
     return treedef.unflatten(map(fn, leaves, shared_flags(tree)))
 
 
+def of_one(x: Any, leading_axes: int) -> jax.ShapeDtypeStruct:
+    """What one worker has of a leaf with so many axes in front of its own."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(np.shape(x)[leading_axes:], dtype, weak_type=weak)
+
+
 def check_rows(tree: Tree, rows: int, whose: str) -> None:
     """Raises ValueError unless every leaf that is not shared has a leading axis of rows."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -53,13 +53,19 @@ UNIFYING = {
 SILENT = {"axis_index", "pvary"}
 
 
-def trace(fn: Callable, args: Sequence[Tree], sizes: Mapping[str, int]) -> Tree:
+def trace(
+    fn: Callable,
+    args: Sequence[Tree],
+    sizes: Mapping[str, int],
+    inside: Mapping[str, int] | None = None,
+) -> Tree:
     """What the function of one worker returns, once it is known that it cannot hang.
 
     Args:
       fn: the function, written for one worker.
       args: trees of one worker's values: anything with a shape, a dtype and a weak type.
       sizes: the worker axes and their sizes.
+      inside: the automatic axes inside a worker and their sizes.
 
     Returns:
       The tree that fn returns, of `jax.ShapeDtypeStruct`.
@@ -68,10 +74,15 @@ def trace(fn: Callable, args: Sequence[Tree], sizes: Mapping[str, int]) -> Tree:
       ValueError: a branch that may differ between workers which a collective inside
         connects, or a `Shared` that may not be equal where it says so.
     """
-    types = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    every = {**sizes, **(inside or {})}
+    types = (AxisType.Auto,) * len(every)
     one = jax.shard_map(
-        fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        fn,
+        mesh=AbstractMesh(tuple(every.values()), tuple(every), axis_types=types),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names=set(sizes),
+        check_vma=False,
     )
     traced, outputs = jax.make_jaxpr(one, return_shape=True)(*args)
     axes = frozenset(name for name, size in sizes.items() if size > 1)

@@ -5,6 +5,7 @@ tree travel packed into one buffer per dtype, because the cost of a collective i
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,16 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._axis_names import bound, names_here, parts_of
+from lsgd_jax._layouts import shard_by_shard
 from lsgd_jax.checks import check_auto_mesh
 from lsgd_jax.packing import Packing
 from lsgd_jax.shared import WORKER_AXES, Axes, Shared, shared
 from lsgd_jax.trees import Tree, nbytes, widened
 
-
-# With several workers on a device, `Workers` may split an axis in two: the devices
-# along it, and the slots of one device (a vmapped axis).
-DEVICE, SLOT = "{}_device", "{}_slot"
 
 Permutation = Sequence[tuple[int, int]]
 
@@ -55,19 +55,7 @@ class Group:
     def names(self) -> tuple[str, ...]:
         """The names under which JAX knows the axes here, without those of size 1."""
         check_auto_mesh()
-        found = []
-        for axis in self.axes:
-            parts = [
-                part for part in (DEVICE.format(axis), SLOT.format(axis)) if bound(part)
-            ]
-            parts = [axis] if bound(axis) else parts
-            if not parts:
-                raise NameError(
-                    f"no axis {axis!r} here: call this inside `Workers.map` (or "
-                    f"`jax.shard_map`), on a mesh that has an axis {axis!r}"
-                )
-            found += parts
-        return tuple(name for name in found if lax.axis_size(name) > 1)
+        return names_here(self.axes)
 
     @property
     def size(self) -> int:
@@ -86,9 +74,8 @@ class Group:
     def is_all(self) -> bool:
         """Whether the group is all workers of the node × local grid."""
         others = [axis for axis in WORKER_AXES if axis not in self.axes]
-        parts = lambda axis: (axis, SLOT.format(axis), DEVICE.format(axis))
-        sizes = [lax.axis_size(part) for a in others for part in parts(a) if bound(part)]
-        return math.prod(sizes) == 1
+        parts = itertools.chain(*map(parts_of, others))
+        return math.prod(lax.axis_size(part) for part in parts if bound(part)) == 1
 
     def shared(self, tree: Tree) -> Shared:
         """Marks a tree as equal in the group."""
@@ -124,9 +111,9 @@ class Group:
 
     def broadcast(self, tree: Tree, source: jax.Array) -> Tree:
         """The tree of worker `source` (an index in the group), sent to the whole group."""
-        mine = self.index == source
         # `where` and not a product: 0 * nan would leak the others' nan into the sum.
-        return self._packed(lambda x: self._psum(jnp.where(mine, x, 0)), tree)
+        send = lambda x, mine: self._psum(jnp.where(mine, x, 0))
+        return self._packed(send, tree, self.index == source)
 
     def masked_sum(
         self, tree: Tree, where: jax.Array | bool = True
@@ -141,17 +128,25 @@ class Group:
           (sums, count): a tree in float32 at least, and how many took part (float32
           scalar). Both are the same for the whole group, and travel together.
         """
-        packing, sums = self._masked_sums(tree, where)
-        return packing.unpack(sums)
+
+        def add_up(tree, where):
+            packing, sums = self._masked_sums(tree, where)
+            return packing.unpack(sums)
+
+        return _with_a_scalar(add_up, tree, where)
 
     def masked_mean(
         self, tree: Tree, where: jax.Array | bool = True
     ) -> tuple[Tree, jax.Array]:
         """The same, with the mean in place of the sum; nan if no worker takes part."""
-        packing, sums = self._masked_sums(tree, where)
-        _, count = packing.unpack(sums)
-        means, _ = packing.unpack([s / count.astype(s.dtype) for s in sums])
-        return means, count
+
+        def average(tree, where):
+            packing, sums = self._masked_sums(tree, where)
+            _, count = packing.unpack(sums)
+            means, _ = packing.unpack([s / count.astype(s.dtype) for s in sums])
+            return means, count
+
+        return _with_a_scalar(average, tree, where)
 
     def mean(self, tree: Tree) -> Tree:
         """The mean of all workers' trees, worked out in float32 at least."""
@@ -212,14 +207,19 @@ class Group:
 
         return self.switch(r, [send_along(each) for each in rounds], (tree, weight))
 
-    def coordinatewise(self, rule: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    def coordinatewise(
+        self, rule: Callable[..., jax.Array], tree: Tree, *scalars: Any
+    ) -> Tree:
         """A rule [W, n] -> [n] over the group's W values, applied to every coordinate.
 
-        The rule sees float32 at least; the result is in the dtypes of the tree.
+        The rule sees float32 at least, and the scalars (what is traced cannot come in a
+        closure); the result is in the dtypes of the tree.
         """
-        return self._packed(
-            lambda x: rule(widened(self.gather(x))).astype(x.dtype), tree, counted=True
-        )
+
+        def collect(x, *scalars):
+            return rule(widened(self.gather(x)), *scalars).astype(x.dtype)
+
+        return self._packed(collect, tree, *scalars, counted=True)
 
     def switch(self, r: jax.Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` among branches that communicate; r is the same for the group."""
@@ -255,11 +255,8 @@ class Group:
 
     # How
 
-    def _masked_sums(
-        self, tree: Tree, where: jax.Array | bool
-    ) -> tuple[Packing, list[jax.Array]]:
+    def _masked_sums(self, tree: Tree, where: jax.Array) -> tuple[Packing, list[jax.Array]]:
         """The buffers of (sums, count), and how to unpack them."""
-        where = jnp.asarray(where)
         summed = (jax.tree.map(widened, tree), where.astype(jnp.float32))
         self._count(summed)
         packing = Packing(summed)
@@ -315,19 +312,22 @@ class Group:
         )
 
     def _packed(
-        self, collective: Callable[[jax.Array], jax.Array], tree: Tree, counted=False
+        self, collective: Callable, tree: Tree, *scalars: Any, counted: bool = False
     ) -> Tree:
         """The collective, applied to a few buffers in place of the leaves."""
-        if not counted:
-            self._count(tree)
-        packing = Packing(tree)
-        return packing.unpack([collective(buffer) for buffer in packing.pack(tree)])
+
+        def send(tree: Tree, *scalars: jax.Array) -> Tree:
+            if not counted:
+                self._count(tree)
+            packing = Packing(tree)
+            buffers = [collective(buffer, *scalars) for buffer in packing.pack(tree)]
+            return packing.unpack(buffers)
+
+        scalars = tuple(map(jnp.asarray, scalars))
+        return shard_by_shard(send, tree, *scalars, out=lambda specs, *_: specs)
 
 
-def bound(axis: str) -> bool:
-    """Whether the axis has a meaning where we are traced."""
-    try:
-        lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
+def _with_a_scalar(fn: Callable, tree: Tree, scalar: Any) -> tuple[Tree, jax.Array]:
+    """fn(tree, scalar) -> (tree, scalar), by each device on its shards."""
+    out = lambda specs, _: (specs, Spec())
+    return shard_by_shard(fn, tree, jnp.asarray(scalar), out=out)

@@ -17,8 +17,13 @@ def _healthy(params: Tree) -> Array:
     """bool [W]: whose parameters are all finite."""
     leaves = jax.tree.leaves(params)
     floats = filter(_has_mean, leaves)
-    finite = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in floats]
+    finite = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
     return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *finite]).all(axis=0)
+
+
+def _own_axes(x: Array) -> tuple[int, ...]:
+    """All axes but that of the workers. Flattening them would gather what is sharded."""
+    return tuple(range(1, x.ndim))
 
 
 def _rows(where: Array, x: Array) -> Array:
@@ -81,7 +86,7 @@ def consensus_distance(params: Tree) -> Array:
 
     def squares(x: Array, c: Array) -> Array:
         gap = jnp.where(_rows(healthy, x), widened(x) - c[None], 0)
-        return jnp.square(gap).reshape(x.shape[0], -1).sum(axis=1)
+        return jnp.square(gap).sum(axis=_own_axes(x))
 
     gaps = jnp.sqrt(sum(map(squares, floats, means)))
     norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from lsgd_jax._layouts import inside_axes
 from lsgd_jax.trees import Tree
 
 
@@ -25,6 +26,7 @@ class Packing:
 
     Args:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
+        Where axes inside a worker are automatic, arrays stay as they are.
       groups: of each leaf its group; None: all are of one.
 
     Attributes:
@@ -40,10 +42,12 @@ class Packing:
         leaves, self._treedef = jax.tree.flatten(tree)
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
+        # Where XLA shards leaves as it sees fit, flattening one would gather its shards.
+        whole = bool(inside_axes())
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
-            alone = i if leaf.size > PACKED_BELOW else None
+            alone = i if leaf.size > PACKED_BELOW or (whole and leaf.ndim) else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         self.members = list(buffers.values())
 
@@ -75,6 +79,10 @@ class Packing:
                     part = _run(buffer, starts[i], self._sizes[i])
                 leaves[i] = part.reshape(self._shapes[i])
         return jax.tree.unflatten(self._treedef, leaves)
+
+    def named(self, buffers: Sequence[Array]) -> Tree:
+        """The buffers, in the tree that they come from if each of them is one leaf."""
+        return self.unpack(buffers) if len(buffers) == len(self._sizes) else buffers
 
     def _starts(self, chosen: list[int], t: Array | None) -> dict[int, Any]:
         """Where each leaf begins in its buffer."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax import trees
+from lsgd_jax._layouts import element
 from lsgd_jax.trees import Tree
 
 
@@ -41,10 +42,14 @@ def misplaced(expected: Array, x: Tree) -> Array:
 
 
 def _picked(tree: Tree) -> list[Array]:
-    inexact = lambda leaf: leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    leaves = list(filter(inexact, jax.tree.leaves(tree)))
+    leaves = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     stride = max(1, -(-len(leaves) // ELEMENTS))
-    return [leaf[tuple(n // 2 for n in leaf.shape)] for leaf in leaves[::stride]]
+    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
+    return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]
 
 
 def _stack(elements: list[Array]) -> Array:

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import optax
 from chex import Numeric
 from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._layouts import known_axes, shard_by_shard
 
 
 Tree = Any  # a pytree of arrays
@@ -87,12 +90,23 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def all_finite(tree: Tree) -> Array:
-    """Whether every element of the tree is finite: a bool scalar."""
+    """Whether every element of the tree is finite, on all of a worker's devices: a bool."""
+    axes = known_axes()
+
+    def everywhere(tree: Tree) -> Array:
+        finite = _all_finite(tree)
+        return lax.pmin(finite, axes) if axes else finite
+
+    return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
+
+
+def _all_finite(tree: Tree) -> Array:
+    """1 or 0."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     if not finite:
-        return jnp.asarray(True)
+        return jnp.int8(1)
     # The lowest of them by a sort, so that they are not fused; see `materialized`.
-    return lax.sort(jnp.stack(finite).astype(jnp.int8))[0] == 1
+    return lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
 
 
 def materialized(*scalars: Any) -> list[Array]:

@@ -9,27 +9,44 @@ are the scalars that `optax.inject_hyperparams` keeps.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax import _uniform
+from lsgd_jax._axis_names import DEVICE, SLOT
 from lsgd_jax._debug import check_not_misplaced
 from lsgd_jax._device_grid import (
     check_no_process_is_idle,
     device_grid,
-    leading_axis_over,
     named_mesh,
 )
-from lsgd_jax._transfer import check_rows, is_key, map_flagged, place, read, shared_flags
+from lsgd_jax._spmd import Grid, compiled
+from lsgd_jax._transfer import (
+    check_rows,
+    is_key,
+    map_flagged,
+    of_one,
+    place,
+    read,
+    shared_flags,
+)
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.devices import reserve_threads
 from lsgd_jax.shared import WORKER_AXES, Shared
+from lsgd_jax.specs import Specs, check_inside, spread
 from lsgd_jax.trees import Tree
+
+
+# What an axis inside a worker cannot be called.
+RESERVED = (
+    *WORKER_AXES,
+    *(form.format(axis) for form in (DEVICE, SLOT) for axis in WORKER_AXES),
+)
 
 
 class Workers:
@@ -45,21 +62,27 @@ class Workers:
       locals: how many workers in each; None: as many as there are devices for.
       devices: the devices to use, all of them. None: the largest grid of all processes'
         devices that divides nodes × locals, each node's devices on one host if possible.
+      inside: workers that are sharded: names and sizes of further mesh axes, such as
+        ``{"fsdp": 4}``; each worker then has 4 devices. These axes are automatic: the
+        function of one worker is written as for one large device, with
+        `jax.lax.with_sharding_constraint` or none, and `put` says where leaves lie.
       debug: whether mapped functions look at the states they return, after each call, for
         an exchange whose parameters were changed behind it (`misplaced`). It waits for
         every step to end, so steps no longer overlap with the host's work.
 
     Attributes:
       nodes, locals, num_workers: the grid and W.
-      mesh: the grid of devices, with axes 'node' and 'local'; an axis along which
-        devices hold several workers is called 'node_device' or 'local_device'.
+      inside: names and sizes of the axes inside a worker.
+      mesh: the grid of devices, with axes 'node' and 'local' and those inside a worker; an
+        axis along which devices hold several workers is called 'node_device' or
+        'local_device'.
       sharding: of per-worker leaves (leading axis W); `replicated`: of shared ones.
-      workers_per_device: how many workers each device holds.
-      owned: the workers whose device belongs to this process, as a range.
+      workers_per_device: how many workers each device (or group of devices) holds.
+      owned: the workers of whom a device belongs to this process, as a range.
 
     Raises:
-      ValueError: a count below 1, devices that the workers do not divide over, or a
-        process that would have no worker.
+      ValueError: a count below 1, devices that the workers do not divide over, a process
+        that would have no worker, an axis inside a worker with the name of another one.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -77,25 +100,31 @@ class Workers:
         locals: int | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        inside: Mapping[str, int] | None = None,
         debug: bool = False,
     ):
         check_positive_int("nodes", nodes)
         reserve_threads()
+        self.inside = check_inside(inside, taken=RESERVED)
+        each = math.prod(self.inside.values())
         if locals is None:
             available = len(jax.devices() if devices is None else devices)
-            locals = max(1, available // nodes)
+            locals = max(1, available // (nodes * each))
         check_positive_int("locals", locals)
         self.nodes, self.locals = int(nodes), int(locals)
         self.num_workers = self.nodes * self.locals
         self.debug = debug
-        grid = device_grid(self.nodes, self.locals, devices)
+        sizes = tuple(self.inside.values())
+        grid = device_grid(self.nodes, self.locals, devices, sizes)
         if devices is None:
             check_no_process_is_idle(grid, jax.process_count())
-        self.mesh, self._slots = named_mesh(grid, self.nodes, self.locals)
-        self.sharding = NamedSharding(self.mesh, leading_axis_over(self.mesh))
-        self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.workers_per_device = self.num_workers // grid.size
-        mine = [d.process_index == jax.process_index() for d in grid.flat]
+        self.mesh, slots = named_mesh(grid, self.nodes, self.locals, self.inside)
+        self._grid = Grid(self.mesh, slots, self.nodes, self.locals, self.inside)
+        self.sharding = self._grid.sharding()
+        self.replicated = self._grid.sharding(shared=True)
+        self.workers_per_device = self.num_workers * each // grid.size
+        of_process = [d.process_index == jax.process_index() for d in grid.flat]
+        mine = np.reshape(of_process, [-1, each]).any(axis=1)
         rows = np.repeat(mine, self.workers_per_device).nonzero()[0]
         self.owned = range(rows[0], rows[-1] + 1) if rows.size else range(0)
         if len(self.owned) != rows.size:
@@ -107,71 +136,80 @@ class Workers:
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
 
     def __repr__(self) -> str:
-        per_device = self.workers_per_device
+        per_device, each = self.workers_per_device, math.prod(self.inside.values())
+        inside = f", inside={self.inside}" if self.inside else ""
         return (
-            f"Workers(nodes={self.nodes}, locals={self.locals}) on "
+            f"Workers(nodes={self.nodes}, locals={self.locals}{inside}) on "
             f"{self.mesh.size} {self.mesh.devices.flat[0].platform} "
             f"device{'s' * (self.mesh.size > 1)} "
             f"({' x '.join(map(str, self.mesh.devices.shape))}), "
-            f"{per_device} worker{'s' * (per_device > 1)} per device"
+            f"{per_device} worker{'s' * (per_device > 1)} per "
+            f"{f'{each} devices' if each > 1 else 'device'}"
         )
 
     # Placing trees
 
-    def put(self, stacked: Tree) -> Tree:
-        """Places a tree with leading axis W: row i goes to the device of worker i.
+    def put(self, stacked: Tree, specs: Specs = None) -> Tree:
+        """Places a tree with leading axis W: row i goes to the devices of worker i.
 
         With several processes every process passes the whole tree, or uses `put_owned`.
 
         Args:
           stacked: arrays (host or device, any dtype) of shape [W, ...]; a `Shared`
-            inside is copied to every device whole.
+            inside is copied to every worker whole.
+          specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
+            own axes (``P(None, "fsdp")`` for one of shape [W, a, b]), a prefix tree of
+            them, or a function of (path, leaf) with the path written 'dense/kernel' and
+            the leaf of one worker, such as `largest_dimension`. None: not at all. What
+            `map` makes of the tree follows: an optimizer's moments lie as parameters do.
 
         Returns:
           The same tree of placed `jax.Array`s; never the same buffers as the argument.
 
         Raises:
-          ValueError: a leaf without a leading axis of W.
+          ValueError: a leaf without a leading axis of W; specs that name no axis inside a
+            worker or do not fit a leaf.
         """
-        self._check(stacked)
-        return self._placed(stacked, lambda x: place(x, self.sharding))
+        self._grid.check(stacked)
+        return self._placed(stacked, specs, place)
 
-    def put_owned(self, rows: Tree) -> Tree:
+    def put_owned(self, rows: Tree, specs: Specs = None) -> Tree:
         """Places a tree of which each process passes only its own workers' rows.
 
         Args:
-          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`.
+          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. A
+            worker that is spread over several processes comes whole from each of them.
+          specs: as for `put`.
 
         Returns:
           The placed tree with leading axis W.
 
         Raises:
-          ValueError: a leaf without a leading axis of len(owned).
+          ValueError: a leaf without a leading axis of len(owned); specs as for `put`.
         """
         check_rows(rows, len(self.owned), "the workers of this process")
 
-        def place_rows(x: Any) -> jax.Array:
+        def place_rows(x: Any, sharding: NamedSharding) -> jax.Array:
             shape = (self.num_workers, *np.shape(x)[1:])
             local = np.array(x)
-            return jax.make_array_from_process_local_data(self.sharding, local, shape)
+            return jax.make_array_from_process_local_data(sharding, local, shape)
 
-        return self._placed(rows, place_rows)
+        return self._placed(rows, specs, place_rows)
 
-    def replicate(self, tree: Tree) -> Tree:
+    def replicate(self, tree: Tree, specs: Specs = None) -> Tree:
         """Gives every worker a copy of one tree: leaves [...] become [W, ...].
 
-        What stands in a `Shared` stays one.
+        What stands in a `Shared` stays one. `specs` as for `put`.
         """
 
-        def place_copies(x: Any) -> jax.Array:
-            rows = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
-            return place(rows, self.sharding)
+        def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
+            return place(self._copies(x), sharding)
 
-        return self._placed(tree, place_copies)
+        return self._placed(tree, specs, place_copies, leading_axes=0)
 
-    def share(self, tree: Tree) -> Shared:
-        """Puts one tree on every device, as it is, for all workers to read."""
-        return self.put(Shared(tree))
+    def share(self, tree: Tree, specs: Specs = None) -> Shared:
+        """Puts one tree on every worker, as it is, for all workers to read."""
+        return self.put(Shared(tree), specs)
 
     def fetch(self, tree: Tree) -> Tree:
         """The tree as host arrays, all workers' rows, in every process.
@@ -214,93 +252,46 @@ class Workers:
         [0.0, 1.0, 4.0]
         """
 
-        compiled = self._compile(fn, donate)
+        mapped = self._compile(fn, donate)
         if not self.debug:
-            return compiled
+            return mapped
 
-        @functools.wraps(compiled)
+        @functools.wraps(mapped)
         def checked(*args):
-            outputs = compiled(*args)
+            outputs = mapped(*args)
             check_not_misplaced(outputs, self.fetch)
             return outputs
 
         return checked
 
     def _compile(self, fn: Callable, donate: int | Iterable[int] = ()) -> Callable:
-        def as_arrays(*args):
-            to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
-            return jax.tree.map(to_array, fn(*args))
-
-        @functools.wraps(fn)
-        def over_workers(*args):
-            self._check(args)
-            leaves, structure = jax.tree.flatten(args)
-            sizes = dict(zip(WORKER_AXES, (self.nodes, self.locals)))
-            outputs = _uniform.trace(as_arrays, map_flagged(_of_one_worker, args), sizes)
-            flat = lambda *leaves: jax.tree.leaves(as_arrays(*structure.unflatten(leaves)))
-            results = self._spmd(flat, shared_flags(args), shared_flags(outputs))(*leaves)
-            return jax.tree.unflatten(jax.tree.structure(outputs), results)
-
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
-        return jax.jit(over_workers, donate_argnums=donate)
+        return compiled(fn, self._grid, donate)
 
-    def _spmd(self, fn: Callable, shared: list[bool], shared_out: list[bool]) -> Callable:
-        """fn over all workers: shard_map over the devices, vmap over a device's slots.
+    def _copies(self, x: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
 
-        Types are not checked for varying (`check_vma`): a function written for one worker
-        must not need to cast what it carries through its scans and conds.
-
-        Args:
-          fn: from arrays to a list of arrays, for one worker.
-          shared: of each argument whether it is the same for all workers.
-          shared_out: likewise of each result.
-        """
-        shapes = tuple(size for _, size in self._slots)
-        specs = lambda shared: PartitionSpec() if shared else self.sharding.spec
-
-        def unstack(x, shared):
-            return x if shared else x.reshape(shapes + x.shape[1:])
-
-        def stack(x, shared):
-            # A wrapper's `where` may have made rows of what is equal on all workers: one
-            # of them is all. XLA drops the copies of what had none.
-            rows = x.reshape((self.workers_per_device,) + x.shape[len(shapes) :])
-            return rows[0] if shared else rows
-
-        def on_device(*leaves):
-            one = fn
-            for name, size in reversed(self._slots):
-                axes = tuple(None if is_shared else 0 for is_shared in shared)
-                one = jax.vmap(one, axes, 0, axis_name=name, axis_size=size)
-            return list(map(stack, one(*map(unstack, leaves, shared)), shared_out))
-
-        return jax.shard_map(
-            on_device,
-            mesh=self.mesh,
-            in_specs=tuple(map(specs, shared)),
-            out_specs=list(map(specs, shared_out)),
-            check_vma=False,
-        )
-
-    def _placed(self, tree: Tree, place_rows: Callable[[Any], jax.Array]) -> Tree:
+    def _placed(
+        self,
+        tree: Tree,
+        specs: Specs,
+        place_rows: Callable[[Any, NamedSharding], jax.Array],
+        leading_axes: int = 1,
+    ) -> Tree:
         """The tree on the devices, random keys by the numbers they hold."""
 
-        def place_leaf(x: Any, shared: bool) -> jax.Array:
+        def place_leaf(x: Any, shared: bool, spec: Spec | None = None) -> jax.Array:
             if not is_key(x):
-                return place(x, self.replicated) if shared else place_rows(x)
+                sharding = self._grid.sharding(spec, shared)
+                return place(x, sharding) if shared else place_rows(x, sharding)
             numbers = place_leaf(jax.random.key_data(x), shared)
             keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
             # jit notes the sharding of its results' keys in a way of its own: through a
             # jit once, so that results fed back are of the same type.
             return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
 
-        return map_flagged(place_leaf, tree)
-
-    def _check(self, tree: Tree) -> None:
-        grid = f"W = {self.nodes} nodes x {self.locals} locals"
-        check_rows(tree, self.num_workers, grid)
-
-
-def _of_one_worker(x: Any, shared: bool) -> jax.ShapeDtypeStruct:
-    shape = x.shape if shared else x.shape[1:]
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+        leaves, treedef = jax.tree.flatten(tree)
+        one = map_flagged(lambda x, shared: of_one(x, 0 if shared else leading_axes), tree)
+        return treedef.unflatten(
+            map(place_leaf, leaves, shared_flags(tree), spread(specs, one, self.inside))
+        )

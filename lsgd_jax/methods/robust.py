@@ -109,7 +109,7 @@ def licm(
     """
     check_not_negative("gamma", gamma)
 
-    def near_median(rows: Array) -> Array:
+    def near_median(rows: Array, gamma: Array) -> Array:
         median = _median(rows)
         near = jnp.abs(rows - median[None]) <= gamma * jnp.abs(median)[None]
         count = near.sum(axis=0)
@@ -117,7 +117,7 @@ def licm(
         return jnp.where(count > 0, mean, median)
 
     def rule(group, g, own, finite):
-        return group.coordinatewise(near_median, g), own
+        return group.coordinatewise(near_median, g, gamma), own
 
     return aggregate(rule, axes)
 

@@ -1,0 +1,312 @@
+"""Workers that are sharded over several devices: the numbers of those that are not."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+METHODS = {
+    "lsgd": lambda: optax.chain(SGD, lj.lsgd(0.3, 0.2, 2, 3)),
+    "easgd": lambda: optax.chain(SGD, lj.easgd(period=2)),
+    "diloco": lambda: optax.chain(SGD, lj.diloco(period=3)),
+    "sgp": lambda: optax.chain(SGD, lj.sgp()),
+    "wagma": lambda: optax.chain(SGD, lj.wagma()),
+    "cge": lambda: optax.chain(lj.cge(1, decay=0.5), SGD),
+    "median": lambda: optax.chain(lj.coordinate_median(), SGD),
+}
+SPECS = {"in": {"kernel": P(None, "fsdp"), "bias": P("fsdp")}, "out": P("fsdp")}
+SIZES = {"in": {"kernel": (8, 16), "bias": (16,)}, "out": {"kernel": (16, 4)}}
+
+# nodes, locals, devices inside a worker. In the last one a device holds two workers.
+GRIDS = [(2, 2, 2), (1, 2, 4), (2, 1, 4), (2, 2, 4)]
+
+
+def network(workers, specs=SPECS, sizes=SIZES):
+    """Parameters, equal on all workers, and a batch for each."""
+    draw = lambda *shape: np.random.default_rng(sum(shape)).normal(size=shape)
+    shaped = lambda shape: draw(*shape).astype(np.float32)
+    params = jax.tree.map(shaped, sizes, is_leaf=lambda x: isinstance(x, tuple))
+    inputs, outputs = sizes["in"]["kernel"][0], sizes["out"]["kernel"][1]
+    W = workers.num_workers
+    batch = shaped((W, 6, inputs)), shaped((W, 6, outputs))
+    return workers.replicate(params, specs), workers.put(batch)
+
+
+def step_of(tx):
+    def step(params, state, batch):
+        def loss(params):
+            x, y = batch
+            hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"][None])
+            return jnp.square(hidden @ params["out"]["kernel"] - y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value)
+        return lj.apply_updates(params, updates), state, value
+
+    return step
+
+
+def trained(workers, tx, specs, steps=6):
+    params, batch = network(workers, specs)
+    state = workers.map(tx.init)(params)
+    before = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = workers.map(step_of(tx), donate=(0, 1))
+    for _ in range(steps):
+        params, state, value = step(params, state, batch)
+    after = jax.tree.map(lambda x: x.sharding, (params, state))
+    jax.tree.map(
+        lambda x, s, t: (
+            pytest.fail(f"{s} became {t}") if not s.is_equivalent_to(t, x.ndim) else None
+        ),
+        (params, state),
+        before,
+        after,
+    )
+    return params, state
+
+
+def check_equal_to_unsharded(method, grid):
+    nodes, locals, inside = grid
+    sharded = lj.Workers(nodes, locals, inside={"fsdp": inside})
+    whole = lj.Workers(nodes, locals)
+    params, state = trained(sharded, METHODS[method](), SPECS)
+    expected, whole_state = trained(whole, METHODS[method](), None)
+    for x, y in zip(*map(jax.tree.leaves, (sharded.fetch(params), whole.fetch(expected)))):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
+        assert int(mine.misplaced.sum()) == 0
+        # All leaves are sharded: a device sends its share (and a count now and then).
+        assert int(mine.payload) <= int(other.payload) // inside + 8
+    kernels = [x for x in jax.tree.leaves(state) if x.shape[-2:] == (8, 16)]
+    for moment in kernels:
+        assert moment.sharding.spec[-1] == "fsdp"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_are_those_of_unsharded_workers(method):
+    check_equal_to_unsharded(method, (2, 2, 2))
+
+
+def test_several_workers_on_a_group_of_devices():
+    check_equal_to_unsharded("lsgd", GRIDS[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_on_any_grid(method, grid):
+    check_equal_to_unsharded(method, grid)
+
+
+@pytest.mark.parametrize("method", ["lsgd", "diloco", "sgp", "median"])
+def test_an_exchange_moves_shards(method):
+    """No collective of the compiled step but a sum is as large as a leaf, nor is any
+    between devices of one worker."""
+    workers = lj.Workers(2, 2, inside={"fsdp": 2})
+    sizes = {"in": {"kernel": (64, 128), "bias": (128,)}, "out": {"kernel": (128, 32)}}
+    params, batch = network(workers, SPECS, sizes)
+    tx = METHODS[method]()
+    exchange_only = lambda p, s, g: tx.update(g, s, p, value=jnp.float32(1))
+    state = workers.map(tx.init)(params)
+    text = workers.map(exchange_only).lower(params, state, params).compile().as_text()
+    smallest = 64 * 128
+    found = re.findall(
+        r"= (\w+)\[([\d,]*)\]\S* ((?:all|collective|reduce)-[a-z-]+)\(", text
+    )
+    assert any("all-" in kind or "permute" in kind for *_, kind in found)
+    for _, shape, kind in found:
+        elements = np.prod([int(n) for n in shape.split(",") if n], initial=1)
+        gathered = 4 if kind == "all-gather" else 1  # one shard of each worker
+        assert elements <= gathered * (smallest + 128 + 128 * 32) / 2 + 1, (kind, shape)
+    inside = r"replica_groups=(\{\{0,1\}|mesh\[[^]]*\] \{'fsdp'\})"
+    for line in text.splitlines():
+        if re.search(inside, line) and re.search(r" (all|collective)-\S+\(", line):
+            assert re.search(r"= \(?(f32|s8|pred|s32)\[[18]?\]", line), line
+
+
+def test_parameters_and_moments_take_their_share_of_memory():
+    def bytes_per_device(workers, specs):
+        params, _ = network(workers, specs)
+        state = workers.map(optax.adam(0.1).init)(params)
+        used = dict.fromkeys(workers.mesh.devices.flat, 0)
+        for leaf in jax.tree.leaves((params, state)):
+            for shard in leaf.addressable_shards:
+                used[shard.device] += shard.data.nbytes
+        return max(used.values())
+
+    whole = bytes_per_device(lj.Workers(2, 1), None)
+    shard = bytes_per_device(lj.Workers(2, 1, inside={"fsdp": 4}), SPECS)
+    assert shard <= whole / 4 * 1.1
+
+
+def test_a_worker_that_is_not_finite_in_one_shard_is_restored():
+    workers = lj.Workers(1, 2, inside={"fsdp": 4})
+    tx = lj.lsgd(0.1, 0.0, local_period=1)
+    params = np.ones([2, 8, 4], np.float32)
+    params[0, 7, 3] = np.nan
+    x = workers.put(params, P("fsdp"))
+    loss = workers.put(np.array([1.0, 2.0], np.float32))
+    step = workers.map(
+        lambda x, s, v: lj.apply_updates(x, tx.update(jnp.zeros_like(x), s, x, value=v)[0])
+    )
+    after = workers.fetch(step(x, workers.map(tx.init)(x), loss))
+    np.testing.assert_array_equal(after, np.ones_like(params))
+
+
+def test_parameters_moved_behind_an_exchange_are_seen_in_their_shards():
+    workers = lj.Workers(1, 2, inside={"fsdp": 2, "model": 2}, debug=True)
+    tx = optax.chain(lj.lsgd(0.1, 0.0, local_period=1), optax.scale(0.5))
+    x = workers.put(np.ones([2, 8, 4], np.float32), P("model", "fsdp"))
+    step = workers.map(lambda x, s: _step_of_ones(tx, x, s))
+    x, state = step(x, workers.map(tx.init)(x))
+    with pytest.raises(ValueError, match="an exchange must stand last"):
+        step(x, state)
+
+
+def _step_of_ones(tx, x, state):
+    u, state = tx.update(jnp.ones_like(x), state, x, value=jnp.float32(1))
+    return x + u, state
+
+
+def test_specs_come_as_a_prefix_a_tree_or_a_function():
+    workers = lj.Workers(2, 1, inside={"fsdp": 2, "model": 2})
+    tree = {"a": {"b": np.zeros([2, 4, 8]), "c": np.zeros([2, 12])}, "key": np.zeros(2)}
+    spec = lambda placed: placed["a"]["b"].sharding.spec
+    assert spec(workers.put(tree)) == P("node")
+    one = workers.put(tree, {"a": P(("fsdp", "model")), "key": None})
+    assert spec(one) == P("node", ("fsdp", "model"))
+    two = workers.put(tree, lambda path, x: P("model") if path == "a/b" else P())
+    assert spec(two) == P("node", "model") and two["a"]["c"].sharding.spec == P("node")
+    three = workers.put(tree, lj.largest_dimension("model", 2, smallest=8))
+    assert spec(three) == P("node", None, "model")
+    assert spec(workers.put(tree, lj.following(two))) == P("node", "model")
+    shared = workers.share({"w": np.zeros([4, 2])}, P("fsdp"))
+    assert shared.value["w"].sharding.spec == P("fsdp")
+    rows = workers.put_owned(tree, {"a": {"b": P("fsdp"), "c": P()}, "key": P()})
+    assert spec(rows) == P("node", "fsdp")
+    np.testing.assert_array_equal(workers.fetch(one)["a"]["b"], tree["a"]["b"])
+
+
+@pytest.mark.parametrize(
+    ("specs", "problem"),
+    [
+        (P("node"), r"must name axes inside a worker \('fsdp'\)"),
+        (P("tensor"), r"must name axes inside a worker \('fsdp'\)"),
+        (P(None, None, "fsdp"), "must have at most 2 parts"),
+        (P("fsdp"), "must divide it, but 6 is no multiple of 4"),
+        ({"v": P("fsdp")}, "must be a prefix of the tree"),
+        (lambda path, leaf: "fsdp", "must be a PartitionSpec"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(specs, problem):
+    workers = lj.Workers(2, 1, inside={"fsdp": 4})
+    with pytest.raises(ValueError, match=problem):
+        workers.put({"w": np.zeros([2, 6, 8])}, specs)
+
+
+def test_specs_without_axes_inside_are_refused():
+    with pytest.raises(ValueError, match=r"there are none, see `inside`"):
+        lj.Workers(2, 1).put(np.zeros([2, 4]), P("fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        ({"fsdp": 0}, r"`inside\['fsdp'\]` must be a positive int"),
+        ({"fsdp": 16}, "needs 16 devices, got 8"),
+        ({"local": 2}, "a name in `inside` must be an identifier, and none of 'node'"),
+        ({"a b": 2}, "a name in `inside` must be an identifier"),
+        ("fsdp=2", "`inside` must be a dict"),
+    ],
+)
+def test_sizes_inside_that_cannot_be_are_refused(inside, problem):
+    with pytest.raises(ValueError, match=problem):
+        lj.Workers(2, 1, inside=inside)
+
+
+def test_devices_that_the_workers_do_not_fill_are_refused():
+    with pytest.raises(ValueError, match=r"3, 6 devices would fit"):
+        lj.Workers(2, 1, inside={"fsdp": 3}, devices=jax.devices())
+
+
+def test_the_grid_says_what_it_is():
+    workers = lj.Workers(2, inside={"fsdp": 2})
+    assert (workers.num_workers, workers.inside) == (4, {"fsdp": 2})
+    assert repr(workers) == (
+        "Workers(nodes=2, locals=2, inside={'fsdp': 2}) on 8 cpu devices (2 x 2 x 2), "
+        "1 worker per 2 devices"
+    )
+
+
+def test_a_mesh_of_ones_own_may_have_automatic_axes():
+    """Without `Workers` the layouts are not known: slower, and the same numbers."""
+    tx = METHODS["lsgd"]()
+    sharded = lj.Workers(2, 2, inside={"fsdp": 2})
+    params, batch = network(sharded)
+    state = sharded.map(tx.init)(params)
+    expected, *_ = sharded.map(step_of(tx))(params, state, batch)
+    names = ("node", "local", "fsdp")
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+    one = lambda tree: jax.tree.map(lambda x: x[0], tree)
+
+    def init_and_step(params, batch):
+        params, batch = one((params, batch))
+        params, *_ = step_of(tx)(params, tx.init(params), batch)
+        return jax.tree.map(lambda x: x[None], params)
+
+    own = jax.jit(
+        jax.shard_map(
+            init_and_step,
+            mesh=mesh,
+            in_specs=P(("node", "local")),
+            out_specs=P(("node", "local")),
+            axis_names={"node", "local"},
+            check_vma=False,
+        )
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        own(*jax.device_get((params, batch))),
+        jax.device_get(expected),
+    )
+
+
+def test_within_another_jit():
+    workers = lj.Workers(2, 2, inside={"fsdp": 2})
+    params, batch = network(workers)
+    tx = METHODS["lsgd"]()
+    state = workers.map(tx.init)(params)
+    step = workers.map(step_of(tx))
+    expected = workers.fetch(step(params, state, batch)[0])
+    found = workers.fetch(jax.jit(lambda *args: step(*args)[0])(params, state, batch))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), found, expected
+    )
+
+
+def test_other_workers_and_another_size_inside_go_on():
+    """Through the host: resize, then put as the parameters lie."""
+    before, after = (
+        lj.Workers(2, 2, inside={"fsdp": 2}),
+        lj.Workers(2, 1, inside={"fsdp": 4}),
+    )
+    tx = METHODS["lsgd"]()
+    params, state = before.fetch(trained(before, tx, SPECS))
+    expected = jax.tree.map(lambda x: x[[0, 2]], params)
+    params, state = lj.resize((params, state), sources=[0, 2])
+    params = after.put(params, SPECS)
+    state = after.put(state, lj.following(params))
+    jax.tree.map(np.testing.assert_array_equal, after.fetch(params), expected)
+    _, batch = network(after)
+    params, state, _ = after.map(step_of(tx), donate=(0, 1))(params, state, batch)
+    for pull in lj.diagnostics(state):
+        assert int(pull.misplaced.sum()) == 0
