@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._layouts import names_of, of_arguments
-from lsgd_jax._transfer import of_one
+from lsgd_jax._transfer import map_flagged, of_one, shared_flags
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.trees import Tree
 
@@ -58,13 +58,13 @@ def spread(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> list[Spec]:
 
 
 def largest_dimension(
-    axis: str, size: int, smallest: int = 2**12
+    axis: str | tuple[str, ...], size: int, smallest: int = 2**12
 ) -> Callable[[str, Any], Spec]:
     """Specs that shard the largest dimension of each leaf which `size` divides.
 
     Args:
-      axis: the name of the axis inside the workers.
-      size: its size.
+      axis: the name of the axis inside the workers, or of several.
+      size: its size, or their product.
       smallest: leaves with fewer elements are not sharded.
 
     Returns:
@@ -105,8 +105,9 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
     >>> momentum["mu"]["w"].sharding.spec
     PartitionSpec('node', 'fsdp')
     """
-    one = jax.tree.map(lambda x: of_one(x, 1), placed)
-    own = [Spec(*x.sharding.spec[1:]) for x in jax.tree.leaves(placed)]
+    rows = [0 if shared else 1 for shared in shared_flags(placed)]
+    one = map_flagged(lambda x, shared: of_one(x, 0 if shared else 1), placed)
+    own = [Spec(*x.sharding.spec[n:]) for x, n in zip(jax.tree.leaves(placed), rows)]
     layouts = of_arguments((one,), own)
 
     def spec(path: str, leaf: Any) -> Spec:

@@ -16,12 +16,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "examples" / "pull_to_the_median_worker.py"
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("pull_to_the_median_worker", FILE)
+def load(name):
+    file = ROOT / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load("pull_to_the_median_worker")
 
 
 def test_the_median_worker_is_followed(example):
@@ -66,3 +71,11 @@ def test_the_page_on_rules_shows_the_rule_of_the_example():
     page = (ROOT / "docs" / "writing_a_rule.md").read_text()
     rule = FILE.read_text().partition("class MedianState")[2].partition("def main")[0]
     assert "class MedianState" + rule.rstrip() in page
+
+
+def test_workers_of_several_devices_learn_and_send_shards():
+    losses, params, sent = load("sharded_workers").main()
+    assert losses.shape == (40, 2) and losses[-5:].mean() < 0.7 * losses[:5].mean()
+    shards = jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, params)
+    assert sent.payload == sum(jax.tree.leaves(shards)) + 4
+    assert sum(jax.tree.leaves(shards)) * 8 == sum(x.nbytes for x in jax.tree.leaves(params))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 
@@ -20,9 +21,18 @@ METHODS = {
 }
 
 
-def train(name):
+def spread():
+    """Two workers, each of them sharded over devices of the first and the second half."""
+    devices = jax.devices()
+    half = len(devices) // 2
+    pairs = zip(devices[:half], devices[half:])
+    devices = [device for pair in pairs for device in pair]
+    return lj.Workers(1, 2, inside={"fsdp": half}, devices=devices)
+
+
+def train(name, workers=None, specs=None):
     """The parameters of 8 workers, a small network each, after some steps of a method."""
-    workers = lj.Workers(2, 4)
+    workers = workers or lj.Workers(2, 4)
     tx = optax.chain(optax.sgd(0.1, momentum=0.5), METHODS[name]())
     draw = np.random.default_rng(0).normal
     start = {"in": draw(size=(8, 5, 16)), "out": draw(size=(8, 16, 3))}
@@ -40,7 +50,7 @@ def train(name):
         updates, state = tx.update(grads, state, params, value=loss)
         return lj.apply_updates(params, updates), state
 
-    params = workers.put_owned(mine(start))
+    params = workers.put_owned(mine(start), specs)
     state, step = workers.map(tx.init)(params), workers.map(step, donate=(0, 1))
     for x, y in zip(inputs, wanted):
         params, state = step(params, state, *workers.put_owned(mine((x, y))))
@@ -55,6 +65,9 @@ def methods(folder, session):
         sums[method] = [float(np.abs(x).sum()) for x in params.values()]
         if session.is_main:
             np.savez(folder / f"{method}.npz", **params)
+    params = train("lsgd", spread(), {"in": P(None, "fsdp"), "out": P("fsdp")})
+    if session.is_main:
+        np.savez(folder / "spread.npz", **params)
     return sums
 
 

@@ -8,6 +8,7 @@ import tiny
 from processes import same_numbers
 from processes.test_processes import run
 
+import lsgd_jax as lj
 from train.run.open import open_run
 
 
@@ -30,6 +31,11 @@ def test_processes_of_any_number_give_the_same_parameters(count, single, tmp_pat
                 np.testing.assert_allclose(got, expected, rtol=1e-6, atol=5e-7)
             else:
                 np.testing.assert_array_equal(got, expected, err_msg=f"{method} {name}")
+    # Workers sharded over devices of several processes, against whole ones in this one.
+    whole = same_numbers.train("lsgd", lj.Workers(1, 2))
+    written = np.load(tmp_path / "spread.npz")
+    for name, expected in whole.items():
+        np.testing.assert_allclose(written[name], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
