@@ -1,8 +1,8 @@
 """Two workers, each of them sharded over four devices, under DiLoCo.
 
-The step is written for one worker as for one large device. A worker's batch is split over its
-devices, and so are its parameters and the moments of Adam; XLA gathers weights where it needs
-them (fully sharded data parallelism). Between workers every device sends its own shard only.
+The step is written for one worker as for one large device. A worker's batch is split over
+its devices, and so are its parameters and the moments of Adam; XLA gathers weights where it
+needs them (fully sharded data parallelism). Between workers every device sends its own shard.
 
     python examples/sharded_workers.py
 """
@@ -26,7 +26,7 @@ def loss_of(params, x):
 
 
 def main():
-    """Returns the losses of both workers over the steps, and what a device held and sent."""
+    """The losses of both workers over the steps, their parameters, and what was sent."""
     workers = lj.Workers(nodes=2, locals=1, inside={"fsdp": 4})
     tx = optax.chain(optax.adam(1e-2), lj.diloco(period=10))
 

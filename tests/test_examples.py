@@ -78,4 +78,43 @@ def test_workers_of_several_devices_learn_and_send_shards():
     assert losses.shape == (40, 2) and losses[-5:].mean() < 0.7 * losses[:5].mean()
     shards = jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, params)
     assert sent.payload == sum(jax.tree.leaves(shards)) + 4
-    assert sum(jax.tree.leaves(shards)) * 8 == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert sum(jax.tree.leaves(shards)) * 8 == sum(
+        x.nbytes for x in jax.tree.leaves(params)
+    )
+
+
+def test_the_same_numbers_under_axes_of_ones_own():
+    in_shard_map, in_vmap, in_pmap = load("without_workers").main()
+    np.testing.assert_allclose(in_shard_map, in_vmap, rtol=1e-5, atol=1e-6)
+    assert np.ptp(in_vmap, axis=0).min() > 1  # workers have goals of their own
+    assert in_pmap.shape == (8, 3) and np.ptp(in_pmap, axis=0).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["flax_nnx", "equinox_module"])
+def test_models_of_other_libraries_learn_and_come_back(name):
+    losses, center = load(name).main()
+    assert losses.shape == (60, 4) and losses[-5:].mean() < 0.9 * losses[:5].mean()
+    answer = np.asarray(center(jnp.zeros([1, 4] if name == "flax_nnx" else 4)))
+    assert abs(answer.item()) < 0.5
+
+
+@pytest.mark.parametrize("name", ["accumulated", "injected", "muon", "schedule_free"])
+def test_wrappers_of_optax_learn(name):
+    module = load("optax_wrappers")
+    losses, params, state = module.train(module.CHAINS[name]())
+    assert losses[-5:].mean() < 0.8 * losses[:5].mean()
+    assert not any(int(pull.misplaced.sum()) for pull in lj.diagnostics(state))
+    if name == "schedule_free":  # the last step was one at which all workers met
+        z = optax.tree.get(state, "z")
+        assert all(np.ptp(x, axis=0).max() < 1e-6 for x in jax.tree.leaves((params, z)))
+
+
+def test_master_weights_stay_float32():
+    losses, params = load("mixed_precision").main()
+    assert losses[-5:].mean() < 0.5 * losses[:5].mean()
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+def test_one_checkpoint_becomes_many_workers_and_one_again(tmp_path):
+    before, after = load("one_checkpoint_to_many_workers").main(tmp_path)
+    assert after < 0.6 * before

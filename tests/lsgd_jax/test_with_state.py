@@ -1,0 +1,74 @@
+"""with_state: fields of the base optimizer's state are exchanged as the parameters are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+W = 4
+TARGETS = np.arange(1.0, W + 1, dtype=np.float32)
+
+
+def trained(tx, steps, losses=None):
+    """Gradient descent of W workers towards 1, …, W from 0."""
+    workers = lj.Workers(1, W)
+    x, targets = workers.put((np.zeros([W, 2], np.float32), TARGETS))
+    state = workers.map(tx.init)(x)
+
+    def step(x, state, target):
+        loss = jnp.square(x - target).sum()
+        updates, state = tx.update(2 * (x - target), state, x, value=loss)
+        return lj.apply_updates(x, updates), state
+
+    step = workers.map(step)
+    for _ in range(steps):
+        x, state = step(x, state, targets)
+    return workers.fetch((x, state))
+
+
+def test_momentum_is_averaged_with_the_parameters():
+    """Two steps of heavy-ball SGD, averaged after the second: by hand."""
+    tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.local_sgd(period=2), "trace")
+    x, state = trained(tx, steps=2)
+    first = -2 * TARGETS
+    position = -0.1 * first
+    second = 0.5 * first + 2 * (position - TARGETS)
+    np.testing.assert_allclose(x, (position - 0.1 * second).mean(), rtol=1e-6)
+    (trace,) = jax.tree.leaves(optax.tree.get(state, "trace"))
+    np.testing.assert_allclose(trace, second.mean(), rtol=1e-6)
+
+
+def test_between_exchanges_it_is_the_base_optimizer():
+    base = optax.adam(0.1)
+    x, state = trained(lj.with_state(base, lj.local_sgd(period=5), "mu", "nu"), 4)
+    expected, alone = trained(optax.with_extra_args_support(base), 4)
+    np.testing.assert_array_equal(x, expected)
+    for name in ("mu", "nu"):
+        np.testing.assert_allclose(
+            optax.tree.get(state, name), optax.tree.get(alone, name), rtol=1e-6
+        )
+    assert int(lj.diagnostics(state)[0].misplaced.sum()) == 0
+
+
+def test_what_is_not_finite_is_restored_with_the_leaders_momentum():
+    tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.lsgd(0.5, 0.0, 1), "trace")
+    workers = lj.Workers(1, 2)
+    x, loss = workers.put((np.ones([2, 3], np.float32), np.array([1.0, 2.0], np.float32)))
+    gradient = np.ones([2, 3], np.float32)
+    gradient[1, 1] = np.nan
+    step = workers.map(lambda x, g, s, v: tx.update(g, s, x, value=v))
+    update, state = step(x, workers.put(gradient), workers.map(tx.init)(x), loss)
+    trace = workers.fetch(optax.tree.get(state, "trace"))
+    np.testing.assert_array_equal(trace, np.ones([2, 3]))
+    np.testing.assert_allclose(lj.apply_updates(x, update), 0.9, rtol=1e-6)
+
+
+def test_fields_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="must name at least one field"):
+        lj.with_state(optax.sgd(0.1), lj.local_sgd(2))
+    with pytest.raises(ValueError, match="has no field 'mu'"):
+        lj.with_state(optax.sgd(0.1), lj.local_sgd(2), "mu").init(jnp.zeros(2))
