@@ -2,7 +2,7 @@
 
 The step is written for one worker as for one large device. A worker's batch is split over
 its devices, and so are its parameters and the moments of Adam; XLA gathers weights where it
-needs them (fully sharded data parallelism). Between workers every device sends its own shard.
+needs them (fully sharded data parallelism). Between workers a device sends its own shard.
 
     python examples/sharded_workers.py
 """

@@ -70,9 +70,11 @@ def with_state(
         u, after = base.update(updates, state.base, params, **extra_args)
         before = taken(state.base)
         steps = jax.tree.map(lambda new, old: new - old, taken(after), before)
-        (u, steps), of_exchange = exchange.update(
+        # Pulled as one tree, so that one leader, or one mean, is right for both.
+        moved: Any = exchange.update(
             (u, steps), state.exchange, (params, before), **extra_args
         )
+        (u, steps), of_exchange = moved
         after = optax.tree.set(after, **apply_updates(before, steps))
         return u, WithState(after, of_exchange)
 
