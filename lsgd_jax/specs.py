@@ -71,9 +71,11 @@ def largest_dimension(
       A function (path, leaf) -> PartitionSpec, for `Workers.put` and its kin.
 
     >>> import jax, lsgd_jax as lj
+    >>> from jax.sharding import PartitionSpec as P
     >>> specs = lj.largest_dimension("fsdp", 4)
-    >>> specs("dense/kernel", jax.ShapeDtypeStruct((64, 256), "float32"))
-    PartitionSpec(None, 'fsdp')
+    >>> leaf = jax.ShapeDtypeStruct((64, 256), "float32")
+    >>> specs("dense/kernel", leaf) == P(None, "fsdp")
+    True
     """
 
     def spec(path: str, leaf: Any) -> Spec:
@@ -99,11 +101,12 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
       none.
 
     >>> import lsgd_jax as lj, numpy as np
+    >>> from jax.sharding import PartitionSpec as P
     >>> workers = lj.Workers(nodes=2, inside={"fsdp": 4})
-    >>> params = workers.put({"w": np.ones([2, 8])}, specs=Spec("fsdp"))
+    >>> params = workers.put({"w": np.ones([2, 8])}, specs=P("fsdp"))
     >>> momentum = workers.put({"mu": {"w": np.zeros([2, 8])}}, lj.following(params))
-    >>> momentum["mu"]["w"].sharding.spec
-    PartitionSpec('node', 'fsdp')
+    >>> momentum["mu"]["w"].sharding.spec == P("node", "fsdp")
+    True
     """
     rows = [0 if shared else 1 for shared in shared_flags(placed)]
     one = map_flagged(lambda x, shared: of_one(x, 0 if shared else 1), placed)
