@@ -13,6 +13,7 @@ from train.cluster import devices
 from train.config import WorkersConfig
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
+from train.data.text import Text
 from train.data.transforms import Transforms
 from train.metrics import log
 from train.run import folder as run_folder
@@ -64,8 +65,11 @@ class SavedRun:
         if step is not None and step not in self._archive.steps:
             kept = ", ".join(map(str, self._archive.steps))
             raise ValueError(f"`step` must be that of a checkpoint ({kept}), got {step=}")
-        self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
-        self.experiment = Experiment(config, self.data)
+        data = load_dataset(config)
+        if isinstance(data, Text):
+            raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
+        self.data: tuple[Dataset | ImageFolder, Transforms] = data
+        self.experiment = Experiment(config, data)
         # The shapes and shardings of a state, without its arrays.
         like = self.experiment.init()
         self._like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

@@ -194,7 +194,11 @@ def runs(name, folder):
     )
     run = open_run(config)
     result = train(run)
-    assert result.saved and result.stopped_by is None and 0 <= result.center_error < 100
+    assert (
+        result.saved
+        and result.stopped_by is None
+        and 0 <= result.tested.center["error"] < 100
+    )
     return run, log.read(result.folder)["train"][-1]
 
 
