@@ -22,7 +22,7 @@ class Text:
 
     >>> text = of(b"to be or not to be, that is the question", "characters")
     >>> len(text.train), len(text.test), len(text.vocabulary)
-    (36, 4, 15)
+    (36, 4, 14)
     """
 
     train: np.ndarray
