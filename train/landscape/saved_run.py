@@ -13,7 +13,6 @@ from train.cluster import devices
 from train.config import WorkersConfig
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
-from train.data.text import Text
 from train.data.transforms import Transforms
 from train.metrics import log
 from train.run import folder as run_folder
@@ -51,6 +50,8 @@ class SavedRun:
         warn: Callable[[str], None],
     ):
         config = configuration.read(folder / run_folder.CONFIG)
+        if config.data.name == "text":
+            raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
         if data_dir is not None:
             data = dataclasses.replace(config.data, dir=data_dir)
             config = dataclasses.replace(config, data=data)
@@ -65,11 +66,8 @@ class SavedRun:
         if step is not None and step not in self._archive.steps:
             kept = ", ".join(map(str, self._archive.steps))
             raise ValueError(f"`step` must be that of a checkpoint ({kept}), got {step=}")
-        data = load_dataset(config)
-        if isinstance(data, Text):
-            raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
-        self.data: tuple[Dataset | ImageFolder, Transforms] = data
-        self.experiment = Experiment(config, data)
+        self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
+        self.experiment = Experiment(config, self.data)
         # The shapes and shardings of a state, without its arrays.
         like = self.experiment.init()
         self._like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

@@ -1,25 +1,22 @@
-"""The data that a configuration names, and whether the network fits it."""
+"""The data set that a configuration names, and whether the network fits it."""
 
 from train.config import Config
-from train.data import cifar10, digits, imagenet, text, transforms
+from train.data import cifar10, digits, imagenet, transforms
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
-from train.data.text import Text
 from train.task.models import MODELS
 
 
-Data = tuple[Dataset | ImageFolder, transforms.Transforms] | Text
+Data = tuple[Dataset | ImageFolder, transforms.Transforms]
 
 
 def load_dataset(config: Config) -> Data:
-    """The text, or the data set and what is done to its images.
+    """The data set and what is done to its images.
 
     Raises:
       ValueError: the data set needs a folder and the configuration names none; DataError:
         files that are missing or wrong.
     """
-    if config.data.name == "text":
-        return text.load(config.data.files, config.data.tokens)
     if config.data.name == "digits":
         return digits.load(), transforms.digits()
     if config.data.name == "imagenet":

@@ -16,6 +16,7 @@ from train.config import Config
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
+from train.data.text import load as load_text
 from train.task import batch_statistics, images, optimizers, schedules
 from train.task import text as texts
 from train.task.datasets import Data, load_dataset
@@ -57,14 +58,14 @@ class Experiment:
     def __init__(
         self,
         config: Config,
-        dataset: Data | None = None,
+        dataset: Data | Text | None = None,
         warn: Callable[[str], None] = warnings.warn,
         devices: Sequence[jax.Device] | None = None,
         session: Session | None = None,
     ):
         self._config = config
         self._tx = make_optimizer(config)
-        data = load_dataset(config) if dataset is None else dataset
+        data = _load(config) if dataset is None else dataset
         grid, session = config.workers, session or Session.single()
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices)
         session.connect(self.workers)
@@ -106,7 +107,7 @@ class Experiment:
     # Data
 
     def _make_forward(
-        self, data: Data, warn: Callable[[str], None], session: Session
+        self, data: Data | Text, warn: Callable[[str], None], session: Session
     ) -> Forward:
         config = self._config
         if isinstance(data, Text):
@@ -159,3 +160,9 @@ class Experiment:
     def sample(self, state: TrainState) -> str:
         """What the center writes; nothing if models of this kind do not write."""
         return self.evaluation.sample(state, jax.random.key(self._config.seed))
+
+
+def _load(config: Config) -> Data | Text:
+    if config.data.name == "text":
+        return load_text(config.data.files, config.data.tokens)
+    return load_dataset(config)

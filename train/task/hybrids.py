@@ -99,5 +99,6 @@ def lsgd_diloco(
       outer: any optax transformation; None: that of `lj.diloco`.
       loss_window: number of losses that elect the leader, the mean of the last ones.
     """
-    inside = lj.lsgd(local_pull, 0.0, local_period, loss_window=loss_window)
-    return lj.exchange(inside, lj.diloco(period, outer, axes="node"))
+    inside: Any = lj.lsgd(local_pull, 0.0, local_period, loss_window=loss_window)
+    across: Any = lj.diloco(period, outer, axes="node")
+    return lj.exchange(inside, across)
