@@ -64,11 +64,13 @@ def reason_to_stop(run: Run) -> Reason | None:
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
-    """Reports, tests (unless the run was stopped) and saves after the last step."""
+    """Reports, tests and samples (unless the run was stopped), saves."""
     run.reporter.report(run.buffer.flush())
     jax.block_until_ready(run.state)
     seconds = run.stopwatch.seconds
     tested = run_test(run) if stopped_by is None else None
+    if tested:
+        write_sample(run)
     begun = save(run)
     saved = run.checkpoints.close() and begun
     run.session.wait_for_all()  # who is lost before here is missed by all, or by none
@@ -101,8 +103,6 @@ def conclude(run: Run, result: Result) -> None:
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
     run.write("end", **values, stopped_by=stopped_by)
-    if result.tested:
-        write_sample(run)
     if run.session.is_main:
         try:
             draw(run.folder)
