@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import lsgd_jax as lj
+from train.data.vocabulary import Tokens
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
 from train.task.optimizers import OptimizerConfig
+from train.task.transformer_config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +33,22 @@ class WorkersConfig:
 class DataConfig:
     """The data that the workers learn from."""
 
-    # The data set: `digits` comes with scikit-learn, the others need --data.dir.
-    name: Literal["digits", "cifar10", "imagenet"] = "digits"
+    # The data set: `digits` comes with scikit-learn, `text` is that of --data.files, the
+    # others need --data.dir.
+    name: Literal["digits", "cifar10", "imagenet", "text"] = "digits"
     # Folder (or .tar.gz) with the official files of the data set; for imagenet one with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
     dir: str | None = None
+    # Files of text, of which the last tenth is for validation; by default the source of
+    # Python's standard library (text).
+    files: tuple[str, ...] = ()
+    # What a text is made of: characters, for which it must be UTF-8, or bytes (text).
+    tokens: Tokens = "characters"
+    # The most tokens that are seen at once (text).
+    context: int = 64
     # Accept binary data files of the right size whose checksum differs.
     accept_other_files: bool = False
-    # Give each worker its own part of the training images instead of all of them.
+    # Give each worker its own part of the training data instead of all of them.
     shard: bool = False
     # Side of the squares that images are cropped to, at random for training (cifar10,
     # imagenet), and that imagenet's are scaled to.
@@ -101,9 +111,13 @@ class Config:
     # The experiment's name, which also begins the name of its run folder.
     name: str
     # The network.
-    model: Literal["digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50"]
+    model: Literal[
+        "digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50", "transformer"
+    ]
     # The data.
     data: DataConfig = DataConfig()
+    # The network `transformer`.
+    transformer: TransformerConfig = TransformerConfig()
     # The grid of workers.
     workers: WorkersConfig = WorkersConfig()
     # Every worker's own optimizer.
@@ -114,7 +128,7 @@ class Config:
     batch_statistics: Policy = "reestimate"
     # Training steps of every worker.
     steps: int = 1000
-    # Images per worker and step.
+    # Images, or windows of text, per worker and step.
     batch_size: int = 32
     # Seed of the starting parameters, the order of the data and all other randomness.
     seed: int = 0
@@ -147,7 +161,7 @@ class Config:
             lj.checks.check_positive_int(name, getattr(self, name))
         lj.checks.check_positive_int("workers.nodes", self.workers.nodes)
         lj.checks.check_positive_int("workers.locals", self.workers.locals)
-        for name in ("crop", "read_ahead"):
+        for name in ("crop", "read_ahead", "context"):
             lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
         if self.data.reader_threads is not None:
             lj.checks.check_positive_int("data.reader_threads", self.data.reader_threads)
@@ -159,6 +173,7 @@ class Config:
             )
         data = self.data
         _check(data.padding >= 0, "data.padding", "at least 0", data)
+        _check_text(self)
         fits = data.name != "cifar10" or data.crop <= 32
         _check(fits, "data.crop", "at most 32 with cifar10", data)
         if not 0 <= self.seed < 2**32:
@@ -171,7 +186,7 @@ FORMAT = 2
 DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
 
 # What may differ from process to process.
-FREE_PER_PROCESS = {"data.dir", *DISTRIBUTED} - {"distributed.survive"}
+FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED} - {"distributed.survive"}
 
 # What may change when a run is resumed: how long it is, what it reports and where, and its
 # workers (see train.run.resharding).
@@ -280,6 +295,25 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def _check_text(config: Config) -> None:
+    """Raises ValueError for options of a text beside images, or the reverse."""
+    data, is_text = config.data, config.data.name == "text"
+    fits = is_text == (config.model == "transformer")
+    rule = "transformer with data.name=text, and only there"
+    _check(fits, "model", rule, config)
+    if is_text:
+        _check(data.dir is None, "data.dir", "left out with data.name=text", data)
+        return
+    for name, default in (("files", ()), ("tokens", "characters"), ("context", 64)):
+        rule = f"left out with data.name={data.name}"
+        _check(getattr(data, name) == default, f"data.{name}", rule, data)
+    default, given = TransformerConfig(), config.transformer
+    for field in dataclasses.fields(given):
+        holds = getattr(given, field.name) == getattr(default, field.name)
+        rule = f"left out with model={config.model}"
+        _check(holds, f"transformer.{field.name}", rule, given)
 
 
 def _check(holds: bool, name: str, rule: str, group: Any) -> None:

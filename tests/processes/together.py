@@ -109,7 +109,7 @@ def train(config, folder, session):
         result = loop.train(run)
     numbers = run.experiment.workers.fetch(run.state.params)
     total = sum(float(abs(x).sum()) for x in jax.tree.leaves(numbers))
-    return {"error": result.center_error, "step": result.step, "total": total}
+    return {"error": result.tested.center["error"], "step": result.step, "total": total}
 
 
 def joined(port, count, rank):

@@ -62,7 +62,7 @@ def end(process):
     "arguments, message",
     [
         ([], "the experiment must be one of cifar10-cnn7,"),
-        (["numbers"], "imagenet-resnet50, got 'numbers'; see python -m train --help"),
+        (["numbers"], "text, got 'numbers'; see python -m train --help"),
         (["digits", "--stepz", "3"], "option --stepz; did you mean --steps?; see python"),
         (["digits", "--steps"], "Missing value for argument '--steps'"),
         (["digits", "--nonsense"], "unrecognized option --nonsense; see python -m train"),
@@ -118,7 +118,7 @@ def test_help_explains_every_field(capsys):
     assert "\nCommand:   python -m train digits\nHardware:  2 CPU cores" in text
     words = " ".join(text.split())
     for option in (
-        "--batch-size INT Images per worker and step. (default: 32)",
+        "--batch-size INT Images, or windows of text, per worker and step. (default: 32)",
         "--workers.locals INT Number of workers in each node.",
         "--optimizer.learning-rate FLOAT Learning rate, at its highest",
         f"Choose another method with --method NAME: {', '.join(METHODS)}.",

@@ -50,6 +50,8 @@ class SavedRun:
         warn: Callable[[str], None],
     ):
         config = configuration.read(folder / run_folder.CONFIG)
+        if config.data.name == "text":
+            raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
         if data_dir is not None:
             data = dataclasses.replace(config.data, dir=data_dir)
             config = dataclasses.replace(config, data=data)

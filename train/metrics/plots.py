@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 
 from train.metrics import log
+from train.metrics.measures import ERROR, of_events
 
 
 matplotlib.use("agg")
@@ -51,24 +52,27 @@ def _plot(axes: Any, events: list[dict[str, Any]], x: str, y: str, **style: Any)
 
 
 def _training(events: Events) -> Any:
-    """Training loss and test error against steps and against seconds."""
+    """Training loss and what tests measured against steps and against seconds."""
     train, test = events.get("train", []), events.get("test", [])
     if not train:
         return None
+    measure = of_events(test)
     figure, grid = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
     for column, (x, label) in enumerate(
         (("step", "step"), ("seconds", "training time, s"))
     ):
         loss, error = grid[0][column], grid[1][column]
         _plot(loss, train, x, "loss", color=BLUE)
-        _plot(error, test, x, "center_error", color=BLUE, marker="o", ms=3, label="center")
+        style = {"color": BLUE, "marker": "o", "ms": 3}
+        _plot(error, test, x, f"center_{measure.key}", **style, label="center")
         style = {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"}
-        _plot(error, test, x, "best_error", **style, label="best worker")
+        _plot(error, test, x, f"best_{measure.key}", **style, label="best worker")
         loss.set_yscale("log")
-        error.set_ylim(bottom=0)
+        if measure is ERROR:
+            error.set_ylim(bottom=0)
         error.set_xlabel(label)
     grid[0][0].set_ylabel("training loss, mean of workers")
-    grid[1][0].set_ylabel("test error, %")
+    grid[1][0].set_ylabel(measure.label)
     grid[1][0].legend(frameon=False)
     return tidy(figure)
 

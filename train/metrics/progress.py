@@ -26,7 +26,7 @@ class Progress:
         self._console = rich.console.Console(quiet=process != 0, highlight=False)
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
-        self._error = ""
+        self._tested = ""
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
             rich.progress.BarColumn(),
@@ -49,8 +49,9 @@ class Progress:
         self._bar.update(self._task, completed=step)
 
     def say(self, text: str) -> None:
-        """Prints a line, above the bar."""
-        self._console.print(rich.markup.escape(text), soft_wrap=True)
+        """Prints a line, or several, above the bar."""
+        shown = printable(text, self._console.encoding)
+        self._console.print(rich.markup.escape(shown), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning that is the same in all processes, once."""
@@ -63,15 +64,15 @@ class Progress:
         else:
             print(f"process {self._process}: warning: {text}", file=sys.stderr)
 
-    def tested(self, error: float) -> None:
-        """Notes the center's test error in %, to be shown beside the progress."""
-        self._error = f"test error {error:.2f} %"
+    def tested(self, result: str) -> None:
+        """Notes how the center was tested, to be shown beside the progress."""
+        self._tested = result
 
     def show(self, step: int, loss: float | None, steps_per_second: float | None) -> None:
         """Shows how far training is, and at which pace if that is known."""
         loss_text = "" if loss is None else f"loss {loss:.4f}"
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
-        text = ", ".join(filter(None, [loss_text, self._error, pace]))
+        text = ", ".join(filter(None, [loss_text, self._tested, pace]))
         self._bar.update(self._task, completed=step, description=text)
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
@@ -80,6 +81,16 @@ class Progress:
                 text += f", {_clock((self._steps - step) / steps_per_second)} left"
             where = f"{self._what} {step}/{self._steps}"
             self.say(f"{where}: {text}" if text else where)
+
+
+def printable(text: str, encoding: str) -> str:
+    """The text with question marks for what a terminal cannot show or would act upon.
+
+    >>> printable("é\\x1b[2J", "latin-1"), printable("é", "ascii")
+    ('é?[2J', '?')
+    """
+    kept = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    return kept.encode(encoding, "replace").decode(encoding)
 
 
 class Pace:

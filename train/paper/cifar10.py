@@ -209,7 +209,7 @@ def reached(curves: dict[tuple[str, int], Curve], setting: Setting) -> list[dict
 
 
 def _seconds_to(goal: float, curve: Curve) -> float | None:
-    pairs = zip(curve.seconds, curve.errors)
+    pairs = zip(curve.seconds, curve.values)
     return next((seconds for seconds, error in pairs if error <= goal), None)
 
 

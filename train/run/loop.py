@@ -6,7 +6,6 @@ import signal
 from typing import Any
 
 import jax
-import numpy as np
 
 import lsgd_jax as lj
 from train.cluster.nodes import Nodes
@@ -14,9 +13,10 @@ from train.metrics.plots import draw
 from train.run.open import Run
 from train.run.result import Result, last_line
 from train.run.saving import save, saved_if_data_fail
-from train.run.testing import Errors, run_test
+from train.run.testing import run_test
 
 
+SAMPLE = "sample.txt"
 Reason = signal.Signals | str
 
 
@@ -64,16 +64,18 @@ def reason_to_stop(run: Run) -> Reason | None:
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
-    """Reports, tests (unless the run was stopped) and saves after the last step."""
+    """Reports, tests and samples (unless the run was stopped), saves."""
     run.reporter.report(run.buffer.flush())
     jax.block_until_ready(run.state)
     seconds = run.stopwatch.seconds
-    errors = run_test(run) if stopped_by is None else Errors(np.nan, np.nan)
+    tested = run_test(run) if stopped_by is None else None
+    if tested:
+        write_sample(run)
     begun = save(run)
     saved = run.checkpoints.close() and begun
     run.session.wait_for_all()  # who is lost before here is missed by all, or by none
     leaving = leaving_processes(run) if stopped_by == signal.SIGTERM else []
-    return Result(run.folder, run.step, seconds, *errors, stopped_by, saved, leaving)
+    return Result(run.folder, run.step, seconds, tested, stopped_by, saved, leaving)
 
 
 def leaving_processes(run: Run) -> list[int]:
@@ -88,7 +90,7 @@ def announce(run: Run) -> None:
     """Writes and says with what the run begins, or goes on."""
     grid = [run.config.workers.nodes, run.config.workers.locals]
     processes = len(run.session.members)
-    sizes = run.experiment.data_sizes
+    sizes = run.experiment.forward.sizes
     run.write("start", workers=grid, processes=processes, **sizes, **_versions())
     run.progress.say(f"{run.experiment.workers}; run folder {run.folder}")
     if run.resizing is not None:
@@ -98,18 +100,28 @@ def announce(run: Run) -> None:
 
 def conclude(run: Run, result: Result) -> None:
     """Writes the last event and the figures, and says how the run ended."""
-    run.write(
-        "end",
-        center_error=result.center_error,
-        best_error=result.best_error,
-        stopped_by=getattr(result.stopped_by, "name", result.stopped_by) or "",
-    )
+    stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
+    values = result.tested.values() if result.tested else {}
+    run.write("end", **values, stopped_by=stopped_by)
     if run.session.is_main:
         try:
             draw(run.folder)
         except OSError as error:
             run.progress.warn(f"the figures cannot be written: {error}")
     run.progress.say(last_line(result, run.config))
+
+
+def write_sample(run: Run) -> None:
+    """Shows what the center writes, if it does, and keeps it in the run folder."""
+    text = run.experiment.sample(run.state)
+    if not text:
+        return
+    run.progress.say(f"a sample of the center:\n{text}")
+    if run.session.is_main:
+        try:
+            (run.folder / SAMPLE).write_text(text, encoding="utf-8", newline="")
+        except OSError as error:
+            run.progress.warn(f"the sample cannot be written: {error}")
 
 
 def _versions() -> dict[str, Any]:

@@ -94,8 +94,13 @@ def open_run(
         config, session=session, warn=progress.warn_here, devices=devices
     )
     if resumed is not None:
-        check_same_data(experiment.data_sizes, resumed)
+        check_same_data(experiment.forward.sizes, resumed)
+        check_kept(experiment.forward.kept, resumed)
     folder = run_folder.create(config, session) if resumed is None else resumed
+    if session.is_main:
+        for name, text in experiment.forward.kept.items():
+            if not (folder / name).exists():
+                (folder / name).write_text(text)
     session.tell_where(lambda: where(config, folder, 0))
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
@@ -147,7 +152,7 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
     """Raises ValueError if a run began with other data than those at hand.
 
     Args:
-      sizes: see `Experiment.data_sizes`.
+      sizes: see `Forward.sizes`.
       folder: of the run.
     """
     if not (folder / log.METRICS).exists():
@@ -160,3 +165,16 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
                     f"{folder} is a run on other data: with {before} "
                     f"{name.replace('_', ' ')}, and here are {count}"
                 )
+
+
+def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:
+    """Raises ValueError if a run folder keeps something else of the data.
+
+    Args:
+      kept: see `Forward.kept`.
+      folder: of the run.
+    """
+    for name, text in kept.items():
+        path = folder / name
+        if path.exists() and path.read_text() != text:
+            raise ValueError(f"{folder} is a run on another text: {path} is of that one")

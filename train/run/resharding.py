@@ -17,6 +17,8 @@ equal on all workers (`Shared`) stays to the bit. Of each method that is:
     local-sgd             –                              the mean is over the new workers
     post-local-sgd        the step of the switch         likewise
     slowmo, diloco        anchor, (outer) momentum       likewise
+    diloco-leader         anchor, outer momentum         the leader, at the next exchange
+    lsgd-diloco           refused: each place in a node has an anchor of its own
     parle                 center, anchors, averages      the center, at the next exchange
     dpsgd, adpsgd         –                              the graph; the workers' mean moves
     sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'

@@ -5,7 +5,21 @@ import signal
 from typing import NamedTuple
 
 from train.config import Config
+from train.metrics import measures
 from train.run.folder import CHECKPOINTS
+from train.task.forward import TestResult
+
+
+class Tested(NamedTuple):
+    """The tests of the center and of the best worker."""
+
+    center: TestResult
+    best: TestResult
+
+    def values(self) -> dict[str, float]:
+        """As metrics.jsonl has them: `center_loss` and so on."""
+        results = self._asdict().items()
+        return {f"{of}_{key}": x for of, result in results for key, x in result.items()}
 
 
 class Result(NamedTuple):
@@ -15,7 +29,7 @@ class Result(NamedTuple):
       folder: its run folder.
       step: steps taken.
       seconds: training time, without tests and checkpoints.
-      center_error, best_error: test errors in %; nan if the run was stopped early.
+      tested: the tests after the last step; None if the run was stopped early.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint has arrived.
       leaving: the processes that leave while the others go on; none if the run has ended.
@@ -24,8 +38,7 @@ class Result(NamedTuple):
     folder: pathlib.Path
     step: int
     seconds: float
-    center_error: float
-    best_error: float
+    tested: Tested | None
     stopped_by: signal.Signals | str | None
     saved: bool
     leaving: list[int]
@@ -47,9 +60,10 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 def last_line(result: Result, config: Config) -> str:
     """How the run ended, in a line."""
     seconds = f"{result.seconds:.1f} s of training"
-    if result.stopped_by is None:
+    if result.tested is not None:
+        center, best = result.tested
         return (
-            f"test error {result.center_error:.2f} % (center), {result.best_error:.2f} % "
+            f"{measures.text(center, name=True)} (center), {measures.text(best)} "
             f"(best worker) after {result.step} steps and {seconds}; everything is in "
             f"{result.folder}"
         )

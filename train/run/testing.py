@@ -1,23 +1,16 @@
 """Testing the models while training, which leaves the training state alone."""
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 
 import lsgd_jax as lj
+from train.metrics import measures
 from train.run.open import Run
 from train.run.reporting import bytes_sent
+from train.run.result import Tested
 
 
-class Errors(NamedTuple):
-    """Test errors of the center and of the best worker, in %."""
-
-    center: float
-    best: float
-
-
-def run_test(run: Run) -> Errors:
+def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes what was found."""
     run.reporter.report(run.buffer.flush())
     jax.block_until_ready(run.state)
@@ -26,14 +19,7 @@ def run_test(run: Run) -> Errors:
         worker = int(np.argmin(run.reporter.recent_losses))
         best = run.experiment.test_worker(run.state, worker)
         diagnostics = run.experiment.workers.fetch(lj.diagnostics(run.state.opt_state))
-    run.write(
-        "test",
-        center_error=center.error,
-        center_loss=center.loss,
-        best_error=best.error,
-        best_loss=best.loss,
-        best_worker=worker,
-        bytes_sent=bytes_sent(diagnostics),
-    )
-    run.progress.tested(center.error)
-    return Errors(center.error, best.error)
+    tested, sent = Tested(center, best), bytes_sent(diagnostics)
+    run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
+    run.progress.tested(measures.text(center, name=True))
+    return tested

@@ -7,7 +7,10 @@ from train.data.imagenet import ImageFolder
 from train.task.models import MODELS
 
 
-def load_dataset(config: Config) -> tuple[Dataset | ImageFolder, transforms.Transforms]:
+Data = tuple[Dataset | ImageFolder, transforms.Transforms]
+
+
+def load_dataset(config: Config) -> Data:
     """The data set and what is done to its images.
 
     Raises:

@@ -1,31 +1,21 @@
 """Testing: it reads the training state and changes nothing in it."""
 
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 import lsgd_jax as lj
-from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.task import batch_statistics
 from train.task.batch_statistics import Policy
-from train.task.forward import Forward, cross_entropy
+from train.task.forward import Forward, TestResult
 from train.task.state import TrainState
 
 
-TEST_BATCH = 256  # images per worker
 REESTIMATE_BATCHES = 8  # per worker
-
-
-class TestResult(NamedTuple):
-    """error: share of wrong answers in %; loss: mean cross entropy in nats."""
-
-    error: float
-    loss: float
 
 
 class Evaluation:
@@ -51,7 +41,7 @@ class Evaluation:
     ):
         self._forward, self._workers, self._policy = forward, workers, policy
         self._batches, self._count, self._keys = batches, count, keys
-        self._count_wrong = workers.map(self._count_wrong_of_one)
+        self._sums = workers.map(self._sums_of_one)
         self._stats_of_batch = workers.map(self._stats_of_one)
         self._pick = jax.jit(
             lambda tree, worker: jax.tree.map(lambda x: x[worker], tree),
@@ -60,31 +50,34 @@ class Evaluation:
 
     def center(self, state: TrainState) -> TestResult:
         """The test of the model that the workers stand for together."""
+        return self._test(*self._center(state))
+
+    def _center(self, state: TrainState) -> tuple[Any, Any]:
+        """The parameters and the batch statistics of the center."""
         center = lj.center(state.params, state.opt_state)
-        return self._test(center, lj.consensus(state.stats) if state.stats else {})
+        return center, lj.consensus(state.stats) if state.stats else {}
 
     def worker(self, state: TrainState, worker: int) -> TestResult:
         """The test of one worker's own model."""
         return self._test(*self._pick((state.params, state.stats), worker))
+
+    def sample(self, state: TrainState, key: Array) -> str:
+        """What the center writes."""
+        # On the host, so that each process draws by itself.
+        params, stats = self._workers.fetch(self._center(state))
+        return self._forward.sample({"params": params, **stats}, key)
 
     def _test(self, params: Any, stats: Any) -> TestResult:
         if stats and self._policy == "reestimate":
             stats = self.reestimated(params, stats)
         source, variables = self._forward.source, lj.Shared({"params": params, **stats})
         add = Backlog(source.most_in_flight).add
-        totals = [
-            add(self._count_wrong(variables, *batch)) for batch in source.test_batches
-        ]
-        wrong, loss, count = np.sum(self._workers.fetch(totals), axis=(0, 2))
-        if not count:
-            raise DataError("no image to test with can be read any more")
-        return TestResult(error=float(100 * wrong / count), loss=float(loss / count))
+        sums = [add(self._sums(variables, *batch)) for batch in source.test_batches]
+        totals = np.sum(self._workers.fetch(sums), axis=(0, 2), dtype=np.float64)
+        return self._forward.result(totals)
 
-    def _count_wrong_of_one(self, variables, images, labels, valid):
-        logits = self._forward.test(variables.value, images)
-        losses = cross_entropy(logits, labels)
-        wrong = logits.argmax(axis=1) != labels
-        return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
+    def _sums_of_one(self, variables, *batch):
+        return self._forward.sums(variables.value, *batch)
 
     def reestimated(self, params: Any, stats: Any) -> Any:
         """The mean statistics of some batches of every worker, with these parameters.
@@ -103,6 +96,5 @@ class Evaluation:
 
     def _stats_of_one(self, variables, data, batch, key):
         params, stats = variables.value
-        x, _, key = self._forward.prepared(data, batch, key)
-        apply = lambda stats: self._forward.train(params, stats, key, x)
+        apply = lambda stats: self._forward.loss(params, stats, data, batch, key)
         return batch_statistics.of_batch(apply, stats)

@@ -1,7 +1,6 @@
 """What a configuration stands for: the grid, the data, the step of one worker, the test."""
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -14,17 +13,15 @@ from jax import Array
 import lsgd_jax as lj
 from train.cluster.session import Session
 from train.config import Config
-from train.data.arrays import Dataset
-from train.data.imagenet import ImageFolder
+from train.data.arrays import DataError
 from train.data.in_flight import Backlog
-from train.data.resident import Resident
-from train.data.sampler import EpochSampler, parts
-from train.data.stream import Stream
-from train.data.transforms import Transforms
-from train.task import batch_statistics, optimizers, schedules
-from train.task.datasets import check_model_fits, load_dataset
-from train.task.evaluation import REESTIMATE_BATCHES, TEST_BATCH, Evaluation, TestResult
-from train.task.forward import Forward, cross_entropy
+from train.data.text import Text
+from train.data.text import load as load_text
+from train.task import batch_statistics, images, optimizers, schedules
+from train.task import text as texts
+from train.task.datasets import Data, load_dataset
+from train.task.evaluation import REESTIMATE_BATCHES, Evaluation
+from train.task.forward import Forward, TestResult
 from train.task.models import MODELS
 from train.task.state import TrainState
 
@@ -40,18 +37,16 @@ class Experiment:
 
     Args:
       config: what to build.
-      dataset: data and transforms to take instead of those that the configuration names.
+      dataset: data (and transforms) to take instead of those that the configuration names.
       warn: called with a line about what is wrong with the data and is no error.
       devices: those to use, all of them; None: as `lj.Workers` chooses them.
       session: the processes of the run; None: this one by itself.
 
     Attributes:
       workers: the grid.
-      sampler: which images each worker sees at which step.
       forward: the network on a batch.
-      data: what lies on the devices for good: of each worker its own training images and
-        labels, or in a `Shared` all of them, or nothing if batches bring them along.
-      data_sizes: the numbers of images and classes, by name.
+      data: what lies on the devices for good: of each worker its own training data, or in
+        a `Shared` all of them, or nothing if batches bring them along.
       step: (state, data, batch) -> (state, loss [W]), all workers' step.
       evaluation: the tests.
 
@@ -63,38 +58,26 @@ class Experiment:
     def __init__(
         self,
         config: Config,
-        dataset: tuple[Dataset | ImageFolder, Transforms] | None = None,
+        dataset: Data | Text | None = None,
         warn: Callable[[str], None] = warnings.warn,
         devices: Sequence[jax.Device] | None = None,
         session: Session | None = None,
     ):
         self._config = config
         self._tx = make_optimizer(config)
-        data, transforms = load_dataset(config) if dataset is None else dataset
-        model = MODELS[config.model](num_classes=data.num_classes)
-        self._example = transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
-        check_model_fits(config, self._example.shape)
-        grid, images = config.workers, len(data.train.labels)
-        self.data_sizes = {
-            "train_images": images,
-            "test_images": len(data.test.labels),
-            "classes": data.num_classes,
-        }
-        size = images // (grid.nodes * grid.locals if config.data.shard else 1)
-        self.sampler = EpochSampler(size, config.batch_size, config.seed)
+        data = _load(config) if dataset is None else dataset
+        grid, session = config.workers, session or Session.single()
         self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices)
-        session = Session.single() if session is None else session
         session.connect(self.workers)
-        source = self._make_source(data, warn, session)
-        self.data = source.data
-        self.forward = Forward(model, transforms, source)
+        self.forward = self._make_forward(data, warn, session)
+        self.data = self.forward.source.data
         self.step = self.workers.map(self._step, donate=0)
         self.evaluation = Evaluation(
             self.forward,
             self.workers,
             config.batch_statistics,
             self.batches,
-            count=min(REESTIMATE_BATCHES, self.sampler.steps_per_epoch),
+            count=min(REESTIMATE_BATCHES, self.forward.steps_per_epoch),
             keys=self.worker_keys(),
         )
 
@@ -114,7 +97,7 @@ class Experiment:
 
     def _init_model(self) -> dict[str, Any]:
         key, _ = jax.random.split(jax.random.key(self._config.seed))
-        return dict(self.forward.model.init(key, self._example, train=False))
+        return self.forward.init(key)
 
     def worker_keys(self) -> Array:
         """A random key of each worker, [W]."""
@@ -123,24 +106,16 @@ class Experiment:
 
     # Data
 
-    def _make_source(
-        self, data: Dataset | ImageFolder, warn: Callable[[str], None], session: Session
-    ) -> Resident | Stream:
-        options, seed = self._config.data, self._config.seed
-        count, workers = len(data.train.labels), self.workers.num_workers
-        own = parts(count, workers, seed) if options.shard else None
-        common = self.sampler, self.workers, own, TEST_BATCH
-        if isinstance(data, Dataset):
-            return Resident(data, *common)
-        return Stream(
-            data,
-            *common,
-            seed=seed,
-            threads=options.reader_threads or _cores(),
-            ahead=options.read_ahead,
-            warn=warn,
-            same_everywhere=session.same_everywhere,
-        )
+    def _make_forward(
+        self, data: Data | Text, warn: Callable[[str], None], session: Session
+    ) -> Forward:
+        config = self._config
+        if isinstance(data, Text):
+            if not session.same_everywhere(data.sha256):
+                raise DataError("the processes read different texts; give all the same")
+            return texts.make(config, data, self.workers)
+        model = MODELS[config.model](num_classes=data[0].num_classes)
+        return images.make(config, model, data, self.workers, warn, session)
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
         """What each worker learns from at each of the steps (from 0), on the devices."""
@@ -160,11 +135,9 @@ class Experiment:
     def _step(self, state: TrainState, data: Any, batch: Any) -> tuple[TrainState, Array]:
         """One worker's step: (its state, its data, its batch) -> (state, loss)."""
         key = jax.random.fold_in(state.key, state.step.value)
-        x, labels, key = self.forward.prepared(data, batch, key)
 
         def loss_of(params):
-            logits, stats = self.forward.train(params, state.stats, key, x)
-            return cross_entropy(logits, labels).mean(), stats
+            return self.forward.loss(params, state.stats, data, batch, key)
 
         (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = self._tx.update(
@@ -184,8 +157,12 @@ class Experiment:
         """The test of one worker's own model."""
         return self.evaluation.worker(state, worker)
 
+    def sample(self, state: TrainState) -> str:
+        """What the center writes; nothing if models of this kind do not write."""
+        return self.evaluation.sample(state, jax.random.key(self._config.seed))
 
-def _cores() -> int:
-    """CPU cores that this process may use, as far as Python tells."""
-    count = getattr(os, "process_cpu_count", os.cpu_count)()  # the former: Python 3.13
-    return count or 1
+
+def _load(config: Config) -> Data | Text:
+    if config.data.name == "text":
+        return load_text(config.data.files, config.data.tokens)
+    return load_dataset(config)

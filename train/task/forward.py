@@ -1,51 +1,75 @@
-"""One worker's network applied to a batch, for training and for testing."""
+"""What an experiment asks of a task: its data, its loss, its test."""
 
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
 
-import flax.linen as nn
-import jax
-import optax
 from jax import Array
 
-from train.data.resident import Resident
-from train.data.stream import Stream
-from train.data.transforms import Transforms
+
+TestResult = dict[str, float]  # what a test measured, see train.metrics.measures
 
 
-class Forward(NamedTuple):
-    """From a batch to logits.
+class Source(Protocol):
+    """Where batches come from: `Resident`, `Stream` or `Windows`.
 
     Attributes:
-      model: the network.
-      transforms: what is done to the images before.
+      data: what lies on the devices for good.
+      test_batches: the arguments of `Forward.sums` after the first, of all workers.
+      most_in_flight: steps that may wait for a device.
+    """
+
+    data: Any
+    most_in_flight: int
+
+    @property
+    def test_batches(self) -> Any: ...
+
+    def batches(self, steps: range) -> Generator[Any, None, None]:
+        """What each worker learns from at each of the steps (from 0)."""
+        ...
+
+
+class Forward(Protocol):
+    """One worker's network applied to a batch, for training and for testing.
+
+    Attributes:
       source: where batches come from.
+      sizes: the numbers of examples and the like, by name.
+      steps_per_epoch: in so many a worker sees about as much as it has.
+      kept: what the run folder keeps of the data, by file name; a run goes on with the
+        same only.
     """
 
-    model: nn.Module
-    transforms: Transforms
-    source: Resident | Stream
+    @property
+    def source(self) -> Source: ...
 
-    def prepared(self, data: Any, batch: Any, key: Array) -> tuple[Array, Array, Array]:
-        """A training batch: (the network's input, labels, key for what is left to draw)."""
-        images, labels = self.source.images_and_labels(data, batch)
-        image_key, dropout_key = jax.random.split(key)
-        return self.transforms.train(image_key, images), labels, dropout_key
+    @property
+    def sizes(self) -> dict[str, int]: ...
 
-    def train(self, params: Any, stats: Any, key: Array, x: Array) -> tuple[Any, Any]:
-        """The logits while training, and the renewed statistics."""
-        variables, rngs = {"params": params, **stats}, {"dropout": key}
-        return self.model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
+    @property
+    def steps_per_epoch(self) -> int: ...
 
-    def test(self, variables: Any, images: Array) -> Any:
-        """The logits while testing."""
-        return self.model.apply(variables, self.transforms.test(images), False)
+    @property
+    def kept(self) -> dict[str, str]: ...
 
+    def init(self, key: Array) -> dict[str, Any]:
+        """The variables at the start: 'params', and batch statistics if there are any."""
+        ...
 
-def cross_entropy(logits: Array, labels: Array) -> Array:
-    """The cross entropy of each image, in nats: ([B, classes], [B]) -> [B].
+    def loss(
+        self, params: Any, stats: Any, data: Any, batch: Any, key: Array
+    ) -> tuple[Array, Any]:
+        """The mean loss of one worker's training batch, in nats; renewed statistics."""
+        ...
 
-    >>> import jax.numpy as jnp
-    >>> cross_entropy(jnp.zeros((1, 2)), jnp.array([1])).round(3).tolist()
-    [0.693]
-    """
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    def sums(self, variables: Any, *batch: Array) -> Sequence[Array]:
+        """Sums over one worker's test batch."""
+        ...
+
+    def result(self, totals: Any) -> TestResult:
+        """What the sums over all test batches and workers say."""
+        ...
+
+    def sample(self, variables: Any, key: Array) -> str:
+        """What the model writes after training; nothing if it does not write."""
+        ...

@@ -14,7 +14,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import options
+from train.task import hybrids, options
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -76,6 +76,8 @@ ROWS = (
     ),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
+    Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
+    Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
     Row("parle", lj.parle),
     Row("dpsgd", lj.dpsgd),
     Row("sgp", lj.sgp),

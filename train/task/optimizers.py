@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 import optax
 
@@ -38,8 +39,8 @@ TABLES = (OPTIMIZERS, "name"), (SCHEDULES, "schedule")
 class OptimizerConfig:
     """Every worker's own optimizer."""
 
-    # The optimizer: muon is for matrices, and adamw for whatever else is in the model; lars
-    # is for large batches (with --method allreduce).
+    # The optimizer: muon is for matrices, and adamw for embeddings and whatever else is in
+    # the model; lars is for large batches (with --method allreduce).
     name: Name = "sgd"
     # Learning rate, at its highest if there is a schedule.
     learning_rate: float = 0.1
@@ -56,6 +57,9 @@ class OptimizerConfig:
     # Weight decay: of sgd and lars an L2 penalty, added to the gradient; of adamw, lion and
     # muon decoupled from it, multiplied by the learning rate only.
     weight_decay: float = 0.0
+    # What weight decay is for: all parameters, or matrices and convolutions (of muon: what
+    # is not adamw's), without biases, the scales of norms and embeddings.
+    decay_of: Literal["all", "matrices"] = "all"
     # Gradients of a larger norm, over all parameters of a worker, are scaled down to it.
     clip: float | None = None
     # How the learning rate changes after the warm-up: not at all, by drops at the steps
@@ -145,17 +149,20 @@ def _base(
     options: OptimizerConfig, rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
     decay, momentum, nesterov = options.weight_decay, options.momentum, options.nesterov
+    mask = matrices if options.decay_of == "matrices" else None
     b1, b2 = options.betas or (0.9, 0.99 if options.name == "lion" else 0.999)
     match options.name:
         case "sgd":
             sgd = optax.sgd(rate, momentum or None, nesterov=nesterov)
-            return optax.chain(optax.add_decayed_weights(decay), sgd)
+            return optax.chain(optax.add_decayed_weights(decay, mask), sgd)
         case "lars":
-            return optax.lars(rate, decay, momentum=momentum or 0.0, nesterov=nesterov)
+            return optax.lars(
+                rate, decay, mask or True, momentum=momentum or 0.0, nesterov=nesterov
+            )
         case "adamw":
-            return optax.adamw(rate, b1, b2, options.eps, weight_decay=decay)
+            return optax.adamw(rate, b1, b2, options.eps, weight_decay=decay, mask=mask)
         case "lion":
-            return optax.lion(rate, b1, b2, weight_decay=decay)
+            return optax.lion(rate, b1, b2, weight_decay=decay, mask=mask)
         case "muon":
             return optax.contrib.muon(
                 rate,
@@ -164,5 +171,27 @@ def _base(
                 weight_decay=decay,
                 adam_b1=b1,
                 adam_b2=b2,
-                adam_weight_decay=decay,
+                adam_weight_decay=0.0 if mask else decay,
+                muon_weight_dimension_numbers=_of_muon,
             )
+
+
+def matrices(params: Any) -> Any:
+    """Whether a parameter is a matrix or a convolution: no bias, scale or embedding.
+
+    >>> matrices({"kernel": np.zeros((2, 2)), "bias": np.zeros(2)})
+    {'bias': False, 'kernel': True}
+    """
+
+    def is_matrix(path: Any, x: Any) -> bool:
+        return x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def _of_muon(params: Any) -> Any:
+    """How muon takes each parameter; None: not at all."""
+    how = lambda is_matrix, x: (
+        optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
+    )
+    return jax.tree.map(how, matrices(params), params)

@@ -8,11 +8,13 @@ options of its own:
 
     --variant "often=--method lsgd --method.local-period 4"
 
-DIR gets a run folder for each, `compare.png` (test error of the center against steps,
-seconds and bytes sent), `compare.csv` and `compare.md` (mean ± standard deviation over the
-seeds). The same command resumes an interrupted comparison.
+DIR gets a run folder for each, `compare.png` (test error or validation loss of the center
+against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ± standard
+deviation over the seeds), and `compare.json` (the tests of each seed). The same command
+resumes an interrupted comparison.
 """
 
+import json
 import pathlib
 import re
 import shlex
@@ -33,6 +35,7 @@ from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables
+from train.metrics.measures import ERROR, Measure, of_events
 from train.metrics.plots import tidy
 from train.run import folder as run_folder
 from train.run import loop
@@ -41,12 +44,16 @@ from train.task.methods import find
 
 
 class Curve(NamedTuple):
-    """The tests of one run: what the figure and the table are made of."""
+    """The tests of one run: what the figure and the table are made of.
+
+    values: of the center, by the measure.
+    """
 
     steps: list[int]
     seconds: list[float]
     megabytes: list[float]
-    errors: list[float]
+    values: list[float]
+    measure: Measure = ERROR
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[tuple[str, int], Config], pathlib.Path]:
@@ -158,7 +165,9 @@ def read(folder: pathlib.Path) -> Curve:
     tests = records.read(folder)["test"]
     column = lambda name: [event[name] for event in tests]
     megabytes = [sent / 1e6 for sent in column("bytes_sent")]
-    return Curve(column("step"), column("seconds"), megabytes, column("center_error"))
+    measure = of_events(tests)
+    values = column(f"center_{measure.key}")
+    return Curve(column("step"), column("seconds"), megabytes, values, measure)
 
 
 def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
@@ -172,12 +181,14 @@ def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
     rows = []
     for method in dict.fromkeys(method for method, _ in curves):
         runs = [curve for (name, _), curve in curves.items() if name == method]
+        measure = runs[0].measure
+        digits = measure.digits
         rows.append(
             {
                 "method": method,
                 "seeds": len(runs),
-                "test error, %": spread([run.errors[-1] for run in runs], 2),
-                "lowest, %": spread([min(run.errors) for run in runs], 2),
+                measure.label: spread([run.values[-1] for run in runs], digits),
+                f"lowest, {measure.unit}": spread([min(x.values) for x in runs], digits),
                 "training time, s": spread([run.seconds[-1] for run in runs], 1),
                 "MB sent per worker": spread([run.megabytes[-1] for run in runs], 1),
             }
@@ -206,7 +217,7 @@ def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") 
 
 
 def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
-    """Test error of the center against steps, seconds and bytes; a line per run."""
+    """What was measured of the center against steps, seconds and bytes; a line per run."""
     figure, panels = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
     methods = list(dict.fromkeys(method for method, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
@@ -214,7 +225,7 @@ def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
         label = method if seed == 0 else None
         style = {"color": colors(methods.index(method)), "lw": 1.4, "label": label}
         for axes, x in zip(panels, (curve.steps, curve.seconds, curve.megabytes)):
-            axes.plot(x, curve.errors, **style)
+            axes.plot(x, curve.values, **style)
     labels = ("step", "training time, s", "MB sent per worker")
     for axes, label in zip(panels, labels):
         axes.set_xlabel(label)
@@ -223,7 +234,8 @@ def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
         axes.yaxis.set_minor_formatter(ScalarFormatter())
     panels[2].set_xscale("symlog")  # a method may send nothing
     panels[2].set_xlim(left=0)
-    panels[0].set_ylabel("test error of the center, %")
+    measure = next(iter(curves.values())).measure
+    panels[0].set_ylabel(f"{measure.name} of the center, {measure.unit}")
     panels[0].legend(frameon=False)
     tidy(figure).savefig(path, dpi=120)
     plt.close(figure)
@@ -243,5 +255,10 @@ def main(arguments: Sequence[str]) -> int:
     if not session.is_main:
         return SUCCESS
     print(write(summarize(curves), out), end="")
+    tests = [
+        {"method": name, "seed": seed, **curve._asdict()}
+        for (name, seed), curve in curves.items()
+    ]
+    (out / "compare.json").write_text(json.dumps(tests, indent=1) + "\n")
     draw(curves, out / "compare.png")
     return SUCCESS

@@ -151,7 +151,9 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
         x = run.experiment.forward.transforms.test(jnp.asarray(pixels[None]))
         logits = run.experiment.forward.model.apply({"params": params}, x, False)
         wrong += int(np.argmax(logits) != files.labels[row])
-    assert run.experiment.test_worker(run.state, 1).error == pytest.approx(100 * wrong / 8)
+    assert run.experiment.test_worker(run.state, 1)["error"] == pytest.approx(
+        100 * wrong / 8
+    )
     shutil.rmtree(data / "val")
     with pytest.raises(DataError, match="no image to test with can be read any more"):
         run.experiment.test_worker(run.state, 1)
@@ -211,7 +213,7 @@ def test_a_signal_ends_the_readers(folder, tmp_path, signum, times):
     config = endless(folder, tmp_path / "run")
     shard = dataclasses.replace(config.data, shard=True)
     run = open_run(dataclasses.replace(config, data=shard))
-    assert run.experiment.sampler.steps_per_epoch == 3
+    assert run.experiment.forward.steps_per_epoch == 3
     step = run.experiment.step
 
     def interrupted(*arguments):

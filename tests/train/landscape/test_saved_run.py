@@ -6,6 +6,8 @@ import shutil
 import pytest
 from landscapes import SMALL, contents
 
+from configs import text
+from train import config as configuration
 from train.config import WorkersConfig
 from train.landscape.__main__ import main
 from train.landscape.saved_run import SavedRun
@@ -29,6 +31,12 @@ def test_a_damaged_checkpoint_is_left_as_it_is(copied, saved, monkeypatch, capsy
     assert main([str(copied)]) == 2
     assert "holds no checkpoint that can be read" in capsys.readouterr().err
     assert contents(copied).keys() == before.keys()
+
+
+def test_a_run_on_text_is_refused(tmp_path, capsys):
+    configuration.write(text.CONFIG, tmp_path / "config.json")
+    assert main([str(tmp_path)]) == 2
+    assert "is a run on text; only runs on images" in capsys.readouterr().err
 
 
 def test_a_run_that_went_on_with_other_workers(run, tmp_path):

@@ -40,8 +40,9 @@ def test_the_result_is_that_of_the_last_test(finished):
     assert (result.step, result.stopped_by, result.saved) == (12, None, True)
     last = log.read(result.folder)["test"][-1]
     assert last["step"] == 12
-    assert last["center_error"] == result.center_error
-    assert last["best_error"] == result.best_error
+    tested = result.tested
+    assert last["center_error"] == tested.center["error"]
+    assert last["best_error"] == tested.best["error"]
 
 
 def test_metrics_hold_every_interval_every_election_and_every_test(finished):
@@ -115,7 +116,7 @@ def test_the_tests_count_every_test_image_once(finished):
     x = experiment.forward.transforms.test(jnp.asarray(images))
     logits = experiment.forward.model.apply({"params": params}, x, False)
     error = 100 * np.mean(np.argmax(logits, axis=1) != labels)
-    assert experiment.test_worker(run.state, 3).error == pytest.approx(error)
+    assert experiment.test_worker(run.state, 3)["error"] == pytest.approx(error)
 
 
 def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
@@ -175,7 +176,8 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: full)
     run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
     result = train(run)
-    assert result.step == 12 and not result.saved and 0 <= result.center_error <= 100
+    assert result.step == 12 and not result.saved
+    assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
     for step in (6, 12):
         assert f"warning: the checkpoint of step {step} was not written: it" in printed
@@ -215,7 +217,7 @@ def test_a_worker_that_diverged_is_reported_and_restored(tmp_path, capsys):
     placed = run.experiment.workers.put(poisoned)
     run.state = run.state._replace(params=placed)
     result = train(run)
-    assert result.stopped_by is None and np.isfinite(result.center_error)
+    assert result.stopped_by is None and np.isfinite(result.tested.center["error"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
     assert "the loss of worker 0 was not finite" in capsys.readouterr().out
     events = log.read(result.folder)

@@ -49,7 +49,8 @@ def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, mon
             )
         )
         result = train(run)
-        assert result.saved and result.step == steps and 0 <= result.center_error < 90
+        assert result.saved and result.step == steps
+        assert 0 <= result.tested.center["error"] < 90
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
     events = log.read(result.folder)
     assert [event["new"] for event in events["resized"]] == [[2, 4], [1, 2]]

@@ -142,3 +142,33 @@ def test_another_optimizer_keeps_what_applies_to_it():
     switched = optimizers.switched(options, name="adamw")
     assert switched == OptimizerConfig("adamw", 1e-3, schedule="drops", drop_at=(3,))
     assert optimizers.switched(options, schedule="cosine").drop_at == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_of_matrices_alone(name):
+    """Without gradients only decay moves parameters, from 1."""
+    options = OptimizerConfig(name, weight_decay=0.1, decay_of="matrices")
+    params = {
+        "tokens": {"embedding": jnp.ones((3, 2))},
+        "norm": {"scale": jnp.ones(2)},
+        "head": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)},
+    }
+    for of, still in (("matrices", {"tokens", "norm"}), ("all", set())):
+        tx = optimizers.make(dataclasses.replace(options, decay_of=of), 0.5)
+        updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params), params)
+        moving = lambda tree: all(bool(x.all()) for x in jax.tree.leaves(tree))
+        assert {key for key in params if not moving(updates[key])} - {"head"} == still
+        assert moving(updates["head"]["kernel"])
+        assert moving(updates["head"]["bias"]) == (of == "all")
+
+
+def test_muon_leaves_embeddings_to_adamw():
+    """They move as vectors do, which are never muon's."""
+    shapes = {"embedding": (2, 2), "bias": (4,), "kernel": (2, 2)}
+    gradients = {name: jnp.array([1.0, 2, 3, 4]).reshape(x) for name, x in shapes.items()}
+    params = optax.tree.zeros_like(gradients)
+    tx = optimizers.make(OptimizerConfig("muon"), 0.1)
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    as_vectors = {name: np.ravel(x) for name, x in updates.items()}
+    np.testing.assert_array_equal(as_vectors["embedding"], as_vectors["bias"])
+    assert np.abs(as_vectors["kernel"] - as_vectors["bias"]).max() > 0.01

@@ -1,0 +1,148 @@
+"""Training on text: what a run leaves, exact resuming, what is refused."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from configs.text import CONFIG
+from train import cli
+from train.__main__ import main
+from train.config import DataConfig, WorkersConfig
+from train.metrics import log
+from train.run.folder import check_same_experiment
+from train.run.loop import train
+from train.run.open import open_run
+from train.task import methods
+from train.task.transformer_config import TransformerConfig
+
+
+TEXT = "abcd efgh ijkl. " * 40 + "größer "
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(file):
+    return dataclasses.replace(
+        CONFIG,
+        data=DataConfig(name="text", files=(str(file),), context=8),
+        transformer=TransformerConfig(layers=1, heads=2, width=16),
+        workers=WorkersConfig(1, 2),
+        optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.02, warmup_steps=2),
+        method=methods.make("diloco", period=10),
+        steps=60,
+        log_every=20,
+        test_every=30,
+        checkpoint_every=30,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Equal experiments are compiled once; no figures."""
+    tiny.install(share=True, set=monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(share=True, set=patch.setattr)
+        run = open_run(dataclasses.replace(small, run_dir=str(folder)))
+        return run, train(run)
+
+
+def test_the_run_ends_with_a_test_and_a_sample(finished):
+    run, result = finished
+    center, best = result.tested
+    events = log.read(result.folder)
+    assert events["test"][-1]["center_loss"] == center["loss"]
+    assert events["test"][-1]["best_bits_per_byte"] == best["bits_per_byte"]
+    assert events["start"][0]["train_characters"] == len(TEXT) * 9 // 10
+    assert events["train"][0]["loss"] > 0.6 > events["train"][-1]["loss"]
+    sample = (result.folder / "sample.txt").read_text()
+    assert len(sample) == 500 and set(sample) <= set(TEXT)
+    # What is likely is drawn: most often a letter's successor comes behind it.
+    pairs = [TEXT[i : i + 2] for i in range(64)]
+    assert np.mean([sample[i : i + 2] in pairs for i in range(499)]) > 0.5
+    assert run.experiment.sample(run.state) == sample
+
+
+def test_a_test_is_the_mean_over_the_validation_text(finished):
+    """Windows of the context one after the other, in one batch without workers."""
+    run, result = finished
+    vocabulary = run.experiment.forward.vocabulary
+    ids = vocabulary.encode(TEXT.encode()).astype(np.int32)[len(TEXT) * 9 // 10 :]
+    params = jax.tree.map(lambda x: x[0], run.state.params)  # of equal workers
+    windows = ids[8 * np.arange(8)[:, None] + np.arange(9)]
+    assert windows[-1, -1] == ids[-1] and len(ids) == 65
+    apply = jax.jit(run.experiment.forward.model.apply)
+    logits = np.asarray(apply({"params": params}, windows[:, :-1]), np.float64)
+    likely = np.take_along_axis(logits, windows[:, 1:, None], axis=2)[..., 0]
+    losses = np.log(np.exp(logits).sum(axis=2)) - likely
+    tested = run.experiment.test_worker(run.state, 0)
+    assert tested["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    nbytes = len(vocabulary.decode(ids[1:]).encode())
+    assert nbytes == losses.size + 2  # ö and ß
+    expected = np.sum(losses) / math.log(2) / nbytes
+    assert tested["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_resuming_is_exact_and_asks_for_the_same_text(finished, small, file, tmp_path):
+    config = dataclasses.replace(small, run_dir=str(tmp_path / "run"))
+    stopped = open_run(config)
+    stopped.config = dataclasses.replace(config, steps=30)
+    train(stopped)
+    again = dataclasses.replace(config, resume=True)
+    run = open_run(again)
+    assert run.step == 30
+    assert train(run).tested == finished[1].tested
+    tiny.assert_equal_to_the_bit(run.state, finished[0].state)
+    kept = (tmp_path / "run" / "vocabulary.json").read_text()
+    # As long, of the same characters, and yet another text; it may be anywhere.
+    other, moved = tmp_path / "other", tmp_path / "moved"
+    other.write_text(TEXT[::-1])
+    moved.write_text(TEXT)
+    at = lambda path: dataclasses.replace(
+        again, data=dataclasses.replace(again.data, files=(str(path),))
+    )
+    with pytest.raises(ValueError, match="is a run on another text"):
+        open_run(at(other))
+    check_same_experiment(at(moved), tmp_path / "run")
+    assert (tmp_path / "run" / "vocabulary.json").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("text --data.files FILE --data.context 700", "must have at least 701 tokens"),
+        ("text --data.files FILE missing", "missing cannot be read: No such file"),
+        ("text --data.dir .", "`data.dir` must be left out with data.name=text"),
+        ("text --model cnn7", "`model` must be transformer with data.name=text"),
+        ("text --data.name digits", "`model` must be transformer with data.name=text"),
+        ("text --data.context 0", "`data.context` must be a positive int, got"),
+        ("digits --data.files FILE", "`data.files` must be left out with data.name=digits"),
+        ("digits --transformer.layers 2", "must be left out with model=digits-cnn, got"),
+    ],
+)
+def test_wrong_usage_is_one_line(options, message, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = options.replace("FILE", str(file)).split()
+    assert main([*arguments, "--workers.locals", "2"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_on_the_command_line():
+    config = cli.parse(["text", "--data.files", "a.txt", "b.txt", "--steps", "200"])
+    assert config.data.files == ("a.txt", "b.txt") and config.steps == 200

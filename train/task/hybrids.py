@@ -1,0 +1,104 @@
+"""Experiments that join two methods, made with what `lsgd_jax` exports."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import lsgd_jax as lj
+
+
+class LedState(NamedTuple):
+    """The state of `led`: of the election, and of the anchor that follows the leader."""
+
+    election: lj.LeaderState
+    anchor: lj.AnchorState
+
+    @property
+    def leader(self) -> Array:
+        """Who led at the last election, for `lj.diagnostics`."""
+        return self.election.leader
+
+    @property
+    def score(self) -> Array:
+        """By what it was elected, for `lj.diagnostics`."""
+        return self.election.score
+
+
+def led(
+    outer: optax.GradientTransformation,
+    axes: tuple[str, ...] = ("node", "local"),
+    window: int = 10,
+) -> lj.Rule:
+    r"""An anchor that an outer optimizer moves towards the leader, as a rule of a pull.
+
+    .. math:: \Delta = a - y_l, \qquad a \leftarrow a + \text{outer}(\Delta), \qquad z = a
+
+    with l the leader: `lj.anchored` with the leader's parameters in place of the mean.
+
+    Args:
+      outer: any optax transformation.
+      axes: the mesh axes of the group.
+      window: the number of losses that a score is the mean of.
+    """
+    outer = optax.with_extra_args_support(outer)
+    leader, anchored = lj.leader(axes, window), lj.anchored(outer, axes)
+
+    def init(params: Any) -> LedState:
+        return LedState(leader.init(params), anchored.init(params))
+
+    def step(u, x, state, loss, t):
+        u, election, fit = leader.step(u, x, state.election, loss, t)
+        return u, state._replace(election=election), fit
+
+    def agree(group, x, y, state, fit, t):
+        best, found, election = leader.agree(group, x, y, state.election, fit, t)
+        before = state.anchor.anchor.value, state.anchor.outer.value
+        pseudo_gradient = jax.tree.map(jnp.subtract, before[0], best)
+        move, moved = outer.update(pseudo_gradient, before[1], before[0])
+        after = optax.apply_updates(before[0], move), moved
+        chosen = jax.tree.map(lambda new, old: jnp.where(found, new, old), after, before)
+        anchor = lj.AnchorState(*map(group.shared, chosen))
+        return chosen[0], jnp.asarray(True), LedState(election, anchor)
+
+    return lj.Rule(axes, init, agree, step)
+
+
+def diloco_leader(
+    period: int = 64,
+    outer: optax.GradientTransformation | None = None,
+    loss_window: int = 10,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo with the leader: the outer step follows the best worker in place of the mean.
+
+    Args:
+      period: steps between exchanges.
+      outer: any optax transformation; None: that of `lj.diloco`.
+      loss_window: number of losses that elect the leader, the mean of the last ones.
+    """
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return lj.exchange(lj.Pull(led(outer, window=loss_window), 1.0, every=period))
+
+
+def lsgd_diloco(
+    local_pull: float = 0.1,
+    local_period: int = 16,
+    period: int = 64,
+    outer: optax.GradientTransformation | None = None,
+    loss_window: int = 10,
+) -> optax.GradientTransformationExtraArgs:
+    """LSGD in the node and DiLoCo across nodes, among workers of the same place in a node.
+
+    Args:
+      local_pull: pull towards the leader of the node, in [0, 1].
+      local_period: steps between pulls towards the node's leader.
+      period: steps between exchanges across nodes.
+      outer: any optax transformation; None: that of `lj.diloco`.
+      loss_window: number of losses that elect the leader, the mean of the last ones.
+    """
+    inside: Any = lj.lsgd(local_pull, 0.0, local_period, loss_window=loss_window)
+    across: Any = lj.diloco(period, outer, axes="node")
+    return lj.exchange(inside, across)

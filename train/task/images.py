@@ -1,0 +1,152 @@
+"""The classification of images."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import lsgd_jax as lj
+from train.cluster.session import Session
+from train.config import Config
+from train.data.arrays import DataError, Dataset
+from train.data.imagenet import ImageFolder
+from train.data.resident import Resident
+from train.data.sampler import EpochSampler, parts
+from train.data.stream import Stream
+from train.data.transforms import Transforms
+from train.task.datasets import check_model_fits
+from train.task.forward import TestResult
+
+
+TEST_BATCH = 256  # images per worker
+
+
+class ImageForward(NamedTuple):
+    """From a batch of images to logits; see `Forward`.
+
+    Attributes:
+      model: the network.
+      transforms: what is done to the images before.
+      source: where batches come from.
+      steps_per_epoch: in so many a worker sees its images once.
+      example: an input of the network.
+      sizes: the numbers of images and classes.
+      kept: nothing.
+    """
+
+    model: nn.Module
+    transforms: Transforms
+    source: Resident | Stream
+    steps_per_epoch: int
+    example: Array
+    sizes: dict[str, int]
+    kept: dict[str, str]
+
+    def init(self, key: Array) -> dict[str, Any]:
+        return dict(self.model.init(key, self.example, train=False))
+
+    def loss(
+        self, params: Any, stats: Any, data: Any, batch: Any, key: Array
+    ) -> tuple[Array, Any]:
+        x, labels, key = self.prepared(data, batch, key)
+        logits, stats = self.train(params, stats, key, x)
+        return cross_entropy(logits, labels).mean(), stats
+
+    def prepared(self, data: Any, batch: Any, key: Array) -> tuple[Array, Array, Array]:
+        """A training batch: (the network's input, labels, key for what is left to draw)."""
+        images, labels = self.source.images_and_labels(data, batch)
+        image_key, dropout_key = jax.random.split(key)
+        return self.transforms.train(image_key, images), labels, dropout_key
+
+    def train(self, params: Any, stats: Any, key: Array, x: Array) -> tuple[Any, Any]:
+        """The logits while training, and the renewed statistics."""
+        variables, rngs = {"params": params, **stats}, {"dropout": key}
+        return self.model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
+
+    def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:
+        images, labels, valid = batch
+        logits: Any = self.model.apply(variables, self.transforms.test(images), False)
+        losses = cross_entropy(logits, labels)
+        wrong = logits.argmax(axis=1) != labels
+        return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
+
+    def result(self, totals: Any) -> TestResult:
+        """error: share of wrong answers in %; loss: mean cross entropy in nats."""
+        wrong, loss, count = totals
+        if not count:
+            raise DataError("no image to test with can be read any more")
+        return {"error": float(100 * wrong / count), "loss": float(loss / count)}
+
+    def sample(self, variables: Any, key: Array) -> str:
+        return ""
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """The cross entropy of each image, in nats: ([B, classes], [B]) -> [B].
+
+    >>> import jax.numpy as jnp
+    >>> cross_entropy(jnp.zeros((1, 2)), jnp.array([1])).round(3).tolist()
+    [0.693]
+    """
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def make(
+    config: Config,
+    model: nn.Module,
+    dataset: tuple[Dataset | ImageFolder, Transforms],
+    workers: lj.Workers,
+    warn: Callable[[str], None],
+    session: Session,
+) -> ImageForward:
+    """The task of an experiment on images.
+
+    Args:
+      config: the experiment's.
+      model: the network.
+      dataset: the images and their transforms.
+      workers: the grid.
+      warn: called with a line about what is wrong with the data and is no error.
+      session: the processes of the run.
+
+    Raises:
+      ValueError: a network for images of another size, a batch larger than the data.
+    """
+    data, transforms = dataset
+    example = transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
+    check_model_fits(config, example.shape)
+    count, options, seed = len(data.train.labels), config.data, config.seed
+    size = count // workers.num_workers if options.shard else count
+    sampler = EpochSampler(size, config.batch_size, seed)
+    own = parts(count, workers.num_workers, seed) if options.shard else None
+    common = sampler, workers, own, TEST_BATCH
+    if isinstance(data, Dataset):
+        source = Resident(data, *common)
+    else:
+        source = Stream(
+            data,
+            *common,
+            seed=seed,
+            threads=options.reader_threads or _cores(),
+            ahead=options.read_ahead,
+            warn=warn,
+            same_everywhere=session.same_everywhere,
+        )
+    sizes = {
+        "train_images": count,
+        "test_images": len(data.test.labels),
+        "classes": data.num_classes,
+    }
+    steps = sampler.steps_per_epoch
+    return ImageForward(model, transforms, source, steps, example, sizes, kept={})
+
+
+def _cores() -> int:
+    """CPU cores that this process may use, as far as Python tells."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)()  # the former: Python 3.13
+    return count or 1
