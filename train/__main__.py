@@ -23,8 +23,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = cli.parse(arguments)
         session = rendezvous.join(config)
-        workers = config.workers.nodes * config.workers.locals
-        devices.provide(workers, len(session.members))
+        devices.provide(config.workers.devices, len(session.members))
         run = open_run(config, session)
     except ValueError as error:
         if may_mean_a_loss(error):

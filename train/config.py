@@ -17,16 +17,7 @@ from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
 from train.task.optimizers import OptimizerConfig
 from train.task.transformer_config import TransformerConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkersConfig:
-    """The grid of workers. A run may be resumed with another one (see --resume)."""
-
-    # Number of nodes (groups of workers with a fast interconnect).
-    nodes: int = 2
-    # Number of workers in each node.
-    locals: int = 4
+from train.workers_config import WorkersConfig as WorkersConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +150,9 @@ class Config:
         )
         for name in counts.split():
             lj.checks.check_positive_int(name, getattr(self, name))
-        lj.checks.check_positive_int("workers.nodes", self.workers.nodes)
-        lj.checks.check_positive_int("workers.locals", self.workers.locals)
+        each = self.workers.devices_each
+        rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
+        _check(self.batch_size % each == 0, "batch_size", rule, self)
         for name in ("crop", "read_ahead", "context"):
             lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
         if self.data.reader_threads is not None:
@@ -190,7 +182,7 @@ FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED} - {"distributed.surv
 
 # What may change when a run is resumed: how long it is, what it reports and where, and its
 # workers (see train.run.resharding).
-WORKERS = frozenset({"workers.nodes", "workers.locals"})
+WORKERS = frozenset({"workers.nodes", "workers.locals", "workers.inside"})
 FREE_ON_RESUME = {
     *WORKERS,
     *FREE_PER_PROCESS,

@@ -7,22 +7,22 @@ import lsgd_jax as lj
 from train.cluster.detection import Started
 
 
-def provide(workers: int, processes: int = 1) -> None:
-    """Emulates one device per worker on a CPU; call it before jax uses a device.
+def provide(count: int, processes: int = 1) -> None:
+    """Emulates so many devices on a CPU; call it before jax uses a device.
 
     GPUs and TPUs are used as they are (several workers per device if need be), and so is
     what JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
 
     Args:
-      workers: of the run.
-      processes: of the run; each provides for its share of the workers.
+      count: of the run: one for each worker, or for each part of a sharded one.
+      processes: of the run; each provides its share.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     asked = "xla_force_host_platform_device_count" in flags
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     try:
-        lj.emulate_devices(max(1, workers // processes))
+        lj.emulate_devices(max(1, count // processes))
     except RuntimeError:
         pass  # jax has its devices already: they hold several workers each if need be
 

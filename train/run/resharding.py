@@ -105,8 +105,7 @@ def restore(
     Raises:
       ValueError: a method that cannot go on with other workers.
     """
-    new = WorkersConfig(workers.nodes, workers.locals)
-    old = lambda notes: WorkersConfig(**notes["workers"])
+    new, old = WorkersConfig(workers.nodes, workers.locals), _grid
     read = checkpoints.restore_latest(
         lambda notes: fresh if old(notes) == new else like(fresh, old(notes))
     )
@@ -129,7 +128,13 @@ def restore(
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
     """The grid that was noted beside a checkpoint; None if the notes cannot be read."""
-    return WorkersConfig(**notes["workers"]) if notes else None
+    return _grid(notes) if notes else None
+
+
+def _grid(notes: Mapping[str, Any]) -> WorkersConfig:
+    """The devices inside a worker make no difference: a checkpoint holds whole arrays."""
+    noted = notes["workers"]
+    return WorkersConfig(noted["nodes"], noted["locals"])
 
 
 def shape(grid: WorkersConfig) -> str:
@@ -226,4 +231,4 @@ def resized(
     mine = sources[list(workers.owned)]
     no_key: Any = None
     rows = lj.resize(state._replace(key=no_key), mine)
-    return workers.put_owned(rows)._replace(key=fresh.key)
+    return workers.put_owned(rows, lj.following(fresh))._replace(key=fresh.key)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 import lsgd_jax as lj
 from train.data.in_flight import Backlog
@@ -41,12 +42,9 @@ class Evaluation:
     ):
         self._forward, self._workers, self._policy = forward, workers, policy
         self._batches, self._count, self._keys = batches, count, keys
+        self._pick: Any = None
         self._sums = workers.map(self._sums_of_one)
         self._stats_of_batch = workers.map(self._stats_of_one)
-        self._pick = jax.jit(
-            lambda tree, worker: jax.tree.map(lambda x: x[worker], tree),
-            out_shardings=workers.replicated,
-        )
 
     def center(self, state: TrainState) -> TestResult:
         """The test of the model that the workers stand for together."""
@@ -59,7 +57,11 @@ class Evaluation:
 
     def worker(self, state: TrainState, worker: int) -> TestResult:
         """The test of one worker's own model."""
-        return self._test(*self._pick((state.params, state.stats), worker))
+        variables = state.params, state.stats
+        if self._pick is None:
+            shardings = jax.tree.map(_sharding_of_one, variables)
+            self._pick = jax.jit(_row, out_shardings=shardings)
+        return self._test(*self._pick(variables, worker))
 
     def sample(self, state: TrainState, key: Array) -> str:
         """What the center writes."""
@@ -98,3 +100,13 @@ class Evaluation:
         params, stats = variables.value
         apply = lambda stats: self._forward.loss(params, stats, data, batch, key)
         return batch_statistics.of_batch(apply, stats)
+
+
+def _row(tree: Any, worker: Array) -> Any:
+    return jax.tree.map(lambda x: x[worker], tree)
+
+
+def _sharding_of_one(x: Array) -> NamedSharding:
+    """How one worker's row of an array is to lie: everywhere, and as inside the worker."""
+    sharding: Any = x.sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

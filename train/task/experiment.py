@@ -17,7 +17,7 @@ from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
 from train.data.text import load as load_text
-from train.task import batch_statistics, images, optimizers, schedules
+from train.task import batch_statistics, images, inside, optimizers, schedules
 from train.task import text as texts
 from train.task.datasets import Data, load_dataset
 from train.task.evaluation import REESTIMATE_BATCHES, Evaluation
@@ -67,7 +67,9 @@ class Experiment:
         self._tx = make_optimizer(config)
         data = _load(config) if dataset is None else dataset
         grid, session = config.workers, session or Session.single()
-        self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices)
+        self.workers = lj.Workers(
+            grid.nodes, grid.locals, devices=devices, inside=grid.axes
+        )
         session.connect(self.workers)
         self.forward = self._make_forward(data, warn, session)
         self.data = self.forward.source.data
@@ -86,7 +88,8 @@ class Experiment:
     def init(self) -> TrainState:
         """The state before the first step: all workers start from the same parameters."""
         start = jax.jit(self._init_model)()
-        params = self.workers.replicate(start.pop("params"))
+        specs = inside.specs(self.workers.inside)
+        params = self.workers.replicate(start.pop("params"), specs)
         return TrainState(
             params=params,
             stats=self.workers.replicate(start),

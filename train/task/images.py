@@ -21,6 +21,7 @@ from train.data.stream import Stream
 from train.data.transforms import Transforms
 from train.task.datasets import check_model_fits
 from train.task.forward import TestResult
+from train.task.inside import split_batch
 
 
 TEST_BATCH = 256  # images per worker
@@ -59,7 +60,7 @@ class ImageForward(NamedTuple):
 
     def prepared(self, data: Any, batch: Any, key: Array) -> tuple[Array, Array, Array]:
         """A training batch: (the network's input, labels, key for what is left to draw)."""
-        images, labels = self.source.images_and_labels(data, batch)
+        images, labels = split_batch(self.source.images_and_labels(data, batch))
         image_key, dropout_key = jax.random.split(key)
         return self.transforms.train(image_key, images), labels, dropout_key
 
@@ -69,7 +70,7 @@ class ImageForward(NamedTuple):
         return self.model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
 
     def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:
-        images, labels, valid = batch
+        images, labels, valid = split_batch(batch)
         logits: Any = self.model.apply(variables, self.transforms.test(images), False)
         losses = cross_entropy(logits, labels)
         wrong = logits.argmax(axis=1) != labels

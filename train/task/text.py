@@ -16,6 +16,7 @@ from train.data.text import Text
 from train.data.vocabulary import Vocabulary
 from train.data.windows import Windows
 from train.task.forward import TestResult
+from train.task.inside import split_batch
 from train.task.sampling import continued
 from train.task.transformer import Transformer
 
@@ -49,7 +50,8 @@ class TextForward(NamedTuple):
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
     ) -> tuple[Array, Any]:
-        return self._losses({"params": params}, self.source.draw(data, key)).mean(), stats
+        windows = split_batch(self.source.draw(data, key))
+        return self._losses({"params": params}, windows).mean(), stats
 
     def _losses(self, variables: Any, windows: Array) -> Array:
         """The cross entropy of each prediction, in nats: [B, T + 1] -> [B, T]."""
@@ -57,7 +59,7 @@ class TextForward(NamedTuple):
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
     def sums(self, variables: Any, *batch: Array) -> tuple[Array, ...]:
-        windows, valid = batch
+        windows, valid = split_batch(batch)
         windows = windows.astype(jnp.int32)
         losses = self._losses(variables, windows)
         nbytes = jnp.asarray(self.vocabulary.nbytes)[windows[:, 1:]]

@@ -128,9 +128,9 @@ def of_seeds(
 
 def join(configs: dict[tuple[str, int], Config]) -> Session:
     """Joins the other processes, with devices for the run that has the most workers."""
-    most = max(configs.values(), key=lambda c: c.workers.nodes * c.workers.locals)
+    most = max(configs.values(), key=lambda c: c.workers.devices)
     session = rendezvous.join(most)
-    devices.provide(most.workers.nodes * most.workers.locals, len(session.members))
+    devices.provide(most.workers.devices, len(session.members))
     return session
 
 

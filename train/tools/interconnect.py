@@ -184,8 +184,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"`share` must be in (0, 1), got share={options.share}")
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)
-        workers = config.workers.nodes * config.workers.locals
-        devices.provide(workers, len(session.members))
+        devices.provide(config.workers.devices, len(session.members))
         measured = measure(config, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
