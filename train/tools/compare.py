@@ -156,6 +156,8 @@ def train(config: Config, session: Session) -> bool:
 
 
 def _ended(folder: pathlib.Path, steps: int) -> bool:
+    if not (folder / records.METRICS).exists():
+        return False  # it was killed before its first line
     tests = records.read(folder).get("test", [])
     return bool(tests) and tests[-1]["step"] == steps
 

@@ -1,12 +1,14 @@
 """train.compare: same budget and data for every method, table, figure, resuming."""
 
 import csv
+import json
 
 import pytest
 import tiny
 
+from train import cli
 from train import config as configuration
-from train.metrics import log
+from train.metrics import log, measures
 from train.tools import compare
 
 
@@ -41,8 +43,18 @@ def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
         last = log.read(out / f"{row['method']}-0")["test"][-1]
         assert row["test error, %"] == f"{last['center_error']:.2f}"
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
+    tests = json.loads((out / "compare.json").read_text())
+    assert [(x["method"], x["steps"]) for x in tests] == [
+        ("allreduce", [3, 6]),
+        ("often", [3, 6]),
+    ]
 
-    # One method more: what has ended is not trained again, what is missing is.
+    # One method more: what has ended is not trained again, what is missing is, and what was
+    # killed before it began goes on.
+    begun = out / "independent-0"
+    (begun / "checkpoints").mkdir(parents=True)
+    options = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
+    configuration.write(cli.parse(options), begun / "config.json")
     more = [*command(str(out), "allreduce", "independent"), *variant, *OPTIONS]
     assert compare.main(more) == 0
     starts = lambda name: len(log.read(out / f"{name}-0")["start"])
@@ -75,6 +87,12 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
     assert compare.main([*command(str(tmp_path), "lsgd"), "--workers.nodes", "1"]) == 2
     message = "another configuration: workers.nodes: the run has 2, the command says 1"
     assert message in capsys.readouterr().err
+
+
+def test_runs_on_text_are_compared_by_their_loss():
+    curve = compare.Curve([1, 2], [1.0, 2.0], [2.0, 4.0], [2.0, 1.87654], measures.LOSS)
+    (row,) = compare.summarize({("lsgd", 0): curve})
+    assert row["validation loss, nats"] == row["lowest, nats"] == "1.8765"
 
 
 def test_mean_and_standard_deviation_over_seeds():
