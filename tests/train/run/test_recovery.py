@@ -80,7 +80,7 @@ class Processes:
         what = happens.get(process, [])
         if isinstance(what, Exception):
             raise what
-        return Result(run.folder, run.step, 1.0, 0.0, 0.0, None, True, what)
+        return Result(run.folder, run.step, 1.0, None, None, True, what)
 
     def of(self, process, survive=True):
         """The run of a process, and its session."""

@@ -198,12 +198,17 @@ def check_resized(method, before, restored):
 
 
 # Each has a state like that of a method which is not slow.
-ALIKE = "post-local-sgd diloco downpour adpsgd licm coordinate-median allreduce".split()
+ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm".split()
+ALIKE += ["coordinate-median", "allreduce"]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in ALIKE)) for x in METHODS],
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * (x in ALIKE))
+        for x in METHODS
+        if x != "lsgd-diloco"  # which refuses, see below
+    ],
 )
 def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
     method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
@@ -219,6 +224,7 @@ def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
     assert np.isfinite(losses).all()
     # Those who were equal still are, or have exchanged everything at the last step.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
+    whole += ("diloco-leader",)
     equal = float(lj.consensus_distance(state.params)) < 1e-6
     assert equal == (method.first or name in whole)
     many.save(tmp_path / "many", state, losses)
@@ -265,14 +271,20 @@ def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
     assert shrink.restore(tmp_path).resizing.sources == [0, 1, 3]
 
 
-def test_messages_in_flight_refuse_other_workers_and_change_nothing(tmp_path):
-    four, two = (Toy(methods.make("osgp", staleness=2), nodes, 2) for nodes in (2, 1))
+@pytest.mark.parametrize(
+    "name, options, because",
+    [
+        ("osgp", {"staleness": 2}, r"while messages .* \(`staleness` above 1\)"),
+        ("lsgd-diloco", {"period": 2}, "if groups of them, .* over 'node' only"),
+    ],
+)
+def test_some_refuse_other_workers_and_change_nothing(name, options, because, tmp_path):
+    """Those with messages in flight, and with an anchor for each place in a node."""
+    four, two = (Toy(methods.make(name, **options), nodes, 2) for nodes in (2, 1))
     four.save(tmp_path, four.fresh, np.arange(4.0))
     before = files(tmp_path)
-    message = (
-        "1 x 2 workers cannot go on from 2 x 2: the workers must stay the same while "
-        r"messages are in flight to them \(`staleness` above 1\), got staleness=2"
-    )
+    message = "1 x 2 workers cannot go on from 2 x 2: the workers must stay the same "
+    message += because
     with pytest.raises(ValueError, match=message):
         two.restore(tmp_path)
     assert files(tmp_path) == before
