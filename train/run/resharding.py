@@ -45,6 +45,7 @@ from numpy.typing import ArrayLike
 
 import lsgd_jax as lj
 from train.config import WorkersConfig
+from train.metrics.recent import RecentLosses
 from train.run.checkpoints import Checkpoints
 from train.task.state import TrainState
 
@@ -76,14 +77,16 @@ class Restored(NamedTuple):
       step: steps taken.
       state: placed for the new workers.
       notes: what was noted beside the checkpoint.
-      recent_losses: float [W], of the new workers; inf where nothing finite is known.
+      recent: how the new workers have done lately.
+      losses: [W] each, of the interval in progress, which has not been reported.
       resizing: how the workers changed, or None.
     """
 
     step: int
     state: TrainState
     notes: Mapping[str, Any]
-    recent_losses: np.ndarray
+    recent: RecentLosses
+    losses: list[list[float]]
     resizing: Resizing | None
 
 
@@ -104,7 +107,7 @@ def restore(
       ValueError: a method that cannot go on with other workers.
     """
     new = WorkersConfig(workers.nodes, workers.locals)
-    old = lambda notes: WorkersConfig(**notes["workers"])
+    old = lambda notes: WorkersConfig(**_complete(notes)["workers"])
     read = checkpoints.restore_latest(
         lambda notes: fresh if old(notes) == new else like(fresh, old(notes))
     )
@@ -113,7 +116,11 @@ def restore(
     step, state, notes = read
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
     if old(notes) == new:
-        return Restored(step, state, notes, recent, None)
+        bad = notes.get("nonfinite_steps", 0)
+        losses = [
+            [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
+        ]
+        return Restored(step, state, notes, RecentLosses(recent, bad), losses, None)
     chosen = sources(old(notes), new, scores(state, recent))
     resizing = Resizing(old(notes), new, chosen.tolist())
     try:
@@ -122,7 +129,14 @@ def restore(
         raise ValueError(
             f"{shape(new)} workers cannot go on from {shape(old(notes))}: {error}"
         ) from error
-    return Restored(step, state, notes, recent[chosen], resizing)
+    return Restored(step, state, notes, RecentLosses(recent[chosen]), [], resizing)
+
+
+def _complete(notes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The notes; KeyError if a run cannot go on from them."""
+    for name in ("workers", "recent_losses", "seconds"):
+        notes[name]
+    return notes
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:

@@ -19,6 +19,9 @@ class Result(NamedTuple):
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint has arrived.
       leaving: the processes that leave while the others go on; none if the run has ended.
+      diverged: whether the last test found a loss that is not finite.
+      checkpoint: the step of the latest checkpoint, or None.
+      finite_checkpoint: the step of the latest one with finite losses, or None.
     """
 
     folder: pathlib.Path
@@ -29,6 +32,14 @@ class Result(NamedTuple):
     stopped_by: signal.Signals | str | None
     saved: bool
     leaving: list[int]
+    diverged: bool = False
+    checkpoint: int | None = None
+    finite_checkpoint: int | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether training came to what it was meant to, and all of it is saved."""
+        return self.saved and self.stopped_by != "nonfinite" and not self.diverged
 
 
 def resume_command(config: Config, folder: pathlib.Path) -> str:
@@ -46,19 +57,36 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 
 def last_line(result: Result, config: Config) -> str:
     """How the run ended, in a line."""
-    seconds = f"{result.seconds:.1f} s of training"
+    after = f"{result.seconds:.1f} s of training"
     if result.stopped_by is None:
-        return (
+        line = (
             f"test error {result.center_error:.2f} % (center), {result.best_error:.2f} % "
-            f"(best worker) after {result.step} steps and {seconds}; everything is in "
-            f"{result.folder}"
+            f"(best worker) after {result.step} steps and {after}"
         )
+        if result.diverged:
+            line += f"; training has diverged: a loss is not finite; {_finite(result)}"
+        if result.saved:
+            return f"{line}; everything is in {result.folder}"
+        return f"{line}; the last checkpoint is NOT in {result.folder}, {_latest(result)}"
+    state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
+    line = f"stopped at step {result.step} after {after}"
     resume = resume_command(config, result.folder)
     if result.stopped_by == "nonfinite":
         return (
-            f"stopped at step {result.step} after {seconds}: no worker had a finite loss "
-            f"for {config.stop_after_nonfinite} steps. A smaller learning rate may help. "
-            f"The state is saved; to go on all the same: {resume}"
+            f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
+            f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "
+            f"to go on all the same: {resume}"
         )
-    state = "saved" if result.saved else "NOT saved, an earlier checkpoint may be there"
-    return f"stopped at step {result.step} after {seconds}, {state}; to go on: {resume}"
+    return f"{line}, {state}; to go on: {resume}"
+
+
+def _latest(result: Result) -> str:
+    step = result.checkpoint
+    return "there is none" if step is None else f"the latest one is of step {step}"
+
+
+def _finite(result: Result) -> str:
+    step = result.finite_checkpoint
+    if step is None:
+        return "no checkpoint has finite losses"
+    return f"the latest checkpoint with finite losses is of step {step}"

@@ -10,20 +10,22 @@ from train.run.open import Run
 from train.run.reporting import bytes_sent
 
 
-class Errors(NamedTuple):
-    """Test errors of the center and of the best worker, in %."""
+class Tested(NamedTuple):
+    """Test errors of the center and of the best worker, in %; whether losses are finite."""
 
-    center: float
-    best: float
+    center_error: float
+    best_error: float
+    is_finite: bool
 
 
-def run_test(run: Run) -> Errors:
+def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes what was found."""
     run.reporter.report(run.buffer.flush())
+    run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
         center = run.experiment.test_center(run.state)
-        worker = int(np.argmin(run.reporter.recent_losses))
+        worker = run.buffer.recent.best
         best = run.experiment.test_worker(run.state, worker)
         diagnostics = run.experiment.workers.fetch(lj.diagnostics(run.state.opt_state))
     run.write(
@@ -36,4 +38,5 @@ def run_test(run: Run) -> Errors:
         bytes_sent=bytes_sent(diagnostics),
     )
     run.progress.tested(center.error)
-    return Errors(center.error, best.error)
+    is_finite = bool(np.isfinite([center.loss, best.loss]).all())
+    return Tested(center.error, best.error, is_finite)

@@ -10,7 +10,8 @@ import pytest
 
 from train.cluster.session import Session
 from train.run import checkpoints as module
-from train.run.checkpoints import Checkpoints, latest_notes, notes_of
+from train.run.checkpoints import Checkpoints
+from train.run.reading import latest_notes, notes_of
 
 
 def state(step):
