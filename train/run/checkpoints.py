@@ -13,7 +13,7 @@ from orbax.checkpoint._src.futures import synchronization
 from train.cluster.session import Session
 from train.run import checksums, noise
 from train.run.keeping import KeepLatestAndFinite
-from train.run.reading import Checkpoint, Unreadable, read
+from train.run.reading import Checkpoint, Unreadable, one_line, read
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is being written
@@ -130,8 +130,8 @@ class Checkpoints:
         self.wait()
 
     def _failed(self, error: Exception | str) -> None:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        self._warn(f"the checkpoint of step {self._unconfirmed} was not written: {reason}")
+        step = self._unconfirmed
+        self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
 
     @property

@@ -1,20 +1,19 @@
-"""What libraries print about checkpoints that fail, beside the error that they raise."""
+"""What libraries print of a checkpoint that fails, besides raising an error."""
 
 import logging
 import sys
-import types
+from typing import Any
 
 
 def silence() -> None:
     """Has Orbax and TensorStore print nothing of what they also raise."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _print_unless_noise
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _show_unless_noise
 
 
-def _print_unless_noise(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-) -> None:
-    """Once a read or write has failed TensorStore has no loop left to report the others to."""
-    if str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+def _show_unless_noise(unraisable: Any) -> None:
+    """TensorStore tells a loop that has ended of each failure after the first one."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-import textwrap
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def read(
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         state = None if difference else manager.restore(step, args=args)["state"]
     except Exception as error:  # Orbax and TensorStore raise all kinds
-        reason = _one_line(error)
+        reason = one_line(error)
         if not checksums.are_there(folder / str(step)):
             raise Unreadable(step, reason) from error
         raise ValueError(
@@ -136,9 +136,15 @@ def _typed(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _one_line(error: Exception) -> str:
-    lines = (str(error).strip() or repr(error)).splitlines()
-    return textwrap.shorten(lines[0], 200, placeholder=" …")
+def one_line(error: Exception | str) -> str:
+    """What an error says: its first line, and of a long one the beginning and the end.
+
+    >>> one_line(ValueError("RESOURCE_EXHAUSTED: no space [os_error_code='28']"))
+    'RESOURCE_EXHAUSTED: no space'
+    """
+    line = (str(error).strip() or repr(error)).splitlines()[0]
+    line = re.sub(r" \[(os_error_code|tensorstore_spec|source locations).*", "", line)
+    return line if len(line) <= 200 else f"{line[:100]} … {line[-100:]}"
 
 
 def latest_notes(folder: pathlib.Path) -> dict[str, Any]:
