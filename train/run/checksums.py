@@ -46,7 +46,7 @@ def damage(folder: pathlib.Path, only: str = "") -> str:
         expected = dict(json.loads(text))
     except (TypeError, ValueError):
         return f"{CHECKSUMS} is not as it was written"
-    names = [only] if only else list(expected)
+    names = [only] if only else list(expected) or [CHECKSUMS]
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda name: _look(folder / name, expected.get(name)), names)
         return next((f"{name} {what}" for name, what in zip(names, found) if what), "")

@@ -157,8 +157,8 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
         return
     for start in log.read(folder).get("start", []):
         for name, count in sizes.items():
-            before = start.get(name, count)
-            if before != count:
+            before = start.get(name)
+            if isinstance(before, int) and before != count:
                 raise ValueError(
                     f"{folder} is a run on other data: with {before} "
                     f"{name.replace('_', ' ')}, and here are {count}"

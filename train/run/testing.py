@@ -38,5 +38,6 @@ def run_test(run: Run) -> Tested:
         bytes_sent=bytes_sent(diagnostics),
     )
     run.progress.tested(center.error)
-    is_finite = bool(np.isfinite([center.loss, best.loss]).all())
+    trained = run.buffer.recent.average[worker]
+    is_finite = bool(np.isfinite([center.loss, best.loss, trained]).all())
     return Tested(center.error, best.error, is_finite)
