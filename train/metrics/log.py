@@ -69,6 +69,11 @@ class MetricsLog:
             self._warn(f"metrics cannot be written any more: {error}")
             self._warned = True
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all could be written."""
+        return not self._warned
+
     def close(self) -> None:
         """Writes out what TensorBoard's file still buffers."""
         try:

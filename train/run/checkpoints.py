@@ -12,6 +12,7 @@ from orbax.checkpoint._src.futures import synchronization
 
 from train.cluster.session import Session
 from train.run import checksums, noise
+from train.run.folder import unused
 from train.run.keeping import KeepLatestAndFinite
 from train.run.reading import Checkpoint, Unreadable, one_line, read
 
@@ -165,8 +166,9 @@ class Checkpoints:
             try:
                 return self._restore(step, like)
             except Unreadable as error:
-                self._warn(f"{error}; it is set aside as unreadable-{step}")
-                self._set_aside(step)
+                aside = unused(self._folder / f"unreadable-{step}")
+                self._warn(f"{error}; it is set aside as {aside.name}")
+                self._set_aside(step, aside)
         if any(self._folder.glob("unreadable-*")):
             raise ValueError(f"{self._folder.parent} holds no checkpoint that can be read")
         return None
@@ -179,10 +181,9 @@ class Checkpoints:
             raise Unreadable(step, damage)
         return read(self._manager, self._folder, step, like)
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, step: int, target: pathlib.Path) -> None:
         self._session.wait_for_all()
         if self._session.is_main:
-            target = self._folder / f"unreadable-{step}"
             (self._folder / str(step)).rename(target)
         self._session.wait_for_all()
         self._manager.reload()

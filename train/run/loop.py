@@ -82,6 +82,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         diverged=not tested.is_finite,
         checkpoint=max(run.checkpoints.steps, default=None),
         finite_checkpoint=run.checkpoints.latest_finite(),
+        has_metrics=run.metrics.is_whole,
     )
 
 

@@ -22,6 +22,7 @@ class Result(NamedTuple):
       diverged: whether the last test found a loss that is not finite.
       checkpoint: the step of the latest checkpoint, or None.
       finite_checkpoint: the step of the latest one with finite losses, or None.
+      has_metrics: whether all metrics could be written.
     """
 
     folder: pathlib.Path
@@ -35,6 +36,7 @@ class Result(NamedTuple):
     diverged: bool = False
     checkpoint: int | None = None
     finite_checkpoint: int | None = None
+    has_metrics: bool = True
 
     @property
     def is_good(self) -> bool:
@@ -65,9 +67,12 @@ def last_line(result: Result, config: Config) -> str:
         )
         if result.diverged:
             line += f"; training has diverged: a loss is not finite; {_finite(result)}"
-        if result.saved:
-            return f"{line}; everything is in {result.folder}"
-        return f"{line}; the last checkpoint is NOT in {result.folder}, {_latest(result)}"
+        if not result.has_metrics:
+            line += f"; NOT all metrics are in {result.folder}"
+        if not result.saved:
+            line += f"; the last checkpoint is NOT in {result.folder}, {_latest(result)}"
+        is_whole = result.saved and result.has_metrics
+        return f"{line}; everything is in {result.folder}" if is_whole else line
     state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
     line = f"stopped at step {result.step} after {after}"
     resume = resume_command(config, result.folder)

@@ -123,7 +123,14 @@ def test_a_byte_that_has_changed_makes_it_the_one_before(
     assert notes_of(folder, 4) == {} or "metadata" not in str(file(folder, 4))
     again = opened()
     assert_restored(again.restore_latest(lambda notes: state(0)), 2)
+    save(again, 4)  # and once more
+    flip_a_bit(file(folder, 4))
+    again = opened()
+    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
     again.close()
+    assert (
+        folder / "unreadable-4-2"
+    ).is_dir() and "aside as unreadable-4-2" in warnings.pop()
     name = file(folder / "unreadable-4", "").relative_to(folder / "unreadable-4")
     assert warnings == [
         f"the checkpoint of step 4 cannot be read: {name} is not as it was written; it is "
@@ -157,6 +164,40 @@ def test_a_checkpoint_of_another_state_is_refused_and_left_alone(
     message = f"the checkpoint of step 4 is of another training state: {difference}"
     with pytest.raises(ValueError, match=message):
         again.restore_latest(lambda notes: change(state(0)))
+    again.close()
+    assert files(tmp_path) == before and warnings == []
+
+
+@pytest.mark.parametrize("notes", [b"{}", b"[]", b"7", b"\xff"])
+def test_notes_from_which_no_run_goes_on_make_it_the_one_before(
+    notes, opened, tmp_path, warnings
+):
+    folder = tmp_path / "checkpoints"
+    save(opened(), 2, 4)
+    (folder / "4" / checksums.CHECKSUMS).unlink()
+    (folder / "4" / "notes" / "metadata").write_bytes(notes)
+    again = opened()
+    like = lambda notes: state(0) if notes["seconds"] else None
+    assert_restored(again.restore_latest(like), 2)
+    again.close()
+    (warning,) = warnings
+    assert (
+        "step 4 cannot be read: its notes are incomplete (KeyError('seconds'))" in warning
+    )
+
+
+def test_what_is_whole_and_can_not_be_read_all_the_same_is_left_alone(
+    opened, tmp_path, warnings, monkeypatch
+):
+    save(opened(), 2)
+    before, again = files(tmp_path), opened()
+
+    def fail(*_, **__):
+        raise MemoryError("no room\nfor it")
+
+    monkeypatch.setattr(again._manager, "restore", fail)
+    with pytest.raises(ValueError, match="step 2 is as it was written, but"):
+        again.restore_latest(lambda notes: state(0))
     again.close()
     assert files(tmp_path) == before and warnings == []
 

@@ -184,6 +184,16 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
     assert len(log.read(result.folder)["test"]) == 2
 
 
+def test_metrics_that_are_missing_are_named_at_the_end(tmp_path, capsys):
+    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+    (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
+    result = train(run)
+    assert result.saved and result.is_good
+    printed = capsys.readouterr().out
+    assert printed.count("warning: metrics cannot be written any more") == 1
+    assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
+
+
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     finished, tmp_path, monkeypatch, capsys
 ):
