@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
         return INTERRUPTED
-    return SUCCESS if result.saved and result.stopped_by != "nonfinite" else STOPPED
+    return SUCCESS if result.is_good else STOPPED
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from train import config as configuration
 from train.config import Config, DistributedConfig
 from train.run import folder as run_folder
 from train.run import resharding
-from train.run.checkpoints import latest_notes
+from train.run.reading import latest_notes
 from train.task import methods, optimizers
 
 

@@ -129,7 +129,8 @@ class Config:
     test_every: int = 200
     # Steps between checkpoints.
     checkpoint_every: int = 200
-    # Number of checkpoints to keep, the latest ones.
+    # Number of checkpoints to keep, the latest ones; besides, the latest one with finite
+    # losses is kept.
     keep_checkpoints: int = 3
     # Stop after this many steps in a row without a finite loss on any worker.
     stop_after_nonfinite: int = 100

@@ -69,6 +69,11 @@ class MetricsLog:
             self._warn(f"metrics cannot be written any more: {error}")
             self._warned = True
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all could be written."""
+        return not self._warned
+
     def close(self) -> None:
         """Writes out what TensorBoard's file still buffers."""
         try:
@@ -80,8 +85,8 @@ class MetricsLog:
 def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """The events of a run by kind, in order.
 
-    What came after the step from which the run was resumed counts no more; lines cut off by
-    a crash are skipped.
+    What came after the step from which the run was resumed counts no more; lines that a
+    crash has cut off, or that are damaged, are skipped.
     """
     events: list[dict[str, Any]] = []
     for event in _lines(folder / METRICS):
@@ -95,12 +100,13 @@ def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)
-        except ValueError:
+            known = event["kind"], event["step"], event["seconds"]
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        if isinstance(event, dict) and {"kind", "step", "seconds"} <= event.keys():
+        if all(map(isinstance, known, (str, int, int | float))):
             yield event
 
 

@@ -47,7 +47,7 @@ def _column(events: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def _plot(axes: Any, events: list[dict[str, Any]], x: str, y: str, **style: Any) -> None:
-    known = [event for event in events if event.get(y) is not None]
+    known = [event for event in events if isinstance(event.get(y), int | float)]
     axes.plot(_column(known, x), _column(known, y), **style)
 
 
@@ -88,19 +88,20 @@ class GridSpan(NamedTuple):
 
 def _grids(events: Events) -> list[GridSpan]:
     """The grids of a run that was resumed with other workers, one after another."""
-    starts = {event["step"]: event["workers"] for event in events["start"]}
-    last = max(event["step"] for kind in events.values() for event in kind)
+    known = [e for e in events.get("start", []) if _are_ints(e.get("workers"), count=2)]
+    starts = {event["step"]: event["workers"] for event in known}
+    last = max((event["step"] for kind in events.values() for event in kind), default=0)
     ends = [*list(starts)[1:], last]
     return [GridSpan(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
 
 
 def _leaders(events: Events) -> Any:
     """Which worker led when (left) and how often (right), in its node and of all."""
-    elections = events.get("leaders", [])
-    if not elections:
-        return None
+    elections = [e for e in events.get("leaders", []) if _are_ints(e.get("leaders"))]
     grids = _grids(events)
     levels = [level for level in ("node", "all") if _of_level(elections, level)]
+    if not levels or not grids:
+        return None
     figure, grid = plt.subplots(
         len(levels),
         2,
@@ -143,7 +144,13 @@ def _elections(
 
 
 def _of_level(elections: list[dict[str, Any]], level: str) -> list[dict[str, Any]]:
-    return [event for event in elections if event["level"] == level]
+    return [event for event in elections if event.get("level") == level]
+
+
+def _are_ints(value: Any, count: int | None = None) -> bool:
+    """Whether an event has what it must have there: a line of the file may be damaged."""
+    is_list = isinstance(value, list) and all(isinstance(x, int) for x in value)
+    return is_list and len(value) == (count or len(value))
 
 
 def _consensus(events: Events) -> Any:
@@ -176,7 +183,7 @@ def main(arguments: list[str]) -> int:
         try:
             for path in draw(pathlib.Path(argument)):
                 print(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"error: {argument} is no run folder: {error}", file=sys.stderr)
             return 2
     return 0

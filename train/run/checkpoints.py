@@ -1,26 +1,23 @@
 """Checkpoints of a run, written by Orbax beside the training loop."""
 
 import dataclasses
-import json
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures import synchronization
 
 from train.cluster.session import Session
+from train.run import checksums, noise
+from train.run.folder import unused
+from train.run.keeping import KeepLatestAndFinite
+from train.run.reading import Checkpoint, Unreadable, one_line, read
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint read back: its step, the state, and what was noted beside it."""
-
-    step: int
-    state: Any
-    notes: dict[str, Any]
+TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is being written
 
 
 class Checkpoints:
@@ -28,7 +25,7 @@ class Checkpoints:
 
     Args:
       folder: where they lie, one folder per step.
-      keep: how many to keep, the latest ones.
+      keep: how many to keep, the latest ones; and the latest with finite losses.
       warn: called with one line when a checkpoint cannot be written or read.
       session: the processes that write them together.
     """
@@ -41,14 +38,33 @@ class Checkpoints:
         session: Session,
     ):
         self._folder, self._warn, self._session = folder.absolute(), warn, session
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        if session.has_others:
-            meet = ocp.options.AsyncOptions(barrier_sync_fn=session.barriers)
-            options = dataclasses.replace(options, async_options=meet)
+        noise.silence()
+        self._remove_leftovers()
+        self._preservation = KeepLatestAndFinite(self._folder, keep)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._preservation,
+            async_options=ocp.options.AsyncOptions(
+                barrier_sync_fn=session.barriers if session.has_others else None,
+                post_finalization_callback=self._write_checksums,
+                # If it made them in a thread and could not, its other threads would wait
+                # for it for ever, and the process would never end.
+                create_directories_asynchronously=False,
+            ),
+        )
         if session.has_lost_some and len(session.members) > 1:
             options = self._among_those_left(options)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._unconfirmed: int | None = None
+
+    def _remove_leftovers(self) -> None:
+        """Removes what was being written when a run was killed, or a disk was full."""
+        if self._session.is_main:
+            for path in self._folder.glob(f"*{TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write_checksums(self) -> None:
+        """Orbax calls this when all files are there, and their folder is to be renamed."""
+        checksums.write(self._folder / f"{self._unconfirmed}{TEMPORARY}")
 
     def _among_those_left(
         self, options: ocp.CheckpointManagerOptions
@@ -65,32 +81,39 @@ class Checkpoints:
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
         """Begins to write a checkpoint; training may go on meanwhile.
 
+        Args:
+          notes: what to keep beside it; `finite` says whether its losses are.
+
         Returns:
-          Whether it has been begun. Whether it arrives is known after `wait` or `close`; if
-          it does not, the checkpoints before it are still there.
+          Whether it has been begun, or is there. Whether it arrives is known after `wait`
+          or `close`; if it does not, the checkpoints before it are still there.
         """
         self.wait()
-        if step not in self._manager.all_steps():
-            needed, free = nbytes(state), self._free()
-            if free < needed:
-                self._unconfirmed = step
-                self._failed(OSError(f"it takes {needed:,} bytes, and {free:,} are free"))
-                return False
-            args = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
-            )
-            self._unconfirmed = step
-            try:
-                self._manager.save(step, args=args)
-            except (OSError, ValueError, RuntimeError) as error:
-                self._failed(error)
-                return False
+        if step in self._manager.all_steps():
+            return True
+        self._unconfirmed = step
+        obstacle = self._obstacle(nbytes(state))
+        if obstacle:
+            self._failed(obstacle)
+            return False
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
+        )
+        self._preservation.note(step, notes.get("finite", True))
+        try:
+            self._manager.save(step, args=args)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._failed(error)
+            return False
         return True
 
-    def _free(self) -> int:
-        """Bytes that are free, as the main process sees it."""
-        # With several processes Orbax waits for minutes if not even folders can be made.
-        return int(self._session.agree(str(shutil.disk_usage(self._folder).free)))
+    def _obstacle(self, needed: int) -> str:
+        """Why so many bytes cannot be written, as the main process sees it; or nothing.
+
+        With several processes Orbax waits for minutes if not even folders can be made.
+        """
+        found = _obstacle(self._folder, needed) if self._session.is_main else ""
+        return self._session.agree(found)
 
     def wait(self) -> bool:
         """Waits for the checkpoint being written; whether it has arrived safely."""
@@ -107,9 +130,20 @@ class Checkpoints:
         self._warn = lambda text: None
         self.wait()
 
-    def _failed(self, error: Exception) -> None:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        self._warn(f"the checkpoint of step {self._unconfirmed} was not written: {reason}")
+    def _failed(self, error: Exception | str) -> None:
+        step = self._unconfirmed
+        self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
+        self._remove_leftovers()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, in order."""
+        there = lambda step: (self._folder / str(step)).is_dir()  # may have been removed
+        return sorted(filter(there, self._manager.all_steps()))
+
+    def latest_finite(self) -> int | None:
+        """The step of the latest checkpoint with finite losses."""
+        return self._preservation.latest_finite(self.steps)
 
     def restore_latest(self, like: Callable[[dict[str, Any]], Any]) -> Checkpoint | None:
         """The latest checkpoint that can be read.
@@ -125,22 +159,31 @@ class Checkpoints:
           None if no checkpoint has been written yet.
 
         Raises:
-          ValueError: there are some, and none of them can be read.
+          ValueError: there are some, and none of them can be read; or one is of another
+            state than `like`, which changes no file.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in reversed(self.steps):
             try:
-                return _restore(self._manager, step, like)
-            except ValueError as error:
-                self._warn(str(error))
-                self._set_aside(step)
+                return self._restore(step, like)
+            except Unreadable as error:
+                aside = unused(self._folder / f"unreadable-{step}")
+                self._warn(f"{error}; it is set aside as {aside.name}")
+                self._set_aside(step, aside)
         if any(self._folder.glob("unreadable-*")):
             raise ValueError(f"{self._folder.parent} holds no checkpoint that can be read")
         return None
 
-    def _set_aside(self, step: int) -> None:
+    def _restore(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Checkpoint:
+        damage = ""
+        if self._session.is_main:
+            damage = checksums.damage(self._folder / str(step))
+        if damage := self._session.agree(damage):
+            raise Unreadable(step, damage)
+        return read(self._manager, self._folder, step, like)
+
+    def _set_aside(self, step: int, target: pathlib.Path) -> None:
         self._session.wait_for_all()
         if self._session.is_main:
-            target = self._folder / f"unreadable-{step}"
             (self._folder / str(step)).rename(target)
         self._session.wait_for_all()
         self._manager.reload()
@@ -152,6 +195,19 @@ class Checkpoints:
         return arrived
 
 
+def _obstacle(folder: pathlib.Path, needed: int) -> str:
+    """Why so many bytes cannot be written to a folder; nothing if nothing is in the way."""
+    try:
+        folder.mkdir(exist_ok=True)  # may have been removed; a run folder is not made anew
+        probe = folder / f"probe{TEMPORARY}"
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"{error.strerror}: {folder}"
+    return "" if needed <= free else f"it takes {needed:,} bytes, and {free:,} are free"
+
+
 def _catch_up(session: Session) -> None:
     """Lets Orbax's processes go on with one number, by which they name where they meet.
 
@@ -161,76 +217,6 @@ def _catch_up(session: Session) -> None:
     furthest = max(map(int, session.gather(ids.get_current_operation_id())))
     while int(ids.get_current_operation_id()) < furthest:
         ids.next_operation_id()
-
-
-class Archive:
-    """The checkpoints of a run folder, to read: nothing in it is changed.
-
-    Args:
-      folder: where they lie, one folder per step.
-
-    Attributes:
-      steps: the steps of which there is a checkpoint, in order.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        # Not `read_only`: Orbax would warn of it, and writes nothing unless told to anyway.
-        options = ocp.CheckpointManagerOptions(create=False)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
-        self.steps = sorted(self._manager.all_steps())
-
-    def restore(self, step: int, like: Any) -> Checkpoint:
-        """The checkpoint of a step, placed as the state `like`.
-
-        Raises:
-          ValueError: it cannot be read.
-        """
-        return _restore(self._manager, step, lambda notes: like)
-
-
-def _restore(
-    manager: ocp.CheckpointManager, step: int, like: Callable[[dict[str, Any]], Any]
-) -> Checkpoint:
-    """A checkpoint; ValueError if it cannot be read."""
-
-    def read(**item: ocp.args.CheckpointArgs) -> Any:
-        (name,) = item
-        return manager.restore(step, args=ocp.args.Composite(**item))[name]
-
-    try:
-        notes = read(notes=ocp.args.JsonRestore())
-        abstract = jax.tree.map(_abstract, like(notes))
-        state = read(state=ocp.args.StandardRestore(abstract))
-    except Exception as error:  # Orbax and TensorStore raise all kinds
-        reason = (str(error).strip() or repr(error)).splitlines()[0][:200]
-        raise ValueError(
-            f"the checkpoint of step {step} cannot be read: {reason}"
-        ) from error
-    return Checkpoint(step, state, notes)
-
-
-def _abstract(leaf: Any) -> Any:
-    """What Orbax restores as such a leaf."""
-    as_it_is = isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
-    return leaf if as_it_is else ocp.utils.to_shape_dtype_struct(leaf)
-
-
-def latest_notes(folder: pathlib.Path) -> dict[str, Any]:
-    """What was noted beside the latest checkpoint in a folder; nothing if there is none."""
-    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
-    found = (notes_of(folder, step) for step in sorted(steps, reverse=True))
-    return next(filter(None, found), {})
-
-
-def notes_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """What was noted beside a checkpoint; nothing if that cannot be read.
-
-    Reads the file itself: a checkpoint manager would make jax take its devices.
-    """
-    try:
-        return json.loads((folder / str(step) / "notes" / "metadata").read_text())
-    except (OSError, ValueError):
-        return {}  # whoever restores the checkpoint says what is wrong with it
 
 
 def nbytes(tree: Any) -> int:

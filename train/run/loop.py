@@ -10,6 +10,7 @@ import jax
 import lsgd_jax as lj
 from train.cluster.nodes import Nodes
 from train.metrics.plots import draw
+from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.result import Result, last_line
 from train.run.saving import save, saved_if_data_fail
@@ -37,6 +38,7 @@ def take_steps(run: Run) -> Reason | None:
     """Takes the steps that are left; what stops the run before they are taken, or None."""
     config, experiment = run.config, run.experiment
     backlog = experiment.backlog()
+    divergence = Divergence(config.stop_after_nonfinite, run.buffer)
     with contextlib.closing(experiment.batches(range(run.step, config.steps))) as batches:
         for batch in batches:
             run.state, loss = experiment.step(run.state, experiment.data, batch)
@@ -51,16 +53,11 @@ def take_steps(run: Run) -> Reason | None:
                 run_test(run)
             if run.step % config.checkpoint_every == 0 and not is_last:
                 save(run)
-            if stopped_by := reason_to_stop(run):
-                return stopped_by
+            if divergence.stops_at(run.step):
+                return "nonfinite"
+            if run.stop_signals.stop_at(run.step):
+                return run.stop_signals.received
     return None
-
-
-def reason_to_stop(run: Run) -> Reason | None:
-    """Why the run is to stop after this step, or None."""
-    if run.reporter.nonfinite_steps >= run.config.stop_after_nonfinite:
-        return "nonfinite"
-    return run.stop_signals.received if run.stop_signals.stop_at(run.step) else None
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
@@ -75,7 +72,18 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
     saved = run.checkpoints.close() and begun
     run.session.wait_for_all()  # who is lost before here is missed by all, or by none
     leaving = leaving_processes(run) if stopped_by == signal.SIGTERM else []
-    return Result(run.folder, run.step, seconds, tested, stopped_by, saved, leaving)
+    return Result(
+        run.folder,
+        run.step,
+        seconds,
+        tested,
+        stopped_by,
+        saved,
+        leaving,
+        checkpoint=max(run.checkpoints.steps, default=None),
+        finite_checkpoint=run.checkpoints.latest_finite(),
+        has_metrics=run.metrics.is_whole,
+    )
 
 
 def leaving_processes(run: Run) -> list[int]:
@@ -106,8 +114,8 @@ def conclude(run: Run, result: Result) -> None:
     if run.session.is_main:
         try:
             draw(run.folder)
-        except OSError as error:
-            run.progress.warn(f"the figures cannot be written: {error}")
+        except Exception as error:  # whatever metrics.jsonl holds: the run is over
+            run.progress.warn(f"the figures cannot be drawn: {error!r}")
     run.progress.say(last_line(result, run.config))
 
 

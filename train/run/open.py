@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
@@ -15,6 +14,7 @@ from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
+from train.metrics.recent import RecentLosses
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
@@ -28,7 +28,7 @@ from train.task.state import TrainState
 
 @dataclasses.dataclass
 class Run:
-    """A run that is open. Only `state`, `step` and `saved_at` change while it is trained.
+    """A run that is open. Only `state` and `step` change while it is trained.
 
     Attributes:
       config: what to do.
@@ -37,7 +37,6 @@ class Run:
       folder: the run folder.
       state: of the training after `step` steps.
       step: steps taken.
-      saved_at: the step of the last checkpoint; -1 if there is none.
       resizing: how the workers have changed, or None.
       checkpoints: those of the run folder.
       stopwatch: seconds of training; started when training is.
@@ -54,7 +53,6 @@ class Run:
     folder: pathlib.Path
     state: TrainState
     step: int
-    saved_at: int
     resizing: Resizing | None
     checkpoints: Checkpoints
     stopwatch: Stopwatch
@@ -119,14 +117,19 @@ def open_run(
         folder=folder,
         state=start.state,
         step=start.step,
-        saved_at=start.step or -1,
         resizing=start.resizing,
         checkpoints=checkpoints,
         stopwatch=stopwatch,
         metrics=metrics,
-        buffer=MetricsBuffer(experiment.workers, start.state.opt_state),
+        buffer=MetricsBuffer(
+            experiment.workers,
+            start.state.opt_state,
+            start.recent,
+            start.step,
+            start.losses,
+        ),
         progress=progress,
-        reporter=Reporter(config, metrics, progress, stopwatch, start.recent_losses),
+        reporter=Reporter(config, metrics, progress, stopwatch, start.recent),
         stop_signals=StopSignals(session),
     )
     session.tell_where(lambda: where(config, folder, run.step))
@@ -144,8 +147,8 @@ def starting_point(
             return restored
         folder = run_folder.to_resume(config)
         progress.warn(f"{folder} holds no checkpoint yet; the run begins at step 0")
-    unknown = np.full(experiment.workers.num_workers, np.inf)
-    return Restored(0, fresh, {"seconds": 0.0}, unknown, resizing=None)
+    unknown = RecentLosses.unknown(experiment.workers.num_workers)
+    return Restored(0, fresh, {"seconds": 0.0}, unknown, losses=[], resizing=None)
 
 
 def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
@@ -159,8 +162,8 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
         return
     for start in log.read(folder).get("start", []):
         for name, count in sizes.items():
-            before = start.get(name, count)
-            if before != count:
+            before = start.get(name)
+            if isinstance(before, int) and before != count:
                 raise ValueError(
                     f"{folder} is a run on other data: with {before} "
                     f"{name.replace('_', ' ')}, and here are {count}"

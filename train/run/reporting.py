@@ -1,15 +1,17 @@
 """What is written and shown of every interval of steps, and the warnings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import lsgd_jax as lj
 from train.config import Config
-from train.metrics.buffer import Interval
+from train.metrics.buffer import Election, Interval
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
-from train.run.stopwatch import Stopwatch
+from train.metrics.recent import RecentLosses
+from train.run.stopwatch import Pace, Stopwatch
 
 
 class Reporter:
@@ -19,12 +21,7 @@ class Reporter:
       config: the run's.
       metrics, progress: where to.
       stopwatch: the run's.
-      recent_losses: as the attribute, at the step from which the run goes on.
-
-    Attributes:
-      recent_losses: float [W], mean loss of each worker over the last interval; inf where
-        none was finite.
-      nonfinite_steps: for how many steps in a row no worker has had a finite loss.
+      recent: how the workers have done lately.
     """
 
     def __init__(
@@ -33,12 +30,12 @@ class Reporter:
         metrics: MetricsLog,
         progress: Progress,
         stopwatch: Stopwatch,
-        recent_losses: np.ndarray,
+        recent: RecentLosses,
     ):
         self._config, self._metrics = config, metrics
         self._progress, self._stopwatch = progress, stopwatch
-        self.recent_losses, self.nonfinite_steps = recent_losses, 0
-        self._reported_at: float | None = None
+        self._recent = recent
+        self._pace = Pace(at_least=config.log_every // 2)
         self._warned_of_misplaced = False
 
     def report(self, interval: Interval | None) -> None:
@@ -50,10 +47,10 @@ class Reporter:
         with np.errstate(all="ignore"):
             losses = known.sum(0) / finite.sum(0)
             loss = float(known.sum() / finite.sum())
-        self.recent_losses = np.where(np.isfinite(losses), losses, np.inf)
         self._warn_of_nonfinite(interval.step, finite)
+        self._warn_of_restored(interval)
         self._warn_of_misplaced(interval)
-        pace = self._pace(len(interval.losses))
+        pace = self._pace(interval.done, self._stopwatch.seconds)
         self._metrics.write(
             "train",
             interval.step,
@@ -65,37 +62,37 @@ class Reporter:
             waiting=int(interval.waiting.sum()),
             **totals(interval.diagnostics),
         )
-        self._write_leaders(interval)
+        self.write_leaders(interval.elections)
         self._progress.show(interval.step, loss, pace)
 
-    def _pace(self, steps: int) -> float | None:
-        """Steps per second since the last report."""
-        before, self._reported_at = self._reported_at, self._stopwatch.seconds
-        # The first interval includes the compilation: its pace would mislead.
-        return None if before is None else steps / (self._reported_at - before)
-
-    def _write_leaders(self, interval: Interval) -> None:
-        for step, diagnostics in interval.elections:
+    def write_leaders(self, elections: Sequence[Election]) -> None:
+        """Writes who was elected when."""
+        for step, diagnostics in elections:
             for pull in diagnostics:
                 if pull.leader is not None and pull.is_due(step):
                     values = leaders(pull, self._config.workers.nodes)
                     self._metrics.write("leaders", step, self._stopwatch.seconds, **values)
 
     def _warn_of_nonfinite(self, step: int, finite: np.ndarray) -> None:
-        """Counts the steps in a row without any finite loss, and warns."""
-        for any_worker in np.any(finite, axis=1).tolist():
-            self.nonfinite_steps = 0 if any_worker else self.nonfinite_steps + 1
         bad = np.flatnonzero(~finite.all(axis=0))
-        if self.nonfinite_steps:
+        if steps := self._recent.nonfinite_steps:
             self._progress.warn(
-                f"no worker has had a finite loss for {self.nonfinite_steps} steps (up to "
-                f"step {step}): nothing is exchanged, and training stops after "
-                f"{self._config.stop_after_nonfinite} such steps"
+                f"no worker has had a finite loss for {steps} steps: nothing is exchanged, "
+                f"and training stops after {self._config.stop_after_nonfinite} such steps"
             )
         elif bad.size:
             self._progress.warn(
                 f"the loss of worker {_joined(bad)} was not finite at some of the steps up "
                 f"to {step}; such a worker is restored at the next exchange"
+            )
+
+    def _warn_of_restored(self, interval: Interval) -> None:
+        restored = np.flatnonzero(interval.restored)
+        if restored.size:
+            how = "left out of a mean" if self._config.method.first else "restored"
+            self._progress.warn(
+                f"worker {_joined(restored)} was not finite and was {how} at an exchange "
+                f"(seen up to step {interval.step})"
             )
 
     def _warn_of_misplaced(self, interval: Interval) -> None:

@@ -47,6 +47,7 @@ from numpy.typing import ArrayLike
 
 import lsgd_jax as lj
 from train.config import WorkersConfig
+from train.metrics.recent import RecentLosses
 from train.run.checkpoints import Checkpoints
 from train.task.state import TrainState
 
@@ -78,14 +79,16 @@ class Restored(NamedTuple):
       step: steps taken.
       state: placed for the new workers.
       notes: what was noted beside the checkpoint.
-      recent_losses: float [W], of the new workers; inf where nothing finite is known.
+      recent: how the new workers have done lately.
+      losses: [W] each, of the interval in progress, which has not been reported.
       resizing: how the workers changed, or None.
     """
 
     step: int
     state: TrainState
     notes: Mapping[str, Any]
-    recent_losses: np.ndarray
+    recent: RecentLosses
+    losses: list[list[float]]
     resizing: Resizing | None
 
 
@@ -114,7 +117,11 @@ def restore(
     step, state, notes = read
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
     if old(notes) == new:
-        return Restored(step, state, notes, recent, None)
+        bad = notes.get("nonfinite_steps", 0)
+        losses = [
+            [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
+        ]
+        return Restored(step, state, notes, RecentLosses(recent, bad), losses, None)
     chosen = sources(old(notes), new, scores(state, recent))
     resizing = Resizing(old(notes), new, chosen.tolist())
     try:
@@ -123,7 +130,7 @@ def restore(
         raise ValueError(
             f"{shape(new)} workers cannot go on from {shape(old(notes))}: {error}"
         ) from error
-    return Restored(step, state, notes, recent[chosen], resizing)
+    return Restored(step, state, notes, RecentLosses(recent[chosen]), [], resizing)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
@@ -132,7 +139,13 @@ def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
 
 
 def _grid(notes: Mapping[str, Any]) -> WorkersConfig:
-    """The devices inside a worker make no difference: a checkpoint holds whole arrays."""
+    """The devices inside a worker make no difference: a checkpoint holds whole arrays.
+
+    Raises:
+      KeyError: notes that a run cannot go on from.
+    """
+    for name in ("recent_losses", "seconds"):
+        notes[name]
     noted = notes["workers"]
     return WorkersConfig(noted["nodes"], noted["locals"])
 

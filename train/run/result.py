@@ -11,14 +11,15 @@ from train.task.forward import TestResult
 
 
 class Tested(NamedTuple):
-    """The tests of the center and of the best worker."""
+    """The tests of the center and of the best worker; whether their losses are finite."""
 
     center: TestResult
     best: TestResult
+    is_finite: bool = True
 
     def values(self) -> dict[str, float]:
         """As metrics.jsonl has them: `center_loss` and so on."""
-        results = self._asdict().items()
+        results = {"center": self.center, "best": self.best}.items()
         return {f"{of}_{key}": x for of, result in results for key, x in result.items()}
 
 
@@ -33,6 +34,9 @@ class Result(NamedTuple):
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint has arrived.
       leaving: the processes that leave while the others go on; none if the run has ended.
+      checkpoint: the step of the latest checkpoint, or None.
+      finite_checkpoint: the step of the latest one with finite losses, or None.
+      has_metrics: whether all metrics could be written.
     """
 
     folder: pathlib.Path
@@ -42,6 +46,19 @@ class Result(NamedTuple):
     stopped_by: signal.Signals | str | None
     saved: bool
     leaving: list[int]
+    checkpoint: int | None = None
+    finite_checkpoint: int | None = None
+    has_metrics: bool = True
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last test found a loss that is not finite."""
+        return self.tested is not None and not self.tested.is_finite
+
+    @property
+    def is_good(self) -> bool:
+        """Whether training came to what it was meant to, and all of it is saved."""
+        return self.saved and self.stopped_by != "nonfinite" and not self.diverged
 
 
 def resume_command(config: Config, folder: pathlib.Path) -> str:
@@ -59,20 +76,40 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 
 def last_line(result: Result, config: Config) -> str:
     """How the run ended, in a line."""
-    seconds = f"{result.seconds:.1f} s of training"
+    after = f"{result.seconds:.1f} s of training"
     if result.tested is not None:
-        center, best = result.tested
-        return (
+        center, best = result.tested.center, result.tested.best
+        line = (
             f"{measures.text(center, name=True)} (center), {measures.text(best)} "
-            f"(best worker) after {result.step} steps and {seconds}; everything is in "
-            f"{result.folder}"
+            f"(best worker) after {result.step} steps and {after}"
         )
+        if result.diverged:
+            line += f"; training has diverged: a loss is not finite; {_finite(result)}"
+        if not result.has_metrics:
+            line += f"; NOT all metrics are in {result.folder}"
+        if not result.saved:
+            line += f"; the last checkpoint is NOT in {result.folder}, {_latest(result)}"
+        is_whole = result.saved and result.has_metrics
+        return f"{line}; everything is in {result.folder}" if is_whole else line
+    state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
+    line = f"stopped at step {result.step} after {after}"
     resume = resume_command(config, result.folder)
     if result.stopped_by == "nonfinite":
         return (
-            f"stopped at step {result.step} after {seconds}: no worker had a finite loss "
-            f"for {config.stop_after_nonfinite} steps. A smaller learning rate may help. "
-            f"The state is saved; to go on all the same: {resume}"
+            f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
+            f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "
+            f"to go on all the same: {resume}"
         )
-    state = "saved" if result.saved else "NOT saved, an earlier checkpoint may be there"
-    return f"stopped at step {result.step} after {seconds}, {state}; to go on: {resume}"
+    return f"{line}, {state}; to go on: {resume}"
+
+
+def _latest(result: Result) -> str:
+    step = result.checkpoint
+    return "there is none" if step is None else f"the latest one is of step {step}"
+
+
+def _finite(result: Result) -> str:
+    step = result.finite_checkpoint
+    if step is None:
+        return "no checkpoint has finite losses"
+    return f"the latest checkpoint with finite losses is of step {step}"

@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from train.data.arrays import DataError
@@ -11,18 +15,43 @@ from train.run.open import Run
 
 
 def save(run: Run) -> bool:
-    """Begins to write a checkpoint of this step; whether that went well so far."""
-    if run.step == run.saved_at:
-        return True
-    run.saved_at = run.step
+    """Begins to write a checkpoint of this step; whether that went well so far.
+
+    What was measured up to here is written before: a run that goes on from the checkpoint
+    would never write it.
+    """
+    run.reporter.report(run.buffer.flush())
+    run.reporter.write_leaders(run.buffer.take_elections())
+    jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        recent = run.reporter.recent_losses.tolist()
-        notes = {
-            "seconds": run.stopwatch.seconds,
-            "recent_losses": [x if np.isfinite(x) else None for x in recent],
-            "workers": dataclasses.asdict(run.config.workers),
-        }
-        return run.checkpoints.save(run.step, run.state, notes)
+        return run.checkpoints.save(run.step, run.state, notes(run))
+
+
+def notes(run: Run) -> dict[str, Any]:
+    """What a run goes on from besides its training state."""
+    losses = run.buffer.unreported_losses(run.step)
+    recent = run.buffer.recent
+    finite = run.experiment.workers.fetch(_have_finite(run.state.params))
+    return {
+        "seconds": run.stopwatch.seconds,
+        "recent_losses": _known(recent.average.tolist()),
+        "nonfinite_steps": recent.nonfinite_steps,
+        "losses": [_known(row) for row in losses],
+        "workers": dataclasses.asdict(run.config.workers),
+        "finite": bool((finite & np.isfinite(recent.average)).any()),
+    }
+
+
+@jax.jit
+def _have_finite(params: Any) -> jax.Array:
+    """bool [W]: whether all parameters of a worker are finite."""
+    rows = lambda x: jnp.isfinite(x).reshape(len(x), -1).all(axis=1)
+    return jnp.stack([rows(leaf) for leaf in jax.tree.leaves(params)]).all(axis=0)
+
+
+def _known(losses: list[float]) -> list[float | None]:
+    """The losses with None, which JSON knows, for those that are not finite."""
+    return [x if math.isfinite(x) else None for x in losses]
 
 
 @contextlib.contextmanager

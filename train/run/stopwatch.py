@@ -34,3 +34,31 @@ class Stopwatch:
             yield
         finally:
             self.start()
+
+
+class Pace:
+    """Steps per second of training.
+
+    Args:
+      at_least: of how many steps: of a few that were waited for, one after another, it
+        would be many times too high.
+    """
+
+    def __init__(self, at_least: int):
+        self._at_least = at_least
+        self._since: tuple[int, float] | None = None
+        self._last: float | None = None
+
+    def __call__(self, done: int, seconds: float) -> float | None:
+        """The latest pace; None if it is not known, as after the compilation.
+
+        Args:
+          done: steps that are over.
+          seconds: of training.
+        """
+        if self._since is None:
+            self._since = done, seconds
+        steps, elapsed = done - self._since[0], seconds - self._since[1]
+        if steps > self._at_least and elapsed > 0:
+            self._since, self._last = (done, seconds), steps / elapsed
+        return self._last

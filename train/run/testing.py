@@ -13,13 +13,17 @@ from train.run.result import Tested
 def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes what was found."""
     run.reporter.report(run.buffer.flush())
+    run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
         center = run.experiment.test_center(run.state)
-        worker = int(np.argmin(run.reporter.recent_losses))
+        worker = run.buffer.recent.best
         best = run.experiment.test_worker(run.state, worker)
         diagnostics = run.experiment.workers.fetch(lj.diagnostics(run.state.opt_state))
-    tested, sent = Tested(center, best), bytes_sent(diagnostics)
+    trained = run.buffer.recent.average[worker]
+    losses = [center["loss"], best["loss"], trained]
+    tested = Tested(center, best, bool(np.isfinite(losses).all()))
+    sent = bytes_sent(diagnostics)
     run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
     run.progress.tested(measures.text(center, name=True))
     return tested

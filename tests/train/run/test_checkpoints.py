@@ -1,6 +1,9 @@
 """Checkpoints of a few arrays."""
 
 import gc
+import resource
+import threading
+import time
 import types
 
 import jax
@@ -10,7 +13,9 @@ import pytest
 
 from train.cluster.session import Session
 from train.run import checkpoints as module
-from train.run.checkpoints import Checkpoints, latest_notes, notes_of
+from train.run import checksums
+from train.run.checkpoints import Checkpoints
+from train.run.reading import latest_notes, notes_of
 
 
 def state(step):
@@ -52,9 +57,20 @@ def assert_restored(checkpoint, step):
 
 
 def truncate(folder, step):
-    """Cuts off what the arrays of a checkpoint hold."""
+    """Cuts off what the arrays of a checkpoint without checksums hold."""
+    (folder / str(step) / checksums.CHECKSUMS).unlink()
     for path in (folder / str(step) / "state").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:10])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
@@ -71,6 +87,130 @@ def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
     assert warnings == []
 
 
+def test_a_checkpoint_of_the_latest_finite_losses_is_kept(opened, tmp_path):
+    """Those that are kept anyway, and the latest one before that is finite."""
+    folder, kept = tmp_path / "checkpoints", []
+    checkpoints = opened()
+    for step, finite in [(1, True), (2, True), (3, False), (4, False), (5, False)]:
+        assert (
+            checkpoints.save(step, state(step), {"finite": finite}) and checkpoints.wait()
+        )
+        kept.append(sorted(int(path.name) for path in folder.iterdir()))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    assert checkpoints.latest_finite() == 2 and checkpoints.close()
+    again = opened()
+    assert again.latest_finite() == 2
+    for step in (6, 7):
+        assert again.save(step, state(step), {"finite": True})
+    assert again.close() and again.steps == [6, 7]
+
+
+def arrays(folder, step):
+    """The largest file of a checkpoint."""
+    every = (folder / str(step)).rglob("d/*")
+    return max(every, key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "file", [arrays, lambda folder, step: folder / str(step) / "notes" / "metadata"]
+)
+def test_a_byte_that_has_changed_makes_it_the_one_before(
+    file, opened, tmp_path, warnings, capfd
+):
+    folder = tmp_path / "checkpoints"
+    save(opened(), 2, 4)
+    flip_a_bit(file(folder, 4))
+    assert notes_of(folder, 4) == {} or "metadata" not in str(file(folder, 4))
+    again = opened()
+    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
+    save(again, 4)  # and once more
+    flip_a_bit(file(folder, 4))
+    again = opened()
+    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
+    again.close()
+    assert (
+        folder / "unreadable-4-2"
+    ).is_dir() and "aside as unreadable-4-2" in warnings.pop()
+    name = file(folder / "unreadable-4", "").relative_to(folder / "unreadable-4")
+    assert warnings == [
+        f"the checkpoint of step 4 cannot be read: {name} is not as it was written; it is "
+        "set aside as unreadable-4"
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (
+            lambda state: {**state, "x": state["x"][:, 1:]},
+            r"x is float32\[2, 3\] in it, and ",
+        ),
+        (lambda state: {**state, "more": state["x"]}, "more is not in it"),
+        (lambda state: {"x": state["x"], "key": state["key"]}, "host is in it, and not in"),
+        (
+            lambda state: {**state, "host": state["host"] * 1.0},
+            r"host is int64\[3\] in it",
+        ),
+        (lambda state: {**state, "key": state["key"][:1]}, "key is uint32"),
+    ],
+)
+def test_a_checkpoint_of_another_state_is_refused_and_left_alone(
+    change, difference, opened, tmp_path, warnings
+):
+    save(opened(), 2, 4)
+    before = files(tmp_path)
+    again = opened()
+    message = f"the checkpoint of step 4 is of another training state: {difference}"
+    with pytest.raises(ValueError, match=message):
+        again.restore_latest(lambda notes: change(state(0)))
+    again.close()
+    assert files(tmp_path) == before and warnings == []
+
+
+@pytest.mark.parametrize("notes", [b"{}", b"[]", b"7", b"\xff"])
+def test_notes_from_which_no_run_goes_on_make_it_the_one_before(
+    notes, opened, tmp_path, warnings
+):
+    folder = tmp_path / "checkpoints"
+    save(opened(), 2, 4)
+    (folder / "4" / checksums.CHECKSUMS).unlink()
+    (folder / "4" / "notes" / "metadata").write_bytes(notes)
+    again = opened()
+    like = lambda notes: state(0) if notes["seconds"] else None
+    assert_restored(again.restore_latest(like), 2)
+    again.close()
+    (warning,) = warnings
+    assert (
+        "step 4 cannot be read: its notes are incomplete (KeyError('seconds'))" in warning
+    )
+
+
+def test_what_is_whole_and_can_not_be_read_all_the_same_is_left_alone(
+    opened, tmp_path, warnings, monkeypatch
+):
+    save(opened(), 2)
+    before, again = files(tmp_path), opened()
+
+    def fail(*_, **__):
+        raise MemoryError("no room\nfor it")
+
+    monkeypatch.setattr(again._manager, "restore", fail)
+    with pytest.raises(ValueError, match="step 2 is as it was written, but"):
+        again.restore_latest(lambda notes: state(0))
+    again.close()
+    assert files(tmp_path) == before and warnings == []
+
+
+def test_what_was_being_written_when_a_run_was_killed_is_removed(opened, tmp_path):
+    save(opened(), 2)
+    left = tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp" / "state"
+    left.mkdir(parents=True)
+    again = opened()
+    assert not left.parent.exists() and again.steps == [2]
+    again.close()
+
+
 # Orbax leaves coroutines behind when a restore fails; they complain when collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_can_not_be_read_is_set_aside(opened, tmp_path, warnings):
@@ -80,7 +220,8 @@ def test_what_can_not_be_read_is_set_aside(opened, tmp_path, warnings):
     again = opened()
     assert_restored(again.restore_latest(lambda notes: state(0)), 2)
     (warning,) = warnings
-    assert warning.startswith("the checkpoint of step 4 cannot be read: ")
+    assert warning.startswith("the checkpoint of step 4 cannot be read: OUT_OF_RANGE: ")
+    assert warning.endswith("; it is set aside as unreadable-4")
     assert (folder / "unreadable-4").exists() and not (folder / "4").exists()
     again.close()
 
@@ -105,3 +246,84 @@ def test_a_full_disk_loses_the_checkpoint_and_says_so(opened, warnings, monkeypa
     ]
     assert_restored(checkpoints.restore_latest(lambda notes: state(0)), 2)
     checkpoints.close()
+
+
+def alive():
+    """Threads without whose end a process does not end."""
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def have_ended(but):
+    """Whether all such threads end, but those."""
+    deadline = time.monotonic() + 5
+    while not alive() <= but and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return alive() <= but
+
+
+@pytest.fixture
+def fails_at_once(monkeypatch):
+    """Orbax itself finds out that nothing can be written."""
+    monkeypatch.setattr(module, "_obstacle", lambda folder, needed: "")
+
+
+def test_a_folder_that_can_not_be_written_to_keeps_no_thread(
+    opened, tmp_path, warnings, fails_at_once, capfd
+):
+    checkpoints, before = opened(), alive()
+    folder = tmp_path / "checkpoints"
+    folder.rename(tmp_path / "moved")
+    folder.write_text("in the way")
+    for step in (2, 4):
+        assert not checkpoints.save(step, state(step), {})
+    assert checkpoints.close() and checkpoints.steps == []
+    assert have_ended(but=before)
+    assert len(warnings) == 2
+    assert warnings[1].startswith("the checkpoint of step 4 was not written: [Errno ")
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
+
+
+# Orbax leaves coroutines behind when a write fails; they complain when collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_becomes_full_while_writing(opened, tmp_path, warnings):
+    """As far as files go: none may be larger than 20 kB."""
+    noise = np.random.default_rng(0).bytes(200_000)
+    large = {"x": np.frombuffer(noise, np.uint8)}
+    checkpoints, before = opened(), alive()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert checkpoints.save(2, large, {})
+        assert not checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (warning,) = warnings
+    assert "the checkpoint of step 2 was not written: " in warning and len(warning) < 300
+    assert "File too large" in warning
+    assert list((tmp_path / "checkpoints").iterdir()) == []  # what was there takes no room
+    assert checkpoints.save(2, large, {}) and checkpoints.wait()
+    assert checkpoints.close() and checkpoints.steps == [2]
+    assert have_ended(but=before)
+
+
+def test_a_folder_that_is_gone_is_made_again_but_not_that_of_the_run(opened, tmp_path):
+    checkpoints, folder = opened(), tmp_path / "checkpoints"
+    assert checkpoints.save(2, state(2), {}) and checkpoints.wait()
+    folder.rename(tmp_path / "moved")
+    for step in (4, 6, 8):  # of which the first ones are removed, and 2 would be
+        assert checkpoints.save(step, state(step), {}) and checkpoints.wait()
+    assert checkpoints.close() and checkpoints.steps == [6, 8]
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(opened, tmp_path, warnings):
+    checkpoints = opened()
+    checkpoints._folder = tmp_path / "gone" / "checkpoints"
+    assert not checkpoints.save(2, state(2), {})
+    (warning,) = warnings
+    assert warning == (
+        "the checkpoint of step 2 was not written: No such file or directory: "
+        f"{tmp_path / 'gone' / 'checkpoints'}"
+    )
+    assert not (tmp_path / "gone").exists() and checkpoints.close()

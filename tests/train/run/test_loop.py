@@ -181,7 +181,66 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
     printed = capsys.readouterr().out
     for step in (6, 12):
         assert f"warning: the checkpoint of step {step} was not written: it" in printed
+    missing = f"; the last checkpoint is NOT in {result.folder}, there is none\n"
+    assert printed.endswith(missing) and not result.is_good
     assert len(log.read(result.folder)["test"]) == 2
+
+
+def test_metrics_that_are_missing_are_named_at_the_end(tmp_path, capsys):
+    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+    (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
+    result = train(run)
+    assert result.saved and result.is_good
+    printed = capsys.readouterr().out
+    assert printed.count("warning: metrics cannot be written any more") == 1
+    assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
+    finished, tmp_path, monkeypatch, capsys
+):
+    """Metrics, leaders and best workers too: of steps 5 and 6 nothing was written yet."""
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+    run = open_run(config)
+    step = run.experiment.step
+
+    def killed(*arguments):
+        if run.step == 7:
+            run.checkpoints.wait()
+            raise InterruptedError("killed")
+        return step(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(run.experiment, "step", killed)
+        train(run)
+    again = open_run(dataclasses.replace(config, resume=True))
+    assert again.step == 6 and train(again).is_good
+    of_time = {"seconds", "steps_per_second"}
+    undisturbed, resumed = (
+        {
+            kind: [{k: v for k, v in e.items() if k not in of_time} for e in found]
+            for kind, found in log.read(folder).items()
+            if kind != "start"
+        }
+        for folder in (finished[1].folder, again.folder)
+    )
+    assert undisturbed == resumed and resumed.keys() >= {"train", "leaders", "test"}
+    average = finished[0].buffer.recent.average
+    np.testing.assert_array_equal(average, again.buffer.recent.average)
+
+
+def test_the_best_worker_is_known_before_the_first_report(tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"), steps=2)
+    run = open_run(config)
+    step = run.experiment.step
+
+    def third_is_best(*arguments):
+        state, loss = step(*arguments)
+        return state, loss.at[2].set(0.01)
+
+    monkeypatch.setattr(run.experiment, "step", third_is_best)
+    result = train(run)
+    assert log.read(result.folder)["test"][-1]["best_worker"] == 2
 
 
 # Losses and parameters that are not as they must be
@@ -201,14 +260,35 @@ def test_no_finite_loss_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, c
         state, loss = step(*arguments)
         return state, loss * jnp.nan
 
-    monkeypatch.setattr(run.experiment, "step", diverged)
-    result = train(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.experiment, "step", diverged)
+        result = train(run)
     assert result.stopped_by == "nonfinite" and result.saved
-    assert 5 <= result.step <= 20
+    assert result.step == 5 and result.finite_checkpoint is None
     assert (tmp_path / "run" / "checkpoints" / str(result.step)).is_dir()
     printed = capsys.readouterr().out
     assert "warning: no worker has had a finite loss for" in printed
     assert "no worker had a finite loss for 5 steps" in printed and "--resume" in printed
+    assert "no checkpoint has finite losses" in printed
+    again = train(open_run(dataclasses.replace(config, resume=True, steps=8)))
+    assert (again.step, again.stopped_by, again.is_good) == (8, None, True)
+
+
+def test_a_run_that_ends_diverged_says_so(tmp_path, monkeypatch, capsys):
+    """Shorter than the limit: no worker has a finite loss, and the last test is made."""
+    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+    step = run.experiment.step
+
+    def diverged(*arguments):
+        state, loss = step(*arguments)
+        return state, loss * (jnp.nan if run.step >= 8 else 1)
+
+    monkeypatch.setattr(run.experiment, "step", diverged)
+    result = train(run)
+    assert result.stopped_by is None and result.saved and not result.is_good
+    printed = capsys.readouterr().out
+    assert "training has diverged: a loss is not finite; the latest checkpoint" in printed
+    assert "with finite losses is of step 6; everything is in" in printed
 
 
 def test_a_worker_that_diverged_is_reported_and_restored(tmp_path, capsys):
@@ -219,7 +299,10 @@ def test_a_worker_that_diverged_is_reported_and_restored(tmp_path, capsys):
     result = train(run)
     assert result.stopped_by is None and np.isfinite(result.tested.center["error"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(run.state.params))
-    assert "the loss of worker 0 was not finite" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the loss of worker 0 was not finite" in printed
+    said = "worker 0 was not finite and was restored at an exchange (seen up to step 4)"
+    assert printed.count("was restored at an exchange") == printed.count(said) == 1
     events = log.read(result.folder)
     assert events["train"][-1]["restored"] >= 1 and events["train"][-1]["waiting"] == 0
     assert all(0 not in e["leaders"] for e in events["leaders"] if e["step"] <= 4)

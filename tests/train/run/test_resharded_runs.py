@@ -15,9 +15,9 @@ from train.__main__ import main
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log, plots
 from train.run import reporting
-from train.run.checkpoints import latest_notes
 from train.run.loop import train
 from train.run.open import open_run
+from train.run.reading import latest_notes
 from train.task import methods
 from train.task.methods import METHODS
 
@@ -116,7 +116,7 @@ def test_recent_losses_follow_their_worker(folder):
     run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
     sources = run.resizing.sources
     recent = np.array(notes["recent_losses"])[sources]
-    np.testing.assert_array_equal(run.reporter.recent_losses, recent)
+    np.testing.assert_array_equal(run.buffer.recent.average, recent)
 
 
 def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):

@@ -160,7 +160,7 @@ class Toy:
     def save(self, folder, state, losses):
         grid = {"nodes": self.workers.nodes, "locals": self.workers.locals}
         checkpoints = Checkpoints(folder, 3, pytest.fail, Session.single())
-        notes = {"recent_losses": losses.tolist(), "workers": grid}
+        notes = {"recent_losses": losses.tolist(), "workers": grid, "seconds": 1.0}
         assert checkpoints.save(int(state.step.value), state, notes)
         assert checkpoints.close()
 

@@ -1,0 +1,47 @@
+"""Checksums of a folder's files: every change is noticed, and named."""
+
+import pytest
+
+from train.run import checksums
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "state" / "d").mkdir(parents=True)
+    (tmp_path / "state" / "d" / "1f").write_bytes(bytes(range(256)) * 300)
+    (tmp_path / "notes").write_text('{"seconds": 1.5}')
+    checksums.write(tmp_path)
+    (tmp_path / "commit_success.txt").write_text("written later")
+    return tmp_path
+
+
+def test_what_is_as_it_was_written_is_not_damaged(folder):
+    assert checksums.are_there(folder) and checksums.damage(folder) == ""
+
+
+@pytest.mark.parametrize("name", ["state/d/1f", "notes"])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_byte_that_has_changed_is_noticed(folder, name, place):
+    content = bytearray((folder / name).read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1
+    (folder / name).write_bytes(content)
+    assert checksums.damage(folder) == f"{name} is not as it was written"
+    assert bool(checksums.damage(folder, only="notes")) == (name == "notes")
+
+
+def test_files_that_are_cut_off_or_missing_are_noticed(folder):
+    (folder / "notes").write_text("{")
+    assert checksums.damage(folder) == "notes is not as it was written"
+    (folder / "notes").unlink()
+    assert checksums.damage(folder) == "notes is missing"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"{}"])
+def test_checksums_that_are_damaged_are_no_checksums(folder, content):
+    (folder / checksums.CHECKSUMS).write_bytes(content)
+    assert checksums.CHECKSUMS in checksums.damage(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_none(folder):
+    (folder / checksums.CHECKSUMS).unlink()
+    assert checksums.damage(folder) == "" and not checksums.are_there(folder)

@@ -1,0 +1,66 @@
+"""At which step a run stops if no worker is finite any more."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from train.metrics.recent import RecentLosses
+from train.run.divergence import Divergence
+
+
+class Losses:
+    """In place of a `MetricsBuffer`: of two workers, nan at some of the steps from 1."""
+
+    def __init__(self, bad, recent=None, read=0):
+        self.recent, self.read, self._bad = recent or RecentLosses.unknown(2), read, bad
+        self.taken = read
+
+    def read_losses(self, until):
+        assert until <= self.taken
+        for step in range(self.read + 1, until + 1):
+            loss = np.nan if step in self._bad else 1.0
+            self.recent.add([np.array([loss, np.nan])])
+            self.read = step
+
+
+def stops_after(losses, limit, steps=60):
+    divergence = Divergence(limit, losses)
+    for step in range(losses.read + 1, steps):
+        losses.taken = step
+        if divergence.stops_at(step):
+            return step
+    return None
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 20])
+def test_it_is_the_step_that_was_asked_for(limit):
+    for first in range(1, 30):
+        bad = range(first, 60)
+        assert stops_after(Losses(bad), limit) == first + limit - 1
+        late = [first - 1 - limit // 2, *bad] if limit > 1 else bad
+        assert stops_after(Losses(late), limit) == first + limit - 1
+
+
+def test_steps_that_are_not_in_a_row_stop_nothing():
+    every_other = set(range(1, 60)) - set(range(10, 60, 10))
+    assert stops_after(Losses(every_other), 10) is None
+    assert stops_after(Losses(every_other), 9) == 9
+
+
+def test_losses_are_read_when_their_steps_are_over():
+    losses, reads = Losses([]), []
+    divergence = Divergence(20, losses)
+    for step in range(1, 60):
+        losses.taken = step
+        divergence.stops_at(step)
+        reads.append(losses.read)
+    assert [len(list(same)) for _, same in itertools.groupby(reads)] == [19, 10, 10, 10, 10]
+    assert all(step - read >= 10 for step, read in enumerate(reads, start=1) if read)
+
+
+def test_a_resumed_run_goes_on_counting_unless_it_had_stopped():
+    bad = range(1, 60)
+    of = lambda count: RecentLosses(np.full(2, np.inf), nonfinite_steps=count)
+    assert stops_after(Losses(bad, of(4), read=10), limit=6) == 12
+    assert stops_after(Losses(bad, of(6), read=10), limit=6) == 16
