@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from train import cli
+from train import cli, command
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.lost import may_mean_a_loss
@@ -47,4 +47,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, leaves_files=True))

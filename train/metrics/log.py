@@ -16,8 +16,9 @@ TENSORBOARD = "tensorboard"
 class MetricsLog:
     """Writes one JSON line per event, and its scalars as TensorBoard events.
 
-    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'end'), the step
-    and the training seconds so far. Numbers that are not finite are written as null.
+    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'warning', 'end'),
+    the step and the training seconds so far. Numbers that are not finite are written as
+    null.
 
     Args:
       folder: the run folder; lines are added to what is there.
@@ -48,6 +49,8 @@ class MetricsLog:
             self._append(json.dumps(_jsonable(line)) + "\n")
         except OSError as error:
             self._fail(error)
+        if not scalars:
+            return
         try:
             self._event_files.add(step, scalars)
         except OSError as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
+from train.command import tell_of_lost_output
 from train.config import Config
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
@@ -125,6 +126,7 @@ def open_run(
         stop_signals=StopSignals(session),
     )
     session.tell_where(lambda: where(config, folder, run.step))
+    tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
 
 
