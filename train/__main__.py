@@ -11,7 +11,7 @@ from train.cluster.session import Session
 from train.data.arrays import DataError
 from train.run import recovery
 from train.run.open import open_run
-from train.run.result import resume_command
+from train.run.resuming import resume_command
 
 
 def main(arguments: list[str]) -> int:

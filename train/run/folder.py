@@ -1,5 +1,6 @@
 """The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
 
+import json
 import pathlib
 import time
 from collections.abc import Set
@@ -14,17 +15,30 @@ CHECKPOINTS = "checkpoints"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
-    """The newest run folder of an experiment.
+    """The newest run folder of this name, as its config.json says.
 
     Raises:
       ValueError: there is none.
     """
-    found = [path.parent for path in pathlib.Path(runs).glob(f"{name}-*/{CONFIG}")]
+    names = {path: _name_in(path) for path in pathlib.Path(runs).glob(f"*/{CONFIG}")}
+    found = [path for path in names if names[path] == name]
     if not found:
+        others = sorted({other for other in names.values() if other is not None})
+        there = f" (there are runs named {', '.join(others)}: see --name)" if others else ""
         raise ValueError(
-            f"there is no run of {name!r} in {runs!r} to resume; name one with --run-dir"
+            f"there is no run of {name!r} in {runs!r} to resume{there}; name one with "
+            "--run-dir"
         )
-    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime_ns)
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def _name_in(path: pathlib.Path) -> str | None:
+    """The name of the run in a config.json; None if it has none."""
+    try:
+        name = json.loads(path.read_bytes())["name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # no run, or one that only --run-dir can ask about
+    return name if isinstance(name, str) else None
 
 
 def to_resume(config: Config) -> pathlib.Path:
