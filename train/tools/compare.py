@@ -144,7 +144,10 @@ def train(config: Config, session: Session) -> bool:
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
         return True
-    result = loop.train(open_run(config, session))
+    run = open_run(config, session)
+    result = loop.train(run)
+    if run.lock is not None:
+        run.lock.release()
     return result.stopped_by is None
 
 
