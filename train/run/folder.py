@@ -1,5 +1,6 @@
 """The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
 
+import contextlib
 import json
 import pathlib
 import time
@@ -87,17 +88,46 @@ def create(config: Config, session: Session) -> pathlib.Path:
     """Makes the folder of a new run, with its config.json; the same in all processes.
 
     Raises:
-      ValueError: --run-dir is there already and is not an empty folder.
+      ValueError: --run-dir is there already and is not an empty folder, or the folder
+        cannot be made; nothing is left of it then.
     """
-    folder = pathlib.Path(session.agree(str(choose(config))))
-    if taken(folder):
-        raise ValueError(
-            f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
-            "with the run in it"
-        )
-    session.wait_for_all()
-    if session.is_main:
+    made = str(_make(config)) if session.is_main else ""
+    return pathlib.Path(session.agree(made))
+
+
+def _make(config: Config) -> pathlib.Path:
+    folder = pathlib.Path(config.run_dir or config.runs)  # until it is chosen
+    try:
+        folder = choose(config)
+        if taken(folder):
+            raise _taken(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        configuration.write(config, folder / CONFIG)
-    session.wait_for_all()
+        _begin(config, folder)
+    except FileExistsError:
+        if config.run_dir is None and folder.is_dir():
+            return _make(config)  # another run that begins now took this name
+        raise _taken(folder) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"the run folder {folder} cannot be made: {reason}") from error
     return folder
+
+
+def _begin(config: Config, folder: pathlib.Path) -> None:
+    """Writes config.json, or leaves no folder behind."""
+    try:
+        configuration.write(config, folder / CONFIG)
+    except FileExistsError:
+        raise
+    except OSError:
+        with contextlib.suppress(OSError):
+            (folder / CONFIG).unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
+def _taken(folder: pathlib.Path) -> ValueError:
+    return ValueError(
+        f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on with "
+        "the run in it"
+    )

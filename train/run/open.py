@@ -183,7 +183,11 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
     """
     if not (folder / log.METRICS).exists():
         return
-    for start in log.read(folder).get("start", []):
+    try:
+        starts = log.read(folder).get("start", [])
+    except OSError as error:
+        raise ValueError(f"{folder / log.METRICS} cannot be read: {error}") from error
+    for start in starts:
         for name, count in sizes.items():
             before = start.get(name, count)
             if before != count:

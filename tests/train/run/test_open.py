@@ -115,6 +115,14 @@ def test_a_run_folder_of_version_0_1_is_refused_in_one_line(copied, tmp_path, ca
     assert plots.main([str(folder)]) == 0
 
 
+def test_metrics_that_cannot_be_read_are_refused_in_one_line(copied):
+    metrics = pathlib.Path(copied.run_dir) / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    with pytest.raises(ValueError, match="metrics.jsonl cannot be read: .*Is a directory"):
+        open_run(copied)
+
+
 def test_another_configuration_is_refused_and_named(copied):
     changed = dataclasses.replace(
         copied, seed=3, method=dataclasses.replace(copied.method, local_pull=0.5)
