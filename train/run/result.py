@@ -7,6 +7,7 @@ from typing import NamedTuple
 from train.config import Config
 from train.metrics import measures
 from train.run.folder import CHECKPOINTS
+from train.run.resuming import resume_command
 from train.task.forward import TestResult
 
 
@@ -59,11 +60,6 @@ class Result(NamedTuple):
     def is_good(self) -> bool:
         """Whether training came to what it was meant to, and all of it is saved."""
         return self.saved and self.stopped_by != "nonfinite" and not self.diverged
-
-
-def resume_command(config: Config, folder: pathlib.Path) -> str:
-    """The command that goes on with a run."""
-    return f"python -m train {config.name} --run-dir {folder} --resume"
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:

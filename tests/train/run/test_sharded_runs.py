@@ -38,9 +38,7 @@ def ran(folder, grid, steps=4, resume=False):
 
 
 def check_equal(tree, other, **tolerances):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, **tolerances), tree, other
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerances), tree, other)
 
 
 def test_numbers_are_the_same_and_a_run_goes_on_on_other_devices(tmp_path):

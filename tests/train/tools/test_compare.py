@@ -95,6 +95,16 @@ def test_runs_on_text_are_compared_by_their_loss():
     assert row["validation loss, nats"] == row["lowest, nats"] == "1.8765"
 
 
+@pytest.mark.parametrize("name", ["file", "x" * 300])
+def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    status = compare.main(["digits", "--methods=lsgd", "--out", str(tmp_path / name)])
+    assert status in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.out == "" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_mean_and_standard_deviation_over_seeds():
     curves = {
         ("lsgd", seed): compare.Curve([9], [1.0], [2.0], [error])
