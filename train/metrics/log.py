@@ -117,7 +117,8 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 # What figures and tables ask of the values that are there; any value may be null.
 NUMBERS = frozenset(
     "seconds loss steps_per_second consensus_distance waiting restored bytes_sent "
-    "center_error center_loss center_bits_per_byte best_error best_loss best_bits_per_byte".split()
+    "center_error center_loss center_bits_per_byte "
+    "best_error best_loss best_bits_per_byte".split()
 )
 
 
