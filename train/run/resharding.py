@@ -221,10 +221,11 @@ def like(state: TrainState, old: WorkersConfig) -> TrainState:
         return np.broadcast_to(np.zeros([], x.dtype), shape)  # takes no memory
 
     def node(x: Any) -> Any:
-        rows = () if isinstance(x, lj.Shared) else (old.nodes * old.locals,)
+        rows = () if of_all(x) else (old.nodes * old.locals,)
         return jax.tree.map(lambda x: leaf(x, rows), x)
 
-    return jax.tree.map(node, state, is_leaf=lambda x: isinstance(x, lj.Shared))
+    of_all = lambda x: isinstance(x, lj.Shared) and x.axes is None
+    return jax.tree.map(node, state, is_leaf=of_all)
 
 
 def resized(

@@ -63,7 +63,7 @@ def finished(small, tmp_path_factory):
 
 def test_the_run_ends_with_a_test_and_a_sample(finished):
     run, result = finished
-    center, best = result.tested
+    center, best = result.tested.center, result.tested.best
     events = log.read(result.folder)
     assert events["test"][-1]["center_loss"] == center["loss"]
     assert events["test"][-1]["best_bits_per_byte"] == best["bits_per_byte"]
