@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.futures import synchronization
 
 from train.cluster.session import Session
 from train.run import checksums, noise
@@ -71,7 +70,6 @@ class Checkpoints:
     ) -> ocp.CheckpointManagerOptions:
         """Options for a manager that does not wait for those who are lost."""
         self._folder.mkdir(exist_ok=True)  # which such a manager does not do
-        _catch_up(self._session)
         active = ocp.options.MultiprocessingOptions(
             active_processes=set(self._session.members),
             barrier_sync_key_prefix=self._session.group,
@@ -206,17 +204,6 @@ def _obstacle(folder: pathlib.Path, needed: int) -> str:
     except OSError as error:
         return f"{error.strerror}: {folder}"
     return "" if needed <= free else f"it takes {needed:,} bytes, and {free:,} are free"
-
-
-def _catch_up(session: Session) -> None:
-    """Lets Orbax's processes go on with one number, by which they name where they meet.
-
-    One that was about to write when another one was lost may be further than the others.
-    """
-    ids = synchronization.OperationIdGenerator
-    furthest = max(map(int, session.gather(ids.get_current_operation_id())))
-    while int(ids.get_current_operation_id()) < furthest:
-        ids.next_operation_id()
 
 
 def nbytes(tree: Any) -> int:
