@@ -19,8 +19,7 @@ ROWS = {
     "independent": "--workers.locals 1 --method independent",
     "allreduce": "--method allreduce",
     "local-sgd": "--method local-sgd --method.period 16",
-    "lsgd": "--method lsgd --method.local-period 16 --method.local-pull 0.5 "
-    "--method.global-pull 0",
+    "lsgd": "",  # as the experiment has it
     "diloco-30": "--method diloco --method.period 30",
     "diloco-100": "--method diloco --method.period 100",
     "streaming-diloco": "--method diloco --method.period 100 --method.fragments 4 "
