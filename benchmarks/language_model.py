@@ -19,8 +19,7 @@ ROWS = {
     "independent": "--workers.locals 1 --method independent",
     "allreduce": "--method allreduce",
     "local-sgd": "--method local-sgd --method.period 16",
-    "lsgd": "--method lsgd --method.local-period 16 --method.local-pull 0.5 "
-    "--method.global-pull 0",
+    "lsgd": "",  # as the experiment has it
     "diloco-30": "--method diloco --method.period 30",
     "diloco-100": "--method diloco --method.period 100",
     "streaming-diloco": "--method diloco --method.period 100 --method.fragments 4 "
@@ -32,20 +31,20 @@ ROWS = {
 }
 
 
-def main() -> int:
+def command(arguments: list[str]) -> list[str]:
+    """The arguments of `train.compare`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--files", nargs="+", required=True, help="the text")
     parser.add_argument("--out", required=True, help="the folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
-    options = parser.parse_args()
-    command = ["text", "--out", options.out, "--seeds", str(options.seeds)]
+    options = parser.parse_args(arguments)
+    found = ["text", "--out", options.out, "--seeds", str(options.seeds)]
     for name in options.only:
-        command += ["--variant", f"{name}={ROWS[name]}"]
-    command += ["--steps", str(options.steps), "--data.files", *options.files]
-    return compare.main(command)
+        found += ["--variant", f"{name}={ROWS[name]}"]
+    return [*found, "--steps", str(options.steps), "--data.files", *options.files]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare.main(command(sys.argv[1:])))

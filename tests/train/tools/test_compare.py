@@ -1,7 +1,9 @@
 """train.compare: same budget and data for every method, table, figure, resuming."""
 
 import csv
+import importlib.util
 import json
+import pathlib
 
 import pytest
 import tiny
@@ -9,6 +11,7 @@ import tiny
 from train import cli
 from train import config as configuration
 from train.metrics import log, measures
+from train.task.experiment import make_optimizer
 from train.tools import compare
 
 
@@ -103,6 +106,21 @@ def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert captured.out == "" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_benchmark_on_text_is_a_comparison(tmp_path):
+    file = pathlib.Path(__file__).parents[3] / "benchmarks" / "language_model.py"
+    spec = importlib.util.spec_from_file_location("language_model", file)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]
+    configs, _ = compare.parse(benchmark.command(given))
+    assert [name for name, _ in configs] == list(benchmark.ROWS)
+    for (name, _), config in configs.items():
+        make_optimizer(config)  # nothing that does not go together
+        workers = config.workers.nodes * config.workers.locals
+        assert workers == (1 if name == "independent" else 4)
+        assert config.data.files == ("a", "b") and config.steps == 2000
 
 
 def test_mean_and_standard_deviation_over_seeds():
