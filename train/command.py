@@ -64,6 +64,10 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
       leaves_files: whether its results are in files, so that it goes on when what it prints
         cannot be written. Others end then: quietly if the reader of a pipe has seen enough.
     """
+    if sys.getfilesystemencoding() != "utf-8":
+        # TensorStore takes no other paths. LANG=C, say: Python must know from the start.
+        environment = os.environ | {"PYTHONUTF8": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     _open_standard_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     if leaves_files:

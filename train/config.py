@@ -92,6 +92,8 @@ class DistributedConfig:
             _check(holds, prefix + "process_id", "in [0, num_processes)", self)
 
 
+FLOAT32_MAX = 3.4028235e38
+
 METHOD_HELP = f"""Choose another method with --method NAME: {", ".join(METHODS)}."""
 
 
@@ -179,6 +181,16 @@ class Config:
         )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
+        for name, value in fields(self).items():
+            for x in value if isinstance(value, tuple) else (value,):
+                if type(x) is float and not abs(x) <= FLOAT32_MAX:
+                    raise ValueError(
+                        f"`{name}` must be finite as a float32, got {name}={value}"
+                    )
+                if type(x) is int and abs(x) >= 2**31 and name != "seed":
+                    raise ValueError(
+                        f"`{name}` must be less than 2**31, got {name}={value}"
+                    )
 
 
 # Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.

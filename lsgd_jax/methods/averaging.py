@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax import trees
-from lsgd_jax.checks import check_fraction, check_period, check_positive_int
+from lsgd_jax.checks import (
+    check_fraction,
+    check_not_negative,
+    check_period,
+    check_positive_int,
+)
 from lsgd_jax.collectives import Group
 from lsgd_jax.exchange import Check, Pull, Rule, exchange
 from lsgd_jax.parts import fragment
@@ -236,6 +241,9 @@ def slowmo(
     """
     check_positive_int("period", period)
     check_fraction("beta", beta)
+    check_not_negative("alpha", alpha)
+    if not callable(learning_rate):
+        check_not_negative("learning_rate", learning_rate)
     eta = lambda exchanges: value_at(learning_rate, period * (exchanges + 1))
     outer = optax.chain(
         optax.scale_by_schedule(lambda k: 1 / eta(k)),

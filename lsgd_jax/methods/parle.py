@@ -94,6 +94,9 @@ def parle(
         if not callable(strength):
             check_not_negative(name, strength)
     outer = learning_rate if outer_learning_rate is None else outer_learning_rate
+    if not callable(outer):
+        name = "learning_rate" if outer_learning_rate is None else "outer_learning_rate"
+        check_not_negative(name, outer)
 
     def init(params: Tree) -> ParleState:
         group, wide = Group(axes), trees.widen(params)

@@ -557,6 +557,13 @@ def test_bfloat16_center_moves_by_less_than_a_rounding_step():
         (lambda: lj.diloco(-1), "`period` must be"),
         (lambda: lj.slowmo(0), "`period` must be"),
         (lambda: lj.slowmo(2, beta=-0.1), "`beta` must be in"),
+        (lambda: lj.slowmo(2, alpha=float("inf")), "`alpha` must be at least 0 and finite"),
+        (lambda: lj.slowmo(2, learning_rate=float("nan")), "`learning_rate` must be"),
+        (lambda: lj.parle(float("inf")), "`learning_rate` must be at least 0 and finite"),
+        (
+            lambda: lj.parle(0.1, outer_learning_rate=float("inf")),
+            "`outer_learning_rate` must be at least 0 and finite",
+        ),
         (lambda: lj.parle(0.1, 0), "`period` must be"),
         (lambda: lj.parle(0.1, decay=2), "`decay` must be in"),
         (lambda: lj.parle(0.1, anchor_pull=-1), "`anchor_pull` must be at least 0"),

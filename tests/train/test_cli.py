@@ -80,6 +80,16 @@ def end(process):
         (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
         (["digits", "--method"], "got method=''"),
         (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
+        (
+            ["digits", "--optimizer.learning-rate", "inf"],
+            "must be positive and finite, got",
+        ),
+        (["digits", "--optimizer.clip=1e39"], "`optimizer.clip` must be finite as a float"),
+        (
+            ["digits", "--method=diloco", "--method.outer-momentum=nan"],
+            "must be finite, got",
+        ),
+        (["digits", "--steps", "2147483648"], "`steps` must be less than 2**31, got steps"),
         (["digits", "--name", "a/b"], "`name` must be a name for a folder, got name=a/b"),
         (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
         (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),

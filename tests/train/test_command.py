@@ -81,6 +81,27 @@ def test_a_letter_that_the_terminal_does_not_know_stops_nothing(tmp_path, monkey
     assert ended.returncode == 3 and "0 \\u03bb\n" in ended.stdout
 
 
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_paths_are_utf8_whatever_the_locale(tmp_path, how):
+    script = """
+import sys
+from train import command
+if __name__ == "__main__":
+    sys.exit(command.run(lambda arguments: print(ascii(arguments))))
+"""
+    (tmp_path / "m.py").write_text(script)
+    start = ["-m", "m"] if how == "module" else ["-c", script]
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ended = subprocess.run(
+        [sys.executable, *start, "--run-dir", "é"],
+        cwd=tmp_path,
+        env=os.environ | plain | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.stdout, ended.stderr) == (r"['--run-dir', '\xe9']" + "\n", "")
+
+
 def test_output_that_comes_back_is_used_again():
     class Full:
         full, texts = True, []

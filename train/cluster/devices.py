@@ -3,8 +3,11 @@
 import os
 from collections.abc import Mapping
 
+import jax
+
 import lsgd_jax as lj
 from train.cluster.detection import Started
+from train.cluster.lost import may_mean_a_loss
 
 
 def provide(count: int, processes: int = 1) -> None:
@@ -16,7 +19,26 @@ def provide(count: int, processes: int = 1) -> None:
     Args:
       count: of the run: one for each worker, or for each part of a sharded one.
       processes: of the run; each provides its share.
+
+    Raises:
+      ValueError: JAX_PLATFORMS asks for devices that there are not.
     """
+    _emulate(count, processes)
+    asked = os.environ.get("JAX_PLATFORMS")
+    if not asked:
+        return  # jax takes a CPU if there is nothing else
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # the former: no plugin for CUDA
+        if may_mean_a_loss(error):
+            raise
+        raise ValueError(
+            "`JAX_PLATFORMS` must name devices that jax finds here, got "
+            f"JAX_PLATFORMS={asked}; if it is not set, jax takes what there is"
+        ) from error
+
+
+def _emulate(count: int, processes: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     asked = "xla_force_host_platform_device_count" in flags
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Set
@@ -46,7 +47,18 @@ def to_resume(config: Config) -> pathlib.Path:
     """The folder of the run to go on with."""
     if config.run_dir is None:
         return newest(config.runs, config.name)
+    check_utf8(pathlib.Path(config.run_dir))
     return pathlib.Path(config.run_dir)
+
+
+def check_utf8(folder: pathlib.Path) -> None:
+    """Raises ValueError if the path is not UTF-8: no checkpoint could be written then."""
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the path of a run folder must be UTF-8, got {os.fsencode(folder.absolute())}"
+        ) from None
 
 
 def check_same_experiment(
@@ -99,6 +111,7 @@ def _make(config: Config) -> pathlib.Path:
     folder = pathlib.Path(config.run_dir or config.runs)  # until it is chosen
     try:
         folder = choose(config)
+        check_utf8(folder)
         if taken(folder):
             raise _taken(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,19 @@ def test_what_the_environment_asks_for_stays(emulated, monkeypatch):
     assert emulated == []
 
 
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initial")])
+def test_devices_that_are_not_there_are_one_line(emulated, monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("jax.devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(
+        ValueError, match="must name devices .*, got JAX_PLATFORMS=cuda; if"
+    ):
+        devices.provide(8)
+
+
 @pytest.mark.parametrize(
     "gpus, started, visible, expected",
     [
