@@ -20,7 +20,7 @@ from train.cluster.ending import Ending
 from train.cluster.exit_status import WRONG_USAGE
 from train.cluster.heartbeat import Heartbeat
 from train.cluster.key_value_store import JaxStore
-from train.cluster.session import Session
+from train.cluster.session import PATIENCE_S, Session
 from train.config import FREE_PER_PROCESS, Config, fields
 
 
@@ -48,7 +48,7 @@ def join(config: Config) -> Session:
     # Its handler of SIGTERM would swallow the signal; see `train.cluster.signals`.
     jax.config.update("jax_enable_preemption_service", False)
     if options.survive:
-        _make_losses_survivable(options.heartbeat_timeout)
+        _make_losses_survivable(options.progress_timeout)
     try:
         _check_port_is_free(started.arguments)
         with _without_proxies(), _ended_by_ctrl_c():
@@ -63,8 +63,12 @@ def join(config: Config) -> Session:
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
     store = JaxStore()
     session = Session(store, _meet(store))
+    progress = options.progress_timeout
+    session.patience = {None: PATIENCE_S, 0: float("inf")}.get(
+        progress, 3.0 * (progress or 0)
+    )
     session.heartbeat = Heartbeat(
-        session, ending, options.heartbeat_timeout, options.survive
+        session, ending, options.heartbeat_timeout, options.survive, progress
     )
     session.heartbeat.begin()
     try:
@@ -105,13 +109,16 @@ def _check_agreement(session: Session, config: Config) -> None:
                 )
 
 
-def _make_losses_survivable(timeout: int) -> None:
+def _make_losses_survivable(progress_timeout: int | None) -> None:
     """Has collectives with a lost process fail, and jax not end the others because of it.
 
-    By themselves they wait: for half an hour on CPUs, forever on GPUs.
+    By themselves they wait forever on GPUs. On CPUs they wait for half an hour at most, and
+    for as long as a process may take (to compile, say) they must; `train.cluster.network`
+    has them fail as soon as the heartbeats say that a process is lost.
     """
+    seconds = max(1800, 3 * (progress_timeout or 0))
     flags = (
-        f"--xla_cpu_collective_timeout_seconds={timeout}",
+        f"--xla_cpu_collective_timeout_seconds={seconds}",
         "--xla_gpu_nccl_terminate_on_error=false",
         "--xla_gpu_nccl_async_execution=true",
         "--xla_gpu_nccl_blocking_communicators=false",

@@ -15,6 +15,7 @@ def save(run: Run) -> bool:
     if run.step == run.saved_at:
         return True
     run.saved_at = run.step
+    run.session.work.begin(f"saving step {run.step}")
     with run.stopwatch.paused():
         recent = run.reporter.recent_losses.tolist()
         notes = {

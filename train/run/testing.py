@@ -19,6 +19,7 @@ class Errors(NamedTuple):
 
 def run_test(run: Run) -> Errors:
     """Tests the center and the best worker, and writes what was found."""
+    run.session.work.begin(f"testing after step {run.step}")
     run.reporter.report(run.buffer.flush())
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
