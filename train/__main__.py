@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from train import cli
+from train import cli, command
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.lost import may_mean_a_loss
@@ -11,7 +11,7 @@ from train.cluster.session import Session
 from train.data.arrays import DataError
 from train.run import recovery
 from train.run.open import open_run
-from train.run.result import resume_command
+from train.run.resuming import resume_command
 
 
 def main(arguments: list[str]) -> int:
@@ -47,4 +47,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, leaves_files=True))

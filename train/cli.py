@@ -33,7 +33,8 @@ def experiments() -> dict[str, tuple[str, Config]]:
     found = {}
     for module in pkgutil.iter_modules(configs.__path__):
         loaded = importlib.import_module(f"configs.{module.name}")
-        found[loaded.CONFIG.name] = ((loaded.__doc__ or "").strip(), loaded.CONFIG)
+        name, text = loaded.CONFIG.name, (loaded.__doc__ or "").strip()
+        found[name] = text, dataclasses.replace(loaded.CONFIG, experiment=name)
     return found
 
 
@@ -87,10 +88,13 @@ def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     for name in ("runs", "run_dir"):
         given = _option(name, arguments)
         where[name] = getattr(config, name) if given is None else given
-    folder = run_folder.to_resume(dataclasses.replace(config, **where))
+    name = _option("name", arguments) or config.name
+    folder = run_folder.to_resume(dataclasses.replace(config, name=name, **where))
     saved = configuration.read(folder / run_folder.CONFIG)
-    if saved.name != config.name:
-        raise ValueError(f"{folder} is a run of {saved.name!r}, not of {config.name!r}")
+    began_as = saved.experiment or saved.name
+    if began_as != config.experiment and began_as in experiments():
+        raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
+    where["experiment"] = config.experiment
     latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
     return dataclasses.replace(saved, workers=latest or saved.workers, **where)
 

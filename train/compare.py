@@ -2,8 +2,9 @@
 
 import sys
 
+from train import command
 from train.tools.compare import main
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, leaves_files=True))

@@ -108,7 +108,7 @@ METHOD_HELP = f"""Choose another method with --method NAME: {", ".join(METHODS)}
 class Config:
     """One experiment."""
 
-    # The experiment's name, which also begins the name of its run folder.
+    # The run's name, with which the name of its folder begins; by default the experiment's.
     name: str
     # The network.
     model: Literal["digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50"]
@@ -145,6 +145,8 @@ class Config:
     # Resume from the last checkpoint of --run-dir (by default the newest run of NAME), with
     # its workers or, if --workers names others, with those.
     resume: bool = False
+    # The named experiment that the settings began as; '': the name tells.
+    experiment: tyro.conf.Suppress[str] = ""
     # The rendezvous of several processes.
     distributed: DistributedConfig = DistributedConfig()
 
@@ -171,6 +173,12 @@ class Config:
         _check(data.padding >= 0, "data.padding", "at least 0", data)
         fits = data.name != "cifar10" or data.crop <= 32
         _check(fits, "data.crop", "at most 32 with cifar10", data)
+        _check(
+            self.name not in ("", ".", "..") and "/" not in self.name,
+            "name",
+            "a name for a folder",
+            self,
+        )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
 
@@ -202,6 +210,7 @@ FREE_ON_RESUME = {
     "runs",
     "run_dir",
     "resume",
+    "experiment",
     "data.accept_other_files",
     "data.reader_threads",
     "data.read_ahead",

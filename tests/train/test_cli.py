@@ -80,6 +80,7 @@ def end(process):
         (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
         (["digits", "--method"], "got method=''"),
         (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
+        (["digits", "--name", "a/b"], "`name` must be a name for a folder, got name=a/b"),
         (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
         (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),
         (
@@ -125,7 +126,7 @@ def test_help_explains_every_field(capsys):
     ):
         assert option in words
     for field in configuration.fields(cli.experiments()["digits"][1]):
-        if field != "method.name":
+        if field not in ("method.name", "experiment"):
             assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
 
 
@@ -167,6 +168,24 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path):
     cifar = ["cifar10-cnn7", "--resume", "--run-dir", str(tmp_path), "--data.dir", "x"]
     with pytest.raises(ValueError, match="is a run of 'digits', not of 'cifar10-cnn7'"):
         cli.parse(cifar)
+
+
+def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
+    """The name in config.json counts, not how the folder's name begins."""
+    for stamp, name in enumerate(["digits", "digits", "digits-bn", "my"], 1):
+        folder = tmp_path / f"{name}-{stamp}"
+        folder.mkdir()
+        config = cli.parse(["digits", "--name", name, "--seed", str(stamp)])
+        configuration.write(config, folder / "config.json")
+        os.utime(folder / "config.json", (stamp, stamp))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_bytes(b"\xff[")
+    resume = ["digits", "--resume", f"--runs={tmp_path}"]
+    assert cli.parse(resume).seed == 2
+    assert cli.parse([*resume, "--name", "digits-bn"]).seed == 3
+    assert cli.parse([*resume, "--name=my"]).name == "my"
+    with pytest.raises(ValueError, match="named digits, digits-bn, my: see --name"):
+        cli.parse([*resume, "--name", "none"])
 
 
 def test_a_method_brings_its_own_options(tmp_path):

@@ -87,3 +87,60 @@ def test_the_papers_settings(experiment):
     assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
     assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, None)
     assert (config.method.local_period, config.method.local_pull) == (64, 0.1)
+
+
+@pytest.mark.parametrize(
+    "where, reason",
+    [
+        (
+            {"run_dir": "file/run"},
+            "the run folder .*file/run cannot be made: Not a directo",
+        ),
+        (
+            {"runs": "file"},
+            "the run folder .*file/digits-.* cannot be made: Not a director",
+        ),
+        ({"run_dir": "x" * 300}, "cannot be made: File name too long"),
+        ({"run_dir": "x\0"}, "null byte"),
+        ({"run_dir": "file"}, "`run_dir` must be a new folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, where, reason):
+    (tmp_path / "file").touch()
+    where = {name: str(tmp_path / path) for name, path in where.items()}
+    config = dataclasses.replace(digits.CONFIG, **where)
+    with pytest.raises(ValueError, match=reason) as raised:
+        run_folder.create(config, Session.single())
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
+    def full(config, path):
+        path.write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(configuration, "write", full)
+    config = dataclasses.replace(digits.CONFIG, run_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="run cannot be made: No space left on device"):
+        run_folder.create(config, Session.single())
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
+    """Another run takes the name between the choice and the making."""
+    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
+    taken, choose = [], run_folder.choose
+
+    def raced(config):
+        folder = choose(config)
+        if not taken:
+            taken.append(folder)
+            folder.mkdir()
+            configuration.write(config, folder / "config.json")
+            monkeypatch.setattr(run_folder, "taken", lambda path: False)  # just before
+        return folder
+
+    monkeypatch.setattr(run_folder, "choose", raced)
+    folder = run_folder.create(config, Session.single())
+    assert folder.name == f"{taken[0].name}-2"

@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 import lsgd_jax as lj
+from train import command
 from train import config as configuration
 from train.arguments import Parser
 from train.landscape import plots, results
@@ -128,4 +129,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, leaves_files=True))

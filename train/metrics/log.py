@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,9 @@ TENSORBOARD = "tensorboard"
 class MetricsLog:
     """Writes one JSON line per event, and its scalars as TensorBoard events.
 
-    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'end'), the step
-    and the training seconds so far. Numbers that are not finite are written as null.
+    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'warning', 'end'),
+    the step and the training seconds so far. Numbers that are not finite are written as
+    null.
 
     Args:
       folder: the run folder; lines are added to what is there.
@@ -80,8 +82,11 @@ class MetricsLog:
 def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """The events of a run by kind, in order.
 
-    What came after the step from which the run was resumed counts no more; lines cut off by
-    a crash are skipped.
+    What came after the step from which the run was resumed counts no more. Lines that are
+    not what a `MetricsLog` writes, cut off by a crash or damaged, are skipped.
+
+    Raises:
+      OSError: there is no such file, or it cannot be read.
     """
     events: list[dict[str, Any]] = []
     for event in _lines(folder / METRICS):
@@ -95,13 +100,42 @@ def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and {"kind", "step", "seconds"} <= event.keys():
+        if isinstance(event, dict) and _is_sound(event):
             yield event
+
+
+# What figures and tables ask of the values that are there; any value may be null.
+NUMBERS = frozenset(
+    "seconds loss steps_per_second consensus_distance waiting restored bytes_sent "
+    "center_error center_loss best_error best_loss".split()
+)
+
+
+def _is_sound(event: dict[str, Any]) -> bool:
+    """Whether an event is of the types in which it was written."""
+    kind, step, seconds = (event.get(name) for name in ("kind", "step", "seconds"))
+    if type(kind) is not str or type(step) is not int or seconds is None:
+        return False
+    numbers = (event[name] for name in NUMBERS & event.keys())
+    if not all(x is None or type(x) in (int, float) for x in numbers):
+        return False
+    if kind == "start":
+        return _are_ints(event.get("workers"), range(2, 3))
+    if kind == "leaders":
+        known = event.get("level") in ("node", "all")
+        return known and _are_ints(event.get("leaders"), range(1, sys.maxsize))
+    return True
+
+
+def _are_ints(values: Any, counts: range) -> bool:
+    if not isinstance(values, list) or len(values) not in counts:
+        return False
+    return all(type(value) is int for value in values)
 
 
 def _jsonable(value: Any) -> Any:

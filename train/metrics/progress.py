@@ -42,6 +42,10 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the progress bar."""
         self._bar.stop()
 
     def resume(self, step: int) -> None:

@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from train import command
+
 
 # Each module has a docstring whose first line says what it is, and main(arguments) -> int.
 EXPERIMENTS = {
@@ -38,4 +40,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, leaves_files=True))

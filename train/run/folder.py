@@ -1,5 +1,7 @@
 """The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
 
+import contextlib
+import json
 import pathlib
 import time
 from collections.abc import Set
@@ -14,17 +16,30 @@ CHECKPOINTS = "checkpoints"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
-    """The newest run folder of an experiment.
+    """The newest run folder of this name, as its config.json says.
 
     Raises:
       ValueError: there is none.
     """
-    found = [path.parent for path in pathlib.Path(runs).glob(f"{name}-*/{CONFIG}")]
+    names = {path: _name_in(path) for path in pathlib.Path(runs).glob(f"*/{CONFIG}")}
+    found = [path for path in names if names[path] == name]
     if not found:
+        others = sorted({other for other in names.values() if other is not None})
+        there = f" (there are runs named {', '.join(others)}: see --name)" if others else ""
         raise ValueError(
-            f"there is no run of {name!r} in {runs!r} to resume; name one with --run-dir"
+            f"there is no run of {name!r} in {runs!r} to resume{there}; name one with "
+            "--run-dir"
         )
-    return max(found, key=lambda folder: (folder / CONFIG).stat().st_mtime_ns)
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def _name_in(path: pathlib.Path) -> str | None:
+    """The name of the run in a config.json; None if it has none."""
+    try:
+        name = json.loads(path.read_bytes())["name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # no run, or one that only --run-dir can ask about
+    return name if isinstance(name, str) else None
 
 
 def to_resume(config: Config) -> pathlib.Path:
@@ -73,17 +88,46 @@ def create(config: Config, session: Session) -> pathlib.Path:
     """Makes the folder of a new run, with its config.json; the same in all processes.
 
     Raises:
-      ValueError: --run-dir is there already and is not an empty folder.
+      ValueError: --run-dir is there already and is not an empty folder, or the folder
+        cannot be made; nothing is left of it then.
     """
-    folder = pathlib.Path(session.agree(str(choose(config))))
-    if taken(folder):
-        raise ValueError(
-            f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on "
-            "with the run in it"
-        )
-    session.wait_for_all()
-    if session.is_main:
+    made = str(_make(config)) if session.is_main else ""
+    return pathlib.Path(session.agree(made))
+
+
+def _make(config: Config) -> pathlib.Path:
+    folder = pathlib.Path(config.run_dir or config.runs)  # until it is chosen
+    try:
+        folder = choose(config)
+        if taken(folder):
+            raise _taken(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        configuration.write(config, folder / CONFIG)
-    session.wait_for_all()
+        _begin(config, folder)
+    except FileExistsError:
+        if config.run_dir is None and folder.is_dir():
+            return _make(config)  # another run that begins now took this name
+        raise _taken(folder) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"the run folder {folder} cannot be made: {reason}") from error
     return folder
+
+
+def _begin(config: Config, folder: pathlib.Path) -> None:
+    """Writes config.json, or leaves no folder behind."""
+    try:
+        configuration.write(config, folder / CONFIG)
+    except FileExistsError:
+        raise
+    except OSError:
+        with contextlib.suppress(OSError):
+            (folder / CONFIG).unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
+def _taken(folder: pathlib.Path) -> ValueError:
+    return ValueError(
+        f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on with "
+        "the run in it"
+    )

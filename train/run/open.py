@@ -1,6 +1,7 @@
 """Opening a run: everything that training it needs, before the first step."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
+from train.command import tell_of_lost_output
 from train.config import Config
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
@@ -18,6 +21,7 @@ from train.metrics.progress import Progress
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
+from train.run.lock import RunLock
 from train.run.reporting import Reporter
 from train.run.resharding import Resizing, Restored
 from train.run.result import where
@@ -46,6 +50,7 @@ class Run:
       progress: what the user sees.
       reporter: from the buffer to the metrics and the progress.
       stop_signals: Ctrl-C and SIGTERM.
+      lock: holds the run folder; None in all processes but the main one.
     """
 
     config: Config
@@ -63,6 +68,7 @@ class Run:
     progress: Progress
     reporter: Reporter
     stop_signals: StopSignals
+    lock: RunLock | None
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes an event of this step to the metrics."""
@@ -90,12 +96,15 @@ def open_run(
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
     progress = Progress(config.steps, process=session.process_id)
+    lock = None if resumed is None else hold(resumed, session, progress)
     experiment = Experiment(
         config, session=session, warn=progress.warn_here, devices=devices
     )
     if resumed is not None:
         check_same_data(experiment.data_sizes, resumed)
     folder = run_folder.create(config, session) if resumed is None else resumed
+    if resumed is None:
+        lock = hold(folder, session, progress)
     session.tell_where(lambda: where(config, folder, 0))
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
@@ -123,9 +132,31 @@ def open_run(
         progress=progress,
         reporter=Reporter(config, metrics, progress, stopwatch, start.recent_losses),
         stop_signals=StopSignals(session),
+        lock=lock,
     )
     session.tell_where(lambda: where(config, folder, run.step))
+    tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:
+    """Holds a run folder for the processes of a run, the main one for all of them.
+
+    Raises:
+      ValueError: another run holds it, or it cannot be written to.
+    """
+
+    def lost(line: str) -> None:
+        progress.close()
+        line = f"{line}; this run has stopped {session.where()}"
+        os._exit(session.leave(STOPPED, line))  # whatever the main thread hangs in
+
+    if not session.is_main:
+        return None
+    try:
+        return RunLock(folder, progress.say, lost)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
 
 
 def starting_point(
@@ -152,7 +183,11 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
     """
     if not (folder / log.METRICS).exists():
         return
-    for start in log.read(folder).get("start", []):
+    try:
+        starts = log.read(folder).get("start", [])
+    except OSError as error:
+        raise ValueError(f"{folder / log.METRICS} cannot be read: {error}") from error
+    for start in starts:
         for name, count in sizes.items():
             before = start.get(name, count)
             if before != count:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from train.config import Config
 from train.run.folder import CHECKPOINTS
+from train.run.resuming import resume_command
 
 
 class Result(NamedTuple):
@@ -29,11 +30,6 @@ class Result(NamedTuple):
     stopped_by: signal.Signals | str | None
     saved: bool
     leaving: list[int]
-
-
-def resume_command(config: Config, folder: pathlib.Path) -> str:
-    """The command that goes on with a run."""
-    return f"python -m train {config.name} --run-dir {folder} --resume"
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:

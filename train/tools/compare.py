@@ -144,7 +144,10 @@ def train(config: Config, session: Session) -> bool:
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
         return True
-    result = loop.train(open_run(config, session))
+    run = open_run(config, session)
+    result = loop.train(run)
+    if run.lock is not None:
+        run.lock.release()
     return result.stopped_by is None
 
 
@@ -154,8 +157,11 @@ def _ended(folder: pathlib.Path, steps: int) -> bool:
 
 
 def read(folder: pathlib.Path) -> Curve:
-    """The tests of a run folder."""
-    tests = records.read(folder)["test"]
+    """The tests of a run folder; ValueError if it says nothing of them."""
+    known = {"center_error", "bytes_sent"}
+    tests = [x for x in records.read(folder).get("test", []) if known <= x.keys()]
+    if not tests:
+        raise ValueError(f"{folder / records.METRICS} holds no test")
     column = lambda name: [event[name] for event in tests]
     megabytes = [sent / 1e6 for sent in column("bytes_sent")]
     return Curve(column("step"), column("seconds"), megabytes, column("center_error"))
@@ -238,10 +244,15 @@ def main(arguments: Sequence[str]) -> int:
         curves = run(configs, out, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
+    except OSError as error:
+        return session.leave(STOPPED, str(error))
     if curves is None:
         return STOPPED
     if not session.is_main:
         return SUCCESS
-    print(write(summarize(curves), out), end="")
-    draw(curves, out / "compare.png")
+    try:
+        print(write(summarize(curves), out), end="")
+        draw(curves, out / "compare.png")
+    except OSError as error:
+        return session.leave(STOPPED, f"the results cannot be written: {error}")
     return SUCCESS

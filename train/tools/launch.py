@@ -20,6 +20,7 @@ import itertools
 import os
 import pathlib
 import runpy
+import shlex
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ from train.tools.launch_plan import NoPlan, Plan
 
 
 TRAINER = "train"
+LAUNCHER = "LSGD_JAX_LAUNCHER"  # see train.run.resuming, which takes jax to import
 DELIBERATE = (STOPPED, WRONG_USAGE, INTERRUPTED)  # these call for no restart
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 LEAST = {"processes": 1, "devices_per_process": 1, "max_restarts": 0, "grace": 0}
@@ -168,6 +170,16 @@ def main(arguments: Sequence[str]) -> int:
     return launch(options, given, plan)
 
 
+def command(options: argparse.Namespace) -> str:
+    """This command up to what it launches, for a line that says how to go on."""
+    words = ["python", "-m", "train.launch"]
+    for name, usual in (("devices_per_process", None), ("max_restarts", 0), ("grace", 5)):
+        value = getattr(options, name)
+        if value != usual:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--processes", str(options.processes), "--"])
+
+
 def launch(
     options: argparse.Namespace, given: Sequence[Mapping[str, str]], plan: Plan
 ) -> int:
@@ -179,6 +191,7 @@ def launch(
       plan: how the program is started and restarted.
     """
     program = Program(options.module, options.arguments, plan)
+    given = [dict(one) | {LAUNCHER: command(options)} for one in given]
     for restart in itertools.count(1):
         commands = map(program.command, rendezvous_options(options.processes))
         with ProcessGroup(list(commands), given, options.grace, plan.survive) as group:

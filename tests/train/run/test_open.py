@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import io
 import json
 import pathlib
 
@@ -11,6 +12,7 @@ import tiny
 
 import lsgd_jax as lj
 from train.__main__ import main
+from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
 from train.landscape.__main__ import main as landscape
 from train.metrics import log, plots
@@ -113,6 +115,14 @@ def test_a_run_folder_of_version_0_1_is_refused_in_one_line(copied, tmp_path, ca
     assert plots.main([str(folder)]) == 0
 
 
+def test_metrics_that_cannot_be_read_are_refused_in_one_line(copied):
+    metrics = pathlib.Path(copied.run_dir) / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    with pytest.raises(ValueError, match="metrics.jsonl cannot be read: .*Is a directory"):
+        open_run(copied)
+
+
 def test_another_configuration_is_refused_and_named(copied):
     changed = dataclasses.replace(
         copied, seed=3, method=dataclasses.replace(copied.method, local_pull=0.5)
@@ -131,6 +141,17 @@ def test_a_folder_that_exists_is_never_overwritten(finished):
     with pytest.raises(ValueError, match="must be a new folder, .* exists; add --resume"):
         open_run(dataclasses.replace(tiny.SMALL, run_dir=str(result.folder)))
     assert before == {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
+
+
+def test_a_full_screen_stops_no_run_and_is_noted(tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+    with open("/dev/full", "wb", buffering=0) as full:
+        screen = io.TextIOWrapper(full, write_through=True)
+        monkeypatch.setattr("sys.stdout", Lasting(screen, "standard output"))
+        result = train(open_run(config))
+    assert result.step == 12 and result.saved
+    (warning,) = log.read(result.folder)["warning"]
+    assert warning["text"].startswith("standard output cannot be written any more: [Errno")
 
 
 # Data

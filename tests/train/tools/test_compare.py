@@ -77,6 +77,16 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["file", "x" * 300])
+def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    status = compare.main(["digits", "--methods=lsgd", "--out", str(tmp_path / name)])
+    assert status in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.out == "" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_mean_and_standard_deviation_over_seeds():
     curves = {
         ("lsgd", seed): compare.Curve([9], [1.0], [2.0], [error])

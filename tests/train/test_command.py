@@ -1,0 +1,99 @@
+"""Commands whose output is full, closed or cut off: what they do is not lost."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from train import command
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Prints more than a pipe's reader wants, then does its job.
+SCRIPT = """
+import pathlib, sys, time
+from train import command
+
+def main(arguments):
+    command.tell_of_lost_output(pathlib.Path("told").write_text)
+    for i in range(100):
+        print(i, "\\N{GREEK SMALL LETTER LAMDA}", flush=True)
+        time.sleep(0.001)
+    print("the end", file=sys.stderr)
+    pathlib.Path("done").touch()
+    return 3
+
+sys.exit(command.run(main, leaves_files=LEAVES_FILES))
+"""
+
+
+def run(folder, redirected, leaves_files=True):
+    """The script with its output somewhere: the completed process."""
+    script = SCRIPT.replace("LEAVES_FILES", str(leaves_files))
+    line = f'"$0" -c "$1" {redirected}; exit ${{PIPESTATUS[0]}}'
+    return subprocess.run(
+        ["bash", "-c", line, sys.executable, script],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "redirected, why",
+    [
+        ("> /dev/full", "standard output cannot be written any more: [Errno 28] No space"),
+        ("| head -1", "standard output cannot be written any more: [Errno 32] Broken pipe"),
+        ("> /dev/full 2>&1", "standard error cannot be written any more: [Errno 28]"),
+    ],
+)
+def test_a_command_goes_on_without_its_output_and_notes_why(tmp_path, redirected, why):
+    ended = run(tmp_path, redirected)
+    assert ended.returncode == 3 and (tmp_path / "done").exists()
+    assert (tmp_path / "told").read_text().startswith(why)
+    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+
+
+def test_files_never_take_the_place_of_closed_streams(tmp_path):
+    """A file that got number 1 would take whatever C++ prints."""
+    ended = run(tmp_path, ">&- 2>&-")
+    assert ended.returncode == 3 and (tmp_path / "done").exists()
+    assert not (tmp_path / "told").exists()  # nothing fails: it goes to /dev/null
+
+
+def test_a_command_that_only_prints_ends_with_its_reader(tmp_path):
+    ended = run(tmp_path, "| head -1", leaves_files=False)
+    assert ended.returncode == 141 and not (tmp_path / "done").exists()
+    assert ended.stderr == ""
+    full = run(tmp_path, "> /dev/full", leaves_files=False)
+    assert full.returncode == 1
+    assert full.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_a_letter_that_the_terminal_does_not_know_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    ended = run(tmp_path, "")
+    assert ended.returncode == 3 and "0 \\u03bb\n" in ended.stdout
+
+
+def test_output_that_comes_back_is_used_again():
+    class Full:
+        full, texts = True, []
+
+        def write(self, text):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            self.texts.append(text)
+
+    told = []
+    stream = command.Lasting(Full(), "standard output")
+    stream.tell = told.append
+    print("lost", file=stream)
+    Full.full = False
+    print("kept", file=stream)
+    assert Full.texts == ["kept", "\n"] and len(told) == 1
