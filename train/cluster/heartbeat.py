@@ -5,9 +5,9 @@ once if it was process 0, which is the service) and ends the others. jax does no
 one it was; the heartbeats that the processes leave at the service do. A process that fails
 by itself leaves a failure notice, and the others end at once.
 
-A process whose main thread hangs still gives heartbeats. With them it says how far it is, and
-one that the others wait for in vain (see `train.cluster.standstill`) ends itself where losses
-are survived: to the others that is a loss. Where they are not, all end.
+A process whose main thread hangs still gives heartbeats. With them it says how far it is,
+and one that the others wait for in vain (see `train.cluster.standstill`) ends itself where
+losses are survived: to the others that is a loss. Where they are not, all end.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from train.cluster import network
 from train.cluster.ending import Ending
 from train.cluster.exit_status import CRASHED, INTERRUPTED, LOST
 from train.cluster.lost import Late, may_mean_a_loss
-from train.cluster.session import ASKS, Session
+from train.cluster.session import ASKING, ASKS, Session
 from train.cluster.standstill import Hung, Standstill
 from train.cluster.work import Report
 
@@ -63,7 +63,8 @@ class Heartbeat:
         self._standstills: dict[str, Standstill] = {}  # of each group of members
         self._connections = ""  # as they were last left for the others
         self._seen: dict[int, tuple[str, float]] = {}  # heartbeat, when it last changed
-        self._given_up: set[str] = set()  # groups whose members wait no longer
+        # Groups of members that wait for one another no longer, and since when.
+        self._gave_up_at: dict[str, float] = {}
         self._looked = time.monotonic()
         self._done = threading.Event()
         self._writing = threading.Lock()  # held while one is left; after the last, too
@@ -140,12 +141,20 @@ class Heartbeat:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Has all operations fail that wait for other members of the group."""
-        if self._session.group in self._given_up:
+        """Has all operations fail that wait for other members of the group.
+
+        If that is not enough for the main thread to learn of it, also those among devices
+        of this process. Not at once: a second loss would find their connections broken.
+        """
+        group, now = self._session.group, time.monotonic()
+        is_new = group not in self._gave_up_at
+        since = self._gave_up_at.setdefault(group, now)
+        is_stuck = now - since > self._timeout / 2 and self._session.work.doing != ASKING
+        if not is_new and not is_stuck:
             return
-        self._given_up.add(self._session.group)
         theirs = self._session.read_for_all(CONNECTIONS)
-        theirs.pop(self._session.process_id, None)
+        if is_new:
+            theirs.pop(self._session.process_id, None)
         for text in theirs.values():
             network.cut(json.loads(text))
 
@@ -171,8 +180,8 @@ class Heartbeat:
         spared &= hung.seconds < 2 * hung.limit  # or it cannot even end itself
         if not spared:
             self.leave(LOST, f"{line} {session.where()}", line)
-        # The others give up first: of two collectives in flight the one that is broken by the
-        # end of this process would be followed by the next, and gloo aborts on its messages.
+        # The others give up first. Otherwise the end of this process would break one of the
+        # collectives in flight, and gloo aborts on what the next one sends.
         if session.process_id not in hung.processes:
             self._give_up()
         elif hung.seconds > hung.limit + 3 * self._period:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 1800.0
+ASKING = "finding out which processes are lost"
 ASKS = "asks"  # the folder of the processes that have asked who is lost
 
 
@@ -239,7 +240,7 @@ class Session:
         if (store := self._store) is None:
             return set()
         timeout = self.patience if timeout is None else timeout
-        self.work.begin("finding out who is lost")
+        self.work.begin(ASKING)
         self.write(ASKS, "")
         answer: queue.Queue[set[int] | Exception] = queue.Queue()
 
