@@ -65,6 +65,9 @@ class DistributedConfig:
     num_processes: int | None = None
     # Which of them this one is, from 0, if the cluster does not say so.
     process_id: int | None = None
+    # Folder with cert.pem, key.pem and ca.pem, by which the processes and the coordinator
+    # prove to one another who they are (mutual TLS; jax 0.12).
+    tls: str | None = None
     # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
     # if it sees several and the cluster has started several processes on the host.
     gpus: Literal["auto", "one", "all"] = "auto"

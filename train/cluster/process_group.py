@@ -146,7 +146,9 @@ class ProcessGroup:
         self._handlers = {number: signal.signal(number, self._pass_on) for number in PASSED}
         try:
             for i, (command, environment) in enumerate(zip(commands, environments)):
-                self._children.append(child := Child(i, command, environment, self._show_text))
+                self._children.append(
+                    child := Child(i, command, environment, self._show_text)
+                )
                 for pipe in child.pipes:
                     self._pipes.register(pipe, selectors.EVENT_READ, child)
         except BaseException:
