@@ -38,6 +38,9 @@ class MemoryStore:
     def is_service_there(self):
         return self.service.is_there
 
+    def service_port(self):
+        return None
+
 
 def sessions(count, service=None):
     """Those of so many processes, on hosts a, b, c, …"""

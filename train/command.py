@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from train.cluster.exit_status import SIGNALED, STOPPED
+from train.cluster.output import python_only
 
 
 class Lasting:
@@ -71,7 +72,7 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
     _open_standard_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     if leaves_files:
-        sys.stdout = Lasting(sys.stdout, "standard output")
+        sys.stdout = Lasting(python_only(sys.stdout), "standard output")
         sys.stderr = Lasting(sys.stderr, "standard error")
         return main(sys.argv[1:])
     try:

@@ -114,6 +114,27 @@ def test_one_that_crashes_ends_the_others_at_once_and_says_why(start, tmp_path):
     assert f"--run-dir {tmp_path / 'run'} --resume (" in last and why in last
 
 
+# Process 1 hangs after step 7, before the others learn that it has taken it.
+HANGS = (
+    "import sys, time; from train.cluster.signals import StopSignals as S; at = S.stop_at; "
+    "S.stop_at = lambda self, step: (step == 7 and '--distributed.process-id=1' in "
+    "sys.argv and time.sleep(1000)) or at(self, step); "
+)
+
+
+def test_one_whose_main_thread_hangs_ends_all_and_is_named(start, tmp_path):
+    """Its heartbeats go on."""
+    trainers = start(2, *FOR_EVER, "--distributed.progress-timeout=3", before=HANGS)
+    trainers.until(lambda: reported(tmp_path / "run") >= 4)
+    assert trainers.end(limit=2 * HEARTBEAT_S) == [LOST, LOST], trainers.printed(0)
+    for i in range(2):
+        last = trainers.last_line(i)
+        assert re.search(
+            r"process 1 \(host .*\), pid \d+, after step 7, has made no ", last
+        )
+        assert f"--run-dir {tmp_path / 'run'} --resume" in last, trainers.printed(i)
+
+
 @pytest.mark.slow
 def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
     """The run goes on from the checkpoint before."""

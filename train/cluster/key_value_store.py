@@ -40,6 +40,10 @@ class KeyValueStore(Protocol):
         """Whether anything listens where the store ought to be."""
         ...
 
+    def service_port(self) -> int | None:
+        """The port there; None if there is none."""
+        ...
+
 
 class JaxStore:
     """The store at jax's coordination service, once this process has joined it."""
@@ -61,12 +65,16 @@ class JaxStore:
         return set(self._client.get_live_nodes(list(processes)))
 
     def is_service_there(self) -> bool:
-        host, _, port = private_jax.coordinator_address().rpartition(":")
+        host = private_jax.coordinator_address().rpartition(":")[0].strip("[]")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            address = host, self.service_port()
+            socket.create_connection(address, timeout=2).close()
         except (OSError, ValueError):
             return False
         return True
+
+    def service_port(self) -> int:
+        return int(private_jax.coordinator_address().rpartition(":")[2])
 
     def wait_at_barrier(self, name: str, seconds: float) -> None:
         """Returns when all that came to the service are here, whatever `num_processes` is.

@@ -1,4 +1,4 @@
-"""The loss of a process as an exception."""
+"""The loss of a process, or one that does not come, as an exception."""
 
 import re
 from collections.abc import Iterable
@@ -16,6 +16,10 @@ class Lost(RuntimeError):
     def __init__(self, processes: Iterable[int]):
         self.processes = sorted(processes)
         super().__init__(f"lost: process {', '.join(map(str, self.processes))}")
+
+
+class Late(TimeoutError):
+    """Processes of the run live, but do not come in time."""
 
 
 def may_mean_a_loss(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Processes that are started, watched and ended together. Needs no jax."""
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from train.cluster.exit_status import LOST, SIGNALED
@@ -17,14 +18,29 @@ from train.cluster.exit_status import LOST, SIGNALED
 REPEATED = 20  # of a process that failed, the last lines
 # What gloo prints of each device that is connected, too many lines to find others between.
 NOISE = "[Gloo] Rank "
+GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _discard(screen: TextIO) -> None:
+    """Has what a stream still holds, and all that follows, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, screen.fileno())
+        os.close(nowhere)
 
 
 class Child:
     """A process of the group, and what it prints."""
 
-    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        show: Callable[[str, TextIO], None],
+    ):
+        self.index, self._show_text = index, show
         self.last_errors: deque[str] = deque(maxlen=REPEATED)
         self.popen = subprocess.Popen(
             command,
@@ -56,7 +72,7 @@ class Child:
             return
         if screen is sys.stderr:
             self.last_errors.append(text)
-        print(f"[{self.index}] {text}", file=screen, flush=True)
+        self._show_text(f"[{self.index}] {text}", screen)
 
     def send(self, number: int) -> None:
         """Sends a signal, unless the process has ended; SIGKILL to all it has started."""
@@ -105,9 +121,12 @@ class ProcessGroup:
       commands, environments: of each process.
       grace: seconds that the others get to end in when one has failed.
       survive: whether only the first process may end the others.
+      note: called with a line when what the processes print can be shown no longer.
 
     Attributes:
       sent: the signals that were passed on.
+      lost_output: whether the processes were told to stop because no one reads what they
+        print any more.
     """
 
     def __init__(
@@ -116,15 +135,20 @@ class ProcessGroup:
         environments: Sequence[Mapping[str, str]],
         grace: float,
         survive: bool = False,
+        note: Callable[[str], None] = lambda line: None,
     ):
         self.sent: list[int] = []
+        self.lost_output = False
+        self._note, self._silent = note, set[TextIO]()  # the streams that cannot be written
         self._grace, self._survive = grace, survive
         self._children: list[Child] = []
         self._pipes = selectors.DefaultSelector()
         self._handlers = {number: signal.signal(number, self._pass_on) for number in PASSED}
         try:
             for i, (command, environment) in enumerate(zip(commands, environments)):
-                self._children.append(child := Child(i, command, environment))
+                self._children.append(
+                    child := Child(i, command, environment, self._show_text)
+                )
                 for pipe in child.pipes:
                     self._pipes.register(pipe, selectors.EVENT_READ, child)
         except BaseException:
@@ -141,6 +165,25 @@ class ProcessGroup:
         self._pipes.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def _show_text(self, text: str, screen: TextIO) -> None:
+        """Shows a line. If that is not possible any more, the processes are told to stop.
+
+        A full disk is no reason to stop: only where no one reads any more they are.
+        """
+        if screen in self._silent:
+            return
+        try:
+            print(text, file=screen, flush=True)
+        except OSError as error:
+            self._silent.add(screen)
+            _discard(screen)
+            what = f"what the processes print cannot be shown any more ({error.strerror})"
+            if error.errno in GONE and not self.lost_output:
+                self.lost_output = True
+                what += ": they are told to save and to end"
+                self._send(signal.SIGTERM)
+            self._note(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}")
 
     def _send(self, number: int) -> None:
         for child in self._children:
@@ -166,10 +209,12 @@ class ProcessGroup:
             ended = {child for child in running if child.has_ended()}
             running -= ended
             as_told.update(SIGNALED + number for number in self.sent)
+            if self.lost_output:
+                as_told.add(SIGNALED + signal.SIGTERM)
             unexpected = [child for child in ended if child.status not in as_told]
             for child in unexpected:
                 if self._survive and child.index > 0:
-                    print(child.fate, file=sys.stderr)
+                    self._show_text(child.fate, sys.stderr)
                 else:
                     failed.append(child)
             now = time.monotonic()

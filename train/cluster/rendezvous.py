@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import inspect
 import json
 import os
+import pathlib
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -14,13 +16,14 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
+from train.cluster import address
 from train.cluster.detection import BY_ITSELF, find_out
 from train.cluster.devices import local_device_ids
 from train.cluster.ending import Ending
 from train.cluster.exit_status import WRONG_USAGE
 from train.cluster.heartbeat import Heartbeat
 from train.cluster.key_value_store import JaxStore
-from train.cluster.session import Session
+from train.cluster.session import PATIENCE_S, Session
 from train.config import FREE_PER_PROCESS, Config, fields
 
 
@@ -44,16 +47,28 @@ def join(config: Config) -> Session:
         f"the processes did not come together within {options.start_timeout} s through "
         f"{where}; have all been started, and can all reach it? {BY_ITSELF}"
     )
+    given = started.arguments.get("coordinator_address")
+    if given is not None:
+        ending.on_abort = lambda: (
+            f"the processes did not come together within {options.start_timeout} s through "
+            f"{given}: {address.what_answers(given)}; have all been started, each with a "
+            f"number of its own, and can all reach it? {BY_ITSELF}"
+        )
     gpus = local_device_ids(options.gpus, started, os.environ)
     # Its handler of SIGTERM would swallow the signal; see `train.cluster.signals`.
     jax.config.update("jax_enable_preemption_service", False)
     if options.survive:
-        _make_losses_survivable(options.heartbeat_timeout)
+        _make_losses_survivable(options.progress_timeout)
     try:
-        _check_port_is_free(started.arguments)
+        credentials = _credentials(options.tls)
+        if given is not None:
+            address.check_name(given, options.start_timeout)
+        listening = _listening(started.arguments)
         with _without_proxies(), _ended_by_ctrl_c():
             jax.distributed.initialize(
                 **started.arguments,
+                **listening,
+                **credentials,
                 local_device_ids=gpus,
                 initialization_timeout=options.start_timeout,
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
@@ -63,8 +78,12 @@ def join(config: Config) -> Session:
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
     store = JaxStore()
     session = Session(store, _meet(store))
+    progress = options.progress_timeout
+    session.patience = {None: PATIENCE_S, 0: float("inf")}.get(
+        progress, 3.0 * (progress or 0)
+    )
     session.heartbeat = Heartbeat(
-        session, ending, options.heartbeat_timeout, options.survive
+        session, ending, options.heartbeat_timeout, options.survive, progress
     )
     session.heartbeat.begin()
     try:
@@ -105,13 +124,16 @@ def _check_agreement(session: Session, config: Config) -> None:
                 )
 
 
-def _make_losses_survivable(timeout: int) -> None:
+def _make_losses_survivable(progress_timeout: int | None) -> None:
     """Has collectives with a lost process fail, and jax not end the others because of it.
 
-    By themselves they wait: for half an hour on CPUs, forever on GPUs.
+    By themselves they wait forever on GPUs. On CPUs they wait for half an hour at most, and
+    for as long as a process may take (to compile, say) they must; `train.cluster.network`
+    has them fail as soon as the heartbeats say that a process is lost.
     """
+    seconds = max(1800, 3 * (progress_timeout or 0))
     flags = (
-        f"--xla_cpu_collective_timeout_seconds={timeout}",
+        f"--xla_cpu_collective_timeout_seconds={seconds}",
         "--xla_gpu_nccl_terminate_on_error=false",
         "--xla_gpu_nccl_async_execution=true",
         "--xla_gpu_nccl_blocking_communicators=false",
@@ -121,27 +143,42 @@ def _make_losses_survivable(timeout: int) -> None:
     jax.config.update("jax_enable_recoverability", True)
 
 
-def _check_port_is_free(arguments: Mapping[str, Any]) -> None:
-    """Raises OSError if the others could not find process 0 where they are to look for it.
+def _listening(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Where process 0 is to listen, as an argument for jax; nothing for the others.
 
-    Asked for before jax is, which may die of it (SIGSEGV, jax 0.10.2).
+    Raises:
+      OSError: nothing can listen there. Asked for before jax is, which may die of it
+        (SIGSEGV, jax 0.10.2).
     """
-    address = arguments.get("coordinator_address")
-    if address is None or arguments.get("process_id") != 0:
-        return
-    everywhere = f"[::]:{address.rpartition(':')[2]}"  # where jax listens by itself
-    listens = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
-    host, _, port = listens.rpartition(":")
-    host = "" if host == "[::]" else host.strip("[]")
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(kind) as trial:
-        # As servers do: connections that were closed a moment ago take no port.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((host, int(port)))
-        except OSError as error:
-            reason = f"nothing can listen at {address}: {error.strerror}"
-            raise OSError(f"{reason}; is the port taken?") from error
+    given = arguments.get("coordinator_address")
+    if given is None or arguments.get("process_id") != 0:
+        return {}
+    listens = address.where_to_listen(given)
+    host, port = address.split(listens)
+    try:
+        address.can_listen("" if host == "::" else host, port)
+    except OSError as error:
+        reason = f"nothing can listen at {given}: {error.strerror}"
+        raise OSError(f"{reason}; is the port taken, by another run perhaps?") from error
+    return {"coordinator_bind_address": listens}
+
+
+def _credentials(folder: str | None) -> dict[str, Any]:
+    """Arguments for jax by which the processes prove to one another who they are."""
+    if folder is None:
+        return {}
+    files = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem"}
+    paths = {f"mtls_{k}_file": pathlib.Path(folder) / name for k, name in files.items()}
+    missing = [path.name for path in paths.values() if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"`distributed.tls` must be a folder with {', '.join(files.values())}, but "
+            f"{folder} holds no {', '.join(missing)}"
+        )
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if not paths.keys() <= known.keys():
+        raise ValueError(f"`distributed.tls` needs jax 0.12, here is jax {jax.__version__}")
+    return {k: str(path) for k, path in paths.items()} | {"verify_secure_credentials": True}
 
 
 @contextlib.contextmanager

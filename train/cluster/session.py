@@ -7,7 +7,9 @@ was in flight when they were lost, is of no account any more.
 """
 
 import itertools
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -21,11 +23,17 @@ from train.cluster import private_jax
 from train.cluster.barriers import Barriers
 from train.cluster.exit_status import INTERRUPTED
 from train.cluster.key_value_store import KeyValueStore
-from train.cluster.lost import Lost
+from train.cluster.lost import Late, Lost
+from train.cluster.work import Work
 
 
 if TYPE_CHECKING:
     from train.cluster.heartbeat import Heartbeat
+
+
+PATIENCE_S = 1800.0
+ASKING = "finding out which processes are lost"
+ASKS = "asks"  # the folder of the processes that have asked who is lost
 
 
 class Session:
@@ -42,6 +50,9 @@ class Session:
       hosts: as given.
       barriers: where the processes meet while Orbax writes a checkpoint.
       heartbeat: watches over the processes; None for a process by itself.
+      work: what the main thread of this process does.
+      stopping: whether any process was asked to stop.
+      patience: seconds to wait for others that give heartbeats.
       where: says how far this process is and how to go on, for its last line.
     """
 
@@ -55,6 +66,7 @@ class Session:
         self.hosts = list(hosts)
         self.barriers = Barriers(self)
         self.heartbeat: Heartbeat | None = None
+        self.work, self.stopping, self.patience = Work(), False, PATIENCE_S
         self.where: Callable[[], str] = lambda: "before training began"
 
     @classmethod
@@ -106,8 +118,9 @@ class Session:
         """Every member's text, in every process.
 
         Raises:
-          TimeoutError: they have not all come within 5 minutes; Lost: one of them is lost.
+          Late: they have not all come within `patience`; Lost: one of them is lost.
         """
+        self.work.begin()
         if self._store is None:
             return [text]
         folder = self.new_folder("round")
@@ -161,17 +174,27 @@ class Session:
         """The texts that there are in a folder, by process."""
         return {} if self._store is None else self._store.read(f"{self.group}/{folder}")
 
-    def wait_for_members(self, folder: str, timeout: float = 300) -> dict[int, str]:
+    def write_for_all(self, folder: str, text: str) -> None:
+        """The same as `write`, in a folder that stays when members are lost."""
+        if self._store is not None:
+            self._store.write(folder, text)
+
+    def read_for_all(self, folder: str) -> dict[int, str]:
+        """What `write_for_all` has left, by process."""
+        return {} if self._store is None else self._store.read(folder)
+
+    def wait_for_members(self, folder: str, timeout: float | None = None) -> dict[int, str]:
         """The texts in a folder, by process, once every member has left one.
 
         jax's own barriers do not notice that a process is lost.
 
         Args:
-          timeout: seconds to wait.
+          timeout: seconds to wait; by None `patience`.
 
         Raises:
-          TimeoutError: they are not there in time; Lost: one of the members is lost.
+          Late: they are not there in time; Lost: one of the members is lost.
         """
+        timeout = self.patience if timeout is None else timeout
         deadline, pause = time.monotonic() + timeout, 0.005
         while True:
             texts = self.read(folder)
@@ -179,12 +202,17 @@ class Session:
                 return texts
             self.check_no_member_is_lost()
             if time.monotonic() > deadline:
-                missing = ", ".join(map(str, sorted(set(self.members) - texts.keys())))
-                raise TimeoutError(f"process {missing} did not come in time")
+                missing = self.names(set(self.members) - texts.keys())
+                raise Late(f"{missing} did not come within {timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
 
     # Losses
+
+    @property
+    def lost(self) -> set[int]:
+        """The members that are known to be lost."""
+        return self._lost.intersection(self.members)
 
     @property
     def has_lost_some(self) -> bool:
@@ -197,15 +225,48 @@ class Session:
 
     def check_no_member_is_lost(self) -> None:
         """Raises Lost if a member is known to be lost."""
-        lost = self._lost.intersection(self.members)
-        if lost:
-            raise Lost(lost)
+        if self.lost:
+            raise Lost(self.lost)
 
-    def lost_members(self) -> set[int]:
-        """The members that are lost; waits until each of the others has asked, too."""
-        if self._store is None:
+    def lost_members(self, timeout: float | None = None) -> set[int]:
+        """The members that are lost; waits until each of the others has asked, too.
+
+        Args:
+          timeout: seconds to wait; by None `patience`.
+
+        Raises:
+          Late: one that lives does not ask in time, because it hangs, say.
+        """
+        if (store := self._store) is None:
             return set()
-        return set(self.members) - self._store.live(self.members)
+        timeout = self.patience if timeout is None else timeout
+        self.work.begin(ASKING)
+        self.write(ASKS, "")
+        answer: queue.Queue[set[int] | Exception] = queue.Queue()
+
+        def ask():
+            try:
+                answer.put(store.live(self.members))
+            except Exception as error:
+                answer.put(error)
+
+        # jax's own call has no time limit, nor could a signal interrupt it.
+        threading.Thread(target=ask, name="who lives", daemon=True).start()
+        try:
+            live = answer.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            silent = self.names(set(self.members) - self.read(ASKS).keys())
+            raise Late(
+                f"{silent or 'the coordinator'} gives heartbeats, but did not say within "
+                f"{timeout:g} s which processes it can reach"
+            ) from None
+        if isinstance(live, Exception):
+            raise live
+        return set(self.members) - live
+
+    def service_port(self) -> int | None:
+        """The port of the store, if it is reached through the network."""
+        return None if self._store is None else self._store.service_port()
 
     def is_service_there(self) -> bool:
         """Whether the store can be reached, as far as a connection tells."""
@@ -215,8 +276,9 @@ class Session:
         """Takes processes out of the run; all who stay must do so."""
         processes = set(processes)
         self.note_lost(processes)
+        self.work = Work()  # the others may have come further, or less far
         self._without |= processes
-        self._numbers = itertools.count()  # the others may have come to another one
+        self._numbers = itertools.count()  # the same
         if len(self.members) == 1:
             private_jax.count_one_process()
 

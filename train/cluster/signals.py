@@ -1,23 +1,31 @@
-"""Ctrl-C and SIGTERM as a request to stop after the current step."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop after the current step."""
 
 import contextlib
 import signal
+import socket
 import threading
 import types
 
 import jax
 
-from train.cluster.lost import Lost
+from train.cluster.lost import Late, Lost
 from train.cluster.session import Session
+
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
     """While open, notes SIGINT and SIGTERM instead of dying; a second SIGINT interrupts.
 
+    SIGHUP, the end of a terminal, is taken as SIGTERM, unless it is ignored (nohup).
+
     Several processes all stop after the same step, whichever was asked to. When one was, a
     thread of each tells the others the step where it is and waits for theirs; meanwhile its
     process begins no step, so that the one after the highest of these is ahead of all. It
-    is a thread because a process may hang in a step that waits for the others.
+    is a thread because a process may hang in a step that waits for the others; for the same
+    reason it learns of signals by itself: Python's handlers have to wait for the main thread.
+    From then on the run has less time to make progress, see `train.cluster.standstill`.
 
     Args:
       session: the processes.
@@ -36,13 +44,21 @@ class StopSignals:
         self._step, self._last = 0, float("inf")
         self._meeting = threading.Lock()  # held while the processes find the last step
         self._closed = threading.Event()
+        self._woken = False  # whether a signal has come that may not be noted yet
+        self._previous_fd: int | None = None
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
+        for number in NUMBERS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
         if self._session.has_others:
             self._asked, self._at = map(self._session.new_folder, ("asked", "at"))
-            threading.Thread(target=self._listen, name="signals", daemon=True).start()
+            self._session.stopping = False
+            self._wake_by_signals()
+            self._thread = threading.Thread(
+                target=self._listen, name="signals", daemon=True
+            )
+            self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -53,20 +69,45 @@ class StopSignals:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 # One may still wait for it.
                 self._session.write(self._at, str(self._step))
+            if self._previous_fd is not None:
+                signal.set_wakeup_fd(self._previous_fd)
+            self._sender.close()  # the thread learns of it
+            self._thread.join(self._period)
+            self._wakeups.close()
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         if self.received == signal.SIGINT == number:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self.received = signal.Signals(
+            number if number == signal.SIGINT else signal.SIGTERM
+        )
+
+    def _wake_by_signals(self) -> None:
+        """Has the numbers of signals sent to a socket, whatever the main thread does."""
+        self._wakeups, self._sender = socket.socketpair()
+        self._wakeups.settimeout(self._period)
+        self._sender.setblocking(False)
+        if threading.current_thread() is threading.main_thread():  # only it may set this
+            self._previous_fd = signal.set_wakeup_fd(
+                self._sender.fileno(), warn_on_full_buffer=False
+            )
+
+    def _is_asked(self) -> bool:
+        """Whether this process is asked to stop, now or within a period."""
+        with contextlib.suppress(OSError):  # none in time, or closed
+            numbers = self._wakeups.recv(64)
+            self._woken = self._woken or bool(set(numbers) & set(self._previous))
+        return self._woken or self.received is not None
 
     def _listen(self) -> None:
         """Waits until a process is asked to stop, and finds out where all can."""
         # Without the service, or another process, the run soon ends anyway.
-        with contextlib.suppress(jax.errors.JaxRuntimeError, Lost):
-            while not self._closed.wait(self._period):
-                if self.received is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError, Late, Lost):
+            while not self._closed.is_set():
+                if self._is_asked():
                     self._session.write(self._asked, "")
                 if self._session.read(self._asked):
+                    self._session.stopping = True
                     return self._find_last()
 
     def _find_last(self) -> None:

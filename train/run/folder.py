@@ -8,6 +8,7 @@ import time
 from collections.abc import Set
 
 from train import config as configuration
+from train.cluster import shared_folder
 from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, Config
 
@@ -101,10 +102,17 @@ def create(config: Config, session: Session) -> pathlib.Path:
 
     Raises:
       ValueError: --run-dir is there already and is not an empty folder, or the folder
-        cannot be made; nothing is left of it then.
+        cannot be made, or is not the same for all; nothing is left of it then.
     """
     made = str(_make(config)) if session.is_main else ""
-    return pathlib.Path(session.agree(made))
+    folder = pathlib.Path(session.agree(made))
+    try:
+        shared_folder.check(session, folder)
+    except ValueError:
+        if session.is_main:
+            _remove(folder)
+        raise
+    return folder
 
 
 def _make(config: Config) -> pathlib.Path:
@@ -133,10 +141,15 @@ def _begin(config: Config, folder: pathlib.Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        with contextlib.suppress(OSError):
-            (folder / CONFIG).unlink(missing_ok=True)
-            folder.rmdir()
+        _remove(folder)
         raise
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Takes back a folder in which nothing has begun."""
+    with contextlib.suppress(OSError):
+        (folder / CONFIG).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _taken(folder: pathlib.Path) -> ValueError:

@@ -41,9 +41,11 @@ def take_steps(run: Run) -> Reason | None:
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
     with contextlib.closing(experiment.batches(range(run.step, config.steps))) as batches:
         for batch in batches:
+            run.session.work.begin(f"at step {run.step + 1}")
             run.state, loss = experiment.step(run.state, experiment.data, batch)
             backlog.add(loss)
             run.step += 1
+            run.session.work.begin(f"after step {run.step}")
             run.buffer.add(run.step, loss, run.state.opt_state)
 
             is_last = run.step == config.steps

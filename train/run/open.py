@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from train.cluster.exit_status import STOPPED
+from train.cluster import shared_folder
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
@@ -93,6 +94,7 @@ def open_run(
     resumed = run_folder.to_resume(config) if config.resume else None
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
+        shared_folder.check(session, resumed)
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     experiment = Experiment(

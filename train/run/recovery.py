@@ -13,6 +13,7 @@ and the nodes that it does not belong to go on.
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Collection
 
 from train.cluster.exit_status import LOST, WRONG_USAGE
@@ -27,11 +28,13 @@ from train.run.result import Result
 
 def train(run: Run) -> Result:
     """Trains to the end; if losses are to be survived, with the nodes that are left."""
-    session = run.session
-    if not (run.config.distributed.survive and session.has_others):
+    session, options = run.session, run.config.distributed
+    if not (options.survive and session.has_others):
         return loop.train(run)
     config = dataclasses.replace(run.config, run_dir=str(run.folder), resume=True)
     nodes, current = Nodes.of(run.experiment.workers), run
+    as_one = 3 * options.heartbeat_timeout
+    losses = Losses(nodes.number, as_one)
     while True:
         try:
             current = current or _again(config, nodes, session)
@@ -47,14 +50,52 @@ def train(run: Run) -> Result:
         nodes = nodes.without(gone)
         if result is None:
             _let_go(current, gone, nodes, session)
+            if losses.leave_too_few(nodes.number) and not options.survive_minority:
+                session.leave(LOST, _too_few(gone, nodes, losses, session))
         elif session.process_id not in nodes.processes:
             return result
+        else:
+            losses = Losses(nodes.number, as_one)
         if session.is_main:
             how = "was lost" if result is None else "has left"
             line = f"warning: {session.names(gone)} {how}; the others go on"
             print(line, file=sys.stderr)
         session.go_on_without(set(session.members) - nodes.processes)
         current = None
+
+
+class Losses:
+    """Whether those who are left are few because they were cut off from most of the nodes.
+
+    Those without process 0 end anyway; so of two halves the one that it is in goes on.
+
+    Args:
+      nodes: how many there are.
+      seconds: within which losses count as one: a cut is not noticed of all at once.
+
+    Attributes:
+      before: nodes before the last loss, and those that count as one with it.
+    """
+
+    def __init__(self, nodes: int, seconds: float):
+        self.before, self._left, self._seconds = nodes, nodes, seconds
+        self._at = -float("inf")
+
+    def leave_too_few(self, nodes: int) -> bool:
+        """Whether so many nodes, left after a loss now, are fewer than half."""
+        now = time.monotonic()
+        if now - self._at > self._seconds:
+            self.before = self._left
+        self._at, self._left = now, nodes
+        return 2 * nodes < self.before
+
+
+def _too_few(lost: Collection[int], nodes: Nodes, losses: Losses, session: Session) -> str:
+    return (
+        f"{session.names(lost)} was lost {session.where()}; the {nodes.number} of "
+        f"{losses.before} nodes left here may have been cut off from the others, and go on "
+        "by themselves only with --distributed.survive-minority"
+    )
 
 
 def _again(config: Config, nodes: Nodes, session: Session) -> Run:

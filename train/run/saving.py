@@ -23,6 +23,7 @@ def save(run: Run) -> bool:
     run.reporter.report(run.buffer.flush())
     run.reporter.write_leaders(run.buffer.take_elections())
     jax.block_until_ready(run.state)
+    run.session.work.begin(f"saving step {run.step}")
     with run.stopwatch.paused():
         return run.checkpoints.save(run.step, run.state, notes(run))
 
@@ -45,7 +46,8 @@ def notes(run: Run) -> dict[str, Any]:
 @jax.jit
 def _have_finite(params: Any) -> jax.Array:
     """bool [W]: whether all parameters of a worker are finite."""
-    rows = lambda x: jnp.isfinite(x).reshape(len(x), -1).all(axis=1)
+    # Not flattened: that would gather what is sharded.
+    rows = lambda x: jnp.isfinite(x).all(axis=tuple(range(1, x.ndim)))
     return jnp.stack([rows(leaf) for leaf in jax.tree.leaves(params)]).all(axis=0)
 
 

@@ -9,11 +9,14 @@ If one process fails the others are ended, too, and the last lines of its errors
 repeated at the end; with --max-restarts the run then goes on from its last checkpoint,
 unless the command line was wrong (status 2), the run decided to stop by itself (1) or was
 interrupted (130). The exit status is that of the process that failed, or 128 plus the
-number of the signal that ended it. With the trainer's --distributed.survive only the first
+number of the signal that ended it. If what the processes print can be shown no longer (the
+terminal is closed, the pipe's reader has ended), the run saves and ends, too, with 0 after a
+SIGHUP and 1 otherwise, and launcher.txt in the run folder says why. With the trainer's --distributed.survive only the first
 process counts: whether the others can be missed is left to the trainer.
 """
 
 import argparse
+import contextlib
 import ctypes
 import glob
 import itertools
@@ -35,6 +38,7 @@ from train.tools.launch_plan import NoPlan, Plan
 
 
 TRAINER = "train"
+NOTES = "launcher.txt"  # in the run folder: what the launcher could not show
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # see train.run.resuming, which takes jax to import
 DELIBERATE = (STOPPED, WRONG_USAGE, INTERRUPTED)  # these call for no restart
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -124,6 +128,13 @@ class Program:
         start = [sys.executable, "-c", "from train.tools.launch import child; child()"]
         return [*start, str(os.getpid()), *self._start, *self._resume, *more]
 
+    def note(self, line: str) -> None:
+        """Writes a line into the run folder, if there is one."""
+        begun = self._plan.begun
+        if begun is not None and (folder := pathlib.Path(begun).parent).is_dir():
+            with contextlib.suppress(OSError), open(folder / NOTES, "a") as file:
+                file.write(f"{line}\n")
+
     def resume(self) -> None:
         """From now on the run is to go on if it has begun."""
         begun = self._plan.begun
@@ -194,12 +205,16 @@ def launch(
     given = [dict(one) | {LAUNCHER: command(options)} for one in given]
     for restart in itertools.count(1):
         commands = map(program.command, rendezvous_options(options.processes))
-        with ProcessGroup(list(commands), given, options.grace, plan.survive) as group:
+        with ProcessGroup(
+            list(commands), given, options.grace, plan.survive, program.note
+        ) as group:
             failed = group.wait()
         if failed is None:
-            return group.status
-        print(f"{failed.fate}:", *failed.last_errors, sep="\n", file=sys.stderr)
-        hopeless = group.sent or failed.status in DELIBERATE
+            unasked = group.lost_output and not group.sent
+            return max(group.status, STOPPED) if unasked else group.status
+        with contextlib.suppress(OSError):  # no terminal any more
+            print(f"{failed.fate}:", *failed.last_errors, sep="\n", file=sys.stderr)
+        hopeless = group.sent or group.lost_output or failed.status in DELIBERATE
         if hopeless or restart > options.max_restarts:
             return failed.status
         program.resume()

@@ -2,12 +2,14 @@
 
 import dataclasses
 import socket
+import time
 
+import jax
 import pytest
 from memory_store import each, sessions
 
 from configs.digits import CONFIG
-from train.cluster import rendezvous
+from train.cluster import address, rendezvous
 from train.config import DistributedConfig
 
 
@@ -18,13 +20,45 @@ def test_a_process_by_itself_joins_none():
 
 
 def test_a_port_that_is_taken_is_found_out_before_jax_does():
-    with socket.create_server(("", 0)) as taken:
-        address = f"localhost:{taken.getsockname()[1]}"
-        arguments = {"coordinator_address": address, "process_id": 0}
-        with pytest.raises(OSError, match=f"nothing can listen at {address}: .* taken?"):
-            rendezvous._check_port_is_free(arguments)
-        rendezvous._check_port_is_free(arguments | {"process_id": 1})
-    rendezvous._check_port_is_free(arguments)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = f"localhost:{taken.getsockname()[1]}"
+        arguments = {"coordinator_address": given, "process_id": 0}
+        with pytest.raises(OSError, match=f"nothing can listen at {given}: .* taken, by"):
+            rendezvous._listening(arguments)
+        assert rendezvous._listening(arguments | {"process_id": 1}) == {}
+    listens = rendezvous._listening(arguments)["coordinator_bind_address"]
+    assert listens.rpartition(":")[0] in ("127.0.0.1", "[::1]")
+
+
+def test_process_0_listens_at_the_given_address_only(monkeypatch):
+    assert address.where_to_listen("127.0.0.1:80") == "127.0.0.1:80"
+    # In /etc/hosts the host's own name often stands for an address of its own only.
+    monkeypatch.setattr(address, "addresses", lambda *_: ["127.0.1.1"])
+    assert address.where_to_listen("node0:80") == "[::]:80"
+    monkeypatch.setattr(address, "addresses", lambda *_: ["127.0.1.1", "192.0.2.1"])
+    assert address.where_to_listen("node0:80") == "[::]:80"  # that one is not here
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:81")
+    assert address.where_to_listen("127.0.0.1:80") == "10.0.0.1:81"
+
+
+def test_a_host_name_that_does_not_exist_is_said_at_once():
+    began = time.monotonic()
+    with pytest.raises(OSError, match="host name nowhere.invalid cannot be resolved here"):
+        address.check_name("nowhere.invalid:80", 300)
+    assert time.monotonic() - began < 10
+
+
+def test_credentials_need_all_their_files_and_a_jax_that_knows_them(tmp_path):
+    (tmp_path / "cert.pem").touch()
+    with pytest.raises(ValueError, match="holds no key.pem, ca.pem"):
+        rendezvous._credentials(str(tmp_path))
+    for name in ("key.pem", "ca.pem"):
+        (tmp_path / name).touch()
+    if jax.__version_info__ < (0, 12):
+        with pytest.raises(ValueError, match="`distributed.tls` needs jax 0.12, here is"):
+            rendezvous._credentials(str(tmp_path))
+    else:
+        assert rendezvous._credentials(str(tmp_path))["verify_secure_credentials"]
 
 
 def agree(configs):

@@ -6,7 +6,7 @@ import pytest
 from memory_store import Service, each, sessions
 
 from train.cluster import private_jax
-from train.cluster.lost import Lost
+from train.cluster.lost import Late, Lost
 from train.cluster.session import Session
 
 
@@ -70,7 +70,8 @@ def test_waiting_comes_to_an_end():
     session = sessions(COUNT)[0]
     folder = session.new_folder("x")
     session.write(folder, "")
-    with pytest.raises(TimeoutError, match="process 1, 2 did not come in time"):
+    names = r"process 1 \(host b\) and process 2 \(host c\)"
+    with pytest.raises(Late, match=f"{names} did not come within 0.05 s"):
         session.wait_for_members(folder, timeout=0.05)
 
 

@@ -65,6 +65,43 @@ def test_the_errors_of_the_one_that_failed_are_repeated(run):
     assert repeated.startswith("Traceback") and repeated.endswith("\nOSError: the disk\n")
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["a full disk", "no reader"])
+def test_what_cannot_be_shown_is_noted_in_the_run_folder(tmp_path, reads):
+    """Without a reader the processes are told to save and to end, which they do."""
+    program = HEAD + (
+        "def stop(*_): pathlib.Path('saved').touch(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "for i in range(600):\n"
+        "    print(i)\n"
+        "    if i == 20 and sys.argv[1] == 'True': sys.exit(0)\n"
+        "    time.sleep(0.02)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "config.json").touch()
+    start = (
+        "import sys; from train.tools import launch; from train.tools.launch_plan import Plan;"
+        "options = launch.parse(['--processes', '1', '--module', 'program', '--', sys.argv[1]]);"
+        "given = launch.environments(1, None, launch.os.environ);"
+        "sys.exit(launch.launch(options, given, Plan(begun='config.json')))"
+    )
+    with open("/dev/full", "w") as full:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", start, str(reads)],
+            stdout=full if reads else subprocess.PIPE,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        )
+    with launcher:
+        if not reads:
+            launcher.stdout.readline()
+            launcher.stdout.close()
+        assert launcher.wait(60) == (0 if reads else 1)
+    noted = (tmp_path / launch.NOTES).read_text()
+    assert noted.count("\n") == 1 and "cannot be shown any more" in noted
+    assert noted.endswith("told to save and to end\n") != reads
+    assert (tmp_path / "saved").exists() != reads
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children so")
 def test_no_process_survives_the_launcher(tmp_path):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

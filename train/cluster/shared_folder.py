@@ -1,0 +1,48 @@
+"""Whether all processes see the same folder, which a shared file system must provide."""
+
+import os
+import pathlib
+import secrets
+import time
+
+from train.cluster.session import Session
+
+
+PATIENCE_S = 20.0  # network file systems show new files late
+
+
+def check(session: Session, folder: pathlib.Path) -> None:
+    """Raises ValueError in all processes unless each sees what the main one writes there.
+
+    Args:
+      folder: it must exist where the main process is.
+    """
+    if not session.has_others:
+        return
+    name = session.agree(f".seen-by-all-{secrets.token_hex(8)}")
+    if session.is_main:
+        (folder / name).touch()
+    session.wait_for_all()
+    sees = session.gather(str(_appears(folder, name)))
+    if session.is_main:
+        (folder / name).unlink(missing_ok=True)
+    blind = [i for i, seen in zip(session.members, sees) if seen != str(True)]
+    if blind:
+        raise ValueError(
+            f"all processes must see the run folder {folder} of process 0 (host "
+            f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on a "
+            "file system that they share, with --run-dir or --runs"
+        )
+
+
+def _appears(folder: pathlib.Path, name: str) -> bool:
+    """Whether a file is there, at the latest after a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            return False
+        for path in (folder.parent, folder):  # to read a folder renews what NFS knows of it
+            if path.is_dir():
+                os.listdir(path)
+        time.sleep(0.1)
+    return True
