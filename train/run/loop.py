@@ -63,14 +63,14 @@ def take_steps(run: Run) -> Reason | None:
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
-    """Reports, tests and samples (unless the run was stopped), saves."""
+    """Reports, tests (unless the run was stopped) and saves after the last step."""
     run.reporter.report(run.buffer.flush())
     jax.block_until_ready(run.state)
     seconds = run.stopwatch.seconds
     tested = run_test(run) if stopped_by is None else None
+    begun = save(run)
     if tested:
         write_sample(run)
-    begun = save(run)
     saved = run.checkpoints.close() and begun
     run.session.wait_for_all()  # who is lost before here is missed by all, or by none
     leaving = leaving_processes(run) if stopped_by == signal.SIGTERM else []
