@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsgd_jax._permutation import Permutation, check_permutation, send_along
 from lsgd_jax.checks import check_auto_mesh
 from lsgd_jax.packing import Packing
 from lsgd_jax.shared import WORKER_AXES, Axes, Shared, shared
@@ -22,8 +23,6 @@ from lsgd_jax.trees import Tree, nbytes, widened
 # With several workers on a device, `Workers` may split an axis in two: the devices
 # along it, and the slots of one device (a vmapped axis).
 DEVICE, SLOT = "{}_device", "{}_slot"
-
-Permutation = Sequence[tuple[int, int]]
 
 
 class Group:
@@ -36,6 +35,7 @@ class Group:
       axes: these names.
       bytes_sent: bytes that this worker has sent so far, counted while
         tracing; of the branches of a `switch` their mean.
+      kept: what it remembers of what was sent, where a narrow wire format needs it.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -48,6 +48,7 @@ class Group:
     def __init__(self, axes: Axes):
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
         self.bytes_sent = 0.0
+        self.kept: Any = ()
 
     # Who is there
 
@@ -145,9 +146,19 @@ class Group:
         return packing.unpack(sums)
 
     def masked_mean(
-        self, tree: Tree, where: jax.Array | bool = True
+        self,
+        tree: Tree,
+        where: jax.Array | bool = True,
+        reference: Tree | None = None,
     ) -> tuple[Tree, jax.Array]:
-        """The same, with the mean in place of the sum; nan if no worker takes part."""
+        """The same, with the mean in place of the sum; nan if no worker takes part.
+
+        Args:
+          tree, where: as for `masked_sum`.
+          reference: a tree that is equal in the group, close to what travels, in float32
+            at least: a narrow wire format sends differences to it. None: to the last mean.
+        """
+        del reference  # all digits travel
         packing, sums = self._masked_sums(tree, where)
         _, count = packing.unpack(sums)
         means, _ = packing.unpack([s / count.astype(s.dtype) for s in sums])
@@ -158,23 +169,32 @@ class Group:
         means, _ = self.masked_mean(tree)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
-    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
         """Each worker's tree sent along a permutation of the group.
 
         Args:
           tree: what to send; varying.
           permutation: pairs (source, destination) of indices in the group, every source and
             every destination at most once.
+          turn: which message of this exchange it is; stochastic rounding draws anew.
 
         Returns:
-          The tree of this worker's source; zeros for a worker that is no destination.
+          The tree of this worker's source; zeros for a worker that is no destination. With
+          a narrow wire format in float32 at least.
 
         Raises:
           ValueError: two pairs share a source or a destination, or an index is outside.
         """
-        self._check(permutation)
-        devices, slots = self._devices_and_slots()
-        return self._packed(lambda x: self._ppermute(x, permutation, devices, slots), tree)
+        sent = self._encoded(tree, turn)
+        return self._decoded(self._permuted(sent, permutation), tree)
+
+    def lost(self, tree: Tree, turn: int = 0) -> Tree | None:
+        """What of a tree does not arrive if it is permuted or pushed: None if all arrives.
+
+        A rule whose messages take something away from their sender gives this back to it.
+        """
+        del tree, turn
+        return None
 
     def push(
         self,
@@ -196,12 +216,13 @@ class Group:
           at least) and Σ weight_j; zeros where none sends.
         """
 
-        def send_along(permutations):
+        def along(permutations):
             def send(message):
-                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), message[0])
+                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
                 mass = jnp.zeros_like(message[1])
                 for permutation in permutations:
-                    arrived, m = self.permute(message, permutation)
+                    sent, m = self._permuted(message, permutation)
+                    arrived = self._decoded(sent, tree)
                     weighed = jax.tree.map(
                         lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
                     )
@@ -210,7 +231,8 @@ class Group:
 
             return send
 
-        return self.switch(r, [send_along(each) for each in rounds], (tree, weight))
+        message = (self._encoded(tree), weight)
+        return self.switch(r, [along(each) for each in rounds], message)
 
     def coordinatewise(self, rule: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
         """A rule [W, n] -> [n] over the group's W values, applied to every coordinate.
@@ -255,6 +277,22 @@ class Group:
 
     # How
 
+    def _encoded(self, tree: Tree, turn: int = 0) -> Tree:
+        """The tree as it travels to peers."""
+        del turn
+        return tree
+
+    def _decoded(self, sent: Tree, like: Tree) -> Tree:
+        """What is read of a tree that has traveled; `like` is of the shapes it had."""
+        del like
+        return sent
+
+    def _permuted(self, tree: Tree, permutation: Permutation) -> Tree:
+        check_permutation(permutation, self.size)
+        devices, slots = self._devices_and_slots()
+        along = lambda x: send_along(x, permutation, devices, Group(slots))
+        return self._packed(along, tree)
+
     def _masked_sums(
         self, tree: Tree, where: jax.Array | bool
     ) -> tuple[Packing, list[jax.Array]]:
@@ -272,38 +310,6 @@ class Group:
 
     def _psum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.names)
-
-    def _check(self, permutation: Permutation) -> None:
-        for side, indices in zip(("source", "destination"), zip(*permutation)):
-            if len(set(indices)) < len(indices):
-                raise ValueError(f"every {side} may occur once, got {permutation=}")
-            if not all(0 <= i < self.size for i in indices):
-                raise ValueError(
-                    f"indices must lie in 0..{self.size - 1} for a group of {self.size} "
-                    f"workers, got {permutation=}"
-                )
-
-    def _ppermute(
-        self,
-        x: jax.Array,
-        permutation: Permutation,
-        devices: tuple[str, ...],
-        slots: tuple[str, ...],
-    ) -> jax.Array:
-        """`lax.ppermute` over a group of devices with several workers (slots) each."""
-        if not slots:
-            return lax.ppermute(x, devices, permutation) if devices else x
-        inside = Group(slots)
-        lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for source, target in permutation:
-            (d, s), (e, t) = divmod(source, inside.size), divmod(target, inside.size)
-            lanes.setdefault((s, t), []).append((d, e))
-        rows = inside.gather(x)  # every slot of this device
-        arrived = jnp.zeros_like(rows)
-        for (s, t), pairs in lanes.items():
-            row = lax.ppermute(rows[s], devices, pairs) if devices else rows[s]
-            arrived = arrived.at[t].add(row)
-        return arrived[inside.index]
 
     def _devices_and_slots(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the axes across devices, and of those inside a device (vmapped)."""
