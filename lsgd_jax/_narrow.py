@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lsgd_jax import trees
+from lsgd_jax._blocks import Blocks
 from lsgd_jax.collectives import Group
 from lsgd_jax.packing import Packing
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.trees import Tree, widened
-from lsgd_jax.wire import Coded, Wire, decode, encode
+from lsgd_jax.wire import Wire
 
 
 class WireState(NamedTuple):
@@ -76,53 +77,64 @@ class NarrowGroup(Group):
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         if not self.names:
             return super().broadcast(tree, source)
-        r = self._last()
-        sent = self._encoded(_minus(tree, r))
-        arrived = self._decoded(super().broadcast(sent, source), tree)
-        return self._remembered(_plus(tree, r, arrived), tree)
+        blocks = Blocks(tree, self._wire)
+        v, r = blocks.pack(tree), blocks.pack(self._last())
+        sent = blocks.encode(list(map(_minus, v, r)), self._key())
+        q = blocks.decode(super().broadcast(sent, source))
+        return self._remembered(blocks, list(map(_plus, v, r, q)), r)
 
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
         if not self.names:
             return super().masked_sum(tree, where)
-        return self._sums(tree, jnp.asarray(where))
+        blocks = Blocks(tree, self._wire)
+        sums, count = self._sums(blocks, blocks.pack(tree), jnp.asarray(where))
+        return blocks.unpack(sums), count
 
     def masked_mean(
         self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
         if not self.names:
             return super().masked_mean(tree, where)
-        r = self._last() if reference is None else reference
-        sums, count = self._sums(_minus(tree, r), jnp.asarray(where))
-        z = _plus(tree, r, trees.mean_of(sums, count))
-        return self._remembered(z, tree) if reference is None else z, count
+        blocks = Blocks(tree, self._wire)
+        v = blocks.pack(tree)
+        r = blocks.pack(self._last() if reference is None else reference)
+        sums, count = self._sums(blocks, list(map(_minus, v, r)), jnp.asarray(where))
+        z = list(map(_plus, v, r, trees.mean_of(sums, count)))
+        if reference is None:
+            return self._remembered(blocks, z, r), count
+        return blocks.unpack(z), count
 
     def lost(self, tree: Tree, turn: int = 0) -> Tree | None:
         if not self.names:
             return None
-        arrives = self._decoded(self._encoded(tree, turn), tree)
-        return jax.tree.map(lambda x, q: widened(x) - q, tree, arrives)
+        blocks = Blocks(tree, self._wire)
+        v = blocks.pack(tree)
+        q = blocks.decode(blocks.encode(v, self._key(turn)))
+        return blocks.unpack([widened(v) - q for v, q in zip(v, q)])
 
     # How
 
-    def _sums(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
+    def _sums(
+        self, blocks: Blocks, v: list[Array], where: Array
+    ) -> tuple[list[Array], Array]:
         """Σ Q(v + e) over the workers `where` holds, and their number; renews e."""
         if self.kept.error == ():
             raise ValueError(_KEEPS.format("'error'"))
-        keep = lambda v: jnp.where(where & jnp.isfinite(v), v, 0)
-        owed = jax.tree.map(lambda v, e: keep(widened(v) + e), tree, self.kept.error)
-        sent = self._encoded(owed, like=tree)
-        error = jax.tree.map(jnp.subtract, owed, self._decoded(sent, owed))
-        self.kept = self.kept._replace(error=error)
+        take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, 0)
+        e = blocks.pack(self.kept.error)
+        owed = [take_part(widened(v) + e) for v, e in zip(v, e)]
+        sent = blocks.encode(owed, self._key())
+        e = list(map(jnp.subtract, owed, blocks.decode(sent)))
+        self.kept = self.kept._replace(error=blocks.unpack(e, self._t))
 
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
         rows = [self.gather(buffer) for buffer in packing.pack(message)]
 
-        def of_worker(i: Any) -> tuple[Tree, Array]:
+        def of_worker(i: Any) -> tuple[list[Array], Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
-            coded, counts = packing.unpack([row(x) for x in rows])
-            q = self._decoded(coded, owed)
-            return jax.tree.map(lambda q: q * counts.astype(q.dtype), q), counts
+            sent, counts = packing.unpack([row(x) for x in rows])
+            return [q * counts.astype(q.dtype) for q in blocks.decode(sent)], counts
 
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
@@ -136,31 +148,34 @@ class NarrowGroup(Group):
             raise ValueError(_KEEPS.format("'reference'"))
         return reference.value if isinstance(reference, Shared) else reference
 
-    def _remembered(self, z: Tree, like: Tree) -> Tree:
-        """The target z, which becomes the reference; `like` has the parameters' dtypes."""
-        renew = lambda z, r, x: z.astype(r.dtype) if _is_float(x) else r
-        r = jax.tree.map(renew, z, self._last(), like)
+    def _remembered(self, blocks: Blocks, z: list[Array], r: list[Array]) -> Tree:
+        """The target z, which becomes the reference in place of r."""
+        renew = lambda z, r: z.astype(r.dtype) if _is_float(z) else r
+        r = blocks.unpack(list(map(renew, z, r)), self._t)
         is_shared = isinstance(self.kept.reference, Shared)
         self.kept = self.kept._replace(reference=self.shared(r) if is_shared else r)
-        return z
+        return blocks.unpack(z)
 
-    def _encoded(self, tree: Tree, turn: int = 0, like: Tree | None = None) -> Tree:
+    def _key(self, turn: int = 0) -> Array | None:
+        """The key of this worker's draws at this step."""
+        if self._wire.rounding == "nearest":
+            return None
+        key = jax.random.key(self._wire.seed, impl="threefry2x32")
+        for number in (self._t, self.index, turn):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def _encoded(self, tree: Tree, turn: int = 0) -> Tree:
         if not self.names:
             return tree
-        leaves, treedef = jax.tree.flatten(tree)
-        keys: list[Any] = [None] * len(leaves)
-        if self._wire.rounding == "stochastic":
-            key = jax.random.key(self._wire.seed, impl="threefry2x32")
-            for number in (self._t, self.index, turn):
-                key = jax.random.fold_in(key, number)
-            keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        coded = map(_is_coded, leaves if like is None else jax.tree.leaves(like))
-        code = lambda x, key, yes: encode(x, self._wire, key) if yes else x
-        return treedef.unflatten(map(code, leaves, keys, coded))
+        blocks = Blocks(tree, self._wire)
+        return blocks.encode(blocks.pack(tree), self._key(turn))
 
     def _decoded(self, sent: Tree, like: Tree) -> Tree:
-        whole = lambda x, c: decode(c, self._wire, x.shape) if isinstance(c, Coded) else c
-        return jax.tree.map(whole, like, sent)
+        if not self.names:
+            return sent
+        blocks = Blocks(like, self._wire)
+        return blocks.unpack(blocks.decode(sent))
 
 
 _KEEPS = (
@@ -173,14 +188,11 @@ def _is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_coded(x: Array) -> bool:
-    """Whether a leaf is encoded: one element and its scale would be longer than it is."""
-    return _is_float(x) and x.size > 1
+def _minus(v: Array, r: Array) -> Array:
+    """v - r of floats; what has no difference worth sending stays as it is."""
+    return widened(v) - r if _is_float(v) else v
 
 
-def _minus(tree: Tree, r: Tree) -> Tree:
-    return jax.tree.map(lambda v, r: widened(v) - r if _is_float(v) else v, tree, r)
-
-
-def _plus(tree: Tree, r: Tree, q: Tree) -> Tree:
-    return jax.tree.map(lambda v, r, q: r + q if _is_float(v) else q, tree, r, q)
+def _plus(v: Array, r: Array, q: Array) -> Array:
+    """r + q, of v in place of which it stands."""
+    return r + q if _is_float(v) else q

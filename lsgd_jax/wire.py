@@ -1,13 +1,17 @@
 """Wire formats: how parameters travel in fewer bits than they have."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from lsgd_jax.checks import check_option, check_positive_int
+from lsgd_jax.packing import joined
 
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
@@ -61,27 +65,34 @@ class Wire:
         return wire if isinstance(wire, Wire) else cls(wire)
 
 
+Runs = Sequence[tuple[int, int]]
+
+
 class Coded(NamedTuple):
-    """What travels of one leaf of n elements.
+    """What travels of an array of n elements.
 
     Attributes:
       codes: int8 [n]; with 'int4' uint8 [ceil(n / 2)], two codes to a byte; with
-        'bfloat16' uint8 [2 n], its bytes: sums of integers with zeros are exact on every
-        backend, and in no other type (CPUs add bfloat16 in float32).
-      scales: float32 [ceil(n / block)]; None with 'bfloat16'.
+        'bfloat16' uint8 [2 n], its bytes: sums of bytes with zeros are exact on every
+        backend, while CPUs add bfloat16 in float32.
+      scales: float32, one for each block; None with 'bfloat16'.
     """
 
     codes: Array
     scales: Array | None
 
 
-def encode(x: Array, wire: Wire, key: Array | None = None) -> Coded:
+def encode(
+    x: Array, wire: Wire, key: Array | None = None, runs: Runs | None = None
+) -> Coded:
     """An array of floats of any shape as it travels.
 
     Args:
       x: the array, flattened in row-major order.
       wire: any format but 'float32'.
       key: random key of the draws; None with rounding to nearest.
+      runs: (start, size) of several leaves that lie side by side in a flat x, each from the
+        start of a block on: what is between them does not travel. None: all of x does.
 
     >>> import jax.numpy as jnp
     >>> encode(jnp.array([0.5, -1.0, 0.1]), Wire("int8")).codes.tolist()
@@ -90,7 +101,7 @@ def encode(x: Array, wire: Wire, key: Array | None = None) -> Coded:
     flat = x.ravel().astype(jnp.float32)
     flat = jnp.where(jnp.isfinite(flat), flat, 0)
     if wire.format == "bfloat16":
-        rounded = _to_bfloat16(flat, key)
+        rounded = _only(_to_bfloat16(flat, key), runs)
         return Coded(lax.bitcast_convert_type(rounded, jnp.uint8).ravel(), None)
     levels = LEVELS[wire.format]
     blocks = jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
@@ -100,11 +111,13 @@ def encode(x: Array, wire: Wire, key: Array | None = None) -> Coded:
         steps = jnp.round(steps)
     else:
         steps = jnp.floor(steps + jax.random.uniform(key, flat.shape))
-    codes = jnp.clip(steps, -levels, levels).astype(jnp.int8)
+    codes = _only(jnp.clip(steps, -levels, levels).astype(jnp.int8), runs)
     return Coded(_two_to_a_byte(codes) if wire.format == "int4" else codes, scales)
 
 
-def decode(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
+def decode(
+    coded: Coded, wire: Wire, shape: tuple[int, ...], runs: Runs | None = None
+) -> Array:
     """The array Q(x), in float32, of what `encode` made of an x of this shape.
 
     >>> import jax.numpy as jnp
@@ -113,14 +126,31 @@ def decode(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
     [0.5, -1.0, 0.10009765625]
     """
     codes, scales = coded
+    size = math.prod(shape)
+    travels = size if runs is None else sum(n for _, n in runs)
     if scales is None:
-        pairs = codes.reshape(*shape, 2)
-        return lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
-    size = codes.size
+        pairs = codes.reshape(-1, 2)
+        values = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+        return _spread(values, runs, 1).reshape(shape)
     if wire.format == "int4":
-        size = jnp.zeros(shape, jnp.bool_).size
-        codes = _out_of_bytes(codes, size)
-    return (codes * _of_elements(scales, size, wire)).reshape(shape)
+        codes = _out_of_bytes(codes, travels)
+    steps = _spread(codes, runs, wire.block).astype(jnp.float32)
+    return (steps * _of_elements(scales, size, wire)).reshape(shape)
+
+
+def _only(x: Array, runs: Runs | None) -> Array:
+    """What travels of a flat x."""
+    if runs is None:
+        return x
+    return jnp.concatenate([x[start : start + size] for start, size in runs])
+
+
+def _spread(x: Array, runs: Runs | None, align: int) -> Array:
+    """The flat array that `_only` made x of, with zeros where nothing has traveled."""
+    if runs is None:
+        return x
+    ends = np.cumsum([size for _, size in runs])
+    return joined([x[end - size : end] for (_, size), end in zip(runs, ends)], align)
 
 
 def _of_elements(scales: Array, size: int, wire: Wire) -> Array:
