@@ -1,5 +1,7 @@
 """Trees as the wire formats see them: leaves side by side, each in blocks of its own."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -58,8 +60,15 @@ class Blocks:
         return [one(b, sent) for b, sent in enumerate(message)]
 
     def _runs(self, b: int) -> Runs | None:
-        runs = [(start, size) for _, start, size in self._packing.runs(b)]
-        return runs if len(runs) > 1 else None
+        """What travels of a buffer: leaves of whole blocks touch, and are one run."""
+        runs: list[tuple[int, int]] = []
+        for _, start, size in self._packing.runs(b):
+            if runs and sum(runs[-1]) == start:
+                start, size = runs[-1][0], runs[-1][1] + size
+                runs.pop()
+            runs.append((start, size))
+        whole = runs == [(0, math.prod(self._packing.shape(b)))]
+        return None if whole else runs
 
 
 def _is_coded(x: Array) -> bool:

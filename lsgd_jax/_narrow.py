@@ -24,7 +24,7 @@ from lsgd_jax.wire import Wire
 
 
 class WireState(NamedTuple):
-    """What a pull with a narrow wire format remembers; () is what it does not need.
+    """What a pull with a narrow wire format remembers; None is what it does not need.
 
     Attributes:
       reference: r, the target agreed on last, 0 at first; a tree like the part, in float32
@@ -32,18 +32,19 @@ class WireState(NamedTuple):
       error: e, what rounding has taken away of what this worker sent; likewise; per worker.
     """
 
-    reference: Shared[Tree] | Tree
-    error: Tree
+    reference: Shared[Tree] | Tree | None
+    error: Tree | None
 
     @classmethod
     def zero(cls, keeps: Sequence[str], axes: Axes, part: Tree) -> "WireState":
         """Before the first exchange."""
         group = Group(axes)
-        nothing = lambda: jax.tree.map(lambda x: jnp.zeros_like(widened(x)), part)
-        reference = nothing() if "reference" in keeps else ()
-        if reference != () and group.is_all:
-            reference = group.shared(reference)
-        return cls(reference, nothing() if "error" in keeps else ())
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), part)
+        reference = group.shared(nothing) if group.is_all else nothing
+        return cls(
+            reference if "reference" in keeps else None,
+            nothing if "error" in keeps else None,
+        )
 
     def without_error(self, restored: Array) -> "WireState":
         """Of a worker that was restored, which owes nothing any more."""
@@ -118,7 +119,7 @@ class NarrowGroup(Group):
         self, blocks: Blocks, v: list[Array], where: Array
     ) -> tuple[list[Array], Array]:
         """Σ Q(v + e) over the workers `where` holds, and their number; renews e."""
-        if self.kept.error == ():
+        if self.kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, 0)
         e = blocks.pack(self.kept.error)
@@ -144,7 +145,7 @@ class NarrowGroup(Group):
     def _last(self) -> Tree:
         """r, the target agreed on last."""
         reference = self.kept.reference
-        if reference == ():
+        if reference is None:
             raise ValueError(_KEEPS.format("'reference'"))
         return reference.value if isinstance(reference, Shared) else reference
 
