@@ -29,7 +29,8 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
       z_i = \sum_j P_{ij} y_j
 
     with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
-    is not finite is left out, and its share stays with the receiver.
+    is not finite is left out, and its share stays with the receiver. With a narrow wire
+    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which keeps the sum over all workers.
 
     Args:
       topology: the graph, or a function of W that builds it; every worker sends to as

@@ -20,7 +20,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     The group of worker i at step t are the workers whose number agrees with i outside of
     the bits from r log2 S to (r + 1) log2 S, r = (t - 1) mod ceil(log2 W / log2 S). Who
     is not finite is left out. The sum is worked out in log2 S exchanges with one partner
-    each. With W = S^k, k steps give the exact mean.
+    each. With W = S^k, k steps give the exact mean. With a narrow wire format a worker
+    keeps what rounding took away of what it sent, so that the sum of all stays the same.
 
     Args:
       group_size: S, a power of two; the last of the r rounds may have smaller groups.

@@ -130,7 +130,8 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
 
     A message is the de-biased x in the parameters' dtype and a weight, so that numerators
-    are formed by the receiver, in float32 at least.
+    are formed by the receiver, in float32 at least. With a narrow wire format the sender
+    keeps what rounding took away of the mass that it sent, so that Σ s is conserved.
 
     Args:
       topology: any graph, or a function of W that builds it.
