@@ -18,8 +18,6 @@ from lsgd_jax.exchange import Exchange as Exchange
 from lsgd_jax.exchange import ExchangeState as ExchangeState
 from lsgd_jax.exchange import Pull as Pull
 from lsgd_jax.exchange import PullState as PullState
-from lsgd_jax.exchange import Rule as Rule
-from lsgd_jax.exchange import combine_then_adapt as combine_then_adapt
 from lsgd_jax.exchange import exchange as exchange
 from lsgd_jax.methods.averaging import AnchorState as AnchorState
 from lsgd_jax.methods.averaging import anchored as anchored
@@ -57,10 +55,13 @@ from lsgd_jax.methods.robust import licm as licm
 from lsgd_jax.parts import Fragment as Fragment
 from lsgd_jax.parts import fragment as fragment
 from lsgd_jax.resize import resize as resize
+from lsgd_jax.rule import Rule as Rule
+from lsgd_jax.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax.shared import Shared as Shared
 from lsgd_jax.specs import following as following
 from lsgd_jax.specs import largest_dimension as largest_dimension
 from lsgd_jax.trees import apply_updates as apply_updates
+from lsgd_jax.wire import Wire as Wire
 from lsgd_jax.with_state import with_state as with_state
 from lsgd_jax.workers import Workers as Workers
 

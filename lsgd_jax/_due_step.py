@@ -58,8 +58,8 @@ def communicate(
     Args:
       dues: the pulls, in order.
       x, u: the worker's parameters and update.
-      states: of each pull the state of its rule, what is pending, and how often this worker
-        was restored.
+      states: of each pull the state of its rule, what is pending, how often this worker
+        was restored, and what is remembered of what was sent.
       healthy: bool scalar, False for a worker that is known to be sick.
       t: int32 scalar, the step.
     """
@@ -95,17 +95,21 @@ def _pull(
     due: Due,
     view: View,
     u: list[Array],
-    state: tuple[Any, tuple, Array],
+    state: tuple[Any, tuple, Array, Any],
     fit: Array,
     t: Array,
-) -> tuple[list[Array], tuple[Any, tuple, Array], Array]:
+) -> tuple[list[Array], tuple[Any, tuple, Array, Any], Array]:
     """The packed u, the pull's state and whether this worker was restored."""
     pull, group = due.pull, due.group
 
-    def send(u, rule_state):
-        group.bytes_sent = 0.0  # this may be traced more than once
+    def send(u, states):
+        rule_state, kept = states
+        group.bytes_sent, group.kept = 0.0, kept  # this may be traced more than once
         y = view.tree(trees.plus(view.xs, u))
-        return pull.rule.agree(group, view.tree(view.xs), y, rule_state, fit, t)
+        z, found, rule_state = pull.rule.agree(
+            group, view.tree(view.xs), y, rule_state, fit, t
+        )
+        return z, found, (rule_state, trees.where(found, group.kept, kept))
 
     def land(u, z, found):
         own = view.of(view.xs), view.of(u)
@@ -114,31 +118,38 @@ def _pull(
         u = [next(moved) if b in view.owned else buffer for b, buffer in enumerate(u)]
         return u, found & ~fit
 
-    def send_and_land(u, rule_state):
-        z, found, rule_state = send(u, rule_state)
-        return *land(u, z, found), rule_state
+    def land_late(u, kept, z, found):
+        u, restored = land(u, z, found)
+        return u, restored, kept.without_error(restored) if kept else kept
 
-    rule_state, pending, restored_before = state
+    def send_and_land(u, states):
+        z, found, states = send(u, states)
+        return *land(u, z, found), states
+
+    rule_state, pending, restored_before, kept = state
     not_restored = jnp.asarray(False)
     if pull.delay:
-        u, restored = cond(due.lands, land, lambda u, *_: (u, not_restored), u, *pending)
-        *pending, rule_state = cond(
+        stays = lambda u, kept, *_: (u, not_restored, kept)
+        u, restored, kept = cond(due.lands, land_late, stays, u, kept, *pending)
+        *pending, states = cond(
             due.sends,
-            lambda u, pending, state: _widened(*send(u, state)),
-            lambda u, pending, state: (*pending, state),
+            lambda u, pending, states: _widened(*send(u, states)),
+            lambda u, pending, states: (*pending, states),
             u,
             tuple(pending),
-            rule_state,
+            (rule_state, kept),
         )
     else:
-        u, restored, rule_state = cond(
+        u, restored, states = cond(
             due.sends,
             send_and_land,
-            lambda u, state: (u, not_restored, state),
+            lambda u, states: (u, not_restored, states),
             u,
-            rule_state,
+            (rule_state, kept),
         )
-    return u, (rule_state, tuple(pending), restored_before + restored), restored
+    rule_state, kept = states
+    after = (rule_state, tuple(pending), restored_before + restored, kept)
+    return u, after, restored
 
 
 def _widened(z: Tree, found: Array, state: Any) -> tuple[Tree, Array, Any]:

@@ -17,13 +17,15 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._axis_names import bound, names_here, parts_of
 from lsgd_jax._layouts import shard_by_shard
+from lsgd_jax._permutation import Permutation, check_permutation, send_along
 from lsgd_jax.checks import check_auto_mesh
 from lsgd_jax.packing import Packing
 from lsgd_jax.shared import WORKER_AXES, Axes, Shared, shared
 from lsgd_jax.trees import Tree, nbytes, widened
 
 
-Permutation = Sequence[tuple[int, int]]
+# The layout of what is made of a tree: one like it, and a scalar.
+AND_A_SCALAR = lambda specs, *_: (specs, Spec())
 
 
 class Group:
@@ -36,6 +38,7 @@ class Group:
       axes: these names.
       bytes_sent: bytes that this worker has sent so far, counted while
         tracing; of the branches of a `switch` their mean.
+      kept: what it remembers of what was sent, where a narrow wire format needs it.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -48,6 +51,7 @@ class Group:
     def __init__(self, axes: Axes):
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
         self.bytes_sent = 0.0
+        self.kept: Any = ()
 
     # Who is there
 
@@ -111,9 +115,13 @@ class Group:
 
     def broadcast(self, tree: Tree, source: jax.Array) -> Tree:
         """The tree of worker `source` (an index in the group), sent to the whole group."""
-        # `where` and not a product: 0 * nan would leak the others' nan into the sum.
-        send = lambda x, mine: self._psum(jnp.where(mine, x, 0))
-        return self._packed(send, tree, self.index == source)
+
+        def send(tree, source):
+            mine = self.index == source
+            # `where` and not a product: 0 * nan would leak the others' nan into the sum.
+            return self._packed(lambda x: lax.psum(jnp.where(mine, x, 0), self.names), tree)
+
+        return self._by_shard(send, tree, source)
 
     def masked_sum(
         self, tree: Tree, where: jax.Array | bool = True
@@ -133,12 +141,22 @@ class Group:
             packing, sums = self._masked_sums(tree, where)
             return packing.unpack(sums)
 
-        return _with_a_scalar(add_up, tree, where)
+        return self._by_shard(add_up, tree, where, out=AND_A_SCALAR)
 
     def masked_mean(
-        self, tree: Tree, where: jax.Array | bool = True
+        self,
+        tree: Tree,
+        where: jax.Array | bool = True,
+        reference: Tree | None = None,
     ) -> tuple[Tree, jax.Array]:
-        """The same, with the mean in place of the sum; nan if no worker takes part."""
+        """The same, with the mean in place of the sum; nan if no worker takes part.
+
+        Args:
+          tree, where: as for `masked_sum`.
+          reference: a tree that is equal in the group, close to what travels, in float32
+            at least: a narrow wire format sends differences to it. None: to the last mean.
+        """
+        del reference  # all digits travel
 
         def average(tree, where):
             packing, sums = self._masked_sums(tree, where)
@@ -146,30 +164,43 @@ class Group:
             means, _ = packing.unpack([s / count.astype(s.dtype) for s in sums])
             return means, count
 
-        return _with_a_scalar(average, tree, where)
+        return self._by_shard(average, tree, where, out=AND_A_SCALAR)
 
     def mean(self, tree: Tree) -> Tree:
         """The mean of all workers' trees, worked out in float32 at least."""
         means, _ = self.masked_mean(tree)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
-    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
         """Each worker's tree sent along a permutation of the group.
 
         Args:
           tree: what to send; varying.
           permutation: pairs (source, destination) of indices in the group, every source and
             every destination at most once.
+          turn: which message of this exchange it is; stochastic rounding draws anew.
 
         Returns:
-          The tree of this worker's source; zeros for a worker that is no destination.
+          The tree of this worker's source; zeros for a worker that is no destination. With
+          a narrow wire format in float32 at least.
 
         Raises:
           ValueError: two pairs share a source or a destination, or an index is outside.
         """
-        self._check(permutation)
-        devices, slots = self._devices_and_slots()
-        return self._packed(lambda x: self._ppermute(x, permutation, devices, slots), tree)
+
+        def send(tree):
+            sent = self._encoded(tree, turn)
+            return self._decoded(self._permuted(sent, permutation), tree)
+
+        return self._by_shard(send, tree)
+
+    def lost(self, tree: Tree, turn: int = 0) -> Tree | None:
+        """What of a tree does not arrive if it is permuted or pushed: None if all arrives.
+
+        A rule whose messages take something away from their sender gives this back to it.
+        """
+        del tree, turn
+        return None
 
     def push(
         self,
@@ -191,12 +222,13 @@ class Group:
           at least) and Σ weight_j; zeros where none sends.
         """
 
-        def send_along(permutations):
+        def along(permutations, tree):
             def send(message):
-                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), message[0])
+                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
                 mass = jnp.zeros_like(message[1])
                 for permutation in permutations:
-                    arrived, m = self.permute(message, permutation)
+                    sent, m = self._permuted(message, permutation)
+                    arrived = self._decoded(sent, tree)
                     weighed = jax.tree.map(
                         lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
                     )
@@ -205,7 +237,11 @@ class Group:
 
             return send
 
-        return self.switch(r, [send_along(each) for each in rounds], (tree, weight))
+        def send_all(tree, weight, r):
+            message = (self._encoded(tree), weight)
+            return self.switch(r, [along(each, tree) for each in rounds], message)
+
+        return self._by_shard(send_all, tree, weight, r, out=AND_A_SCALAR)
 
     def coordinatewise(
         self, rule: Callable[..., jax.Array], tree: Tree, *scalars: Any
@@ -216,10 +252,11 @@ class Group:
         closure); the result is in the dtypes of the tree.
         """
 
-        def collect(x, *scalars):
-            return rule(widened(self.gather(x)), *scalars).astype(x.dtype)
+        def collect(tree, *scalars):
+            apply = lambda x: rule(widened(self.gather(x)), *scalars).astype(x.dtype)
+            return self._packed(apply, tree, counted=True)
 
-        return self._packed(collect, tree, *scalars, counted=True)
+        return self._by_shard(collect, tree, *scalars)
 
     def switch(self, r: jax.Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` among branches that communicate; r is the same for the group."""
@@ -255,52 +292,47 @@ class Group:
 
     # How
 
+    def _by_shard(
+        self,
+        fn: Callable,
+        tree: Tree,
+        *others: Any,
+        out: Callable = lambda specs, *_: specs,
+    ) -> Any:
+        """fn(tree, *others), by each device of a worker on its own shards.
+
+        What is traced comes as an argument: closures do not know of the shards. `out` is
+        as for `shard_by_shard`.
+        """
+        return shard_by_shard(fn, tree, *jax.tree.map(jnp.asarray, others), out=out)
+
+    def _encoded(self, tree: Tree, turn: int = 0) -> Tree:
+        """The tree as it travels to peers."""
+        del turn
+        return tree
+
+    def _decoded(self, sent: Tree, like: Tree) -> Tree:
+        """What is read of a tree that has traveled; `like` is of the shapes it had."""
+        del like
+        return sent
+
+    def _permuted(self, tree: Tree, permutation: Permutation) -> Tree:
+        check_permutation(permutation, self.size)
+        devices, slots = self._devices_and_slots()
+        along = lambda x: send_along(x, permutation, devices, Group(slots))
+        return self._packed(along, tree)
+
     def _masked_sums(self, tree: Tree, where: jax.Array) -> tuple[Packing, list[jax.Array]]:
         """The buffers of (sums, count), and how to unpack them."""
         summed = (jax.tree.map(widened, tree), where.astype(jnp.float32))
         self._count(summed)
         packing = Packing(summed)
-        add_up = lambda buffer: self._psum(jnp.where(where, buffer, 0))
+        add_up = lambda buffer: lax.psum(jnp.where(where, buffer, 0), self.names)
         return packing, list(map(add_up, packing.pack(summed)))
 
     def _count(self, tree: Tree) -> None:
         if self.names:
             self.bytes_sent += nbytes(tree)
-
-    def _psum(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, self.names)
-
-    def _check(self, permutation: Permutation) -> None:
-        for side, indices in zip(("source", "destination"), zip(*permutation)):
-            if len(set(indices)) < len(indices):
-                raise ValueError(f"every {side} may occur once, got {permutation=}")
-            if not all(0 <= i < self.size for i in indices):
-                raise ValueError(
-                    f"indices must lie in 0..{self.size - 1} for a group of {self.size} "
-                    f"workers, got {permutation=}"
-                )
-
-    def _ppermute(
-        self,
-        x: jax.Array,
-        permutation: Permutation,
-        devices: tuple[str, ...],
-        slots: tuple[str, ...],
-    ) -> jax.Array:
-        """`lax.ppermute` over a group of devices with several workers (slots) each."""
-        if not slots:
-            return lax.ppermute(x, devices, permutation) if devices else x
-        inside = Group(slots)
-        lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for source, target in permutation:
-            (d, s), (e, t) = divmod(source, inside.size), divmod(target, inside.size)
-            lanes.setdefault((s, t), []).append((d, e))
-        rows = inside.gather(x)  # every slot of this device
-        arrived = jnp.zeros_like(rows)
-        for (s, t), pairs in lanes.items():
-            row = lax.ppermute(rows[s], devices, pairs) if devices else rows[s]
-            arrived = arrived.at[t].add(row)
-        return arrived[inside.index]
 
     def _devices_and_slots(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the axes across devices, and of those inside a device (vmapped)."""
@@ -312,22 +344,10 @@ class Group:
         )
 
     def _packed(
-        self, collective: Callable, tree: Tree, *scalars: Any, counted: bool = False
+        self, collective: Callable[[jax.Array], jax.Array], tree: Tree, counted=False
     ) -> Tree:
         """The collective, applied to a few buffers in place of the leaves."""
-
-        def send(tree: Tree, *scalars: jax.Array) -> Tree:
-            if not counted:
-                self._count(tree)
-            packing = Packing(tree)
-            buffers = [collective(buffer, *scalars) for buffer in packing.pack(tree)]
-            return packing.unpack(buffers)
-
-        scalars = tuple(map(jnp.asarray, scalars))
-        return shard_by_shard(send, tree, *scalars, out=lambda specs, *_: specs)
-
-
-def _with_a_scalar(fn: Callable, tree: Tree, scalar: Any) -> tuple[Tree, jax.Array]:
-    """fn(tree, scalar) -> (tree, scalar), by each device on its shards."""
-    out = lambda specs, _: (specs, Spec())
-    return shard_by_shard(fn, tree, jnp.asarray(scalar), out=out)
+        if not counted:
+            self._count(tree)
+        packing = Packing(tree)
+        return packing.unpack([collective(buffer) for buffer in packing.pack(tree)])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -14,46 +14,20 @@ from lsgd_jax import parts, trees
 from lsgd_jax._branch import any_of, cond, is_due
 from lsgd_jax._due_step import Due, communicate
 from lsgd_jax._movement import settle
+from lsgd_jax._narrow import NarrowGroup, WireState
 from lsgd_jax.checks import check_fraction, check_option, check_period, check_positive_int
 from lsgd_jax.collectives import Group
 from lsgd_jax.placement import misplaced, sample, sample_after
-from lsgd_jax.shared import Axes, Shared
+from lsgd_jax.rule import Rule
+from lsgd_jax.shared import Shared
 from lsgd_jax.traffic import Traffic
 from lsgd_jax.trees import Tree
+from lsgd_jax.wire import Format, Wire
 
 
 NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, params, ...)`"
 
 Check = Literal["due", "every_step"]
-Order = Literal["adapt_then_combine", "combine_then_adapt"]
-
-
-def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
-    """`Rule.step` of a rule that does nothing between its exchanges."""
-    del x, loss, t
-    return u, state, True
-
-
-class Rule(NamedTuple):
-    """To what a pull pulls: three pure functions for one worker, and their group.
-
-    x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
-    t = 1, 2, … the step, loss the worker's loss at x or None.
-
-    Attributes:
-      axes: the mesh axes of the group.
-      init: params -> state.
-      agree: (group, x, y, state, fit, t) -> (z, found, state), on due steps; the one place
-        that communicates, through `group`. fit: bool scalar, whether this worker may count:
-        its loss and y are finite, and `step` says so. z: the target, a tree like y; found:
-        bool scalar, whether there is a target.
-      step: (u, x, state, loss, t) -> (u, state, fit), on every step; never communicates.
-    """
-
-    axes: Axes
-    init: Callable[[Tree], Any]
-    agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
-    step: Callable[[Tree, Tree, Any, Array | None, Array], tuple[Tree, Any, Any]] = silent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +46,12 @@ class Pull:
         Keeps a copy of the part in the state if it is not 0.
       part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
         `fragment`; None: all.
+      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', or a
+        `Wire`. The others keep what the rule's `keeps` says in the state.
 
     Raises:
       ValueError: a strength outside [0, 1], a period below 1, an offset or delay outside
-        of the period.
+        of the period, an unknown wire format or one that the rule cannot travel in.
     """
 
     rule: Rule
@@ -84,6 +60,7 @@ class Pull:
     offset: int = 0
     delay: int = 0
     part: parts.Part | None = None
+    wire: Wire | Format = "float32"
 
     def __post_init__(self):
         if not callable(self.strength):
@@ -91,6 +68,16 @@ class Pull:
         check_positive_int("every", self.every)
         check_period("offset", self.offset, self.every)
         check_period("delay", self.delay, self.every)
+        if self.is_narrow and self.rule.keeps is None:
+            raise ValueError(
+                "`wire` must be 'float32' for a rule that does not say what it `keeps` "
+                f"(see `Rule`), got wire={self.wire!r}"
+            )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it travels in another form than it has."""
+        return Wire.of(self.wire).format != "float32"
 
     @property
     def sends_at(self) -> int:
@@ -112,12 +99,14 @@ class PullState(NamedTuple):
       pending: (target, found) on its way if the pull is delayed, else (); per worker.
       restored: int32 scalar, how often this worker took the target whole; per worker.
       traffic: what was sent, when; shared.
+      wire: a `WireState`, or () if all travels in float32.
     """
 
     rule: Any
     pending: tuple
     restored: Array
     traffic: Traffic
+    wire: Any = ()
 
     def resized(self) -> "PullState":
         """For `resize`: what is in flight was meant for the workers before."""
@@ -234,7 +223,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         dues = [
             Due(
                 pull,
-                Group(pull.rule.axes),
+                _group(pull, t),
                 is_due(t, pull.every, pull.sends_at),
                 is_due(t, pull.every, pull.offset),
                 sound & fit,
@@ -262,7 +251,10 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             sick=sick,
             misplaced=state.misplaced + misplaced(state.expected, x),
             expected=sample_after(x, u),
-            pulls=tuple(map(PullState, *zip(*pull_states), traffic)),
+            pulls=tuple(
+                PullState(rule, pending, restored, sent, wire)
+                for (rule, pending, restored, wire), sent in zip(pull_states, traffic)
+            ),
         )
 
     transformation = Exchange(init, update)
@@ -273,12 +265,20 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
 def _init(pull: Pull, params: Tree) -> PullState:
     part = parts.select(pull.part, params)
     pending = (trees.widen(part), jnp.asarray(False)) if pull.delay else ()
+    keeps, axes = pull.rule.keeps or (), pull.rule.axes
     return PullState(
         rule=pull.rule.init(part),
         pending=pending,
         restored=jnp.zeros([], jnp.int32),
-        traffic=Traffic.zero(pull.rule.axes, pull.every, pull.sends_at),
+        traffic=Traffic.zero(axes, pull.every, pull.sends_at),
+        wire=WireState.zero(keeps, axes, part) if pull.is_narrow else (),
     )
+
+
+def _group(pull: Pull, t: Array) -> Group:
+    """Whom a pull speaks to at step t."""
+    axes, wire = pull.rule.axes, Wire.of(pull.wire)
+    return NarrowGroup(axes, wire, t) if pull.is_narrow else Group(axes)
 
 
 def _step(
@@ -295,7 +295,7 @@ def _step(
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
         mine, rule_state, fit = pull.rule.step(mine, own, state.rule, loss, t)
         u = parts.merge(mine, u)
-        stepped.append((rule_state, state.pending, state.restored))
+        stepped.append((rule_state, state.pending, state.restored, state.wire))
         fits.append(fit)
     return u, tuple(reversed(stepped)), fits[::-1]
 
@@ -310,25 +310,3 @@ def _is_sound(value: Any) -> Array:
         raise ValueError(
             f"`value` must be the worker's loss, a scalar, got value={value!r}"
         ) from error
-
-
-def combine_then_adapt(rule: Rule) -> Rule:
-    """The rule worked out at x, with the step y - x added: z + (y - x)."""
-
-    def agree(group, x, y, state, fit, t):
-        z, found, state = rule.agree(group, x, x, state, fit, t)
-
-        def add_step(z, x, y):
-            wide = trees.widened(z)
-            step = trees.widened(y) - trees.widened(x)
-            return wide + jnp.where(fit, step.astype(wide.dtype), 0)
-
-        return jax.tree.map(add_step, z, x, y), found, state
-
-    return rule._replace(agree=agree)
-
-
-def in_order(rule: Rule, order: Order) -> Rule:
-    """The rule as it is, or worked out at x."""
-    check_option("order", order, get_args(Order))
-    return combine_then_adapt(rule) if order == "combine_then_adapt" else rule

@@ -28,6 +28,7 @@ class Packing:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
         Where axes inside a worker are automatic, arrays stay as they are.
       groups: of each leaf its group; None: all are of one.
+      align: leaves that share a buffer start at multiples of this, with zeros in between.
 
     Attributes:
       members: of each buffer the indices of its leaves.
@@ -38,12 +39,15 @@ class Packing:
     [Array([1., 1., 0., 0., 0.], dtype=float32)]
     """
 
-    def __init__(self, tree: Tree, groups: Sequence[Hashable] | None = None):
+    def __init__(
+        self, tree: Tree, groups: Sequence[Hashable] | None = None, align: int = 1
+    ):
         leaves, self._treedef = jax.tree.flatten(tree)
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
         # Where XLA shards leaves as it sees fit, flattening one would gather its shards.
         whole = bool(inside_axes())
+        self._align = align
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
@@ -84,13 +88,23 @@ class Packing:
         """The buffers, in the tree that they come from if each of them is one leaf."""
         return self.unpack(buffers) if len(buffers) == len(self._sizes) else buffers
 
+    def runs(self, b: int) -> list[tuple[int, int, int]]:
+        """Of each leaf in a buffer its index, where it begins, and its size."""
+        members = self.members[b]
+        sizes = [self._sizes[i] for i in members]
+        ends = itertools.accumulate(size + -size % self._align for size in sizes)
+        return list(zip(members, [0, *ends], sizes))
+
+    def shape(self, b: int) -> tuple[int, ...]:
+        """The shape of a buffer."""
+        (*_, (last, start, size)) = self.runs(b)
+        if len(self.members[b]) == 1:
+            return self._shapes[last]
+        return (start + size + -size % self._align,)
+
     def _starts(self, chosen: list[int], t: Array | None) -> dict[int, Any]:
         """Where each leaf begins in its buffer."""
-        known = {}
-        for b in chosen:
-            members = self.members[b]
-            ends = itertools.accumulate(self._sizes[i] for i in members)
-            known |= zip(members, [0, *ends])
+        known = {i: start for b in chosen for i, start, _ in self.runs(b)}
         if t is None or not known:
             return known
         # XLA compiles a kernel for every constant, but it does not know that t > 0.
@@ -100,7 +114,14 @@ class Packing:
     def _join(self, leaves: Sequence[Array]) -> Array:
         if len(leaves) == 1:  # a large leaf keeps its shape
             return leaves[0]
-        return jnp.concatenate([leaf.ravel() for leaf in leaves])
+        return joined([leaf.ravel() for leaf in leaves], self._align)
+
+
+def joined(runs: Sequence[Array], align: int = 1) -> Array:
+    """Flat arrays one after the other, each followed by zeros up to a multiple of align."""
+    gaps = [jnp.zeros([-run.size % align], run.dtype) for run in runs]
+    pieces = itertools.chain(*zip(runs, gaps))
+    return jnp.concatenate([piece for piece in pieces if piece.size])
 
 
 def _run(buffer: Array, start: Any, size: int) -> Array:

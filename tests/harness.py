@@ -110,6 +110,34 @@ METHODS = {
 }
 
 
+WIRES = {
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "int4": "int4",
+    "stochastic": lj.Wire("int8", "stochastic", seed=1),
+}
+
+
+def over(wire, method):
+    """The row of a method whose parameters travel in a wire format."""
+    if method.then:
+        return dataclasses.replace(method, then=lj.local_sgd(2, wire=wire))
+    return dataclasses.replace(method, make=functools.partial(method.make, wire=wire))
+
+
+# Every method that pulls with int8, and some with each of the other formats.
+METHODS |= {
+    f"{name}+{wire}": over(WIRES[wire], METHODS[name])
+    for wire, names in {
+        "bfloat16": ("lsgd", "easgd", "sgp"),
+        "int8": [n for n, m in METHODS.items() if not m.first or m.then],
+        "int4": ("lsgd", "diloco", "sgp", "wagma"),
+        "stochastic": ("local_sgd", "osgp_delayed", "wagma"),
+    }.items()
+    for name in names
+}
+
+
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 

@@ -14,10 +14,12 @@ from lsgd_jax.checks import (
     check_positive_int,
 )
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.exchange import Check, Pull, exchange
 from lsgd_jax.parts import fragment
+from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.trees import Tree, value_at
+from lsgd_jax.wire import Format, Wire
 
 
 def average(axes: Axes = ("node", "local")) -> Rule:
@@ -40,7 +42,7 @@ def average(axes: Axes = ("node", "local")) -> Rule:
         mean, count = group.masked_mean(y, fit)
         return mean, count > 0, state
 
-    return Rule(axes, lambda params: (), agree)
+    return Rule(axes, lambda params: (), agree, keeps=("reference", "error"))
 
 
 class AnchorState(NamedTuple):
@@ -84,7 +86,7 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
 
     def agree(group, x, y, state, fit, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        mean, count = group.masked_mean(y, fit)
+        mean, count = group.masked_mean(y, fit, reference=anchor)
         pseudo_gradient = jax.tree.map(jnp.subtract, anchor, mean)
         step, moved = outer.update(pseudo_gradient, outer_state, anchor)
         renewed = (optax.apply_updates(anchor, step), moved)
@@ -92,11 +94,14 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
         # The anchor is there to be pulled to even if no worker is finite.
         return renewed[0], jnp.asarray(True), AnchorState(*map(group.shared, renewed))
 
-    return Rule(axes, init, agree)
+    return Rule(axes, init, agree, keeps=("error",))
 
 
 def local_sgd(
-    period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
+    period: int = 16,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
@@ -113,6 +118,7 @@ def local_sgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -128,7 +134,7 @@ def local_sgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
     check_positive_int("period", period)
-    return exchange(Pull(average(axes), 1.0, every=period), check=check)
+    return exchange(Pull(average(axes), 1.0, every=period, wire=wire), check=check)
 
 
 def diloco(
@@ -139,6 +145,7 @@ def diloco(
     mixing: float = 0.0,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
@@ -164,6 +171,7 @@ def diloco(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -192,7 +200,7 @@ def diloco(
     def pull(i: int) -> Pull:
         part = fragment(i, fragments) if fragments > 1 else None
         offset = (i + 1) * turn % period
-        return Pull(anchored(outer, axes), 1 - mixing, period, offset, delay, part)
+        return Pull(anchored(outer, axes), 1 - mixing, period, offset, delay, part, wire)
 
     return exchange(*map(pull, range(fragments)), check=check)
 
@@ -204,6 +212,7 @@ def slowmo(
     learning_rate: optax.ScalarOrSchedule = 1.0,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""SlowMo: averaging with a slow momentum.
 
@@ -226,6 +235,7 @@ def slowmo(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum
@@ -250,4 +260,5 @@ def slowmo(
         optax.trace(decay=beta),
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
-    return exchange(Pull(anchored(outer, axes), 1.0, every=period), check=check)
+    pull = Pull(anchored(outer, axes), 1.0, every=period, wire=wire)
+    return exchange(pull, check=check)

@@ -9,9 +9,11 @@ import optax
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.exchange import Check, Pull, exchange
+from lsgd_jax.rule import Order, Rule, in_order
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.trees import Tree, value_at, widened
+from lsgd_jax.wire import Format, Wire
 
 
 class CenterState(NamedTuple):
@@ -63,7 +65,7 @@ def moving_center(
         # The center is there to be pulled to even if no worker is finite.
         return target, jnp.asarray(True), CenterState(group.shared(center))
 
-    return Rule(axes, init, agree)
+    return Rule(axes, init, agree, keeps=("error",))
 
 
 def easgd(
@@ -72,6 +74,7 @@ def easgd(
     order: Order = "adapt_then_combine",
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging SGD: workers and center pull at each other.
 
@@ -96,6 +99,7 @@ def easgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -115,11 +119,14 @@ def easgd(
     check_positive_int("period", period)
     alpha = lambda t: value_at(beta, t) / Group(axes).size
     rule = in_order(moving_center(alpha, axes=axes), order)
-    return exchange(Pull(rule, alpha, every=period), check=check)
+    return exchange(Pull(rule, alpha, every=period, wire=wire), check=check)
 
 
 def downpour(
-    period: int = 16, check: Check = "due", axes: Axes = ("node", "local")
+    period: int = 16,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR, synchronous: the center adds all workers' moves, and all take the center.
 
@@ -138,6 +145,7 @@ def downpour(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -153,4 +161,4 @@ def downpour(
     """
     check_positive_int("period", period)
     rule = moving_center(1.0, renewed=True, axes=axes)
-    return exchange(Pull(rule, 1.0, every=period), check=check)
+    return exchange(Pull(rule, 1.0, every=period, wire=wire), check=check)

@@ -6,7 +6,8 @@ import optax
 from jax import Array
 
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import Check, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.exchange import Check, Pull, exchange
+from lsgd_jax.rule import Order, Rule, in_order
 from lsgd_jax.shared import Axes
 from lsgd_jax.topology import (
     Graph,
@@ -18,6 +19,7 @@ from lsgd_jax.topology import (
     ring,
 )
 from lsgd_jax.trees import Tree, widened
+from lsgd_jax.wire import Format, Wire
 
 
 def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
@@ -27,7 +29,8 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
       z_i = \sum_j P_{ij} y_j
 
     with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
-    is not finite is left out, and its share stays with the receiver.
+    is not finite is left out, and its share stays with the receiver. With a narrow wire
+    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which keeps the sum over all workers.
 
     Args:
       topology: the graph, or a function of W that builds it; every worker sends to as
@@ -45,24 +48,26 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     graph = for_group(topology, check_balanced)
 
     def agree(group, x, y, state, fit, t):
-        sums, mass = send(group, y, jnp.float32(1), fit, graph(group.size), t)
+        sums, mass, lost = send(group, y, jnp.float32(1), fit, graph(group.size), t)
         own = jnp.where(fit, 1 - mass, 0)
-        return blend(y, own, sums, mass), fit | (mass > 0), state
+        return blend(y, own, sums, mass, lost, mass), fit | (mass > 0), state
 
-    return Rule(axes, lambda params: (), agree)
+    return Rule(axes, lambda params: (), agree, keeps=())
 
 
 def send(
     group: Group, y: Tree, weight: Array, fit: Array, topology: Topology, t: Array
-) -> tuple[Tree, Array]:
-    """What arrives if all workers send y with a share of their weight: (Σ m_j y_j, Σ m_j).
+) -> tuple[Tree, Array, Tree | None]:
+    """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
 
-    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit.
+    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit. The
+    third is what a narrow wire format took away of this worker's own y, see `Group.lost`.
     """
     r = topology.round_at(t)
     given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(fit, y, 0), y)
-    return group.push(message, given, topology.rounds, r)
+    sums, mass = group.push(message, given, topology.rounds, r)
+    return sums, mass, group.lost(message)
 
 
 def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Array:
@@ -70,15 +75,23 @@ def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Arra
     return jnp.asarray(1 / (topology.out_degrees + 1), dtype)[r, group.index]
 
 
-def blend(y: Tree, own: Array, sums: Tree, mass: Array) -> Tree:
-    """(own · y + sums) / (own + mass), in float32 at least; y does not count if own = 0."""
+def blend(
+    y: Tree, own: Array, sums: Tree, mass: Array, lost: Tree | None, given: Array
+) -> Tree:
+    """(own · y + sums + given · lost) / (own + mass), in float32 at least.
 
-    def leaf(y: Array, sent: Array) -> Array:
+    y does not count if own = 0. What was lost of the weight that was given away stays with
+    its sender, so that the sum over all workers is what it was.
+    """
+
+    def leaf(y: Array, sent: Array, *lost: Array) -> Array:
         # The weights may be wider than y: a worker that counts for nothing may hold nan.
         mine = own.astype(sent.dtype) * jnp.where(own > 0, widened(y), 0)
+        for rest in lost:
+            mine += given.astype(sent.dtype) * jnp.where(own > 0, rest, 0)
         return (mine + sent) / (own + mass).astype(sent.dtype)
 
-    return jax.tree.map(leaf, y, sums)
+    return jax.tree.map(leaf, y, sums, *(() if lost is None else (lost,)))
 
 
 def dpsgd(
@@ -86,6 +99,7 @@ def dpsgd(
     order: Order = "combine_then_adapt",
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
 
@@ -103,6 +117,7 @@ def dpsgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -118,7 +133,7 @@ def dpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.dpsgd(lj.topology.ring(8)))
     """
     rule = in_order(neighbors(topology, axes), order)
-    return exchange(Pull(rule, 1.0), check=check)
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
 
 
 def adpsgd(
@@ -126,6 +141,7 @@ def adpsgd(
     order: Order = "combine_then_adapt",
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""AD-PSGD in lock-step: the workers meet in pairs and both take the average.
 
@@ -142,6 +158,7 @@ def adpsgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -157,4 +174,4 @@ def adpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
     """
     rule = in_order(neighbors(for_group(topology, check_paired), axes), order)
-    return exchange(Pull(rule, 1.0), check=check)
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)

@@ -6,10 +6,12 @@ import optax
 
 from lsgd_jax.checks import check_positive_int
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.exchange import Check, Pull, exchange
 from lsgd_jax.methods.averaging import average
+from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes
 from lsgd_jax.trees import Tree, mean_of, widened
+from lsgd_jax.wire import Format, Wire
 
 
 def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
@@ -18,7 +20,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     The group of worker i at step t are the workers whose number agrees with i outside of
     the bits from r log2 S to (r + 1) log2 S, r = (t - 1) mod ceil(log2 W / log2 S). Who
     is not finite is left out. The sum is worked out in log2 S exchanges with one partner
-    each. With W = S^k, k steps give the exact mean.
+    each. With W = S^k, k steps give the exact mean. With a narrow wire format a worker
+    keeps what rounding took away of what it sent, so that the sum of all stays the same.
 
     Args:
       group_size: S, a power of two; the last of the r rounds may have smaller groups.
@@ -57,7 +60,10 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
             def add_up(tree):
                 for hop in hops:
                     swap = [(i, i ^ hop) for i in range(group.size)]
-                    tree = jax.tree.map(jnp.add, tree, group.permute(tree, swap))
+                    arrived, lost = group.permute(tree, swap, hop), group.lost(tree, hop)
+                    tree = jax.tree.map(jnp.add, tree, arrived)
+                    if lost is not None:  # taken from this worker and given to no other
+                        tree = jax.tree.map(jnp.add, tree, lost)
                 return tree
 
             return add_up
@@ -68,7 +74,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         sums, count = group.switch(r, branches, (mine, fit.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    return Rule(axes, init, agree)
+    return Rule(axes, init, agree, keeps=())
 
 
 def wagma(
@@ -76,6 +82,7 @@ def wagma(
     sync_period: int = 10,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
 
@@ -93,6 +100,7 @@ def wagma(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of all W workers.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -109,8 +117,9 @@ def wagma(
     """
     check_positive_int("sync_period", sync_period)
     # The mean of the groups' means is the mean: both pulls together are the second one.
-    groups = Pull(butterfly(group_size, axes), 1.0)
-    return exchange(groups, Pull(average(axes), 1.0, every=sync_period), check=check)
+    groups = Pull(butterfly(group_size, axes), 1.0, wire=wire)
+    everyone = Pull(average(axes), 1.0, every=sync_period, wire=wire)
+    return exchange(groups, everyone, check=check)
 
 
 def _power_of_two(n: int) -> bool:

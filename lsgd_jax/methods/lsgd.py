@@ -13,9 +13,11 @@ from jax import Array
 
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
-from lsgd_jax.exchange import Check, Exchange, Order, Pull, Rule, exchange, in_order
+from lsgd_jax.exchange import Check, Exchange, Pull, exchange
+from lsgd_jax.rule import Order, Rule, in_order
 from lsgd_jax.shared import Axes
 from lsgd_jax.trees import Tree
+from lsgd_jax.wire import Format, Wire
 
 
 class LeaderState(NamedTuple):
@@ -97,7 +99,7 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
             state = state._replace(elected=trees.where(found, z, state.elected))
         return z, found, state
 
-    return Rule(axes, init, agree, step)
+    return Rule(axes, init, agree, step, keeps=("reference",))
 
 
 def lsgd(
@@ -112,6 +114,7 @@ def lsgd(
     delay: int = 0,
     check: Check = "due",
     axes: tuple[str, str] = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -152,6 +155,7 @@ def lsgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
@@ -185,7 +189,7 @@ def lsgd(
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
         if not off:
             rule = in_order(leader(group, loss_window, proximal / period), order)
-            pulls.append(Pull(rule, strength, every=period, delay=delay))
+            pulls.append(Pull(rule, strength, every=period, delay=delay, wire=wire))
     if not pulls:
         return Exchange(*optax.with_extra_args_support(optax.identity()))
     return exchange(*pulls, check=check)

@@ -9,11 +9,13 @@ from jax import Array
 
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_not_negative, check_option
-from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.exchange import Check, Pull, exchange
 from lsgd_jax.methods.gossip import blend, send, share
+from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes
 from lsgd_jax.topology import Graph, check_one_peer, exponential, for_group
 from lsgd_jax.trees import value_at, widened
+from lsgd_jax.wire import Format, Wire
 
 
 Interpolation = Literal["constant", "clock", "loss"]
@@ -39,6 +41,7 @@ def pairwise(
     seed: int = 0,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
 
@@ -69,6 +72,7 @@ def pairwise(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. With 'loss', `update`
@@ -113,6 +117,9 @@ def pairwise(
             message, fit.astype(jnp.float32), here.rounds, here.round_at(t)
         )
         (z, theirs), there = arrived[0], arrived[1] > 0
+        lost = group.lost(message)
+        if lost is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
+            z = jax.tree.map(jnp.add, z, lost[0])
 
         f = part_taken(mine, theirs, t)
         drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
@@ -134,8 +141,8 @@ def pairwise(
         less = jnp.clip(f * mine / divergence_threshold, 0, 1)
         return jnp.where(mine < divergence_threshold, less, f)
 
-    rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step)
-    return exchange(Pull(rule, 1.0), check=check)
+    rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
 
 
 class SumWeightState(NamedTuple):
@@ -158,6 +165,7 @@ def gosgd(
     seed: int = 0,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
 
@@ -182,6 +190,7 @@ def gosgd(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -205,12 +214,12 @@ def gosgd(
         sends = fit & group.bernoulli(value_at(send_probability, t), seed, t)
         kept = share(group, here, here.round_at(t))  # 1/2, or all where there is no peer
         own = jnp.where(sends, kept * w, w)
-        sums, mass = send(group, y, jnp.where(sends, w, 0), fit, here, t)
-        z = blend(y, jnp.where(fit, own, 0), sums, mass)
+        sums, mass, lost = send(group, y, jnp.where(sends, w, 0), fit, here, t)
+        z = blend(y, jnp.where(fit, own, 0), sums, mass, lost, w - own)
         return z, fit | (mass > 0), SumWeightState(own + mass)
 
-    rule = Rule(axes, lambda params: SumWeightState(jnp.float32(1)), agree)
-    return exchange(Pull(rule, 1.0), check=check)
+    rule = Rule(axes, lambda params: SumWeightState(jnp.float32(1)), agree, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
 
 
 def _part(a: Array, whole: Array) -> Array:

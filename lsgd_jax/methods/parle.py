@@ -13,9 +13,11 @@ import optax
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax.collectives import Group
-from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.exchange import Check, Pull, exchange
+from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.trees import Tree, value_at, widened
+from lsgd_jax.wire import Format, Wire
 
 
 class ParleState(NamedTuple):
@@ -42,6 +44,7 @@ def parle(
     outer_learning_rate: optax.ScalarOrSchedule | None = None,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Parle: an inner loop around an anchor, and anchors that are pulled to their mean.
 
@@ -76,6 +79,7 @@ def parle(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -121,13 +125,14 @@ def parle(
         eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
-        mean, count = group.masked_mean(anchor, fit)
+        mean, count = group.masked_mean(anchor, fit, reference=old)
         center = trees.where(count > 0, mean, old)
         anchor = trees.where(fit, anchor, center)
         # The center is there to be pulled to even if no worker is finite.
         return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 
-    return exchange(Pull(Rule(axes, init, agree, step), 1.0, every=period), check=check)
+    rule = Rule(axes, init, agree, step, keeps=("error",))
+    return exchange(Pull(rule, 1.0, every=period, wire=wire), check=check)
 
 
 def scoping(

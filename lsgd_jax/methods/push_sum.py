@@ -8,11 +8,13 @@ import optax
 from jax import Array
 
 from lsgd_jax.checks import check_positive_int
-from lsgd_jax.exchange import Check, Pull, Rule, exchange
+from lsgd_jax.exchange import Check, Pull, exchange
 from lsgd_jax.methods.gossip import blend, send, share
+from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes
 from lsgd_jax.topology import Graph, exponential, for_group
 from lsgd_jax.trees import Tree, widened
+from lsgd_jax.wire import Format, Wire
 
 
 class PushSumState(NamedTuple):
@@ -42,6 +44,7 @@ def sgp(
     topology: Graph = exponential,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
@@ -62,6 +65,7 @@ def sgp(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -75,7 +79,7 @@ def sgp(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.sgp(lj.topology.exponential(8)))
     """
-    return exchange(Pull(push_sum(topology, 0, axes), 1.0), check=check)
+    return exchange(Pull(push_sum(topology, 0, axes), 1.0, wire=wire), check=check)
 
 
 def osgp(
@@ -83,6 +87,7 @@ def osgp(
     staleness: int = 1,
     check: Check = "due",
     axes: Axes = ("node", "local"),
+    wire: Wire | Format = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
 
@@ -103,6 +108,7 @@ def osgp(
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -116,14 +122,16 @@ def osgp(
     >>> tx = optax.chain(optax.sgd(0.1), lj.osgp(lj.topology.exponential(8), staleness=2))
     """
     check_positive_int("staleness", staleness)
-    return exchange(Pull(push_sum(topology, staleness, axes), 1.0), check=check)
+    pull = Pull(push_sum(topology, staleness, axes), 1.0, wire=wire)
+    return exchange(pull, check=check)
 
 
 def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
 
     A message is the de-biased x in the parameters' dtype and a weight, so that numerators
-    are formed by the receiver, in float32 at least.
+    are formed by the receiver, in float32 at least. With a narrow wire format the sender
+    keeps what rounding took away of the mass that it sent, so that Σ s is conserved.
 
     Args:
       topology: any graph, or a function of W that builds it.
@@ -145,10 +153,10 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     def agree(group, x, y, state, fit, t):  # y = (w x + u) / w
         here, w = graph(group.size), state.weight
         traveling = x if staleness else y
-        sent = send(group, traveling, w, fit, here, t)
-        (sums, mass), *in_flight = (*state.in_flight, sent)
+        *sent, lost = send(group, traveling, w, fit, here, t)
+        (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
         kept = share(group, here, here.round_at(t), w.dtype) * w
-        z = blend(traveling, jnp.where(fit, kept, 0), sums, mass)
+        z = blend(traveling, jnp.where(fit, kept, 0), sums, mass, lost, w - kept)
         weight = jnp.where(fit, kept, w) + mass
         if staleness:
 
@@ -159,4 +167,4 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
             z = jax.tree.map(add_step, z, x, y)
         return z, fit | (mass > 0), PushSumState(weight, tuple(in_flight))
 
-    return Rule(axes, init, agree, step)
+    return Rule(axes, init, agree, step, keeps=())

@@ -14,7 +14,21 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 
 
-every_method = pytest.mark.parametrize("name", METHODS)
+# Of the wire formats ("method+format") a few methods are tested by default.
+FAST_WIRES = ("lsgd+int8", "diloco+int4", "sgp+int8")
+
+
+def rows_of(names):
+    slow = lambda name: "+" in name and name not in FAST_WIRES
+    marked = lambda name: pytest.param(name, marks=pytest.mark.slow)
+    return [marked(name) if slow(name) else name for name in names]
+
+
+def method_of(name):
+    return name.partition("+")[0]
+
+
+every_method = pytest.mark.parametrize("name", rows_of(METHODS))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 SICK = 1
 
@@ -28,7 +42,7 @@ def base_alone(W):
     return Run(optax.sgd(0.1), 1, W, 1).train()[0]
 
 
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.alone])
+@pytest.mark.parametrize("name", rows_of(n for n, m in METHODS.items() if m.alone))
 def test_one_worker_is_the_base_optimizer(name):
     """With momentum, so that what the base sees must be untouched as well.
 
@@ -94,7 +108,7 @@ slowly = lambda names: [
 @every_method
 def test_a_non_finite_worker_harms_no_other_and_is_restored_or_reported(name, lasting):
     # At the one step at which it is sick nothing may have been sent to it: it goes on then.
-    late = not lasting and name in ("gosgd", "osgp_delayed")
+    late = not lasting and method_of(name) in ("gosgd", "osgp_delayed")
     check_one_sick_worker(run_of(name, 4, 2, 8), lasting, at_least=0 if late else 1)
 
 
@@ -142,12 +156,12 @@ def all_sick(run):
     return seen, state
 
 
-@pytest.mark.parametrize("name", PULLS)
+@pytest.mark.parametrize("name", rows_of(PULLS))
 def test_all_workers_sick_at_once_stay_and_go_on(name):
     """What was in flight arrives; otherwise they lose the step."""
     seen, state = all_sick(run_of(name, 4, 2, 8))
     assert not lj.waiting(state).any()
-    if name not in ("osgp_delayed", "diloco_streaming", "lsgd_delayed"):
+    if method_of(name) not in ("osgp_delayed", "diloco_streaming", "lsgd_delayed"):
         close(seen[2], seen[1])
     assert np.abs(seen[4]["w"] - seen[2]["w"]).max() > 1e-4
 
@@ -156,7 +170,7 @@ def test_all_workers_sick_at_once_stay_and_go_on(name):
 def test_all_workers_sick_at_once_without_any_guard(name):
     """Who has a center goes back to it; what is in flight restores; others wait."""
     seen, state = all_sick(unguarded(name))
-    if name in ("osgp_delayed", "diloco_streaming"):
+    if method_of(name) in ("osgp_delayed", "diloco_streaming"):
         assert not lj.waiting(state).any()
         return
     close(seen[2], seen[1])

@@ -107,6 +107,31 @@ def test_every_method_on_any_grid(method, grid):
     check_equal_to_unsharded(method, grid)
 
 
+NARROW = {
+    "lsgd": lambda wire: lj.lsgd(0.3, 0.2, 2, 3, wire=wire),
+    "diloco": lambda wire: lj.diloco(period=3, wire=wire),
+    "sgp": lambda wire: lj.sgp(wire=wire),
+    "wagma": lambda wire: lj.wagma(wire=wire),
+}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in ("sgp", "wagma"))) for x in NARROW],
+)
+def test_shards_travel_in_narrow_formats(method):
+    """Blocks that shards are made of are those of the whole leaves: the same numbers."""
+    specs = {"in": {"kernel": P("fsdp"), "bias": P("fsdp")}, "out": P("fsdp")}
+    sharded, whole = lj.Workers(2, 2, inside={"fsdp": 2}), lj.Workers(2, 2)
+    tx = optax.chain(SGD, NARROW[method](lj.Wire("int8", block=8)))
+    params, state = trained(sharded, tx, specs)
+    expected, whole_state = trained(whole, tx, None)
+    for x, y in zip(*map(jax.tree.leaves, (sharded.fetch(params), whole.fetch(expected)))):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
+        assert int(mine.payload) <= int(other.payload) // 2 + 8
+
+
 @pytest.mark.parametrize("method", ["lsgd", "diloco", "sgp", "median"])
 def test_an_exchange_moves_shards(method):
     """No collective of the compiled step but a sum is as large as a leaf, nor is any

@@ -66,6 +66,9 @@ def _kind(name: str, hint: Any) -> Any:
     if name == "topology" or hint in SCALARS or typing.get_origin(hint) is Literal:
         return hint
     parts = typing.get_args(hint)
+    for part in parts:  # names, in place of which Python takes an object as well
+        if typing.get_origin(part) is Literal:
+            return part
     for scalar in (float, int, str):
         if scalar in parts:
             return scalar | None if types.NoneType in parts else scalar
@@ -111,6 +114,7 @@ def _indented(lines: Iterable[str]) -> Iterable[str]:
 
 
 def _plain(text: str) -> str:
-    text = re.sub(r",? or a (schedule of t|function of W that builds it)", "", text)
+    others = "schedule of t|function of W that builds it|`Wire`"
+    text = re.sub(rf",? or a ({others})", "", text)
     text = re.sub(r":math:`([^`]*)`", r"\1", text).replace("``", "`")
     return text

@@ -15,6 +15,7 @@ def factory(
     until: int | None = None,
     rate: optax.ScalarOrSchedule | None = None,
     order: Literal["a", "b"] = "a",
+    wire: lj.Wire | Literal["x", "y"] = "x",
     topology: object = lj.topology.bipartite_exponential,
     axes: tuple[str, ...] = ("node", "local"),
 ):
@@ -27,13 +28,14 @@ def factory(
       until: the last step: or None.
       rate: :math:`\eta`.
       order: which first.
+      wire: the format, or a `Wire`.
       topology: the graph.
       axes: of the mesh.
 
     Returns:
       Nothing: it is never called.
     """
-    del strength, fragments, until, rate, order, topology, axes
+    del strength, fragments, until, rate, order, wire, topology, axes
 
 
 def test_every_kind_of_parameter():
@@ -45,6 +47,7 @@ def test_every_kind_of_parameter():
         "until": (int | None, None, "the last step: or None."),
         "rate": (float | None, None, r"\eta."),
         "order": (Literal["a", "b"], "a", "which first."),
+        "wire": (Literal["x", "y"], "x", "the format."),
         "topology": (graphs, "bipartite-exponential", "the graph."),
     }
 

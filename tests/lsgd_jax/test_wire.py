@@ -1,0 +1,400 @@
+"""Wire formats: the codec, what is conserved, what travels, how far training comes."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import exchanges
+
+import lsgd_jax as lj
+from lsgd_jax.wire import LEVELS, decode, encode
+
+
+FORMATS = ("bfloat16", "int8", "int4")
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+
+
+def there_and_back(x, wire, seed=None):
+    key = None if seed is None else jax.random.key(seed)
+    return np.asarray(decode(encode(x, wire, key), wire, x.shape))
+
+
+def quantum(x, wire):
+    """Of each element of a flat x the distance between two values that it may take."""
+    if wire.format == "bfloat16":
+        return np.abs(x) * 2.0**-7
+    top = [np.abs(x[k : k + wire.block]).max() for k in range(0, len(x), wire.block)]
+    return np.repeat(top, wire.block)[: len(x)] / LEVELS[wire.format]
+
+
+# The codec
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_error_is_at_most_a_quantum_and_draws_repeat(format, rounding):
+    x = np.random.default_rng(0).normal(size=(7, 83)).astype(np.float32)
+    x *= np.geomspace(1e-3, 1e3, x.size).reshape(x.shape)
+    wire, nearest = lj.Wire(format, rounding, block=64), rounding == "nearest"
+    seed = None if nearest else 0
+    q = there_and_back(x, wire, seed)
+    bound = quantum(x.ravel(), wire).reshape(x.shape) * (0.5 if nearest else 1)
+    assert (np.abs(q - x) <= bound * (1 + 1e-5)).all()
+    assert np.abs(q - x).max() > 0
+    np.testing.assert_array_equal(q, there_and_back(x, wire, seed))
+    if not nearest:
+        assert (q != there_and_back(x, wire, 1)).any()
+
+
+def test_integers_by_hand():
+    x = jnp.array([0.6, -1.0, 0.1, 0.0, 4.0])
+    coded = encode(x, lj.Wire("int8", block=4))
+    assert coded.codes.tolist() == [76, -127, 13, 0, 127]
+    np.testing.assert_allclose(coded.scales, [1 / 127, 4 / 127], rtol=1e-7)
+    wire = lj.Wire("int4", block=4)
+    coded = encode(x, wire)
+    # Codes 4, -7, 1, 0, 7: the last two stand in the upper halves of the first two bytes.
+    assert coded.codes.tolist() == [4 | 0 << 4, (-7 & 15) | 7 << 4, 1]
+    back = decode(coded, wire, (5,)) / np.repeat(coded.scales, 4)[:5]
+    np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_stochastic_rounding_has_no_bias(format):
+    """The mean of n draws is within 5 standard deviations of the value."""
+    draws = 4000
+    x = jnp.asarray(np.random.default_rng(1).normal(size=40), jnp.float32)
+    wire = lj.Wire(format, "stochastic")
+    once = lambda key: decode(encode(x, wire, key), wire, x.shape)
+    mean = jax.vmap(once)(jax.random.split(jax.random.key(0), draws)).mean(axis=0)
+    deviation = quantum(np.asarray(x), wire) / 2 / np.sqrt(draws)
+    assert (np.abs(mean - x) <= 5 * deviation + 1e-6).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_stay_and_what_is_not_finite_counts_as_zero(format):
+    wire = lj.Wire(format, block=4)
+    zeros = jnp.zeros(6)
+    assert there_and_back(zeros, wire).tolist() == [0] * 6
+    assert there_and_back(zeros, wire, seed=0).tolist() == [0] * 6
+    broken = jnp.array([jnp.nan, 1.0, -jnp.inf, 1.0, 1e-45, 3.4e38])
+    back = there_and_back(broken, wire)
+    assert back[:5].tolist() == [0, 1, 0, 1, 0] and np.isfinite(back).all()
+    assert there_and_back(jnp.zeros((0, 3)), wire).shape == (0, 3)
+
+
+def test_leaves_share_no_scale_and_gaps_do_not_travel():
+    """Small leaves lie in one buffer; the result is that of each leaf alone."""
+    draw = np.random.default_rng(0).normal
+    tree = {"a": draw(size=(3, 100)), "b": draw(size=5) * 1e3, "c": draw(size=512) / 1e3}
+    tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+    axes = ("node", "local")
+    rule = lj.Rule(axes, lambda params: (), _to_the_first, keeps=("reference",))
+    for format, bytes_each in (("int8", 817 + 4 * 5), ("int4", 409 + 4 * 5)):
+        wire = lj.Wire(format)
+        z, state = _once(rule, wire, tree)
+        for name, x in tree.items():
+            close(z[name][1], there_and_back(x, wire), atol=0)
+        assert lj.diagnostics(state)[0].payload == bytes_each
+
+
+def _to_the_first(group, x, y, state, fit, t):
+    return group.broadcast(y, jnp.int32(0)), jnp.asarray(True), state
+
+
+def _once(rule, wire, tree, strength=1.0):
+    """Where two workers, the first at `tree`, the second at 0, are after one exchange."""
+    workers = lj.Workers(1, 2)
+    tx = lj.exchange(lj.Pull(rule, strength, wire=wire))
+    x = workers.put(jax.tree.map(lambda x: np.stack([x, 0 * x]), tree))
+
+    def step(x):
+        u, state = tx.update(jax.tree.map(jnp.zeros_like, x), tx.init(x), x)
+        return lj.apply_updates(x, u), state
+
+    return workers.fetch(workers.map(step)(x))
+
+
+# Errors
+
+
+def test_what_is_no_wire_format_is_refused():
+    with pytest.raises(ValueError, match="`wire` must be one of .*'int4', got wire='int9'"):
+        lj.local_sgd(wire="int9")
+    with pytest.raises(ValueError, match="`rounding` must be one of"):
+        lj.Wire("int8", rounding="up")
+    with pytest.raises(ValueError, match="`block` must be a positive int, got block=0"):
+        lj.Wire("int8", block=0)
+    silent = lj.Rule("local", lambda params: (), _to_the_first)
+    lj.Pull(silent, 1.0, wire="float32")
+    with pytest.raises(ValueError, match="`wire` must be 'float32' for a rule that does"):
+        lj.Pull(silent, 1.0, wire="int8")
+
+
+@pytest.mark.parametrize("missing", ["reference", "error"])
+def test_a_rule_that_keeps_too_little_is_told(missing):
+    keeps = {"reference": (), "error": ("reference",)}[missing]
+    rule = lj.average()._replace(keeps=keeps)
+    with pytest.raises(ValueError, match=f"must have '{missing}'"):
+        _once(rule, "int8", jnp.ones(3))
+
+
+# What is conserved
+
+
+def states_of(state):
+    ours = lambda node: isinstance(node, lj.ExchangeState)
+    return list(filter(ours, jax.tree.leaves(state, is_leaf=ours)))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_lsgd_and_diloco_by_hand(format):
+    """Three workers, three exchanges, one block: q = Q(v - r + e), in NumPy."""
+    levels = LEVELS[format]
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 5)).astype(np.float32)
+    steps = rng.normal(size=(3, 3, 5)).astype(np.float32)
+    losses = rng.uniform(size=(3, 3)).astype(np.float32)
+
+    def Q(x):
+        scale = np.abs(x).max(axis=-1, keepdims=True) / levels
+        return np.round(x / scale) * scale
+
+    lsgd = lj.lsgd(0.0, 0.25, global_period=1, loss_window=1, wire=format)
+    diloco = lj.diloco(1, optax.sgd(0.5), wire=format)
+    seen, state = _train(optax.chain(lsgd), start, steps, losses)
+    x, r = start, 0
+    for t in range(3):
+        y = x + steps[t]
+        r = r + Q(y[losses[t].argmin()] - r)
+        x = y + 0.25 * (r - y)
+        close(seen[t], x)
+    close(states_of(state)[0].pulls[0].wire.reference.value, r)
+
+    seen, state = _train(optax.chain(diloco), start, steps, losses)
+    x, a, e = start, start.mean(axis=0), 0
+    for t in range(3):
+        owed = x + steps[t] - a + e
+        e = owed - Q(owed)
+        a = a + 0.5 * Q(owed).mean(axis=0)
+        x = np.stack([a] * 3)
+        close(seen[t], x)
+    close(states_of(state)[0].pulls[0].wire.error, e)
+
+
+def _train(tx, start, steps, losses):
+    workers = lj.Workers(1, len(start), devices=jax.devices()[: len(start)])
+    x, seen = workers.put(start), []
+    state = workers.map(tx.init)(x)
+
+    def step(x, state, u, loss):
+        u, state = tx.update(u, state, x, value=loss)
+        return lj.apply_updates(x, u), state
+
+    step = workers.map(step)
+    for u, loss in zip(steps, losses):
+        x, state = step(x, state, workers.put(u), workers.put(loss))
+        seen.append(workers.fetch(x))
+    return seen, workers.fetch(state)
+
+
+def sums_over(name, wire, steps=4):
+    """Of each step of a gossip method Σ w x, without any gradient, and Σ w."""
+    tx, workers = GOSSIP[name](wire), lj.Workers(1, 8)
+    x = workers.put(np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32))
+    state, found = workers.map(tx.init)(x), []
+
+    def step(x, state):
+        u, state = tx.update(jnp.zeros_like(x), state, x, value=0.0)
+        return lj.apply_updates(x, u), state
+
+    step = workers.map(step)
+    for _ in range(steps + 1):
+        rule = states_of(state)[0].pulls[0].rule
+        w = np.asarray(getattr(rule, "weight", np.ones(8)), np.float64)
+        found.append((w @ np.asarray(x, np.float64), w.sum()))
+        x, state = step(x, state)
+    return found, float(lj.consensus_distance(x))
+
+
+UNEVEN = [[(i, (i + 1) % 8) for i in range(8)] + [(0, 4), (0, 2)]]
+GOSSIP = {
+    "dpsgd": lambda wire: lj.dpsgd(wire=wire),
+    "adpsgd": lambda wire: lj.adpsgd(wire=wire),
+    "sgp": lambda wire: lj.sgp(lj.topology.from_edges(UNEVEN), wire=wire),
+    "gosgd": lambda wire: lj.gosgd(wire=wire),
+    "pairwise": lambda wire: lj.pairwise(wire=wire),
+    "wagma": lambda wire: lj.wagma(4, 100, wire=wire),
+}
+
+
+SLOWLY = [n if n == "sgp" else pytest.param(n, marks=pytest.mark.slow) for n in GOSSIP]
+
+
+@pytest.mark.parametrize("name", SLOWLY)
+def test_gossip_conserves_the_sum_whatever_rounding_takes_away(name):
+    wire = lj.Wire("int4", "stochastic", seed=3)
+    found, distance = sums_over(name, wire)
+    for total, mass in found[1:]:
+        np.testing.assert_allclose(total, found[0][0], rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(mass, 8, rtol=1e-6)
+    assert distance < 0.7 * np.sqrt(7)  # they do come together
+
+
+def test_what_is_sent_and_the_error_are_what_should_be_sent():
+    """Over many exchanges: Σ sent + e = Σ what was to be sent, for each worker of EASGD."""
+    tx, workers = lj.easgd(0.5, 1, wire="int4"), lj.Workers(1, 4)
+    rng = np.random.default_rng(0)
+    x = workers.put(rng.normal(size=(4, 50)).astype(np.float32))
+    state = workers.map(tx.init)(x)
+    first = states_of(state)[0].pulls[0].rule.center.value
+    step = workers.map(lambda x, s: tx.update(jnp.zeros_like(x), s, x, value=0.0))
+    owed = 0
+    for _ in range(6):
+        center = states_of(state)[0].pulls[0].rule.center.value
+        owed += (np.asarray(x) - np.asarray(center)).sum(axis=0) * 0.5 / 4
+        u, state = step(x, state)
+        x = lj.apply_updates(x, u)
+    pull = states_of(state)[0].pulls[0]
+    moved = pull.rule.center.value - first
+    rest = np.asarray(pull.wire.error).sum(axis=0) * 0.5 / 4
+    assert np.abs(rest).max() > 1e-3
+    np.testing.assert_allclose(moved + rest, owed, rtol=1e-4, atol=1e-5)
+
+
+# Who holds what
+
+
+@pytest.mark.parametrize("devices", [4, 2])
+@pytest.mark.parametrize("method", ["source", "mean"])
+def test_targets_are_the_same_to_the_bit_on_all_workers(method, devices):
+    """From x = 0 to the target whole, so that the update is the target."""
+    rule = {"source": lj.leader(("node", "local")), "mean": lj.average()}[method]
+    tx = lj.exchange(lj.Pull(rule, 1.0, wire=lj.Wire("int8", "stochastic")))
+    workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
+    y = workers.put(np.random.default_rng(0).normal(size=(4, 70)).astype(np.float32))
+    state = workers.map(tx.init)(y)
+    step = workers.map(lambda u, s: tx.update(u, s, 0 * u, value=u[0]))
+    for _ in range(2):
+        u, state = step(y, state)
+        u = np.asarray(u)
+        assert np.any(u[0])
+        np.testing.assert_array_equal(u, np.broadcast_to(u[0], u.shape))
+        copies = states_of(state)[0].pulls[0].wire.reference.value.addressable_shards
+        assert len(copies) == devices
+        for copy in copies:
+            np.testing.assert_array_equal(copy.data, u[0])
+
+
+def test_float32_adds_nothing():
+    plain, named = (lj.lsgd(0.1, 0.2, **k) for k in ({}, {"wire": "float32"}))
+    workers = lj.Workers(2, 2)
+    x = workers.put({"w": np.ones((4, 3), np.float32)})
+    texts = []
+    for tx in (plain, named):
+        state = workers.map(tx.init)(x)
+        assert all(pull.wire == () for pull in states_of(state)[0].pulls)
+        step = workers.map(lambda x, s, tx=tx: tx.update(x, s, x, value=x["w"].sum()))
+        texts.append(step.lower(x, state).as_text())
+    assert texts[0] == texts[1]
+
+
+def test_a_worker_that_was_restored_late_owes_nothing():
+    tx, workers = lj.diloco(4, delay=1, wire="int4"), lj.Workers(1, 2)
+    x = workers.put(np.random.default_rng(0).normal(size=(2, 9)).astype(np.float32))
+    state, errors = workers.map(tx.init)(x), []
+
+    def step(x, state, loss):
+        u, state = tx.update(0.1 * x, state, x, value=loss)
+        return lj.apply_updates(x, u), state
+
+    step = workers.map(step)
+    for t in range(1, 5):
+        loss = jnp.array([1.0, jnp.nan if t == 4 else 1.0])
+        x, state = step(x, state, workers.put(loss))
+        errors.append(np.abs(states_of(state)[0].pulls[0].wire.error).max(axis=1))
+    assert (errors[2] > 0).all()
+    assert errors[3][0] == errors[2][0] and errors[3][1] == 0
+
+
+def test_other_workers_owe_nothing_and_keep_what_all_had():
+    tx = lj.exchange(
+        lj.Pull(lj.average(), 1.0, wire="int4"),
+        lj.Pull(lj.leader("local"), 0.5, wire="int8"),
+    )
+    workers = lj.Workers(2, 2)
+    x = workers.put(np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32))
+    state = workers.map(tx.init)(x)
+    step = workers.map(lambda x, s: tx.update(x, s, x, value=x[0])[1])
+    state = workers.fetch(step(x, state))
+    everywhere, local = (pull.wire for pull in state.pulls)
+    assert np.abs(everywhere.error).min(axis=1).max() > 0 and np.any(local.reference)
+    other = lj.resize(state, [0, 3, 3, 1, 2, 2])
+    np.testing.assert_array_equal(
+        other.pulls[0].wire.reference.value, everywhere.reference.value
+    )
+    assert not other.pulls[0].wire.error.any() and other.pulls[0].wire.error.shape == (6, 9)
+    assert not other.pulls[1].wire.reference.any()
+
+
+# What travels, and what becomes of training
+
+
+@pytest.mark.parametrize("name", ["lsgd", "diloco", "sgp"])
+def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
+    """Read from the operands of the collectives in the compiled program."""
+    make = {
+        "lsgd": lambda wire: lj.lsgd(0.0, 0.2, global_period=2, wire=wire),
+        "diloco": lambda wire: lj.diloco(2, wire=wire),
+        "sgp": lambda wire: lj.exchange(
+            lj.Pull(lj.push_sum(lj.topology.ring(4), 0, "local"), 1.0, 2, wire=wire)
+        ),
+    }[name]
+    sent = {}
+    for wire in ("float32", "bfloat16", "int8", "int4"):
+        tx, workers = make(wire), lj.Workers(1, 4)
+        shapes = {"w": (4, 100, 600), "b": (4, 600), "n": (4,)}
+        x = jax.tree.map(jnp.ones, shapes, is_leaf=lambda s: isinstance(s, tuple))
+        x = workers.put(x)
+        state = workers.map(tx.init)(x)
+        step = workers.map(lambda x, s, tx=tx: tx.update(x, s, x, value=x["n"]))
+        compiled = step.lower(x, state).compile()
+        always, (sent[wire],) = exchanges(compiled.as_text())
+        _, state = compiled(x, state)
+        _, state = compiled(x, state)
+        (level,) = lj.diagnostics(state)
+        assert always == 0 and level.payload == level.bytes_sent == sent[wire]
+    shares = {wire: count / sent["float32"] for wire, count in sent.items()}
+    assert shares["bfloat16"] < 0.51 and shares["int8"] < 0.27 and shares["int4"] < 0.14
+
+
+def test_a_quadratic_is_solved_as_far_as_without_rounding():
+    """f(x) = |x - a_i|² / 2 with another a_i for each worker; the mean is the solution."""
+    rng = np.random.default_rng(0)
+    goals = rng.normal(size=(4, 64)).astype(np.float32)
+
+    def distance(wire):
+        tx = optax.chain(optax.sgd(0.2), lj.diloco(5, optax.sgd(0.7), wire=wire))
+        workers = lj.Workers(1, 4)
+        x, a = workers.put((goals + 5, goals))
+        state = workers.map(tx.init)(x)
+
+        def step(x, state, a):
+            u, state = tx.update(x - a, state, x)
+            return lj.apply_updates(x, u), state
+
+        step = workers.map(step)
+        for _ in range(100):
+            x, state = step(x, state, a)
+        center = states_of(state)[0].pulls[0].rule.anchor.value
+        return np.abs(center - goals.mean(axis=0)).max()
+
+    assert distance("float32") < 1e-3
+    # The differences to a worker's own goal do not vanish, and nor does their rounding.
+    spread = np.abs(goals - goals.mean(axis=0)).max()
+    assert distance("int8") < spread / 127
+    assert distance("int4") < spread / 7
