@@ -146,7 +146,7 @@ class NarrowGroup(Group):
         *others: Any,
         out: Callable = lambda specs, *_: specs,
     ) -> Any:
-        """As that of `Group`; makes the step and the shard known, which keys are made of."""
+        """As that of `Group`; keys are made of the step and the shard."""
         axes, before = known_axes(), (self._t, self._shard)
 
         def on_shard(tree, t, *others):

@@ -299,11 +299,7 @@ class Group:
         *others: Any,
         out: Callable = lambda specs, *_: specs,
     ) -> Any:
-        """fn(tree, *others), by each device of a worker on its own shards.
-
-        What is traced comes as an argument: closures do not know of the shards. `out` is
-        as for `shard_by_shard`.
-        """
+        """fn(tree, *others) by `shard_by_shard`. What is traced comes as an argument."""
         return shard_by_shard(fn, tree, *jax.tree.map(jnp.asarray, others), out=out)
 
     def _encoded(self, tree: Tree, turn: int = 0) -> Tree:
