@@ -91,6 +91,7 @@ class DistributedConfig:
             _check(holds, prefix + "process_id", "in [0, num_processes)", self)
 
 
+MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
 FLOAT32_MAX = 3.4028235e38
 
 METHOD_HELP = f"""Choose another method with --method NAME: {", ".join(METHODS)}."""
@@ -151,6 +152,12 @@ class Config:
             lj.checks.check_positive_int(name, getattr(self, name))
         lj.checks.check_positive_int("workers.nodes", self.workers.nodes)
         lj.checks.check_positive_int("workers.locals", self.workers.locals)
+        workers = self.workers.nodes * self.workers.locals
+        if workers > MOST_WORKERS:
+            raise ValueError(
+                f"`workers.nodes` times `workers.locals` must be at most {MOST_WORKERS:,}, "
+                f"got {self.workers.nodes} x {self.workers.locals}"
+            )
         for name in ("crop", "read_ahead"):
             lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
         if self.data.reader_threads is not None:
