@@ -6,6 +6,9 @@ import math
 import lsgd_jax as lj
 
 
+MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkersConfig:
     """The grid of workers. A run may be resumed with another one (see --resume)."""
@@ -21,6 +24,11 @@ class WorkersConfig:
     def __post_init__(self):
         lj.checks.check_positive_int("workers.nodes", self.nodes)
         lj.checks.check_positive_int("workers.locals", self.locals)
+        if self.nodes * self.locals > MOST_WORKERS:
+            raise ValueError(
+                f"`workers.nodes` times `workers.locals` must be at most {MOST_WORKERS:,}, "
+                f"got {self.nodes} x {self.locals}"
+            )
         pairs = [axis.partition("=") for axis in self.inside]
         names = {name for name, _, _ in pairs}
         sizes = all(size.isdecimal() and int(size) > 0 for _, _, size in pairs)

@@ -90,6 +90,10 @@ def end(process):
             "must be finite, got",
         ),
         (["digits", "--steps", "2147483648"], "`steps` must be less than 2**31, got steps"),
+        (
+            "digits --workers.nodes 1000 --workers.locals 1000".split(),
+            "must be at most 65,536, got 1000 x 1000",
+        ),
         (["digits", "--name", "a/b"], "`name` must be a name for a folder, got name=a/b"),
         (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
         (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),

@@ -101,7 +101,7 @@ def test_the_papers_settings(experiment):
             "the run folder .*file/digits-.* cannot be made: Not a director",
         ),
         ({"run_dir": "x" * 300}, "cannot be made: File name too long"),
-        ({"run_dir": "x\0"}, "null byte"),
+        ({"run_dir": "x\0"}, "null (byte|character)"),
         ({"run_dir": "\udce9"}, r"must be UTF-8, got b'/.*\\xe9'"),
         ({"run_dir": "file"}, "`run_dir` must be a new folder"),
     ],

@@ -26,6 +26,12 @@ class EpochSampler:
     """
 
     def __init__(self, size: int, batch_size: int, seed: int):
+        if size < 1:
+            raise ValueError(
+                "with --data.shard there must be a training image for every worker, and "
+                "there are more workers than images; take fewer workers, or leave "
+                "--data.shard off"
+            )
         if batch_size > size:
             raise ValueError(
                 f"`batch_size` must be at most {size}, the number of training images per "

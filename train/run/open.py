@@ -31,6 +31,9 @@ from train.task.experiment import Experiment
 from train.task.state import TrainState
 
 
+MANY = 128  # workers of a process, whose placing is felt
+
+
 @dataclasses.dataclass
 class Run:
     """A run that is open. Only `state` and `step` change while it is trained.
@@ -97,6 +100,9 @@ def open_run(
         shared_folder.check(session, resumed)
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
+    workers = config.workers.nodes * config.workers.locals
+    if workers > MANY * len(session.members):
+        progress.say(f"placing {workers:,} workers, which takes a while")
     experiment = Experiment(
         config, session=session, warn=progress.warn_here, devices=devices
     )

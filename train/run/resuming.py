@@ -7,31 +7,31 @@ import shlex
 from typing import Any
 
 from train import config as configuration
-from train.config import FREE_ON_RESUME, Config, DistributedConfig
+from train.config import DISTRIBUTED, FREE_ON_RESUME, Config, DistributedConfig
 from train.run.folder import CONFIG
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # in the environment: the command of train.launch, up to --
-BY_LAUNCHER = {"coordinator", "num_processes", "process_id", "gpus"}
 
-# What the command names anyway.
-NAMED = {"runs", "run_dir", "resume", "experiment"}
+# What the command names anyway, and how this process was started among others.
+LEFT_OUT = {"runs", "run_dir", "resume", "experiment"} | {
+    f"distributed.{name}" for name in ("coordinator", "num_processes", "process_id", "gpus")
+}
 
 
 def resume_command(config: Config, folder: pathlib.Path) -> str:
     """The command that goes on with a run as it is now.
 
-    Resuming takes the settings that the run began with; those that have changed since, and
-    those that are no part of a run, are named.
+    Resuming takes the settings that the run began with; those that have changed since are
+    named. How several processes are started is not, unless `train.launch` has done so.
     """
     launcher = os.environ.get(LAUNCHER)
     begun = _known(folder)
     now = configuration.fields(config)
-    if launcher is not None:
-        begun |= {f"distributed.{x}": now[f"distributed.{x}"] for x in BY_LAUNCHER}
     changed = [
         _option(field, now[field])
-        for field in sorted(FREE_ON_RESUME - NAMED)
+        for field in sorted(FREE_ON_RESUME - LEFT_OUT)
+        if launcher is not None or field not in DISTRIBUTED
         if now[field] != begun.get(field, now[field])
     ]
     where = str(folder)

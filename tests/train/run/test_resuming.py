@@ -41,10 +41,7 @@ def test_settings_that_changed_since_the_run_began_are_named(tmp_path):
     config = began(tmp_path / "run")
     workers = configuration.WorkersConfig(1, 3)
     data = dataclasses.replace(config.data, accept_other_files=True, reader_threads=2)
-    distributed = dataclasses.replace(config.distributed, heartbeat_timeout=7)
-    config = dataclasses.replace(
-        config, steps=9, workers=workers, data=data, distributed=distributed, resume=True
-    )
+    config = dataclasses.replace(config, steps=9, workers=workers, data=data, resume=True)
     assert resumed(config, tmp_path / "run") == config
 
 
@@ -57,8 +54,10 @@ def test_a_run_that_was_launched_is_launched_again(tmp_path, monkeypatch):
     start = "python -m train.launch --devices-per-process 1 --grace 9 --processes 2 --"
     assert command == start and resuming.LAUNCHER == launch.LAUNCHER
     of_process = "--distributed.coordinator a:1 --distributed.num-processes 2".split()
-    config = began(tmp_path / "run", *of_process, "--distributed.process-id", "0")
-    assert resumed(config, tmp_path / "run", start).distributed.coordinator is None
+    of_process += "--distributed.process-id 0 --distributed.heartbeat-timeout 7".split()
+    config = began(tmp_path / "run", *of_process)
+    distributed = resumed(config, tmp_path / "run", start).distributed
+    assert distributed == configuration.DistributedConfig(heartbeat_timeout=7)
     again = shlex.split(resuming.resume_command(config, tmp_path / "run"))[3:]
     assert launch.parse(again).arguments == again[again.index("--") + 1 :]
 
