@@ -15,7 +15,7 @@ import lsgd_jax as lj
 
 
 # Of the wire formats ("method+format") a few methods are tested by default.
-FAST_WIRES = ("lsgd+int8", "diloco+int4", "sgp+int8")
+FAST_WIRES = ("lsgd+int8", "diloco+int4")
 
 
 def rows_of(names):

@@ -344,7 +344,9 @@ def test_other_workers_owe_nothing_and_keep_what_all_had():
 # What travels, and what becomes of training
 
 
-@pytest.mark.parametrize("name", ["lsgd", "diloco", "sgp"])
+@pytest.mark.parametrize(
+    "name", ["lsgd", "diloco", pytest.param("sgp", marks=pytest.mark.slow)]
+)
 def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     """Read from the operands of the collectives in the compiled program."""
     make = {
