@@ -42,7 +42,8 @@ class RunLock:
     """
 
     def __init__(self, folder: pathlib.Path, say: Say, lost: Say):
-        lease = SoftFileLease(
+        self._folder, self._lost = folder, lost
+        self._lease = lease = SoftFileLease(
             folder / LOCK,
             lease_duration=LEASE_S,
             heartbeat_interval=RENEWAL_S,
@@ -52,6 +53,14 @@ class RunLock:
         _acquire(lease, folder, say)
         self.release = weakref.finalize(self, lease.release, force=True)
         _note_time(folder / LOCK)
+
+    def check(self) -> None:
+        """Calls `lost` at once if another process has taken the folder over.
+
+        A process that was frozen goes on before it finds out in its other thread.
+        """
+        if self._lease.owner is not None and not self._lease.is_lock_held_by_us:
+            self._lost(_taken_over(self._lease, self._folder))
 
 
 def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
@@ -89,7 +98,7 @@ def _find_out(lease: SoftFileLease, folder: pathlib.Path, lost: Say) -> None:
     while lease.is_locked:
         owner = lease.owner
         if owner is not None and not lease.is_lock_held_by_us:
-            return lost(f"{_holder(lease, folder)}, which has taken it over")
+            return lost(_taken_over(lease, folder))
         if owner is not None:
             with contextlib.suppress(OSError):
                 os.utime(folder / LOCK)
@@ -108,6 +117,10 @@ def _holder(lease: SoftFileLease, folder: pathlib.Path) -> str:
         return f"another process holds {folder}"
     host = owner.hostname.partition("?")[0]  # what follows tells containers apart
     return f"process {owner.pid} on host {host} holds {folder}{since}"
+
+
+def _taken_over(lease: SoftFileLease, folder: pathlib.Path) -> str:
+    return f"{_holder(lease, folder)}, which has taken it over"
 
 
 def _renewed(folder: pathlib.Path) -> tuple[int, int] | None:

@@ -151,10 +151,15 @@ def test_who_lost_the_folder_finds_out(tmp_path, other):
     other.wait()
     lost = []
     held, _ = hold(tmp_path, lost.append)
+    held.check()
+    assert lost == []
     (tmp_path / "new").write_text(theirs)
     (tmp_path / "new").replace(tmp_path / LOCK)
     as_if_of_another_host(tmp_path)
-    until(lambda: lost)
+    held.check()  # at once, before anything is saved
+    assert len(lost) == 1
+    until(lambda: len(lost) > 1)
+    assert lost[0] == lost[1]
     assert lost[0].startswith(f"process {other.pid} on host elsewhere holds {tmp_path} sin")
     assert lost[0].endswith(", which has taken it over")
     held.release()
