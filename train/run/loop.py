@@ -31,6 +31,8 @@ def train(run: Run) -> Result:
             result = finish(run, stopped_by)
         if not result.leaving:
             conclude(run, result)
+    if run.lock is not None:
+        run.lock.release()
     return result
 
 

@@ -39,9 +39,7 @@ def finished(tmp_path_factory, traces):
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(figures=True, share=True, set=patch.setattr)
         run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
-        result = train(run)
-    run.lock.release()
-    return run, result
+        return run, train(run)
 
 
 @pytest.fixture
