@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import lsgd_jax as lj
+from train.config_checks import check
 from train.data.vocabulary import Tokens
+from train.distributed_config import DistributedConfig as DistributedConfig
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
@@ -51,58 +53,6 @@ class DataConfig:
     reader_threads: int | None = None
     # Batches to read ahead of the training step (imagenet).
     read_ahead: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class DistributedConfig:
-    """The rendezvous of several processes, on one host or many. Not part of a run."""
-
-    # Who has started the processes: `auto` finds out whether Open MPI, Slurm, a Kubernetes
-    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process only.
-    cluster: Literal["auto", "mpi4py", "none"] = "auto"
-    # HOST:PORT where process 0 waits for the others, if the cluster does not say so.
-    coordinator: str | None = None
-    # Number of processes, if the cluster does not say so.
-    num_processes: int | None = None
-    # Which of them this one is, from 0, if the cluster does not say so.
-    process_id: int | None = None
-    # Folder with cert.pem, key.pem and ca.pem, by which the processes and the coordinator
-    # prove to one another who they are (mutual TLS; jax 0.12).
-    tls: str | None = None
-    # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
-    # if it sees several and the cluster has started several processes on the host.
-    gpus: Literal["auto", "one", "all"] = "auto"
-    # Seconds to wait until all processes are there.
-    start_timeout: int = 300
-    # Seconds without a heartbeat after which a process counts as lost.
-    heartbeat_timeout: int = 30
-    # Seconds without progress after which a process that the others wait for counts as
-    # hung, though it gives heartbeats; 0 for no limit. By default ten times the slowest
-    # step, test or checkpoint so far, at least 600.
-    progress_timeout: int | None = None
-    # Experimental: if a node is lost, continue without it from the last checkpoint instead
-    # of ending. Process 0 must not be lost.
-    survive: bool = False
-    # With `survive`: continue even if fewer than half of the nodes are left. They may have
-    # been cut off from the others, which must then not be resumed elsewhere.
-    survive_minority: bool = False
-
-    def __post_init__(self):
-        prefix = "distributed."
-        for name in ("start_timeout", "heartbeat_timeout"):
-            lj.checks.check_positive_int(prefix + name, getattr(self, name))
-        if self.progress_timeout is not None:
-            holds = self.progress_timeout >= 0
-            _check(holds, prefix + "progress_timeout", "at least 0", self)
-        if self.num_processes is not None:
-            lj.checks.check_positive_int(prefix + "num_processes", self.num_processes)
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            holds = host != "" and port.isdecimal() and 0 < int(port) < 2**16
-            _check(holds, prefix + "coordinator", "HOST:PORT", self)
-        if self.process_id is not None:
-            holds = 0 <= self.process_id < (self.num_processes or 2**31)
-            _check(holds, prefix + "process_id", "in [0, num_processes)", self)
 
 
 FLOAT32_MAX = 3.4028235e38
@@ -170,7 +120,7 @@ class Config:
             lj.checks.check_positive_int(name, getattr(self, name))
         each = self.workers.devices_each
         rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
-        _check(self.batch_size % each == 0, "batch_size", rule, self)
+        check(self.batch_size % each == 0, "batch_size", rule, self)
         for name in ("crop", "read_ahead", "context"):
             lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
         if self.data.reader_threads is not None:
@@ -182,11 +132,11 @@ class Config:
                 f"optimizer.warmup_steps={warmup}, steps={self.steps}"
             )
         data = self.data
-        _check(data.padding >= 0, "data.padding", "at least 0", data)
+        check(data.padding >= 0, "data.padding", "at least 0", data)
         _check_text(self)
         fits = data.name != "cifar10" or data.crop <= 32
-        _check(fits, "data.crop", "at most 32 with cifar10", data)
-        _check(
+        check(fits, "data.crop", "at most 32 with cifar10", data)
+        check(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
             "a name for a folder",
@@ -332,21 +282,15 @@ def _check_text(config: Config) -> None:
     data, is_text = config.data, config.data.name == "text"
     fits = is_text == (config.model == "transformer")
     rule = "transformer with data.name=text, and only there"
-    _check(fits, "model", rule, config)
+    check(fits, "model", rule, config)
     if is_text:
-        _check(data.dir is None, "data.dir", "left out with data.name=text", data)
+        check(data.dir is None, "data.dir", "left out with data.name=text", data)
         return
     for name, default in (("files", ()), ("tokens", "characters"), ("context", 64)):
         rule = f"left out with data.name={data.name}"
-        _check(getattr(data, name) == default, f"data.{name}", rule, data)
+        check(getattr(data, name) == default, f"data.{name}", rule, data)
     default, given = TransformerConfig(), config.transformer
     for field in dataclasses.fields(given):
         holds = getattr(given, field.name) == getattr(default, field.name)
         rule = f"left out with model={config.model}"
-        _check(holds, f"transformer.{field.name}", rule, given)
-
-
-def _check(holds: bool, name: str, rule: str, group: Any) -> None:
-    if not holds:
-        value = getattr(group, name.split(".")[-1])
-        raise ValueError(f"`{name}` must be {rule}, got {name}={value}")
+        check(holds, f"transformer.{field.name}", rule, given)

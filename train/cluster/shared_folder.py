@@ -30,8 +30,8 @@ def check(session: Session, folder: pathlib.Path) -> None:
     if blind:
         raise ValueError(
             f"all processes must see the run folder {folder} of process 0 (host "
-        for path in (folder.parent, folder):  # read anew, NFS looks again
-            "file system that they share, with --run-dir or --runs"
+            f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on "
+            "a file system that they share, with --run-dir or --runs"
         )
 
 
