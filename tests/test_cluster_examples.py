@@ -67,7 +67,7 @@ def test_the_page_on_clusters_names_options_that_there_are():
         "process-id": "0",
         "cluster": "none",
     }
-    flags = {"--distributed.survive"}
+    flags = {"--distributed.survive", "--distributed.survive-minority"}
     assert len(named) >= 5
     for option in named:
         value = values.get(option.partition(".")[2], "8")

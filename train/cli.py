@@ -190,4 +190,4 @@ def one_line(message: str) -> str:
     """
     parts = re.split(r"^ *-+ *$", message, flags=re.MULTILINE)
     text = " ".join(parts[min(1, len(parts) - 1)].split()).partition(" Got errors:")[0]
-    return re.sub(r"^Error parsing ([\w.-]+: )?", "", text).removesuffix(".")
+    return re.sub(r"^Error parsing (__[\w-]+__: |\w+: )?", "", text).removesuffix(".")

@@ -75,9 +75,9 @@ class DistributedConfig:
     start_timeout: int = 300
     # Seconds without a heartbeat after which a process counts as lost.
     heartbeat_timeout: int = 30
-    # Seconds without progress after which a process that the others wait for counts as hung,
-    # though it gives heartbeats; 0 for no limit. By default ten times the slowest step, test
-    # or checkpoint so far, at least 600.
+    # Seconds without progress after which a process that the others wait for counts as
+    # hung, though it gives heartbeats; 0 for no limit. By default ten times the slowest
+    # step, test or checkpoint so far, at least 600.
     progress_timeout: int | None = None
     # Experimental: if a node is lost, continue without it from the last checkpoint instead
     # of ending. Process 0 must not be lost.

@@ -143,7 +143,7 @@ def _make_losses_survivable(progress_timeout: int | None) -> None:
     jax.config.update("jax_enable_recoverability", True)
 
 
-def _listening(arguments: Mapping[str, Any]) -> dict[str, str]:
+def _listening(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Where process 0 is to listen, as an argument for jax; nothing for the others.
 
     Raises:

@@ -30,8 +30,8 @@ def check(session: Session, folder: pathlib.Path) -> None:
     if blind:
         raise ValueError(
             f"all processes must see the run folder {folder} of process 0 (host "
-            f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on a "
-            "file system that they share, with --run-dir or --runs"
+            f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on "
+            "a file system that they share, with --run-dir or --runs"
         )
 
 
@@ -41,7 +41,7 @@ def _appears(folder: pathlib.Path, name: str) -> bool:
     while not (folder / name).exists():
         if time.monotonic() > deadline:
             return False
-        for path in (folder.parent, folder):  # to read a folder renews what NFS knows of it
+        for path in (folder.parent, folder):  # NFS looks again
             if path.is_dir():
                 os.listdir(path)
         time.sleep(0.1)

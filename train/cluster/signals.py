@@ -24,8 +24,8 @@ class StopSignals:
     thread of each tells the others the step where it is and waits for theirs; meanwhile its
     process begins no step, so that the one after the highest of these is ahead of all. It
     is a thread because a process may hang in a step that waits for the others; for the same
-    reason it learns of signals by itself: Python's handlers have to wait for the main thread.
-    From then on the run has less time to make progress, see `train.cluster.standstill`.
+    reason it learns of signals by itself: Python's handlers have to wait for the main
+    thread. From then on there is less time for progress, see `train.cluster.standstill`.
 
     Args:
       session: the processes.

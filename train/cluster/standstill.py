@@ -1,4 +1,4 @@
-"""A process whose main thread hangs, while its heartbeats go on and the others wait for it."""
+"""A process whose main thread hangs while its heartbeats go on and the others wait."""
 
 import time
 from collections.abc import Mapping

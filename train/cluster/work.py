@@ -10,8 +10,8 @@ class Work:
     """What this process does, and how much it has done.
 
     Heartbeats come from a thread of their own, so that they say nothing of a main thread
-    that hangs. This does: all processes begin the same pieces of work in the same order, and
-    one that the others wait for has begun fewer than they have.
+    that hangs. This does: all processes begin the same pieces of work in the same order,
+    and one that the others wait for has begun fewer than they have.
 
     Attributes:
       count: pieces of work begun so far.

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.cluster.exit_status import STOPPED
 from train.cluster import shared_folder
+from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output

@@ -9,10 +9,11 @@ If one process fails the others are ended, too, and the last lines of its errors
 repeated at the end; with --max-restarts the run then goes on from its last checkpoint,
 unless the command line was wrong (status 2), the run decided to stop by itself (1) or was
 interrupted (130). The exit status is that of the process that failed, or 128 plus the
-number of the signal that ended it. If what the processes print can be shown no longer (the
-terminal is closed, the pipe's reader has ended), the run saves and ends, too, with 0 after a
-SIGHUP and 1 otherwise, and launcher.txt in the run folder says why. With the trainer's --distributed.survive only the first
-process counts: whether the others can be missed is left to the trainer.
+number of the signal that ended it. If what the processes print can be shown no longer
+(the terminal is closed, the reader of the pipe has ended), the run saves and ends, with 0
+after a SIGHUP and 1 otherwise; launcher.txt in the run folder says why. With the trainer's
+--distributed.survive only the first process counts: whether the others can be missed is
+left to the trainer.
 """
 
 import argparse

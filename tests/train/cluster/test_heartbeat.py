@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from memory_store import Service, sessions
@@ -40,6 +41,11 @@ class Process:
         for name, (text, seconds) in ago.items():
             changed = self.heartbeat._looked - seconds
             self.heartbeat._seen[int(name[1:])] = text, changed
+
+    def watch(self):
+        """Gives heartbeats and looks for the others' until the process would end."""
+        with contextlib.suppress(Ended):
+            self.heartbeat._watch()
 
     def look(self):
         """Gives one heartbeat and looks for the others'."""
@@ -158,3 +164,26 @@ def test_a_second_ctrl_c_is_no_crash(four):
         four[2].heartbeat._crashed(KeyboardInterrupt, KeyboardInterrupt(), None)
     line = "interrupted before training began"
     assert four[2].ending.ends == [(INTERRUPTED, line)]
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_one_that_hangs_is_named_and_ends(service, survive):
+    """Its heartbeats go on. Where losses are survived the others stay."""
+    three = [Process(x, 1.0, survive) for x in sessions(3, service)]
+    for process in three:
+        process.heartbeat._progress_timeout = 1
+        process.session.work.begin("at step 7")
+    for i in (0, 2):
+        three[i].session.work.begin("after step 7")
+    with ThreadPoolExecutor(3) as pool:
+        for process in three:
+            pool.submit(process.watch)
+        time.sleep(1.7)
+        for process in three:
+            process.heartbeat._done.set()
+    line = "process 1 (host b), pid "
+    ((status, last),) = three[1].ending.ends
+    assert status == LOST and line in last and "at step 7, has made no progress" in last
+    for i in (0, 2):
+        ends = three[i].ending.ends
+        assert not ends if survive else ends[0][0] == LOST and line in ends[0][1]

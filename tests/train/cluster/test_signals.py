@@ -50,8 +50,9 @@ def run(asked, steps=1000, lost=()):
         ({(1, 5): signal.SIGTERM}, signal.SIGTERM),
         ({(0, 5): signal.SIGTERM, (2, 1): signal.SIGTERM}, signal.SIGTERM),
         ({(0, 5): signal.SIGTERM, (1, 1): signal.SIGINT}, signal.SIGINT),
+        ({(1, 5): signal.SIGHUP}, signal.SIGTERM),
     ],
-    ids=["one", "two", "Ctrl-C, too"],
+    ids=["one", "two", "Ctrl-C, too", "a closed terminal"],
 )
 def test_all_stop_after_the_same_step_whichever_was_asked(asked, received):
     (step, number, processes), *others = run(asked)

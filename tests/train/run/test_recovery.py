@@ -180,3 +180,16 @@ def test_losses_are_not_survived_unless_asked_for(two_by_two):
     with pytest.raises(ValueError) as raised:
         recovery.train(two_by_two.of(0, survive=False))
     assert raised.value is BROKEN and two_by_two.opened == []
+
+
+def test_fewer_than_half_of_the_nodes_do_not_go_on_by_themselves(monkeypatch):
+    """A cut is not noticed of all nodes at once; after a while a loss is another one."""
+    now = [0.0]
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
+    losses = recovery.Losses(4, seconds=30)
+    assert not losses.leave_too_few(3) and not losses.leave_too_few(2)
+    assert losses.leave_too_few(1)
+    losses = recovery.Losses(4, seconds=30)
+    for nodes in (3, 2, 1):
+        now[0] += 31
+        assert not losses.leave_too_few(nodes)

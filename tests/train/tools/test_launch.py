@@ -79,8 +79,10 @@ def test_what_cannot_be_shown_is_noted_in_the_run_folder(tmp_path, reads):
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "config.json").touch()
     start = (
-        "import sys; from train.tools import launch; from train.tools.launch_plan import Plan;"
-        "options = launch.parse(['--processes', '1', '--module', 'program', '--', sys.argv[1]]);"
+        "import sys; from train.tools import launch;"
+        "from train.tools.launch_plan import Plan;"
+        "line = ['--processes', '1', '--module', 'program', '--', sys.argv[1]];"
+        "options = launch.parse(line);"
         "given = launch.environments(1, None, launch.os.environ);"
         "sys.exit(launch.launch(options, given, Plan(begun='config.json')))"
     )
