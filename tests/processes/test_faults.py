@@ -280,11 +280,16 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
         2,
         by=lambda n: [(x + one_too_many * i, y) for i, (x, y) in enumerate(by_options(n))],
     )
-    for trainers in (missed, first):
+    for trainers, answer in (
+        (missed, "nothing answers there \\(Connection refused\\)"),
+        (first, "something listens there"),
+    ):
         assert trainers.end(150) == [LOST]
         assert re.fullmatch(
-            r"error: the processes did not come together within 3 s through 127.0.0.1:\d+; "
-            "have all been started, and can all reach it\\? `--distributed.cluster none` "
+            r"error: the processes did not come together within 3 s through 127.0.0.1:"
+            rf"\d+: {answer}; "
+            "have all been started, each with a number of its own, and can all reach it\\? "
+            "`--distributed.cluster none` "
             "trains in this process by itself",
             trainers.last_line(0),
         )

@@ -25,15 +25,18 @@ class Nodes(NamedTuple):
         rows = tuple(map(tuple, workers.mesh.devices))
         return cls(rows, workers.nodes // len(rows))
 
-    def without(self, processes: Collection[int]) -> "Nodes":
-        """Those that none of these processes belongs to, in reverse.
+    def without(self, processes: Collection[int], lost: bool = True) -> "Nodes":
+        """Those that none of these processes belongs to; in reverse after a loss.
 
         On CPUs jax keeps the connections (gloo) among devices in a certain order for good,
-        also if a loss has broken them. In reverse it makes new ones.
+        also if a loss has broken them. In reverse it makes new ones. Processes that leave
+        break none, and once more in reverse would be the order that is broken.
         """
         whole = lambda row: all(device.process_index not in processes for device in row)
-        kept = filter(whole, reversed(self.rows))
-        return self._replace(rows=tuple(row[::-1] for row in kept))
+        kept = tuple(filter(whole, self.rows))
+        if lost:
+            kept = tuple(row[::-1] for row in reversed(kept))
+        return self._replace(rows=kept)
 
     @property
     def number(self) -> int:

@@ -47,7 +47,7 @@ def train(run: Run) -> Result:
             if not gone:
                 raise
             result = None
-        nodes = nodes.without(gone)
+        nodes = nodes.without(gone, lost=result is None)
         if result is None:
             _let_go(current, gone, nodes, session)
             if losses.leave_too_few(nodes.number) and not options.survive_minority:
