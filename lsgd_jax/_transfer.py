@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from lsgd_jax.shared import is_shared
@@ -58,6 +59,60 @@ def place(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(host, sharding)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def gathered(tree: Tree, replicate: Callable[[Any], Any]) -> Tree:
+    """The tree with all workers' rows in every process, by as few collectives as can be.
+
+    Leaves travel as one array of bytes: between processes XLA runs several collectives of a
+    program side by side, and if a process is lost some go on after others have failed.
+
+    Args:
+      tree: leaves [W, ...], shared ones, and others. Random keys and what is sharded inside
+        a worker travel as they are.
+      replicate: the jitted identity whose results are on all devices.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    packs = [i for i, x in enumerate(leaves) if _may_be_packed(x)]
+    rest = [x for i, x in enumerate(leaves) if i not in packs]
+    others = iter(replicate(rest) if rest else [])
+    found = {}
+    if packs:
+        chosen = [leaves[i] for i in packs]
+        found = dict(zip(packs, _unpacked(replicate(_packed(chosen)), chosen)))
+    return treedef.unflatten(
+        found[i] if i in found else next(others) for i in range(len(leaves))
+    )
+
+
+def _may_be_packed(x: Any) -> bool:
+    """Whether only its rows lie on different devices."""
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+        return False
+    rows, *own = x.sharding.spec or [None]
+    return rows is not None and not any(own) and x.size > 0 and not is_key(x)
+
+
+@jax.jit
+def _packed(leaves: list[jax.Array]) -> jax.Array:
+    """Leaves [W, ...] as bytes [W, n]."""
+
+    def as_bytes(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+    return jnp.concatenate(list(map(as_bytes, leaves)), axis=1)
+
+
+def _unpacked(rows: jax.Array, like: list[jax.Array]) -> list[np.ndarray]:
+    """What `_packed` was made of, on the host."""
+    host, start, found = np.asarray(rows.addressable_data(0)), 0, []
+    for x in like:
+        end = start + x.nbytes // x.shape[0]
+        part = np.ascontiguousarray(host[:, start:end]).view(x.dtype)
+        found.append(part.reshape(x.shape))
+        start = end
+    return found
 
 
 def read(x: Any) -> Any:

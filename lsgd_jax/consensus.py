@@ -1,8 +1,13 @@
 """The one model that W workers stand for, and how far they stand apart."""
 
+import functools
+import itertools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 
 from lsgd_jax.shared import is_shared
 from lsgd_jax.trees import Tree, widened
@@ -31,11 +36,31 @@ def _rows(where: Array, x: Array) -> Array:
     return where.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _mean(x: Array, healthy: Array) -> Array:
-    return jnp.where(_rows(healthy, x), widened(x), 0).sum(axis=0) / healthy.sum()
+def _means(leaves: Sequence[Array], healthy: Array, packed: bool) -> list[Array]:
+    """Of each leaf [W, ...] of floats its mean over the healthy workers."""
+    masked = [jnp.where(_rows(healthy, x), widened(x), 0) for x in leaves]
+    if not packed:
+        return [x.sum(axis=0) / healthy.sum() for x in masked]
+    rows = [x.reshape(x.shape[0], -1) for x in masked]
+    dtype = jnp.result_type(*rows, jnp.float32)
+    together = jnp.concatenate([*rows, healthy[:, None]], axis=1, dtype=dtype).sum(axis=0)
+    ends = list(itertools.accumulate(row.shape[1] for row in rows))
+    parts = jnp.split(together[:-1] / together[-1], ends[:-1])
+    return [m.reshape(x.shape[1:]).astype(x.dtype) for m, x in zip(parts, masked)]
 
 
-@jax.jit
+def _pack(params: Tree) -> bool:
+    """Whether leaves are to be added up as one array.
+
+    Between processes XLA runs the sums of several leaves side by side. If a process is
+    lost, some go on after others have failed, and gloo aborts on what does not match. What
+    is sharded inside a worker stays as it is: flattening would gather it.
+    """
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    inside = (s.spec[1:] for s in shardings if isinstance(s, NamedSharding))
+    return jax.process_count() > 1 and not any(map(any, inside))
+
+
 def consensus(params: Tree) -> Tree:
     r"""The mean of the workers: x̄ = (1 / |H|) Σ_{i ∈ H} x_i.
 
@@ -54,16 +79,20 @@ def consensus(params: Tree) -> Tree:
     >>> lj.consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     2.0
     """
+    return _consensus(params, _pack(params))
+
+
+@functools.partial(jax.jit, static_argnames="packed")
+def _consensus(params: Tree, packed: bool) -> Tree:
     healthy = _healthy(params)
     first = jnp.argmax(healthy)
+    leaves, treedef = jax.tree.flatten(params)
+    means = iter(_means(list(filter(_has_mean, leaves)), healthy, packed))
+    return treedef.unflatten(
+        next(means).astype(x.dtype) if _has_mean(x) else x[first] for x in leaves
+    )
 
-    def leaf(x: Array) -> Array:
-        return _mean(x, healthy).astype(x.dtype) if _has_mean(x) else x[first]
 
-    return jax.tree.map(leaf, params)
-
-
-@jax.jit
 def consensus_distance(params: Tree) -> Array:
     r"""How far apart the workers are: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
 
@@ -80,9 +109,14 @@ def consensus_distance(params: Tree) -> Array:
     >>> round(float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
     0.5
     """
+    return _consensus_distance(params, _pack(params))
+
+
+@functools.partial(jax.jit, static_argnames="packed")
+def _consensus_distance(params: Tree, packed: bool) -> Array:
     healthy = _healthy(params)
     floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
-    means = [_mean(x, healthy) for x in floats]
+    means = _means(floats, healthy, packed)
 
     def squares(x: Array, c: Array) -> Array:
         gap = jnp.where(_rows(healthy, x), widened(x) - c[None], 0)
@@ -90,8 +124,9 @@ def consensus_distance(params: Tree) -> Array:
 
     gaps = jnp.sqrt(sum(map(squares, floats, means)))
     norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))
-    distance = gaps.sum() / healthy.sum() / norm
-    return jnp.where(gaps.sum() == 0, 0, distance).astype(jnp.float32)
+    total, count = jnp.stack([gaps, healthy.astype(gaps.dtype)]).sum(axis=1)
+    distance = total / count / norm
+    return jnp.where(total == 0, 0, distance).astype(jnp.float32)
 
 
 def center(params: Tree, opt_state: Tree) -> Tree:

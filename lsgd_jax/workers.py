@@ -28,6 +28,7 @@ from lsgd_jax._device_grid import (
 from lsgd_jax._spmd import Grid, compiled
 from lsgd_jax._transfer import (
     check_rows,
+    gathered,
     is_key,
     map_flagged,
     of_one,
@@ -218,7 +219,7 @@ class Workers:
         several processes, which then must all call it.
         """
         if jax.process_count() > 1:
-            tree = self._replicate_rows(tree)
+            tree = gathered(tree, self._replicate_rows)
         return jax.tree.map(read, tree)
 
     # Running per-worker functions

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 import lsgd_jax as lj
 from train.data.in_flight import Backlog
@@ -42,7 +41,7 @@ class Evaluation:
     ):
         self._forward, self._workers, self._policy = forward, workers, policy
         self._batches, self._count, self._keys = batches, count, keys
-        self._pick: Any = None
+        self._pick = workers.map(_of_worker)
         self._sums = workers.map(self._sums_of_one)
         self._stats_of_batch = workers.map(self._stats_of_one)
 
@@ -58,10 +57,7 @@ class Evaluation:
     def worker(self, state: TrainState, worker: int) -> TestResult:
         """The test of one worker's own model."""
         variables = state.params, state.stats
-        if self._pick is None:
-            shardings = jax.tree.map(_sharding_of_one, variables)
-            self._pick = jax.jit(_row, out_shardings=shardings)
-        return self._test(*self._pick(variables, worker))
+        return self._test(*self._pick(variables, lj.Shared(worker)).value)
 
     def sample(self, state: TrainState, key: Array) -> str:
         """What the center writes."""
@@ -102,11 +98,6 @@ class Evaluation:
         return batch_statistics.of_batch(apply, stats)
 
 
-def _row(tree: Any, worker: Array) -> Any:
-    return jax.tree.map(lambda x: x[worker], tree)
-
-
-def _sharding_of_one(x: Array) -> NamedSharding:
-    """How one worker's row of an array is to lie: everywhere, and as inside the worker."""
-    sharding: Any = x.sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+def _of_worker(tree: Any, worker: lj.Shared) -> lj.Shared:
+    """One worker's tree, for all workers."""
+    return lj.Shared(lj.Group(("node", "local")).broadcast(tree, worker.value))
