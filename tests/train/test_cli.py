@@ -86,7 +86,7 @@ def end(process):
         ),
         (
             "digits --method diloco --method.wire int3".split(),
-            "invalid choice 'int3' for argument '--method.wire'. Expected one of ('float32'",
+            "invalid choice 'int3' for argument '--method.wire'. Expected one of (",
         ),
         (
             "digits --method diloco --method.fragments 4 --method.delay 16".split(),
