@@ -1,17 +1,29 @@
-"""The benchmark of what methods send, on a network small enough to compile at once."""
+"""The benchmark of what methods send, on a small network."""
 
 import importlib.util
 import pathlib
+import shlex
+
+import pytest
+
+from train import cli
+from train.task.experiment import make_optimizer
 
 
 FILE = pathlib.Path(__file__).parents[1] / "benchmarks" / "bytes_per_step.py"
+SPEC = importlib.util.spec_from_file_location("bytes_per_step", FILE)
+assert SPEC is not None and SPEC.loader is not None
+benchmark = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(benchmark)
 
 
+def test_every_variant_of_the_table_is_possible():
+    for options in benchmark.VARIANTS.values():
+        make_optimizer(cli.parse([*benchmark.TEXT, *shlex.split(options)]))
+
+
+@pytest.mark.slow
 def test_fragments_lower_the_peak_and_bits_both():
-    spec = importlib.util.spec_from_file_location("bytes_per_step", FILE)
-    assert spec is not None and spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
     small = "--transformer.layers 1 --method diloco --method.period 4"
     sent = lambda more: [
         float(benchmark.row("", f"{small} {more}")[column])

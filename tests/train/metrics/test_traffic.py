@@ -1,4 +1,4 @@
-"""Bytes at each step: what the schedules say is what was counted, and the figure shows it."""
+"""Bytes at each step: schedules say what was counted, and the figure shows it."""
 
 import json
 
