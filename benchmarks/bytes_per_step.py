@@ -3,10 +3,11 @@
     python benchmarks/bytes_per_step.py [--variant "NAME=--method diloco ..."]...
 
 builds the transformer of `python -m train text` on bytes and takes one step of the
-optimizer, with gradients of zero, for every variant. Printed are the megabytes that a worker sends at
-the step at which it sends most, and per step on average, over whole periods; and those that
-its device keeps for the method. `--variant NAME=OPTIONS`, as often as you like, takes the
-place of the variants of docs/slow_networks.md; OPTIONS are those of `python -m train text`.
+optimizer, with gradients of zero, for every variant. Printed are the megabytes that a
+worker sends at the step at which it sends most, and per step on average, over whole
+periods; and those that its device keeps for the method. `--variant NAME=OPTIONS`, as often
+as you like, takes the place of the variants of docs/slow_networks.md; OPTIONS are those of
+`python -m train text`.
 """
 
 import argparse
