@@ -20,10 +20,16 @@ ROWS = {
     "allreduce": "--method allreduce",
     "local-sgd": "--method local-sgd --method.period 16",
     "lsgd": "",  # as the experiment has it
+    "lsgd-int8": "--method.wire int8",
+    "lsgd-int4": "--method.wire int4",
     "diloco-30": "--method diloco --method.period 30",
+    "diloco-30-int8": "--method diloco --method.period 30 --method.wire int8",
+    "diloco-30-int4": "--method diloco --method.period 30 --method.wire int4",
     "diloco-100": "--method diloco --method.period 100",
     "streaming-diloco": "--method diloco --method.period 100 --method.fragments 4 "
     "--method.delay 5",
+    "streaming-diloco-int8": "--method diloco --method.period 100 --method.fragments 4 "
+    "--method.delay 5 --method.wire int8",
     "diloco-30-muon": "--method diloco --method.period 30 --optimizer.name muon",
     "diloco-30-leader": "--method diloco-leader --method.period 30",
     "lsgd-diloco-30": "--workers.nodes 2 --workers.locals 2 --method lsgd-diloco "

@@ -51,6 +51,11 @@ class Diagnostics:
         return int(self.traffic.every.value)
 
     @property
+    def sends_at(self) -> int:
+        """At which step of its period it communicates, 0 for the last one."""
+        return int(self.traffic.sends_at.value)
+
+    @property
     def payload(self) -> int:
         """Bytes that each worker sends at one exchange; 0 before a step."""
         return traffic.total(self.traffic.bytes_each.value)
@@ -62,7 +67,7 @@ class Diagnostics:
 
     def is_due(self, step: int) -> bool:
         """Whether the workers communicate at this step, t = 1, 2, …."""
-        return step % self.period == int(self.traffic.sends_at.value)
+        return step % self.period == self.sends_at
 
 
 def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:

@@ -46,8 +46,9 @@ class Pull:
         Keeps a copy of the part in the state if it is not 0.
       part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
         `fragment`; None: all.
-      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', or a
-        `Wire`. The others keep what the rule's `keeps` says in the state.
+      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
+        last three also with '-stochastic' for rounding at random, or a `Wire`. All but
+        'float32' keep what the rule's `keeps` says in the state.
 
     Raises:
       ValueError: a strength outside [0, 1], a period below 1, an offset or delay outside

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ from lsgd_jax.checks import check_option, check_positive_int
 from lsgd_jax.packing import joined
 
 
-Format = Literal["float32", "bfloat16", "int8", "int4"]
+Bits = Literal["float32", "bfloat16", "int8", "int4"]
+# A `Wire` by name, with the defaults for the rest.
+Format = Literal[Bits, "bfloat16-stochastic", "int8-stochastic", "int4-stochastic"]
 Rounding = Literal["nearest", "stochastic"]
 
 LEVELS = {"int8": 127, "int4": 7}  # codes are integers from -levels to levels
@@ -49,20 +51,27 @@ class Wire:
     >>> tx = lj.local_sgd(period=8, wire=lj.Wire("int8", rounding="stochastic", seed=1))
     """
 
-    format: Format = "float32"
+    format: Bits = "float32"
     rounding: Rounding = "nearest"
     seed: int = 0
     block: int = 256
 
     def __post_init__(self):
-        check_option("wire", self.format, get_args(Format))
+        check_option("wire", self.format, get_args(Bits))
         check_option("rounding", self.rounding, get_args(Rounding))
         check_positive_int("block", self.block)
 
     @classmethod
     def of(cls, wire: "Wire | Format") -> "Wire":
-        """A `Wire`, also of its format alone."""
-        return wire if isinstance(wire, Wire) else cls(wire)
+        """A `Wire`, also by its name: its format, or its format and rounding.
+
+        >>> Wire.of("int8-stochastic") == Wire("int8", rounding="stochastic")
+        True
+        """
+        if isinstance(wire, Wire):
+            return wire
+        check_option("wire", wire, get_args(Format))
+        return cls(*cast(Any, wire.split("-")))
 
 
 Runs = Sequence[tuple[int, int]]

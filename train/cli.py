@@ -176,6 +176,14 @@ def _parse(name: str, text: str, config: Config, arguments: Sequence[str]) -> Co
 def _unrecognized(argument: str, config: Config, program: str) -> str:
     """What is said of an argument that no option knows, with the option that is nearest."""
     given = argument.partition("=")[0].replace("_", "-").removeprefix("--")
+    of_methods = {
+        f"method.{field.name.replace('_', '-')}"
+        for method in methods.METHODS.values()
+        for field in dataclasses.fields(method)
+    }
+    if given in of_methods:
+        name = config.method.name
+        return f"--{given} is no option of {name}; see {program} --method {name} --help"
     options = {field.replace("_", "-") for field in configuration.fields(config)}
     near = difflib.get_close_matches(given, options - {"method.name"}, n=1)
     meant = f"; did you mean --{near[0]}?" if near else ""

@@ -81,6 +81,22 @@ def end(process):
         (["digits", "--method"], "got method=''"),
         (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
         (
+            "digits --method allreduce --method.wire int8".split(),
+            "--method.wire is no option of allreduce; see python -m train digits --method",
+        ),
+        (
+            "digits --method diloco --method.wire int3".split(),
+            "invalid choice 'int3' for argument '--method.wire'. Expected one of (",
+        ),
+        (
+            "digits --method diloco --method.fragments 4 --method.delay 16".split(),
+            "`delay` must be an int in [0, 16), got delay=16",
+        ),
+        (
+            "digits --method diloco --method.fragments 64".split(),
+            "`fragments` must be at most the number of leaves (8), got 64",
+        ),
+        (
             ["digits", "--optimizer.learning-rate", "inf"],
             "must be positive and finite, got",
         ),

@@ -130,12 +130,20 @@ def _is_sound(event: dict[str, Any]) -> bool:
     numbers = (event[name] for name in NUMBERS & event.keys())
     if not all(x is None or type(x) in (int, float) for x in numbers):
         return False
+    if kind == "train":
+        pulls = event.get("pulls", [])
+        return isinstance(pulls, list) and all(map(_is_schedule, pulls))
     if kind == "start":
         return _are_ints(event.get("workers"), range(2, 3))
     if kind == "leaders":
         known = event.get("level") in ("node", "all")
         return known and _are_ints(event.get("leaders"), range(1, sys.maxsize))
     return True
+
+
+def _is_schedule(values: Any) -> bool:
+    """Whether this may be a `Schedule` of traffic.py."""
+    return _are_ints(values, range(4, 5)) and values[0] > 0 and min(values) >= 0
 
 
 def _are_ints(values: Any, counts: range) -> bool:

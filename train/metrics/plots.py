@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 
-from train.metrics import log
+from train.metrics import log, traffic
 from train.metrics.measures import ERROR, of_events
 
 
@@ -19,10 +19,11 @@ from matplotlib import pyplot as plt  # noqa: E402
 Events = dict[str, list[dict[str, Any]]]
 
 BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
+AT_LEAST_SHOWN = 100  # steps; two periods if they are longer: all others are like these
 
 
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws training.png, leaders.png and consensus.png from a run's metrics.
+    """Draws training, leaders, consensus and traffic (.png) from a run's metrics.
 
     Returns:
       The files written; figures for which there is no data yet are left out.
@@ -32,6 +33,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
         "training.png": _training(events),
         "leaders.png": _leaders(events),
         "consensus.png": _consensus(events),
+        "traffic.png": _traffic(events),
     }
     written = []
     for name, figure in figures.items():
@@ -163,6 +165,27 @@ def _consensus(events: Events) -> Any:
     axes.set_xlabel("step")
     axes.set_ylabel("mean ‖x_i − x̄‖ / ‖x̄‖")
     axes.set_ylim(bottom=0)
+    return tidy(figure)
+
+
+def _traffic(events: Events) -> Any:
+    """What a worker sends at each step: of all of them the peak and the mean."""
+    train = events.get("train", [])
+    sent = traffic.of_run(train)
+    if sent is None or not sent.any():
+        return None
+    megabytes = sent / 1e6
+    longest = max(every for event in train for every, *_ in event.get("pulls", []))
+    shown = min(len(sent), max(2 * longest, AT_LEAST_SHOWN))
+    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    steps = np.arange(1, shown + 1)
+    axes.bar(steps, megabytes[:shown], color=BLUE, edgecolor=BLUE, lw=0.8)
+    peak, mean = megabytes.max(), megabytes.mean()
+    axes.axhline(mean, color=ORANGE, lw=1)
+    axes.set_title(f"peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step", fontsize=10)
+    axes.set_xlabel("step" if shown == len(sent) else f"step (of {len(sent)})")
+    axes.set_ylabel("MB sent per worker")
+    axes.set_xlim(0, shown + 1)
     return tidy(figure)
 
 

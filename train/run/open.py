@@ -109,6 +109,7 @@ def open_run(
     if resumed is not None:
         check_same_data(experiment.forward.sizes, resumed)
         check_kept(experiment.forward.kept, resumed)
+    fresh = experiment.init()  # more fragments than leaves, say: before there is a folder
     folder = run_folder.create(config, session) if resumed is None else resumed
     if resumed is None:
         lock = hold(folder, session, progress)
@@ -123,7 +124,7 @@ def open_run(
         progress.warn_here,
         session,
     )
-    start = starting_point(config, experiment, checkpoints, progress)
+    start = starting_point(config, experiment, checkpoints, progress, fresh)
     progress.resume(start.step)
     stopwatch = Stopwatch(start.notes["seconds"])
     metrics = MetricsLog(folder, progress.warn_here, write=session.is_main)
@@ -176,10 +177,13 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
 
 
 def starting_point(
-    config: Config, experiment: Experiment, checkpoints: Checkpoints, progress: Progress
+    config: Config,
+    experiment: Experiment,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    fresh: TrainState,
 ) -> Restored:
     """The latest checkpoint if the run is resumed, or else the state before step 1."""
-    fresh = experiment.init()
     if config.resume:
         restored = resharding.restore(checkpoints, fresh, experiment.workers)
         if restored is not None:

@@ -7,6 +7,7 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.config import Config
+from train.metrics import traffic
 from train.metrics.buffer import Election, Interval
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
@@ -116,12 +117,16 @@ def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
     return {"level": "all", "leaders": [int(leader[0])], "scores": score.tolist()}
 
 
-def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, int]:
-    """Bytes that each worker has sent and workers restored, by all pulls together."""
+def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, Any]:
+    """What each worker has sent, and when; workers restored; by all pulls together."""
     if not diagnostics:
         return {}
     restored = sum(int(np.sum(pull.restored)) for pull in diagnostics)
-    return {"bytes_sent": bytes_sent(diagnostics), "restored": restored}
+    return {
+        "bytes_sent": bytes_sent(diagnostics),
+        "restored": restored,
+        "pulls": traffic.schedules(diagnostics),
+    }
 
 
 def bytes_sent(diagnostics: tuple[lj.Diagnostics, ...]) -> int:

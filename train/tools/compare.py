@@ -34,7 +34,7 @@ from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
-from train.metrics import tables
+from train.metrics import tables, traffic
 from train.metrics.measures import ERROR, Measure, of_events
 from train.metrics.plots import tidy
 from train.run import folder as run_folder
@@ -47,6 +47,7 @@ class Curve(NamedTuple):
     """The tests of one run: what the figure and the table are made of.
 
     values: of the center, by the measure.
+    peak_megabytes: the most that a worker has sent at a step; None if that is not known.
     """
 
     steps: list[int]
@@ -54,6 +55,7 @@ class Curve(NamedTuple):
     megabytes: list[float]
     values: list[float]
     measure: Measure = ERROR
+    peak_megabytes: float | None = None
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[tuple[str, int], Config], pathlib.Path]:
@@ -167,7 +169,8 @@ def _ended(folder: pathlib.Path, steps: int) -> bool:
 
 def read(folder: pathlib.Path) -> Curve:
     """The tests of a run folder; ValueError if it says nothing of them."""
-    tests = records.read(folder).get("test", [])
+    events = records.read(folder)
+    tests = events.get("test", [])
     measure = of_events(tests)
     known = {f"center_{measure.key}", "bytes_sent"}
     tests = [test for test in tests if known <= test.keys()]
@@ -176,7 +179,9 @@ def read(folder: pathlib.Path) -> Curve:
     column = lambda name: [event[name] for event in tests]
     megabytes = [sent / 1e6 for sent in column("bytes_sent")]
     values = column(f"center_{measure.key}")
-    return Curve(column("step"), column("seconds"), megabytes, values, measure)
+    sent = traffic.of_run(events.get("train", []))
+    peak = None if sent is None else float(sent.max() / 1e6)
+    return Curve(column("step"), column("seconds"), megabytes, values, measure, peak)
 
 
 def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
@@ -200,9 +205,16 @@ def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
                 f"lowest, {measure.unit}": spread([min(x.values) for x in runs], digits),
                 "training time, s": spread([run.seconds[-1] for run in runs], 1),
                 "MB sent per worker": spread([run.megabytes[-1] for run in runs], 1),
+                "peak MB in a step": _peak(runs),
             }
         )
     return rows
+
+
+def _peak(runs: Sequence[Curve]) -> str:
+    """The most that a worker has sent at a step, which is the same with every seed."""
+    known = [x.peak_megabytes for x in runs if x.peak_megabytes is not None]
+    return f"{max(known):.3g}" if known else "–"
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:

@@ -28,7 +28,7 @@ def test_the_run_folder_holds_everything(finished):
     _, result = finished
     names = {path.name for path in result.folder.iterdir()}
     expected = "config.json metrics.jsonl tensorboard checkpoints training.png leaders.png"
-    assert names >= {*expected.split(), "consensus.png"}
+    assert names >= {*expected.split(), "consensus.png", "traffic.png"}
     assert {path.name for path in (result.folder / "checkpoints").iterdir()} >= {"6", "12"}
     assert any((result.folder / "tensorboard").iterdir())
     for png in result.folder.glob("*.png"):
@@ -89,7 +89,7 @@ def test_steps_without_a_pull_communicate_nothing(finished):
 def test_figures_can_be_drawn_again(finished, capsys):
     _, result = finished
     assert plots.main([str(result.folder)]) == 0
-    assert capsys.readouterr().out.count(".png") == 3
+    assert capsys.readouterr().out.count(".png") == 4
     assert plots.main([str(result.folder / "tensorboard")]) == 2
     assert "is no run folder" in capsys.readouterr().err
 

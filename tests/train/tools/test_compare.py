@@ -46,6 +46,8 @@ def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
         last = log.read(out / f"{row['method']}-0")["test"][-1]
         assert row["test error, %"] == f"{last['center_error']:.2f}"
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
+        exchanges = {"allreduce": 6, "often": 3}[row["method"]]
+        assert row["peak MB in a step"] == f"{last['bytes_sent'] / 1e6 / exchanges:.3g}"
     tests = json.loads((out / "compare.json").read_text())
     assert [(x["method"], x["steps"]) for x in tests] == [
         ("allreduce", [3, 6]),
@@ -96,6 +98,7 @@ def test_runs_on_text_are_compared_by_their_loss():
     curve = compare.Curve([1, 2], [1.0, 2.0], [2.0, 4.0], [2.0, 1.87654], measures.LOSS)
     (row,) = compare.summarize({("lsgd", 0): curve})
     assert row["validation loss, nats"] == row["lowest, nats"] == "1.8765"
+    assert row["peak MB in a step"] == "–"  # a run of an older version
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])

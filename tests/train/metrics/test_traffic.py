@@ -1,0 +1,68 @@
+"""Bytes at each step: schedules say what was counted, and the figure shows it."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+from train import cli
+from train.metrics import log, plots, traffic
+from train.run.loop import train
+from train.run.open import open_run
+
+
+SMALL = (
+    "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --steps 9 --log-every 1 "
+    "--test-every 9 --checkpoint-every 9"
+).split()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "diloco --method.period 4 --method.fragments 2 --method.delay 1 --method.wire int8",
+        "post-local-sgd --method.period 3 --method.switch-step 4",
+    ],
+)
+def test_the_schedules_say_what_was_counted_at_each_step(monkeypatch, tmp_path, method):
+    tiny.install(set=monkeypatch.setattr)
+    options = ["--method", *method.split(), "--run-dir", str(tmp_path / "run")]
+    train(open_run(cli.parse([*SMALL, *options])))
+    events = log.read(tmp_path / "run")["train"]
+    counted = np.diff([0, *(event["bytes_sent"] for event in events)])
+    sent = traffic.of_run(events)
+    assert sent is not None and len(sent) == 9 and sent.max() > sent.min()
+    np.testing.assert_array_equal(sent, counted)
+
+
+def figure(monkeypatch, tmp_path, pulls, steps):
+    """The axes of traffic.png of a run with such pulls, or None."""
+    drawn = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    event = {"kind": "train", "step": steps, "seconds": 1, "loss": 1.0, "pulls": pulls}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(event))
+    names = [path.name for path in plots.draw(tmp_path)]
+    return dict(zip(names, drawn)).get("traffic.png")
+
+
+def test_fragments_lower_the_peak_and_not_the_mean(monkeypatch, tmp_path):
+    whole = [[100, 0, 4_000_000, 20]]
+    streaming = [[100, at, 1_000_000, 20] for at in (20, 45, 70, 95)]
+    for pulls, bars, title in (
+        (whole, {100: 4, 200: 4}, "peak 4 MB in a step, mean 0.04 MB a step"),
+        (
+            streaming,
+            dict.fromkeys([20, 45, 70, 95, 120, 145, 170, 195], 1),
+            "peak 1 MB in a step, mean 0.04 MB a step",
+        ),
+    ):
+        (axes,) = figure(monkeypatch, tmp_path, pulls, steps=2000).axes
+        heights = {round(x.get_center()[0]): x.get_height() for x in axes.patches}
+        assert {step: height for step, height in heights.items() if height} == bars
+        assert len(heights) == 200 and axes.get_title() == title
+
+
+def test_of_a_run_that_sends_nothing_there_is_no_figure(monkeypatch, tmp_path):
+    assert figure(monkeypatch, tmp_path, [[16, 0, 80, 0]], steps=9) is None
+    assert figure(monkeypatch, tmp_path, [], steps=9) is None
