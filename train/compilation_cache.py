@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import warnings
+from typing import Any
 
 import filelock
 import jax
@@ -34,8 +35,9 @@ def use(say: bool = True) -> None:
     Args:
       say: whether to print one line if the programs cannot be kept.
     """
-    given = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache:
+    settings: Any = jax.config
+    given = settings.jax_compilation_cache_dir
+    if not settings.jax_enable_compilation_cache:
         return
     try:
         if given is None:
