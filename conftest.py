@@ -18,6 +18,9 @@ if jax.__version_info__ < (0, 11):
 # In front, so that those of whoever calls win.
 os.environ["XLA_FLAGS"] = " ".join((*FLAGS, os.environ.get("XLA_FLAGS", "")))
 os.environ.setdefault("MPLBACKEND", "agg")
+# Nothing is kept in the cache folder of who runs the tests, not by what they start either.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+jax.config.update("jax_enable_compilation_cache", False)
 
 from lsgd_jax.devices import emulate_devices  # noqa: E402
 

@@ -77,6 +77,7 @@ def environment(cache=None, before="", **variables):
     kept["XLA_FLAGS"] = " ".join(same_code)
     if cache is not None:
         before = EACH_KEEPS_ITS_OWN + before
+        variables["JAX_ENABLE_COMPILATION_CACHE"] = "true"
         variables["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         variables["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -3,14 +3,12 @@
 import signal
 import sys
 
-from train import cli, command
+from train import cli, command, compilation_cache
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.lost import may_mean_a_loss
 from train.cluster.session import Session
 from train.data.arrays import DataError
-from train.run import recovery
-from train.run.open import open_run
 from train.run.resuming import resume_command
 
 
@@ -22,8 +20,12 @@ def main(arguments: list[str]) -> int:
     session = Session.single()
     try:
         config = cli.parse(arguments)
+        from train.run import recovery  # half a second that --help does without
+        from train.run.open import open_run
+
         session = rendezvous.join(config)
         devices.provide(config.workers.devices, len(session.members))
+        compilation_cache.use(say=session.is_main)
         run = open_run(config, session)
     except ValueError as error:
         if may_mean_a_loss(error):

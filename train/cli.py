@@ -16,8 +16,6 @@ import configs
 from train import config as configuration
 from train.config import Config, DistributedConfig
 from train.run import folder as run_folder
-from train.run import resharding
-from train.run.reading import latest_notes
 from train.task import methods, optimizers
 
 
@@ -77,12 +75,17 @@ def _overview(known: dict[str, tuple[str, Config]]) -> str:
     listed = "\n".join(lines)
     return (
         f"usage: {PROGRAM} NAME [--options]\n\nTrains a named experiment:\n\n{listed}\n\n"
-        f"The options of an experiment: {PROGRAM} NAME --help"
+        f"The options of an experiment: {PROGRAM} NAME --help\n\n"
+        "Compiled programs are kept in ~/.cache/lsgd_jax; JAX_COMPILATION_CACHE_DIR names "
+        "another\nfolder, JAX_ENABLE_COMPILATION_CACHE=false keeps none."
     )
 
 
 def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     """The configuration of the run that the command line wants to resume."""
+    from train.run import resharding  # what reads checkpoints is not needed for --help
+    from train.run.reading import latest_notes
+
     # Its processes may have had another rendezvous, which is no part of the experiment.
     where: dict[str, Any] = {"resume": True, "distributed": DistributedConfig()}
     for name in ("runs", "run_dir"):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 from jax import Array
 from PIL import UnidentifiedImageError
@@ -208,6 +207,8 @@ class Stream:
           batches: which batches.
           shape: of what this process reads of a batch, [owned workers, b].
         """
+        import grain  # half a second that others need not wait for
+
         size = math.prod(shape)
         buffer = max(self._ahead * size, self._threads)
         positions = grain.MapDataset.range(batches.start * size, batches.stop * size)

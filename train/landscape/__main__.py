@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 import lsgd_jax as lj
-from train import command
+from train import command, compilation_cache
 from train import config as configuration
 from train.arguments import Parser
 from train.landscape import plots, results
@@ -111,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
         figure, arrays = files_in(options.out or options.run)
         warn = lambda line: say(f"warning: {line}")
+        compilation_cache.use()
         run = SavedRun(options.run, options.step, options.data_dir, warn)
         landscape = compute_landscape(run, options, say)
         write(arrays, lambda file: results.save(landscape, file, AUTHOR))

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from train import command
+from train import command, compilation_cache
 
 
 # Each module has a docstring whose first line says what it is, and main(arguments) -> int.
@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {rule}, got {name!r}", file=sys.stderr)
         return 2
     try:
+        compilation_cache.use()
         return importlib.import_module(EXPERIMENTS[name]).main(arguments[1:])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import contextlib
+import pathlib
 import platform
 import signal
 from typing import Any
@@ -9,7 +10,6 @@ import jax
 
 import lsgd_jax as lj
 from train.cluster.nodes import Nodes
-from train.metrics.plots import draw
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.result import Result, last_line
@@ -121,6 +121,13 @@ def conclude(run: Run, result: Result) -> None:
         except Exception as error:  # whatever metrics.jsonl holds: the run is over
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
     run.progress.say(last_line(result, run.config))
+
+
+def draw(folder: pathlib.Path) -> None:
+    """Draws the figures of a run."""
+    from train.metrics import plots  # not before training: Matplotlib takes a second
+
+    plots.draw(folder)
 
 
 def write_sample(run: Run) -> None:

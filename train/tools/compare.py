@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import ScalarFormatter
 
 import lsgd_jax as lj
-from train import cli
+from train import cli, compilation_cache
 from train.arguments import Parser
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
@@ -268,6 +268,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         configs, out = parse(arguments)
         session = join(configs)
+        compilation_cache.use(say=session.is_main)
         curves = run(configs, out, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))

@@ -22,7 +22,7 @@ import rich.console
 import rich.table
 
 import lsgd_jax as lj
-from train import cli
+from train import cli, compilation_cache
 from train.arguments import Parser
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
@@ -185,6 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)
         devices.provide(config.workers.devices, len(session.members))
+        compilation_cache.use(say=session.is_main)
         measured = measure(config, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))

@@ -1,12 +1,15 @@
 """The digits are scikit-learn's, split the same way always."""
 
-import sys
+import importlib.util
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
 from train.data import digits
+
+
+ORIGINAL = load_digits()
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +28,12 @@ def test_shapes_and_dtypes(dataset):
 
 
 def test_is_the_stated_split_of_the_stated_data(dataset):
-    original = load_digits()
     order = np.random.RandomState(0).permutation(1797)
     images = np.concatenate([dataset.train.images, dataset.test.images])[..., 0]
     labels = np.concatenate([dataset.train.labels, dataset.test.labels])
     # 255 / 16 is more than 1, so rounding loses none of the 17 values.
-    np.testing.assert_array_equal(np.rint(images / 255 * 16), original.images[order])
-    np.testing.assert_array_equal(labels, original.target[order])
+    np.testing.assert_array_equal(np.rint(images / 255 * 16), ORIGINAL.images[order])
+    np.testing.assert_array_equal(labels, ORIGINAL.target[order])
     assert images.min() == 0 and images.max() == 255
 
 
@@ -49,7 +51,18 @@ def test_is_the_same_every_time(dataset):
         np.testing.assert_array_equal(one.labels, other.labels)
 
 
+def test_is_the_same_if_the_file_lies_elsewhere(dataset, monkeypatch):
+    def missing(path, **_):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(np, "loadtxt", missing)
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: ORIGINAL)
+    again = digits.load()
+    np.testing.assert_array_equal(again.train.images, dataset.train.images)
+    np.testing.assert_array_equal(again.test.labels, dataset.test.labels)
+
+
 def test_says_how_to_get_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "lsgd_jax\[train\]"'):
         digits.load()

@@ -1,0 +1,109 @@
+"""What a start of the trainer takes: help, and one step of `digits` with all around it.
+
+    python benchmarks/start_up.py [--repetitions 5] [--json FILE]
+
+The cases, one after the other in each repetition:
+
+    help    python -m train --help
+    usage   python -m train digits --nonsense
+    no cache, first, second
+            python -m train digits --steps 1: without the cache of compiled programs, with
+            an empty one, and with the one that this has left
+
+Prints a Markdown table of wall-clock and CPU seconds, medians (and minima), and the median
+of the ratios to `no cache` of the same repetition. With several cores, CPU seconds may be
+more than those of the wall clock; on a busy machine they are the better measure.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+ONE_STEP = ["digits", "--steps", "1"]
+CASES = ("help", "usage", "no cache", "first", "second")
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="a file for all that was measured"
+    )
+    return parser.parse_args()
+
+
+def timed(arguments, **variables):
+    """Runs the trainer: (wall-clock seconds, CPU seconds)."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begun = time.perf_counter()
+    ended = subprocess.run(
+        [sys.executable, "-m", "train", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    wall = time.perf_counter() - begun
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if ended.returncode not in (0, 2):
+        sys.exit(ended.stderr)
+    return wall, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+def repetition():
+    """One measurement of each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
+            "JAX_ENABLE_COMPILATION_CACHE": "true",
+        }
+        without = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+        step = lambda name: [*ONE_STEP, "--run-dir", f"{folder}/{name}"]
+        return {
+            "help": timed(["--help"]),
+            "usage": timed(["digits", "--nonsense"]),
+            "no cache": timed(step("no-cache"), **without),
+            "first": timed(step("first"), **cache),
+            "second": timed(step("second"), **cache),
+        }
+
+
+def table(measured):
+    """Markdown: medians (and minima) of the repetitions."""
+    lines = [
+        "| start | wall clock, s | CPU, s | CPU / no cache |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case in CASES:
+        cells = []
+        for kind in (0, 1):
+            seconds = [each[case][kind] for each in measured]
+            cells.append(f"{statistics.median(seconds):.1f} ({min(seconds):.1f})")
+        ratio = statistics.median(each[case][1] / each["no cache"][1] for each in measured)
+        lines.append(f"| {case} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def main():
+    options = parse()
+    timed(["--help"])  # what follows finds the files in memory, and Python's own cache
+    measured = [repetition() for _ in range(options.repetitions)]
+    print(table(measured))
+    if options.json:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The cache of compiled programs: on by default, out of the way when it cannot be used."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from train import compilation_cache
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Compiles one program, says what it computes and how often it was found in the cache.
+SCRIPT = """
+import json, os, sys
+import jax
+from jax._src import monitoring
+from train import compilation_cache
+
+found = []
+monitoring.register_event_listener(lambda event, **_: found.append(event))
+compilation_cache.use()
+result = float(jax.jit(lambda x: jax.numpy.sin(x) * 2)(1.0))
+hits = found.count("/jax/compilation_cache/cache_hits")
+size = jax.config.jax_compilation_cache_max_size
+print(json.dumps({"result": round(result, 3), "hits": hits, "size": size}))
+"""
+
+
+def run(tmp_path, **variables):
+    """The script in a process with such a cache folder: (what it says, its errors)."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
+    kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept |= {"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=kept, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    assert said.pop("result") == 1.683
+    return said, ended.stderr
+
+
+def kept_in(folder):
+    return sorted(path for path in folder.rglob("*-cache"))
+
+
+def test_a_program_is_compiled_once_and_damage_is_of_no_account(tmp_path):
+    folder = tmp_path / "cache" / "lsgd_jax" / "jax"
+    size = compilation_cache.MAX_BYTES
+    assert run(tmp_path) == ({"hits": 0, "size": size}, "")
+    [program] = kept_in(folder)
+    assert run(tmp_path) == ({"hits": 1, "size": size}, "")
+    program.write_bytes(program.read_bytes()[:100])  # the disk was full, say
+    assert run(tmp_path) == ({"hits": 0, "size": size}, "")
+
+
+def test_what_was_not_written_to_the_end_is_removed(tmp_path):
+    for name in ("whole-cache", "whole-atime", "torn-cache", "other"):
+        (tmp_path / name).touch()
+    compilation_cache._make_ready(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()} - {".lockfile"}
+    assert left == {"whole-cache", "whole-atime", "other"}
+
+
+def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    said, errors = run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert said["hits"] == 0
+    assert errors.startswith("warning: compiled programs are not kept for the next start")
+    assert errors.count("\n") == 1
+
+
+def test_a_folder_of_the_user_is_taken_without_a_limit(tmp_path):
+    mine = tmp_path / "mine"
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(mine)) == (
+        {"hits": 0, "size": -1},
+        "",
+    )
+    assert len(kept_in(mine)) == 1 and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_the_default_is_in_the_users_cache_folder(monkeypatch, home):
+    monkeypatch.setenv("HOME", "/of/the/user")
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    folder = compilation_cache.default_folder()
+    assert folder.is_relative_to("/of/the/user/.cache/lsgd_jax/jax")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert compilation_cache.default_folder().is_relative_to("/elsewhere/lsgd_jax/jax")
+
+
+def test_the_tests_keep_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compilation_cache.use()
+    assert not (tmp_path / "cache").exists()
+    assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false"
