@@ -7,6 +7,7 @@ from trainers import (
     FOR_EVER,
     HEARTBEAT_S,
     assert_equal_to_the_bit,
+    by_options,
     checkpoints,
     numbers,
     reported,
@@ -77,3 +78,40 @@ def test_a_node_goes_as_a_whole_and_none_survives_process_0(start, tmp_path):
     assert last.startswith("error: process 0 (host ") and ") was lost at step " in last
     assert f"--run-dir {run} --resume" in last
     assert [x["workers"] for x in records.read(run)["start"]] == [[2, 2], [1, 2]]
+
+
+# Process DIES is killed by itself at its eighth step.
+AT_STEP_8 = (
+    "import os; from train.task.experiment import Experiment; whole = Experiment.batches; "
+    "Experiment.batches = lambda self, steps: "
+    "(os.kill(os.getpid(), 9) if i == 7 and 'DIES' in os.environ else x "
+    "for i, x in zip(steps, whole(self, steps))); "
+)
+
+
+def test_a_loss_while_a_network_of_many_leaves_is_measured_aborts_no_survivor(
+    start, tmp_path
+):
+    """Reports and tests sum up leaves that are no one buffer, at the moment of the loss."""
+
+    def by_options_one_dies(count):
+        each = by_options(count)
+        return [
+            (own, {"DIES": "1"} if i == 1 else set_) for i, (own, set_) in enumerate(each)
+        ]
+
+    often = ["--log-every", "4", "--test-every", "8", "--steps", "16"]
+    trainers = start(
+        3,
+        *("--workers.nodes", "3", "--distributed.survive", *often),
+        by=by_options_one_dies,
+        before=AT_STEP_8,
+        tiny="",
+        JAX_NUM_CPU_DEVICES="2",
+    )
+    assert trainers.end() == [0, -signal.SIGKILL, 0], trainers.printed(2)
+    assert [x["workers"] for x in records.read(tmp_path / "run")["start"]] == [
+        [3, 2],
+        [2, 2],
+    ]
+    assert "after 16 steps" in trainers.last_line(0)
