@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import certificates
+import jax
 import pytest
 from trainers import (
     END,
@@ -299,6 +301,30 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
     )
     assert words in others.last_line(0) and words in others.last_line(1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax has mutual TLS from 0.12")
+def test_with_certificates_who_has_none_is_refused(start, tmp_path):
+    """Without TLS, or with a certificate from someone else; those of the run train."""
+    run, other = (certificates.make(tmp_path / name) for name in ("mine", "other"))
+    stranger = certificates.mix(
+        tmp_path / "stranger", {"ca.pem": run, "cert.pem": other, "key.pem": other}
+    )
+    use = lambda folder: [f"--distributed.tls={folder}"] if folder else []
+    trainers = start(2, "--steps", "4", *use(run), before="")
+    assert trainers.end() == [0, 0], trainers.printed(0)
+    assert checkpoints(tmp_path / "run") == [4]
+    for folder in (None, stranger):
+        each = by_options(2)
+        first = start(1, *use(run), before="", by=lambda _, each=each: each[:1])
+        second = start(1, *use(folder), before="", by=lambda _, each=each: each[1:])
+        assert second.end(60) == [2]
+        said = second.printed(0)
+        assert said.count("\n") == 1 and said.startswith("error: started by hand, but ")
+        assert "do all processes have the same --distributed.tls, or none?" in said
+        assert first.printed(0) == ""
+        first.__exit__()
 
 
 # With the launcher

@@ -3,10 +3,16 @@
 import ipaddress
 import os
 import socket
+import ssl
 import time
+
+from train.cluster import tls
 
 
 RETRY_S = 60.0  # a cluster may make a host's name known only after it has started the host
+PATIENCE_S = 2.0  # to connect, and to be answered
+HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # first words of a client
+SETTINGS = b"\x04"  # the kind of the first frame of a server
 
 
 def split(address: str) -> tuple[str, int]:
@@ -85,10 +91,72 @@ def _is_literal(host: str) -> bool:
     return True
 
 
-def what_answers(address: str) -> str:
+def wait_for_coordinator(
+    address: str, secure: ssl.SSLContext | None, patience: float
+) -> None:
+    """Returns when the coordinator is there, or after so many seconds.
+
+    jax would go on trying, and not say why, for as long as it waits for the others.
+
+    Raises:
+      OSError: something else is there, or it does not take this process for one of the run.
+    """
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            trouble = _trouble(address, secure)
+        except OSError:  # it is not there yet
+            time.sleep(0.2)
+            continue
+        if trouble is None:
+            return
+        raise OSError(
+            f"{trouble}; is --distributed.coordinator right, and do all processes have the "
+            "same --distributed.tls, or none?"
+        )
+
+
+def what_answers(address: str, secure: ssl.SSLContext | None = None) -> str:
     """What comes of a connection to an address, for a message."""
     try:
-        socket.create_connection(split(address), timeout=2).close()
+        return _trouble(address, secure) or "something listens there"
     except OSError as error:
         return f"nothing answers there ({error.strerror or error})"
-    return "something listens there"
+
+
+def _trouble(address: str, secure: ssl.SSLContext | None) -> str | None:
+    """What keeps this process from talking to a coordinator at an address.
+
+    Args:
+      secure: the means for TLS if the coordinator is to use it.
+
+    Returns:
+      None: nothing does, as far as is known.
+
+    Raises:
+      OSError: nothing answers there.
+    """
+    host, port = split(address)
+    with socket.create_connection((host, port), PATIENCE_S) as plain:
+        try:
+            said = _said(plain, host, secure)
+        except ssl.SSLError as error:
+            return f"TLS with what listens at {address} fails: {tls.why(error)}"
+        except ConnectionResetError:
+            said = b""
+        except TimeoutError:  # a coordinator that is busy, perhaps
+            return None
+    if not said:
+        return f"what listens at {address} closes connections"
+    is_coordinator = said[3:4] == SETTINGS
+    return None if is_coordinator else f"what listens at {address} is no coordinator"
+
+
+def _said(plain: socket.socket, host: str, secure: ssl.SSLContext | None) -> bytes:
+    """What is answered to the first words of HTTP/2."""
+    if secure is None:
+        plain.sendall(HTTP_2)
+        return plain.recv(9)
+    with secure.wrap_socket(plain, server_hostname=host) as channel:
+        channel.sendall(HTTP_2)
+        return channel.recv(9)

@@ -4,19 +4,19 @@
 """
 
 import contextlib
-import inspect
 import json
 import os
-import pathlib
 import signal
 import socket
+import ssl
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 import lsgd_jax as lj
-from train.cluster import address
+from train.cluster import address, claim, tls
 from train.cluster.detection import BY_ITSELF, find_out
 from train.cluster.devices import local_device_ids
 from train.cluster.ending import Ending
@@ -42,6 +42,8 @@ def join(config: Config) -> Session:
     started = find_out(options, os.environ)
     if started is None:
         return Session.single()
+    deadline = time.monotonic() + options.start_timeout
+    secure: ssl.SSLContext | None = None
     where = started.arguments.get("coordinator_address", f"the address {started.by} gives")
     ending = Ending(
         f"the processes did not come together within {options.start_timeout} s through "
@@ -51,8 +53,8 @@ def join(config: Config) -> Session:
     if given is not None:
         ending.on_abort = lambda: (
             f"the processes did not come together within {options.start_timeout} s through "
-            f"{given}: {address.what_answers(given)}; have all been started, each with a "
-            f"number of its own, and can all reach it? {BY_ITSELF}"
+            f"{given}: {address.what_answers(given, secure)}; have all been started, each "
+            f"with a number of its own, and can all reach it? {BY_ITSELF}"
         )
     gpus = local_device_ids(options.gpus, started, os.environ)
     # Its handler of SIGTERM would swallow the signal; see `train.cluster.signals`.
@@ -60,17 +62,22 @@ def join(config: Config) -> Session:
     if options.survive:
         _make_losses_survivable(options.progress_timeout)
     try:
-        credentials = _credentials(options.tls)
+        credentials, secure = tls.credentials(options.tls), tls.context(options.tls)
         if given is not None:
             address.check_name(given, options.start_timeout)
         listening = _listening(started.arguments)
+        if given is not None and "process_id" in started.arguments:
+            for held in claim.take(given, started.arguments["process_id"]):
+                held.detach()  # until the process ends
+        if given is not None and not listening:
+            address.wait_for_coordinator(given, secure, deadline - time.monotonic())
         with _without_proxies(), _ended_by_ctrl_c():
             jax.distributed.initialize(
                 **started.arguments,
                 **listening,
                 **credentials,
                 local_device_ids=gpus,
-                initialization_timeout=options.start_timeout,
+                initialization_timeout=max(1, round(deadline - time.monotonic())),
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
             )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -161,24 +168,6 @@ def _listening(arguments: Mapping[str, Any]) -> dict[str, Any]:
         reason = f"nothing can listen at {given}: {error.strerror}"
         raise OSError(f"{reason}; is the port taken, by another run perhaps?") from error
     return {"coordinator_bind_address": listens}
-
-
-def _credentials(folder: str | None) -> dict[str, Any]:
-    """Arguments for jax by which the processes prove to one another who they are."""
-    if folder is None:
-        return {}
-    files = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem"}
-    paths = {f"mtls_{k}_file": pathlib.Path(folder) / name for k, name in files.items()}
-    missing = [path.name for path in paths.values() if not path.is_file()]
-    if missing:
-        raise ValueError(
-            f"`distributed.tls` must be a folder with {', '.join(files.values())}, but "
-            f"{folder} holds no {', '.join(missing)}"
-        )
-    known = inspect.signature(jax.distributed.initialize).parameters
-    if not paths.keys() <= known.keys():
-        raise ValueError(f"`distributed.tls` needs jax 0.12, here is jax {jax.__version__}")
-    return {k: str(path) for k, path in paths.items()} | {"verify_secure_credentials": True}
 
 
 @contextlib.contextmanager

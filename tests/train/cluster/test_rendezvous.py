@@ -4,7 +4,6 @@ import dataclasses
 import socket
 import time
 
-import jax
 import pytest
 from memory_store import each, sessions
 
@@ -46,19 +45,6 @@ def test_a_host_name_that_does_not_exist_is_said_at_once():
     with pytest.raises(OSError, match="host name nowhere.invalid cannot be resolved here"):
         address.check_name("nowhere.invalid:80", 300)
     assert time.monotonic() - began < 10
-
-
-def test_credentials_need_all_their_files_and_a_jax_that_knows_them(tmp_path):
-    (tmp_path / "cert.pem").touch()
-    with pytest.raises(ValueError, match="holds no key.pem, ca.pem"):
-        rendezvous._credentials(str(tmp_path))
-    for name in ("key.pem", "ca.pem"):
-        (tmp_path / name).touch()
-    if jax.__version_info__ < (0, 12):
-        with pytest.raises(ValueError, match="`distributed.tls` needs jax 0.12, here is"):
-            rendezvous._credentials(str(tmp_path))
-    else:
-        assert rendezvous._credentials(str(tmp_path))["verify_secure_credentials"]
 
 
 def agree(configs):
