@@ -65,7 +65,8 @@ class Wire:
     def of(cls, wire: "Wire | Format") -> "Wire":
         """A `Wire`, also by its name: its format, or its format and rounding.
 
-        >>> Wire.of("int8-stochastic") == Wire("int8", rounding="stochastic")
+        >>> import lsgd_jax as lj
+        >>> lj.Wire.of("int8-stochastic") == lj.Wire("int8", rounding="stochastic")
         True
         """
         if isinstance(wire, Wire):

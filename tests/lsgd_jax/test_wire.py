@@ -349,7 +349,7 @@ def test_other_workers_owe_nothing_and_keep_what_all_had():
 
 
 @pytest.mark.parametrize(
-    "name", ["lsgd", "diloco", pytest.param("sgp", marks=pytest.mark.slow)]
+    "name", ["lsgd", *(pytest.param(x, marks=pytest.mark.slow) for x in ("diloco", "sgp"))]
 )
 def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     """Read from the operands of the collectives in the compiled program."""

@@ -164,7 +164,8 @@ def test_help_of_a_method_is_that_of_its_factory(capsys):
     words = " ".join(help_of(capsys, "digits", "--method", "diloco").split())
     for option in read(lj.diloco, {"axes", "outer"}):
         flag = "--method." + option.name.replace("_", "-")
-        assert re.search(rf"{flag} \S+ {re.escape(option.help)}", words)
+        values = r"(\{[^}]*\}|\S+)"  # a list of them is broken into lines
+        assert re.search(rf"{flag} {values} {re.escape(option.help)}", words)
     assert "--method.outer-momentum FLOAT momentum of the outer optimizer" in words
     assert "--method.local-pull" not in words
 

@@ -24,6 +24,11 @@ def provide(count: int, processes: int = 1) -> None:
       ValueError: JAX_PLATFORMS asks for devices that there are not.
     """
     _emulate(count, processes)
+    check_platforms()
+
+
+def check_platforms() -> None:
+    """Raises ValueError if JAX_PLATFORMS asks for devices that there are not."""
     asked = os.environ.get("JAX_PLATFORMS")
     if not asked:
         return  # jax takes a CPU if there is nothing else

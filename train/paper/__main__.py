@@ -4,6 +4,7 @@ import importlib
 import sys
 
 from train import command, compilation_cache
+from train.cluster import devices
 
 
 # Each module has a docstring whose first line says what it is, and main(arguments) -> int.
@@ -31,13 +32,21 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         compilation_cache.use()
-        return importlib.import_module(EXPERIMENTS[name]).main(arguments[1:])
+        return _run(EXPERIMENTS[name], arguments[1:])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _run(module: str, arguments: list[str]) -> int:
+    try:
+        return importlib.import_module(module).main(arguments)
+    except (AssertionError, RuntimeError):
+        devices.check_platforms()  # jax's own errors do not say that this is why
+        raise
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def test_parameters_and_logits_of_the_reference():
     assert jax.eval_shape(model.apply, variables, tokens).shape == (2, 64, 65)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize(
+    "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
+)
 def test_a_token_sees_those_before_it_and_where_they_stand(positions):
     model, variables, tokens = built(positions=positions)
     apply = jax.jit(model.apply)
