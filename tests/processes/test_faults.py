@@ -304,6 +304,21 @@ def test_who_waits_in_vain_says_so(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_second_process_of_a_number_disturbs_no_run(start, tmp_path):
+    """Nor do those of another run that was given the same port."""
+    each = by_options(2)
+    run = start(2, "--steps", "150", by=lambda _: each)
+    run.until(lambda: reported(tmp_path / "run") >= 4)
+    others = start(2, by=lambda _: each)
+    assert others.end(60) == [2, 2], others.printed(1)
+    assert "Address already in use; is the port taken" in others.last_line(0)
+    words = "another process of this host is number 1 at 127.0.0.1:"
+    assert others.printed(1).startswith(f"error: started by hand, but {words}")
+    assert others.printed(1).count("\n") == 1
+    assert run.end() == [0, 0], run.printed(0)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax has mutual TLS from 0.12")
 def test_with_certificates_who_has_none_is_refused(start, tmp_path):
     """Without TLS, or with a certificate from someone else; those of the run train."""

@@ -60,6 +60,35 @@ def test_one_node_is_lost_one_leaves_and_the_last_one_ends_the_run(start, tmp_pa
     assert_equal_to_the_bit(numbers(run, 60), numbers(again, 60))
 
 
+# Process 2 finds no program in the cache, and one takes it longer than a heartbeat may.
+COLD = (
+    "import sys, time, jax; from jax._src import compiler; "
+    "whole_compile = compiler.backend_compile_and_load; slow = []; "
+    "cold = '--distributed.process-id=2' in sys.argv; "
+    "cold and jax.config.update('jax_enable_compilation_cache', False); "
+    "compiler.backend_compile_and_load = lambda *a, **k: ("
+    f"cold and not slow and '_step' in str(a[1].operation.attributes['sym_name']) and "
+    "(slow.append(print('compiles for long', flush=True)), "
+    f"time.sleep({HEARTBEAT_S + 5})), whole_compile(*a, **k))[1]; "
+)
+
+
+def test_one_that_must_compile_what_the_others_have_from_a_cache_is_waited_for(
+    start, tmp_path
+):
+    run = tmp_path / "run"
+    options = ["--workers.nodes", "3", "--distributed.survive"]
+    trainers = start(3, *options, "--steps", "4", before="")
+    assert trainers.end() == [0, 0, 0], trainers.printed(0)
+    more = [*options, "--resume", "--steps", "8", "--test-every", "2"]
+    trainers = start(3, *more, before=COLD)
+    assert trainers.end() == [0, 0, 0], trainers.printed(0)
+    assert "compiles for long" in trainers.printed(2)
+    assert "lost" not in trainers.printed(0) and "Gloo" not in trainers.printed(0)
+    assert [x["processes"] for x in records.read(run)["start"]] == [3, 3]
+    assert checkpoints(run)[-1] == 8
+
+
 def test_a_node_goes_as_a_whole_and_none_survives_process_0(start, tmp_path):
     """Two nodes of two processes: who has lost its neighbor ends, and says why."""
     run = tmp_path / "run"

@@ -29,7 +29,7 @@ def check(session: Session, folder: pathlib.Path) -> None:
     blind = [i for i, seen in zip(session.members, sees) if seen != str(True)]
     if blind:
         raise ValueError(
-            f"all processes must see the run folder {folder} of process 0 (host "
+            f"all processes must see the run folder {folder.absolute()} of process 0 (host "
             f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on "
             "a file system that they share, with --run-dir or --runs"
         )

@@ -1,9 +1,11 @@
 """Before the processes of a run begin."""
 
 import dataclasses
+import os
 import socket
 import time
 
+import jax
 import pytest
 from memory_store import each, sessions
 
@@ -45,6 +47,23 @@ def test_a_host_name_that_does_not_exist_is_said_at_once():
     with pytest.raises(OSError, match="host name nowhere.invalid cannot be resolved here"):
         address.check_name("nowhere.invalid:80", 300)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("progress", "seconds"), [(None, 1800), (0, 1800), (900, 2700)])
+def test_a_collective_waits_for_as_long_as_a_process_may_take(
+    monkeypatch, progress, seconds
+):
+    """To compile where others have a cache, say; that is not the heartbeats' limit."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "")
+    before = jax.config.jax_enable_recoverability
+    try:
+        rendezvous._make_losses_survivable(progress)
+    finally:
+        jax.config.update("jax_enable_recoverability", before)
+    flags = os.environ["XLA_FLAGS"].split()
+    assert f"--xla_cpu_collective_timeout_seconds={seconds}" in flags
+    assert flags[-1] == "--xla_mine=1"
 
 
 def agree(configs):
