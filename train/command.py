@@ -44,6 +44,13 @@ class Lasting:
         with self._noting_failure():
             self._stream.flush()
 
+    def end(self) -> None:
+        """Lets go of what could not be written, or Python would say so when it ends."""
+        self.flush()
+        if self.failure:
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.close()
+
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
         try:
@@ -72,9 +79,13 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
     _open_standard_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
     if leaves_files:
-        sys.stdout = Lasting(python_only(sys.stdout), "standard output")
-        sys.stderr = Lasting(sys.stderr, "standard error")
-        return main(sys.argv[1:])
+        sys.stdout = out = Lasting(python_only(sys.stdout), "standard output")
+        sys.stderr = err = Lasting(sys.stderr, "standard error")
+        try:
+            return main(sys.argv[1:])
+        finally:
+            out.end()
+            err.end()
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

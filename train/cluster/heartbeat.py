@@ -202,6 +202,8 @@ class Heartbeat:
     def _follow(self, process: int, status: int, line: str) -> NoReturn:
         """Ends this process because another one has left a failure notice."""
         name, where = self._session.names([process]), self._session.where
+        if status == LOST and "to go on" not in line:
+            line = f"{line} {where()}"
         if status != CRASHED:
             self._ending.end(status, f"error: {name}: {line}")
         self._ending.end(LOST, f"error: {name} crashed {where()} ({line})")
