@@ -3,12 +3,14 @@
 from lsgd_jax import checks as checks
 from lsgd_jax import collectives as collectives
 from lsgd_jax import topology as topology
+from lsgd_jax._layouts import inside_axes as inside_axes
 from lsgd_jax.aggregate import AggregateState as AggregateState
 from lsgd_jax.aggregate import aggregate as aggregate
 from lsgd_jax.collectives import Group as Group
 from lsgd_jax.consensus import center as center
 from lsgd_jax.consensus import consensus as consensus
 from lsgd_jax.consensus import consensus_distance as consensus_distance
+from lsgd_jax.consensus import healthy as healthy
 from lsgd_jax.devices import emulate_devices as emulate_devices
 from lsgd_jax.devices import reserve_threads as _reserve_threads
 from lsgd_jax.diagnostics import Diagnostics as Diagnostics

@@ -101,7 +101,19 @@ def known(layouts: Layouts | None) -> Iterator[None]:
 
 
 def inside_axes() -> tuple[str, ...]:
-    """The automatic axes, larger than 1, of the mesh where this is traced."""
+    """The axes inside a worker, as a function of one worker finds them while it is traced.
+
+    Returns:
+      The names of the automatic axes of the mesh that are larger than 1; none outside of
+      `Workers.map`.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, inside={"fsdp": 4})
+    >>> count = workers.map(lambda x: x + len(lj.inside_axes()))
+    >>> count(workers.put(jnp.zeros(2))).tolist()
+    [1.0, 1.0]
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes)
     return tuple(name for name, kind, n in kinds if kind == AxisType.Auto and n > 1)

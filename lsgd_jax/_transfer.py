@@ -73,16 +73,12 @@ def gathered(tree: Tree, replicate: Callable[[Any], Any]) -> Tree:
       replicate: the jitted identity whose results are on all devices.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    packs = [i for i, x in enumerate(leaves) if _may_be_packed(x)]
-    rest = [x for i, x in enumerate(leaves) if i not in packs]
+    flags = list(map(_may_be_packed, leaves))
+    chosen = [x for x, packs in zip(leaves, flags) if packs]
+    rest = [x for x, packs in zip(leaves, flags) if not packs]
+    packed = iter(_unpacked(replicate(_packed(chosen)), chosen) if chosen else [])
     others = iter(replicate(rest) if rest else [])
-    found = {}
-    if packs:
-        chosen = [leaves[i] for i in packs]
-        found = dict(zip(packs, _unpacked(replicate(_packed(chosen)), chosen)))
-    return treedef.unflatten(
-        found[i] if i in found else next(others) for i in range(len(leaves))
-    )
+    return treedef.unflatten(next(packed if packs else others) for packs in flags)
 
 
 def _may_be_packed(x: Any) -> bool:

@@ -18,8 +18,25 @@ def _has_mean(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+@jax.jit
+def healthy(params: Tree) -> Array:
+    """Which workers have finite parameters only. Works outside of `Workers.map`.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+
+    Returns:
+      bool [W].
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.healthy(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    [True, True, False]
+    """
+    return _healthy(params)
+
+
 def _healthy(params: Tree) -> Array:
-    """bool [W]: whose parameters are all finite."""
     leaves = jax.tree.leaves(params)
     floats = filter(_has_mean, leaves)
     finite = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]

@@ -2,12 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 import lsgd_jax as lj
 from train.landscape import plane
@@ -17,13 +14,6 @@ from train.landscape.saved_run import SavedRun
 
 CENTER, ALONG = "the center", "along "
 Candidate = tuple[str, np.ndarray]
-
-
-@jax.jit
-def all_finite(params: Any) -> Array:
-    """Whether all parameters of each worker are finite: bool [W]."""
-    finite = lambda x: jnp.isfinite(x).reshape(len(x), -1).all(axis=1)
-    return jnp.stack([finite(x) for x in jax.tree.leaves(params)]).all(axis=0)
 
 
 def scores_of(pulls: Sequence[lj.Diagnostics], recent: np.ndarray) -> np.ndarray:
@@ -98,7 +88,7 @@ class Points:
         self._run, self._params = run, run.state.params
         self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
         scores = scores_of(self.pulls, run.recent)
-        finite = workers.fetch(all_finite(self._params))
+        finite = workers.fetch(lj.healthy(self._params))
         leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
         self.worker = self._chosen(worker, scores, finite, leading)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+import lsgd_jax as lj
 from train.data.arrays import DataError
 from train.run.open import Run
 
@@ -34,7 +34,7 @@ def notes(run: Run) -> dict[str, Any]:
     """What a run goes on from besides its training state."""
     losses = run.buffer.unreported_losses(run.step)
     recent = run.buffer.recent
-    finite = run.experiment.workers.fetch(_have_finite(run.state.params))
+    finite = run.experiment.workers.fetch(lj.healthy(run.state.params))
     return {
         "seconds": run.stopwatch.seconds,
         "recent_losses": _known(recent.average.tolist()),
@@ -43,14 +43,6 @@ def notes(run: Run) -> dict[str, Any]:
         "workers": dataclasses.asdict(run.config.workers),
         "finite": bool((finite & np.isfinite(recent.average)).any()),
     }
-
-
-@jax.jit
-def _have_finite(params: Any) -> jax.Array:
-    """bool [W]: whether all parameters of a worker are finite."""
-    # Not flattened: that would gather what is sharded.
-    rows = lambda x: jnp.isfinite(x).all(axis=tuple(range(1, x.ndim)))
-    return jnp.stack([rows(leaf) for leaf in jax.tree.leaves(params)]).all(axis=0)
 
 
 def _known(losses: list[float]) -> list[float | None]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -29,9 +28,7 @@ def specs(axes: dict[str, int]) -> Any:
 
 def split_batch(tree: Any) -> Any:
     """One worker's batch with its examples (leaves [B, ...]) split over its devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes)
-    names = tuple(name for name, kind, n in kinds if kind == AxisType.Auto and n > 1)
+    names, mesh = lj.inside_axes(), jax.sharding.get_abstract_mesh()
     if not names:
         return tree
     count = math.prod(mesh.shape[name] for name in names)
