@@ -152,8 +152,16 @@ class Session:
         self.wait_for_all()
         axes = workers.mesh.axis_names
         groups = [axes, *((axis,) for axis in axes)]
-        # Of what XLA does not know before: it would leave out a sum of constants.
-        meet = lambda: [lax.psum(lax.axis_index(group), group) for group in groups]
+
+        def meet():
+            # One after the other: independent ones each device may begin in an order of its
+            # own, and wait in one group for a device that waits in another. And of what XLA
+            # does not know before: it would leave out a sum of constants.
+            total = 0
+            for group in groups:
+                total = lax.psum(total + lax.axis_index(group), group)
+            return total
+
         everywhere = jax.shard_map(
             meet, mesh=workers.mesh, in_specs=(), out_specs=P(), check_vma=False
         )
