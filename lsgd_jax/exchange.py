@@ -215,7 +215,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             raise ValueError(NO_PARAMS)
         x, u = params, trees.widen(updates)
         t = jnp.asarray(optax.safe_increment(state.count.value))
-        u, pull_states, fits = _step(pulls, u, x, state.pulls, value, t)
+        u, pull_states, fits = step_rules(pulls, u, x, state.pulls, value, t)
         sound, sick = _is_sound(value), state.sick
         if check == "every_step":
             sick |= ~trees.all_finite(trees.plus(x, u))
@@ -282,7 +282,7 @@ def _group(pull: Pull, t: Array) -> Group:
     return NarrowGroup(axes, wire, t) if pull.is_narrow else Group(axes)
 
 
-def _step(
+def step_rules(
     pulls: Sequence[Pull],
     u: Tree,
     x: Tree,

@@ -1,0 +1,15 @@
+"""Workers that step at their own pace."""
+
+from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
+from lsgd_jax.asynchronous.coordinator import Report as Report
+from lsgd_jax.asynchronous.coordinator import Standing as Standing
+from lsgd_jax.asynchronous.errors import Behind as Behind
+from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
+from lsgd_jax.asynchronous.ports import Pending as Pending
+from lsgd_jax.asynchronous.ports import Place as Place
+from lsgd_jax.asynchronous.ports import Ports as Ports
+from lsgd_jax.asynchronous.pulls import Pulls as Pulls
+from lsgd_jax.asynchronous.worker import Method as Method
+from lsgd_jax.asynchronous.worker import Training as Training
+from lsgd_jax.asynchronous.worker import Worker as Worker
+from lsgd_jax.asynchronous.worker import work as work

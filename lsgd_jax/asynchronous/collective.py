@@ -1,0 +1,155 @@
+"""What a group agrees on through ports: who leads, what the leader sends, sums, pushes."""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax.asynchronous.election import lowest
+from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.group import Message
+from lsgd_jax.asynchronous.vectors import Flat
+from lsgd_jax.trees import Tree, widen
+
+
+if TYPE_CHECKING:
+    from lsgd_jax.asynchronous.ports import Ports
+
+ATTEMPTS = 3  # at a sum, each without those who were lost at the one before
+
+
+class Conversation:
+    """Has the messages of one pull travel, one agreement after the other.
+
+    Args:
+      ports: this worker's.
+      group: the workers that agree, in order.
+      name: of the pull; the same for the whole group.
+    """
+
+    def __init__(self, ports: "Ports", group: Sequence[int], name: Hashable):
+        self._ports, self._group, self._name = ports, list(group), name
+        self._flats: dict[Any, Flat] = {}
+
+    async def send(self, number: int, n: int, message: Message) -> Any:
+        """The answer to the n-th message of agreement `number`, as in `Message`."""
+        key = (self._name, number, n)
+        return await getattr(self, f"_{message.kind}")(key, message.content, message.static)
+
+    async def _elect(self, key: Hashable, score: Any, _: Any) -> tuple[Any, Any]:
+        scores = await self._ports.round(key, float(score), self._group)
+        leader = lowest(scores)
+        position = 0 if leader is None else self._group.index(leader)
+        return np.int32(position), np.bool_(leader is not None)
+
+    async def _choose(self, key: Hashable, r: Any, _: Any) -> int:
+        return int(r)
+
+    async def _broadcast(self, key: Hashable, content: Any, _: Any) -> Tree:
+        tree, source = content
+        flat, leader = self._flat(tree), self._group[int(source)]
+        if leader == self._ports.place.index:
+            self._ports.post(key, flat.vector(tree))
+            return tree
+        return flat.tree(await self._ports.fetch(leader, key))
+
+    async def _sum(self, key: Hashable, content: Any, _: Any) -> tuple[Tree, Any]:
+        tree, where = content
+        flat, gives = self._flat(widen(tree)), bool(where)
+        vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
+        sums, count = await self._ports.total(key, vector, gives, self._group)
+        return flat.tree(sums), np.float32(count)
+
+    async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
+        flat = self._flat(tree)
+        vector = await self._along(key, flat.vector(tree), permutation)
+        return flat.tree(np.zeros([flat.size], np.float32) if vector is None else vector)
+
+    async def _push(self, key: Hashable, content: Any, rounds: Any) -> tuple[Tree, Any]:
+        tree, weight, r = content
+        flat = self._flat(widen(tree))
+        sent = np.append(flat.vector(tree), np.float32(weight))
+        sums, mass = np.zeros([flat.size], np.float32), np.float32(0)
+        for k, permutation in enumerate(rounds[int(r)]):
+            arrived = await self._along((key, k), sent, permutation)
+            if arrived is not None:
+                sums, mass = sums + arrived[-1] * arrived[:-1], mass + arrived[-1]
+        return flat.tree(sums), mass
+
+    async def _along(self, key: Hashable, vector: np.ndarray, permutation: Any) -> Any:
+        """What this worker's source sends; None without one, or if it does not answer."""
+        mine = self._group.index(self._ports.place.index)
+        if any(a == mine for a, _ in permutation):
+            self._ports.post(key, vector)
+        for a, b in permutation:
+            if b == mine:
+                try:
+                    return await self._ports.fetch(self._group[a], key)
+                except Unreachable:
+                    return None
+        return None
+
+    def _flat(self, tree: Tree) -> Flat:
+        leaves, treedef = jax.tree.flatten(tree)
+        key = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+        if key not in self._flats:
+            self._flats[key] = Flat(tree)
+        return self._flats[key]
+
+
+async def all_reduce(
+    ports: "Ports", key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+) -> tuple[np.ndarray, int]:
+    """The sum of the vectors of those who give, and how many they are: equal for all.
+
+    Each worker adds up a slice of the vector and sends it to the others, as a ring would:
+    2 (W - 1) / W vectors leave each worker. Before and after, all come to a round: what the
+    sum is made of, and whether it has arrived, is decided there, once for all. If one is
+    lost on the way the rest begin anew without it.
+
+    Raises:
+      Behind: the others have finished without this worker.
+      Unreachable: too many were lost.
+    """
+    me = ports.place.index
+    for attempt in range(ATTEMPTS):
+        here = (key, attempt)
+        ports.post(here, vector)
+        came = await ports.round((here, "came"), gives, list(group))
+        if me not in came:
+            raise Behind(f"worker {me} came too late for a sum")
+        givers = [i for i, gave in came.items() if gave]
+        try:
+            sums = await _slices(ports, here, vector, givers, list(came))
+        except Unreachable:
+            sums = None
+        done = await ports.round((here, "done"), sums is not None, list(came))
+        if all(done.values()):
+            if sums is None:
+                raise Behind(f"worker {me} lacks a part of a sum that the others have")
+            return sums, len(givers)
+        group = list(done)
+    raise Unreachable(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
+
+
+async def _slices(
+    ports: "Ports",
+    key: Hashable,
+    vector: np.ndarray,
+    givers: Sequence[int],
+    owners: Sequence[int],
+) -> np.ndarray:
+    """The givers' sum; each owner adds up a slice."""
+    me = ports.place.index
+    bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
+    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    mine = slices[list(owners).index(me)]
+    parts = {i: ports.fetch(i, key, mine) for i in givers if i != me}
+    total = np.zeros([mine.stop - mine.start], np.float32)
+    for i in givers:
+        total = total + (vector[mine] if i == me else await parts[i])
+    ports.post((key, "sum"), total)
+    sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
+    return np.concatenate([total if i == me else await sums[i] for i in owners])

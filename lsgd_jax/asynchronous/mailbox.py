@@ -1,0 +1,163 @@
+"""What others may ask of a worker while it computes its next step."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+KEPT = 64  # messages that a worker leaves for others before it forgets the first
+
+
+class Snapshot(NamedTuple):
+    """A worker as others see it.
+
+    Attributes:
+      vector: its parameters, float32 [n].
+      step: how many steps it had taken.
+      measure: what decides how much is taken from it (dpwa: its clock or its loss).
+      loss: its score, the mean of its last losses.
+    """
+
+    vector: np.ndarray
+    step: int
+    measure: float
+    loss: float
+
+
+class Mailbox:
+    """Of one worker. Its calls take a lock for as long as a vector is copied or added.
+
+    The worker sets what others see by `show`, and moves by what others have left in
+    `moved` at the boundary of its steps.
+
+    Attributes:
+      bytes_sent: to others, so far.
+    """
+
+    def __init__(self):
+        self._lock = threading.Condition(threading.RLock())
+        self._posted: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self._contributed: OrderedDict[int, Snapshot] = OrderedDict()
+        self._vector: Callable[[], np.ndarray] | None = None
+        self._flat: np.ndarray | None = None
+        self._about = (0, 0.0, float("inf"))
+        self._moved: np.ndarray | None = None
+        self._state: Callable[[], Any] | None = None
+        self.bytes_sent = 0
+
+    # The worker's own side
+
+    def show(
+        self,
+        vector: Callable[[], np.ndarray],
+        step: int,
+        measure: float = 0.0,
+        loss: float = float("inf"),
+    ) -> None:
+        """Lets others see where this worker is; the vector is made when one asks for it."""
+        with self._lock:
+            self._vector, self._flat, self._about = vector, None, (step, measure, loss)
+            self._lock.notify_all()
+
+    def serve_state(self, state: Callable[[], Any]) -> None:
+        """Sets what `state` gives."""
+        self._state = state
+
+    def post(self, key: Hashable, vector: np.ndarray) -> None:
+        """Leaves a vector for whoever fetches it; the oldest of many is forgotten."""
+        with self._lock:
+            self._posted[key] = vector
+            while len(self._posted) > KEPT:
+                self._posted.popitem(last=False)
+            self._lock.notify_all()
+
+    def moved(self) -> np.ndarray | None:
+        """What `exchange` has added since this was asked last; None: nothing.
+
+        The parameters that are shown next must have it in them.
+        """
+        with self._lock:
+            moved, self._moved = self._moved, None
+            return moved
+
+    def contributed(self, number: int) -> Snapshot | None:
+        """What others have taken as this worker's part of a mean, if they did not wait."""
+        with self._lock:
+            return self._contributed.get(number)
+
+    # What others ask for
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the worker has begun."""
+        return self._vector is not None
+
+    def latest(self) -> Snapshot | None:
+        """The parameters, with what others have added; None before the worker begins."""
+        with self._lock:
+            return self._sent(self._snapshot())
+
+    def exchange(self, theirs: np.ndarray) -> np.ndarray | None:
+        """Moves this worker half the way to a peer; gives what the peer moves half way to.
+
+        Both at once, so that the sum of the two stays what it was.
+        """
+        with self._lock:
+            if (snapshot := self._snapshot()) is None:
+                return None
+            mine, half = snapshot.vector, (theirs - snapshot.vector) / 2
+            self._moved = half if self._moved is None else self._moved + half
+            self.bytes_sent += mine.nbytes
+            return mine
+
+    def read(self, key: Hashable, part: slice = slice(None)) -> np.ndarray | None:
+        """What is posted under a key, None if nothing is yet."""
+        with self._lock:
+            if (vector := self._posted.get(key)) is None:
+                return None
+            self.bytes_sent += vector[part].nbytes
+            return vector[part]
+
+    def contribution(self, number: int) -> Snapshot | None:
+        """What is shown, and stays this worker's part of the mean with this number."""
+        with self._lock:
+            if number not in self._contributed and self._vector is not None:
+                self._contributed[number] = self._snapshot()
+                while len(self._contributed) > KEPT:
+                    self._contributed.popitem(last=False)
+            return self._sent(self._contributed.get(number))
+
+    def state(self) -> Any:
+        """All that another worker needs to go on in this one's place."""
+        return None if self._state is None else self._state()
+
+    def wait(self, ask: Callable[[], Any], timeout: float) -> Any:
+        """What a call gives as soon as it is not None; None if it is not in time.
+
+        For engines where calls come in threads of their own.
+        """
+        answer = None
+
+        def answered() -> bool:
+            nonlocal answer
+            answer = ask()
+            return answer is not None
+
+        with self._lock:
+            self._lock.wait_for(answered, timeout)
+        return answer
+
+    def _sent(self, snapshot: Snapshot | None) -> Snapshot | None:
+        self.bytes_sent += 0 if snapshot is None else snapshot.vector.nbytes
+        return snapshot
+
+    def _snapshot(self) -> Snapshot | None:
+        if self._vector is None:
+            return None
+        if self._flat is None:
+            self._flat = np.asarray(self._vector())
+        vector = self._flat if self._moved is None else self._flat + self._moved
+        return Snapshot(vector, *self._about)

@@ -1,0 +1,48 @@
+"""Parameters as one flat float32 vector, as they travel, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax.trees import Tree
+
+
+class Flat:
+    """How trees of one structure become vectors; compiled once.
+
+    >>> import jax.numpy as jnp
+    >>> tree = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.ones([1, 2])}
+    >>> flat = Flat(tree)
+    >>> flat.vector(tree).tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    >>> flat.tree(flat.vector(tree))["a"].dtype
+    dtype(bfloat16)
+    """
+
+    def __init__(self, like: Tree):
+        leaves, treedef = jax.tree.flatten(like)
+        shapes = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+        sizes = [int(np.prod(shape)) for shape, _ in shapes]
+        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=int)])
+        self.size = int(bounds[-1])
+
+        def join(tree: Tree) -> Any:
+            flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+            return jnp.concatenate(flat) if flat else jnp.zeros([0])
+
+        def cut(vector: Any) -> Tree:
+            parts = [
+                vector[a:b].reshape(shape).astype(dtype)
+                for a, b, (shape, dtype) in zip(bounds, bounds[1:], shapes)
+            ]
+            return jax.tree.unflatten(treedef, parts)
+
+        self._join: Callable[[Tree], Any] = jax.jit(join)
+        self.tree: Callable[[Any], Tree] = jax.jit(cut)
+
+    def vector(self, tree: Tree) -> np.ndarray:
+        """The tree as float32 [size], in the host's memory."""
+        return np.asarray(self._join(tree))

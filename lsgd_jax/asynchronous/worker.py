@@ -1,0 +1,191 @@
+"""A worker that steps at its own pace: what it trains, and its loop on every engine."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._movement import settle
+from lsgd_jax.asynchronous.coordinator import Report
+from lsgd_jax.asynchronous.election import Score
+from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.ports import Pending, Ports
+from lsgd_jax.asynchronous.vectors import Flat
+from lsgd_jax.trees import Tree, all_finite, apply_updates
+
+
+class Training(NamedTuple):
+    """What one worker trains, and how it takes a step.
+
+    Attributes:
+      init: index -> (params, opt_state, own). `opt_state`: what a worker that is started
+        again takes over from a peer together with the parameters: the base optimizer's
+        state. `own`: what stays with the worker: its data, random keys, batch statistics.
+      step: (params, opt_state, own, t) -> (updates, opt_state, own, loss), jitted; t = 1,
+        2, … int32, the worker's own step; loss at params, before the step.
+    """
+
+    init: Callable[[int], tuple[Tree, Any, Any]]
+    step: Callable[[Tree, Any, Any, Any], tuple[Tree, Any, Any, Any]]
+
+
+class Running(Protocol):
+    """A method as it runs in one worker: see `Method.bind`."""
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree: ...
+    async def before_step(self) -> bool: ...
+    async def after_step(self) -> None: ...
+    def state(self) -> Any: ...
+    def take_over(self, state: Any) -> None: ...
+
+
+class Method(Protocol):
+    """When a worker speaks to others, and what it does with what they say.
+
+    Attributes:
+      period: steps per worker between rounds that the coordinator calls; None: none.
+      window: losses that a worker is judged by.
+    """
+
+    period: int | None
+    window: int
+
+    def bind(self, worker: "Worker", steps: int) -> Running:
+        """The method in one worker that is to take so many steps."""
+        ...
+
+
+class Worker:
+    """One worker: parameters, states, and where it stands.
+
+    Attributes:
+      x, params: before and after the last local step.
+      count: local steps taken.
+      loss: at x.
+      report: what the coordinator is told.
+    """
+
+    def __init__(self, training: Training, method: Method, ports: Ports, steps: int):
+        self.training, self.ports = training, ports
+        self.params, self.opt_state, self.own = training.init(ports.place.index)
+        self.x, self.count, self.loss = self.params, 0, np.nan
+        self.flat, self.score = Flat(self.params), Score(method.window)
+        self.report = Report()
+        self.running = method.bind(self, steps)
+        ports.mailbox.serve_state(self.state)
+
+    @property
+    def index(self) -> int:
+        """Which worker this is."""
+        return self.ports.place.index
+
+    def vector(self) -> np.ndarray:
+        """The parameters as they travel."""
+        return self.flat.vector(self.params)
+
+    def publish(self, measure: float = 0.0) -> None:
+        """Lets others see the parameters as they are now."""
+        params = self.params
+        self.ports.mailbox.show(
+            lambda: self.flat.vector(params), self.count, measure, self.score.value
+        )
+
+    def compute(self) -> None:
+        """One local step."""
+        t = self.count + 1
+        u, self.opt_state, self.own, loss = self.training.step(
+            self.params, self.opt_state, self.own, jnp.int32(t)
+        )
+        self.x = self.params
+        self.params = self.running.step(self.x, u, loss, t)
+        self.count, self.loss = t, float(loss)
+        self.score.add(self.loss)
+
+    async def wait(self, pending: Pending) -> Any:
+        """The result of a call, with the time that it took counted as waiting."""
+        begun = self.ports.now()
+        try:
+            return await pending
+        finally:
+            seconds = self.ports.now() - begun
+            self.report.waited += seconds
+            self.report.longest = max(self.report.longest, seconds)
+
+    def state(self) -> Any:
+        """All that another worker needs to go on from here."""
+        return jax.tree.map(
+            np.asarray,
+            {
+                "params": self.params,
+                "opt_state": self.opt_state,
+                "count": self.count,
+                "method": self.running.state(),
+            },
+        )
+
+    def take_over(self, state: Any) -> None:
+        """Goes on from another worker's state, with what is its own."""
+        state = jax.tree.map(jnp.asarray, state)
+        self.params = self.x = state["params"]
+        self.opt_state, self.count = state["opt_state"], int(state["count"])
+        self.running.take_over(state["method"])
+
+    async def enter(self) -> None:
+        """Takes part; who comes after the others have begun takes over from one of them."""
+        present, late = await self.wait(self.ports.enter(self.count))
+        others = [i for i in present if i != self.index]
+        if late:
+            await self.catch_up(others)
+        else:
+            start = zlib.crc32(self.vector().tobytes())
+            everyone = list(range(self.ports.place.workers))
+            starts = await self.wait(self.ports.round("begin", start, everyone))
+            if len(set(starts.values())) > 1:
+                raise ValueError(
+                    "all workers must start from the same parameters, but "
+                    f"{len(set(starts.values()))} different ones came together"
+                )
+        self.publish()
+
+    async def catch_up(self, peers: list[int]) -> None:
+        """Takes over from the first of some peers that answers."""
+        for peer in peers:
+            try:
+                state = await self.wait(self.ports.state(peer))
+            except Unreachable:
+                continue
+            if state is not None:
+                self.take_over(state)
+                await self.wait(self.ports.enter(self.count))
+                return
+
+
+async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker: None):
+    """Trains a worker to the end; `observe` is called after every step."""
+    running, ports = worker.running, worker.ports
+    await worker.enter()
+    while True:
+        try:
+            if not await running.before_step():
+                break
+            worker.compute()
+            await ports.stepped()
+            await running.after_step()
+        except Behind:
+            await worker.enter()
+        worker.report.steps, worker.report.loss = worker.count, worker.loss
+        worker.report.score = worker.score.value
+        observe(worker)
+    return worker
+
+
+@jax.jit
+def plain_step(x: Tree, u: Tree, loss: Any) -> Tree:
+    """x + u; of a step whose loss is not finite only what stays finite."""
+    return apply_updates(x, settle(x, u, jnp.isfinite(loss), jnp.asarray(False)))
+
+
+is_finite = jax.jit(all_finite)
