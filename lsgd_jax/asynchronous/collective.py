@@ -10,7 +10,7 @@ import numpy as np
 from lsgd_jax.asynchronous.election import lowest
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.group import Message
-from lsgd_jax.asynchronous.vectors import Flat
+from lsgd_jax.asynchronous.vectors import flat_of
 from lsgd_jax.trees import Tree, widen
 
 
@@ -31,7 +31,6 @@ class Conversation:
 
     def __init__(self, ports: "Ports", group: Sequence[int], name: Hashable):
         self._ports, self._group, self._name = ports, list(group), name
-        self._flats: dict[Any, Flat] = {}
 
     async def send(self, number: int, n: int, message: Message) -> Any:
         """The answer to the n-th message of agreement `number`, as in `Message`."""
@@ -49,27 +48,27 @@ class Conversation:
 
     async def _broadcast(self, key: Hashable, content: Any, _: Any) -> Tree:
         tree, source = content
-        flat, leader = self._flat(tree), self._group[int(source)]
-        if leader == self._ports.place.index:
-            self._ports.post(key, flat.vector(tree))
-            return tree
-        return flat.tree(await self._ports.fetch(leader, key))
+        flat, leader = flat_of(tree), self._group[int(source)]
+        mine = leader == self._ports.place.index
+        vector = flat.vector(tree) if mine else None
+        got = await self._ports.broadcast(key, vector, leader, self._group)
+        return tree if mine else flat.tree(got)
 
     async def _sum(self, key: Hashable, content: Any, _: Any) -> tuple[Tree, Any]:
         tree, where = content
-        flat, gives = self._flat(widen(tree)), bool(where)
+        flat, gives = flat_of(widen(tree)), bool(where)
         vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
         sums, count = await self._ports.total(key, vector, gives, self._group)
         return flat.tree(sums), np.float32(count)
 
     async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
-        flat = self._flat(tree)
+        flat = flat_of(tree)
         vector = await self._along(key, flat.vector(tree), permutation)
         return flat.tree(np.zeros([flat.size], np.float32) if vector is None else vector)
 
     async def _push(self, key: Hashable, content: Any, rounds: Any) -> tuple[Tree, Any]:
         tree, weight, r = content
-        flat = self._flat(widen(tree))
+        flat = flat_of(widen(tree))
         sent = np.append(flat.vector(tree), np.float32(weight))
         sums, mass = np.zeros([flat.size], np.float32), np.float32(0)
         for k, permutation in enumerate(rounds[int(r)]):
@@ -90,13 +89,6 @@ class Conversation:
                 except Unreachable:
                     return None
         return None
-
-    def _flat(self, tree: Tree) -> Flat:
-        leaves, treedef = jax.tree.flatten(tree)
-        key = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-        if key not in self._flats:
-            self._flats[key] = Flat(tree)
-        return self._flats[key]
 
 
 async def all_reduce(

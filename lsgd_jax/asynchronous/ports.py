@@ -101,6 +101,16 @@ class Ports(abc.ABC):
         """The sum over a group and how many have given: see `collective.all_reduce`."""
         return await all_reduce(self, key, vector, gives, group)
 
+    async def broadcast(
+        self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
+    ) -> np.ndarray:
+        """What the source gives to its group; of all others the vector is None."""
+        del group
+        if vector is None:
+            return await self.fetch(source, key)
+        self.post(key, vector)
+        return vector
+
     # The coordinator
 
     @abc.abstractmethod

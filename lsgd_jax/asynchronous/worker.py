@@ -13,7 +13,7 @@ from lsgd_jax.asynchronous.coordinator import Report
 from lsgd_jax.asynchronous.election import Score
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.ports import Pending, Ports
-from lsgd_jax.asynchronous.vectors import Flat
+from lsgd_jax.asynchronous.vectors import flat_of
 from lsgd_jax.trees import Tree, all_finite, apply_updates
 
 
@@ -72,7 +72,7 @@ class Worker:
         self.training, self.ports = training, ports
         self.params, self.opt_state, self.own = training.init(ports.place.index)
         self.x, self.count, self.loss = self.params, 0, np.nan
-        self.flat, self.score = Flat(self.params), Score(method.window)
+        self.flat, self.score = flat_of(self.params), Score(method.window)
         self.report = Report()
         self.running = method.bind(self, steps)
         ports.mailbox.serve_state(self.state)
