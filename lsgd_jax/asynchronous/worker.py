@@ -97,7 +97,7 @@ class Worker:
         """One local step."""
         t = self.count + 1
         u, self.opt_state, self.own, loss = self.training.step(
-            self.params, self.opt_state, self.own, jnp.int32(t)
+            self.params, self.opt_state, self.own, np.int32(t)
         )
         self.x = self.params
         self.params = self.running.step(self.x, u, loss, t)
