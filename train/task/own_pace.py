@@ -1,0 +1,201 @@
+"""An experiment whose workers step at their own pace: one worker's part, and the test.
+
+The parts are those of `train.task.experiment`; a worker sees at its own step t what it
+would see at step t among workers in lock step.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import lsgd_jax as lj
+from train.cluster.session import Session
+from train.config import Config
+from train.data.text import Text
+from train.task import optimizers, schedules
+from train.task.datasets import Data
+from train.task.experiment import (
+    Experiment,
+    first_variables,
+    load,
+    make_forward,
+    worker_keys,
+)
+from train.task.forward import Source, TestResult
+from train.task.state import TrainState
+
+
+class Own(NamedTuple):
+    """What stays with a worker.
+
+    Attributes:
+      batches: what it learns from.
+      data: what of that lies on the device for good.
+      stats: its batch statistics.
+      key: its random key; never changes, the step is folded in.
+    """
+
+    batches: "Batches"
+    data: Any
+    stats: Any
+    key: Array
+
+
+def training(
+    config: Config,
+    dataset: Data | Text | None = None,
+    warn: Callable[[str], None] = warnings.warn,
+) -> lj.asynchronous.Training:
+    """What each worker of a configuration trains; built once for all of a process.
+
+    Args:
+      config: the experiment's.
+      dataset, warn: as for `Experiment`.
+
+    Raises:
+      ValueError, DataError: as `Experiment` does.
+    """
+    one = OneWorker(config, load(config) if dataset is None else dataset, warn)
+    return lj.asynchronous.Training(one.init, one.step)
+
+
+class OneWorker:
+    """What `training` is made of; the arguments as there."""
+
+    def __init__(self, config: Config, data: Data | Text, warn: Callable[[str], None]):
+        self._config, self._data, self._warn = config, data, warn
+        rate = schedules.learning_rate(config.optimizer, config.steps)
+        self._tx = optimizers.make(config.optimizer, rate)
+        self._placed: dict[tuple, Any] = {}
+        self._forward = self._forward_of(0)
+        self._step = jax.jit(self._take_step)
+
+    def _forward_of(self, index: int) -> Any:
+        grid: Any = Alone(index, self._config.workers.nodes * self._config.workers.locals)
+        grid.placed = self._placed
+        single = Session.single()
+        return make_forward(self._config, self._data, grid, self._warn, single)
+
+    @functools.cached_property
+    def _start(self) -> tuple[Any, Any, Any]:
+        variables = first_variables(self._forward, self._config.seed)
+        params = variables.pop("params")
+        return params, jax.jit(self._tx.init)(params), variables
+
+    def init(self, index: int) -> tuple[Any, Any, Own]:
+        """Where worker `index` begins: (params, opt_state, own)."""
+        grid, source = self._config.workers, self._forward_of(index).source
+        key = worker_keys(self._config.seed, grid.nodes * grid.locals)[index]
+        params, opt_state, stats = self._start
+        return params, opt_state, Own(Batches(source), source.data, stats, key)
+
+    def step(self, params: Any, opt_state: Any, own: Own, t: Any) -> Any:
+        """The step number t: (updates, opt_state, own, loss)."""
+        batch = own.batches.at(int(t) - 1)
+        updates, opt_state, stats, loss = self._step(
+            params, opt_state, own.stats, own.key, own.data, batch, t
+        )
+        return updates, opt_state, own._replace(stats=stats), loss
+
+    def _take_step(self, params, opt_state, stats, key, data, batch, t):
+        key = jax.random.fold_in(key, t - 1)
+
+        def loss_of(params):
+            return self._forward.loss(params, stats, data, batch, key)
+
+        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, opt_state = self._tx.update(grads, opt_state, params)
+        return updates, opt_state, stats, loss
+
+
+class Alone:
+    """The grid as one of its workers sees it: of `lj.Workers` what data need.
+
+    Args:
+      index: which worker.
+      num_workers: W.
+
+    >>> grid = Alone(index=2, num_workers=4)
+    >>> grid.owned, grid.put_owned(np.ones((1, 3))).shape
+    (range(2, 3), (3,))
+    """
+
+    def __init__(self, index: int, num_workers: int):
+        self.owned, self.num_workers = range(index, index + 1), num_workers
+        self.placed: dict[tuple, Any] = {}  # what all workers read, by the host's arrays
+
+    def share(self, tree: Any) -> lj.Shared:
+        """Puts a tree on the device, once for all workers of a process."""
+        key = tuple(map(id, jax.tree.leaves(tree)))
+        if key not in self.placed:
+            self.placed[key] = tree, jax.tree.map(jnp.asarray, tree)
+        return lj.Shared(self.placed[key][1])
+
+    @staticmethod
+    def put_owned(rows: Any) -> Any:
+        """Puts a worker's own rows [1, ...] on the device, without their leading axis."""
+        return jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+
+
+class Batches:
+    """The batches of a worker, which as a rule asks for one after the other.
+
+    Args:
+      source: where they come from.
+    """
+
+    def __init__(self, source: Source):
+        self._source, self._next = source, 0
+        self._reading: Generator[Any, None, None] | None = None
+
+    def at(self, step: int) -> Any:
+        """The batch of a step (from 0)."""
+        if self._reading is None or step != self._next:
+            self.close()
+            self._reading = self._source.batches(range(step, 2**31 - 1))
+        self._next = step + 1
+        return next(self._reading)
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+
+def stacked(
+    experiment: Experiment, params: Sequence[Any], stats: Sequence[Any] = ()
+) -> Any:
+    """The state that an experiment tests, of workers with parameters of their own.
+
+    Args:
+      experiment: of all workers.
+      params: each worker's parameters.
+      stats: each worker's batch statistics, if the model has any and they are not
+        reestimated; otherwise those at the start stand for them.
+    """
+    stack = lambda trees: jax.tree.map(lambda *x: np.stack(x), *trees)
+    workers = experiment.workers
+    if not stats:
+        start = first_variables(experiment.forward, 0)
+        stats = [{k: x for k, x in start.items() if k != "params"}] * len(params)
+    return TrainState(
+        params=workers.put(stack(params)),
+        stats=workers.put(stack(stats)),
+        opt_state=(),
+        key=experiment.worker_keys(),
+        step=workers.share(jnp.zeros([], jnp.int32)),
+    )
+
+
+def test_consensus(
+    experiment: Experiment, params: Sequence[Any], stats: Sequence[Any] = ()
+) -> TestResult:
+    """The test of the mean of workers with parameters of their own, as `stacked` has it."""
+    return experiment.test_center(stacked(experiment, params, stats))
