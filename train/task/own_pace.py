@@ -32,18 +32,28 @@ from train.task.state import TrainState
 
 
 class Own(NamedTuple):
-    """What stays with a worker.
+    """What stays with a worker and changes, or says which one it is.
+
+    Attributes:
+      index: which worker.
+      stats: its batch statistics.
+    """
+
+    index: int
+    stats: Any
+
+
+class Given(NamedTuple):
+    """What a worker is given for good.
 
     Attributes:
       batches: what it learns from.
-      data: what of that lies on the device for good.
-      stats: its batch statistics.
-      key: its random key; never changes, the step is folded in.
+      data: what of that lies on the device.
+      key: its random key; the step is folded in.
     """
 
     batches: "Batches"
     data: Any
-    stats: Any
     key: Array
 
 
@@ -73,6 +83,7 @@ class OneWorker:
         rate = schedules.learning_rate(config.optimizer, config.steps)
         self._tx = optimizers.make(config.optimizer, rate)
         self._placed: dict[tuple, Any] = {}
+        self._given: dict[int, Given] = {}
         self._forward = self._forward_of(0)
         self._step = jax.jit(self._take_step)
 
@@ -92,14 +103,16 @@ class OneWorker:
         """Where worker `index` begins: (params, opt_state, own)."""
         grid, source = self._config.workers, self._forward_of(index).source
         key = worker_keys(self._config.seed, grid.nodes * grid.locals)[index]
+        self._given[index] = Given(Batches(source), source.data, key)
         params, opt_state, stats = self._start
-        return params, opt_state, Own(Batches(source), source.data, stats, key)
+        return params, opt_state, Own(index, stats)
 
     def step(self, params: Any, opt_state: Any, own: Own, t: Any) -> Any:
         """The step number t: (updates, opt_state, own, loss)."""
-        batch = own.batches.at(int(t) - 1)
+        batches, data, key = self._given[own.index]
+        batch = batches.at(int(t) - 1)
         updates, opt_state, stats, loss = self._step(
-            params, opt_state, own.stats, own.key, own.data, batch, t
+            params, opt_state, own.stats, key, data, batch, t
         )
         return updates, opt_state, own._replace(stats=stats), loss
 
