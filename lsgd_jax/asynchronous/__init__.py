@@ -5,6 +5,7 @@ from lsgd_jax.asynchronous.coordinator import Report as Report
 from lsgd_jax.asynchronous.coordinator import Standing as Standing
 from lsgd_jax.asynchronous.errors import Behind as Behind
 from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
+from lsgd_jax.asynchronous.memory import Memory as Memory
 from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
 from lsgd_jax.asynchronous.ports import Ports as Ports

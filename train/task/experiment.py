@@ -144,6 +144,11 @@ class Experiment:
         """The test of one worker's own model."""
         return self.evaluation.worker(state, worker)
 
+    def bytes_sent(self, state: TrainState) -> int:
+        """Bytes that each worker has sent, by all pulls together."""
+        diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))
+        return sum(pull.bytes_sent for pull in diagnostics)
+
     def sample(self, state: TrainState) -> str:
         """What the center writes; nothing if models of this kind do not write."""
         return self.evaluation.sample(state, jax.random.key(self._config.seed))

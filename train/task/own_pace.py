@@ -1,34 +1,32 @@
-"""An experiment whose workers step at their own pace: one worker's part, and the test.
+"""What one worker trains that steps at its own pace.
 
-The parts are those of `train.task.experiment`; a worker sees at its own step t what it
+The parts are those of `train.task.experiment`: a worker sees at its own step t what it
 would see at step t among workers in lock step.
 """
 
 import functools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 import lsgd_jax as lj
+from train import compilation_cache
 from train.cluster.session import Session
 from train.config import Config
 from train.data.text import Text
-from train.task import optimizers, schedules
 from train.task.datasets import Data
 from train.task.experiment import (
-    Experiment,
     first_variables,
     load,
     make_forward,
+    make_optimizer,
     worker_keys,
 )
-from train.task.forward import Source, TestResult
-from train.task.state import TrainState
+from train.task.forward import Source
 
 
 class Own(NamedTuple):
@@ -75,13 +73,19 @@ def training(
     return lj.asynchronous.Training(one.init, one.step)
 
 
+def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
+    """The same for a worker that has a process of its own."""
+    del index
+    compilation_cache.use(say=False)
+    return training(config)
+
+
 class OneWorker:
     """What `training` is made of; the arguments as there."""
 
     def __init__(self, config: Config, data: Data | Text, warn: Callable[[str], None]):
         self._config, self._data, self._warn = config, data, warn
-        rate = schedules.learning_rate(config.optimizer, config.steps)
-        self._tx = optimizers.make(config.optimizer, rate)
+        self._tx = make_optimizer(config)  # the base optimizer: the method is the engine's
         self._placed: dict[tuple, Any] = {}
         self._given: dict[int, Given] = {}
         self._forward = self._forward_of(0)
@@ -135,7 +139,7 @@ class Alone:
       num_workers: W.
 
     >>> grid = Alone(index=2, num_workers=4)
-    >>> grid.owned, grid.put_owned(np.ones((1, 3))).shape
+    >>> grid.owned, grid.put_owned(jnp.ones((1, 3))).shape
     (range(2, 3), (3,))
     """
 
@@ -180,35 +184,3 @@ class Batches:
         if self._reading is not None:
             self._reading.close()
             self._reading = None
-
-
-def stacked(
-    experiment: Experiment, params: Sequence[Any], stats: Sequence[Any] = ()
-) -> Any:
-    """The state that an experiment tests, of workers with parameters of their own.
-
-    Args:
-      experiment: of all workers.
-      params: each worker's parameters.
-      stats: each worker's batch statistics, if the model has any and they are not
-        reestimated; otherwise those at the start stand for them.
-    """
-    stack = lambda trees: jax.tree.map(lambda *x: np.stack(x), *trees)
-    workers = experiment.workers
-    if not stats:
-        start = first_variables(experiment.forward, 0)
-        stats = [{k: x for k, x in start.items() if k != "params"}] * len(params)
-    return TrainState(
-        params=workers.put(stack(params)),
-        stats=workers.put(stack(stats)),
-        opt_state=(),
-        key=experiment.worker_keys(),
-        step=workers.share(jnp.zeros([], jnp.int32)),
-    )
-
-
-def test_consensus(
-    experiment: Experiment, params: Sequence[Any], stats: Sequence[Any] = ()
-) -> TestResult:
-    """The test of the mean of workers with parameters of their own, as `stacked` has it."""
-    return experiment.test_center(stacked(experiment, params, stats))
