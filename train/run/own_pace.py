@@ -28,18 +28,18 @@ def take_steps(run: Run) -> signal.Signals | str | None:
     config, experiment = run.config, run.experiment
     assert isinstance(experiment, SideBySide)
     follower = Follower(run, experiment)
-    options, engine = config.ray, lj.asynchronous.ray_engine
+    options, chosen = config.ray, engine()
     store = options.object_store
     states = experiment.apart(run.state) if run.step else None
     with run.stopwatch.going_on():
         try:
-            outcome = engine.run(
+            outcome = chosen.run(
                 functools.partial(of_worker, config),
                 experiment.method,
                 config.workers.nodes,
                 config.workers.locals,
                 config.steps,
-                options=engine.Options(
+                options=chosen.Options(
                     address=options.address,
                     num_cpus=options.cpus_per_worker,
                     num_gpus=options.gpus_per_worker,
@@ -55,6 +55,11 @@ def take_steps(run: Run) -> signal.Signals | str | None:
             raise WorkersLost(str(error)) from error
     follower.end(outcome.states, outcome.standing)
     return follower.stopped_by
+
+
+def engine() -> Any:
+    """What the workers run on."""
+    return lj.asynchronous.ray_engine
 
 
 class Follower:
