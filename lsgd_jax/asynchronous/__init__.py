@@ -1,10 +1,14 @@
 """Workers that step at their own pace."""
 
+import importlib
+from typing import Any
+
 from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax.asynchronous.coordinator import Report as Report
 from lsgd_jax.asynchronous.coordinator import Standing as Standing
 from lsgd_jax.asynchronous.errors import Behind as Behind
 from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
+from lsgd_jax.asynchronous.memory import Memory as Memory
 from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
 from lsgd_jax.asynchronous.ports import Ports as Ports
@@ -13,3 +17,10 @@ from lsgd_jax.asynchronous.worker import Method as Method
 from lsgd_jax.asynchronous.worker import Training as Training
 from lsgd_jax.asynchronous.worker import Worker as Worker
 from lsgd_jax.asynchronous.worker import work as work
+
+
+def __getattr__(name: str) -> Any:
+    """Engines that need an extra are imported when they are asked for."""
+    if name == "ray_engine":
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,6 +103,7 @@ class Coordinator:
       workers: W.
       steps: mean steps per worker after which the run ends: W · steps in all.
       period: steps per worker between rounds; None: without.
+      number: how many rounds were held before, in the run that is resumed.
 
     >>> coordinator = Coordinator(workers=2, steps=2, period=1)
     >>> coordinator.enter(0, steps=0), coordinator.enter(1, steps=0)
@@ -113,9 +114,11 @@ class Coordinator:
     Claim(go='join', number=0)
     """
 
-    def __init__(self, workers: int, steps: int, period: int | None = None):
+    def __init__(
+        self, workers: int, steps: int, period: int | None = None, number: int = 0
+    ):
         self.members = [Member() for _ in range(workers)]
-        self.taken, self.number, self._begun = 0, 0, False
+        self.taken, self.number, self._begun = 0, number, False
         self._all, self._period = workers * steps, period
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
@@ -134,8 +137,25 @@ class Coordinator:
         Returns:
           Who is there, and whether the round 'begin', in which all start, was held before.
         """
-        self.members[i].present, self.members[i].granted = True, steps
+        member = self.members[i]
+        if not self._begun:  # steps that were taken in the run that is resumed
+            self.taken += steps - member.granted
+        member.present, member.granted = True, steps
         return self.present, self._begun
+
+    def recall(self, i: int, steps: int, number: int, closed: dict[Hashable, Any]) -> None:
+        """What worker i knows, told to the coordinator that replaces one that was lost.
+
+        Args:
+          steps: its highest step number.
+          number: how many rounds were held.
+          closed: what came out of the last rounds that it was in.
+        """
+        self.taken += steps - self.members[i].granted
+        self.members[i].granted = steps
+        self.number, self._begun = max(self.number, number), True
+        for key, values in closed.items():
+            self._rounds[key] = Round(tuple(values), dict(values), [values])
 
     def leave(self, i: int) -> None:
         """Worker i is gone until it is heard of again; rounds do not wait for it."""

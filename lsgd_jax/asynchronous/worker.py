@@ -61,6 +61,10 @@ class Method(Protocol):
 class Worker:
     """One worker: parameters, states, and where it stands.
 
+    Args:
+      restore: what `state` once gave, or None; asked by a worker that comes late and finds
+        no peer to take over from.
+
     Attributes:
       x, params: before and after the last local step.
       count: local steps taken.
@@ -68,10 +72,18 @@ class Worker:
       report: what the coordinator is told.
     """
 
-    def __init__(self, training: Training, method: Method, ports: Ports, steps: int):
-        self.training, self.ports = training, ports
+    def __init__(
+        self,
+        training: Training,
+        method: Method,
+        ports: Ports,
+        steps: int,
+        restore: Callable[[], Any] = lambda: None,
+    ):
+        self.training, self.ports, self.restore = training, ports, restore
         self.params, self.opt_state, self.own = training.init(ports.place.index)
         self.x, self.count, self.loss = self.params, 0, np.nan
+        self.resumed, self._kept = False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
         self.report = Report()
         self.running = method.bind(self, steps)
@@ -114,24 +126,38 @@ class Worker:
             self.report.waited += seconds
             self.report.longest = max(self.report.longest, seconds)
 
-    def state(self) -> Any:
-        """All that another worker needs to go on from here."""
-        return jax.tree.map(
-            np.asarray,
-            {
-                "params": self.params,
-                "opt_state": self.opt_state,
-                "count": self.count,
-                "method": self.running.state(),
-            },
-        )
+    def keep(self) -> None:
+        """Makes `state` give what is now, at the boundary of a step, until the next one.
+
+        Others ask for it at any time, from threads of their own: they get one step's
+        parameters and states, never those of two. `Training.step` must not donate them.
+        """
+        now = {
+            "params": self.params,
+            "opt_state": self.opt_state,
+            "own": self.own,
+            "count": self.count,
+            "method": self.running.state(),
+        }
+        self._kept = jax.tree.map(lambda x: x, now)
+
+    def state(self, own: bool = False) -> Any:
+        """All that another worker needs to go on from here; None before it has begun.
+
+        own: with what this worker needs besides, to be resumed itself.
+        """
+        if (kept := self._kept) is None:
+            return None
+        return {k: jax.tree.map(_to_host, x) for k, x in kept.items() if own or k != "own"}
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's state, with what is its own."""
-        state = jax.tree.map(jnp.asarray, state)
-        self.params = self.x = state["params"]
-        self.opt_state, self.count = state["opt_state"], int(state["count"])
-        self.running.take_over(state["method"])
+        """Goes on from another worker's state, with what is its own, or from its own."""
+        self.params = self.x = jax.tree.map(_to_device, self.params, state["params"])
+        self.opt_state = jax.tree.map(_to_device, self.opt_state, state["opt_state"])
+        if "own" in state:
+            self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
+        self.count = int(state["count"])
+        self.running.take_over(jax.tree.map(jnp.asarray, state["method"]))
 
     async def enter(self) -> None:
         """Takes part; who comes after the others have begun takes over from one of them."""
@@ -140,27 +166,31 @@ class Worker:
         if late:
             await self.catch_up(others)
         else:
-            start = zlib.crc32(self.vector().tobytes())
+            start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.ports.place.workers))
             starts = await self.wait(self.ports.round("begin", start, everyone))
-            if len(set(starts.values())) > 1:
+            if (different := len(set(starts.values()) - {None})) > 1:
                 raise ValueError(
                     "all workers must start from the same parameters, but "
-                    f"{len(set(starts.values()))} different ones came together"
+                    f"{different} different ones came together"
                 )
+        self.keep()
         self.publish()
 
     async def catch_up(self, peers: list[int]) -> None:
-        """Takes over from the first of some peers that answers."""
+        """Takes over from the first peer that answers, or from what is restored."""
         for peer in peers:
             try:
                 state = await self.wait(self.ports.state(peer))
             except Unreachable:
                 continue
             if state is not None:
-                self.take_over(state)
-                await self.wait(self.ports.enter(self.count))
-                return
+                break
+        else:
+            state = self.restore()
+        if state is not None:
+            self.take_over(state)
+            await self.wait(self.ports.enter(self.count))
 
 
 async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker: None):
@@ -178,8 +208,25 @@ async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker:
             await worker.enter()
         worker.report.steps, worker.report.loss = worker.count, worker.loss
         worker.report.score = worker.score.value
+        worker.keep()
         observe(worker)
     return worker
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _to_host(x: Any) -> Any:
+    if _is_key(x):
+        x = jax.random.key_data(x)
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
+def _to_device(like: Any, x: Any) -> Any:
+    if _is_key(like):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    return jnp.asarray(x) if isinstance(like, jax.Array) else x
 
 
 @jax.jit
