@@ -151,6 +151,14 @@ class Method:
         assert self.row.paced is not None
         return self.row.paced(**vars(self))
 
+    def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
+        """What stands behind the base optimizer, if there is anything."""
+        if self.row.last is None:
+            return None
+        made = self._made(self.row.last, learning_rate)
+        assert isinstance(made, lj.Exchange)
+        return made
+
     def __reduce__(self) -> Any:
         return functools.partial(make, self.name, **vars(self)), ()
 
