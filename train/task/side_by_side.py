@@ -65,7 +65,9 @@ class SideBySide(Experiment):
         worker.keep()
         return {**worker.state(own=True), "number": 0}
 
-    def stacked(self, states: Sequence[State], step: int, sent: Sequence[float]) -> TrainState:
+    def stacked(
+        self, states: Sequence[State], step: int, sent: Sequence[float]
+    ) -> TrainState:
         """The states of all workers as one.
 
         Args:

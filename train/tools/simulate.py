@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.table
 
 import lsgd_jax as lj
 from train import cli, compilation_cache
@@ -89,10 +88,8 @@ def parse(arguments: Sequence[str]) -> Plan:
         options.lognormal,
         *((stall[0], stall[1] / 1e3) if stall else ()),
     )
-    for name in ("grace",):
-        if not getattr(options, name) > 0:
-            value = getattr(options, name)
-            raise ValueError(f"`{name}` must be positive, got {name}={value}")
+    if not options.grace > 0:
+        raise ValueError(f"`grace` must be positive, got grace={options.grace}")
     lj.checks.check_fraction("loss", options.loss)
     given = dict(loss=options.loss, grace=options.grace, drops=drops, joins=joins)
     out = None if options.out is None else pathlib.Path(options.out)
@@ -147,9 +144,7 @@ def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     return common, own
 
 
-def _of_workers(
-    name: str, given: list[str], workers: int, unit: str
-) -> dict[int, float]:
+def _of_workers(name: str, given: list[str], workers: int, unit: str) -> dict[int, float]:
     found = {}
     for text in given:
         worker, value = _pair(name, text.removesuffix(unit), f"WORKER:NUMBER{unit}") or ()
@@ -244,13 +239,15 @@ def simulate(name: str, config: Config, plan: Plan, training: Any) -> Recorded:
     )
     waited = [worker.report.waited for worker in found.workers]
     sent = [worker.ports.mailbox.bytes_sent for worker in found.workers]
-    tested = test(config, found.workers)
+    tested = consensus(config, found.workers)
     wall = time.perf_counter() - began
     across = found.sent.tolist()
     return Recorded(name, steps, found.seconds, waited, sent, across, tested, wall)
 
 
-def test(config: Config, workers: Sequence[lj.asynchronous.Worker]) -> dict[str, float]:
+def consensus(
+    config: Config, workers: Sequence[lj.asynchronous.Worker]
+) -> dict[str, float]:
     """The test of the mean of the workers' parameters that are finite."""
     mean = lambda *leaves: np.mean([np.asarray(x, np.float64) for x in leaves], 0)
     finite = [w for w in workers if np.isfinite(w.vector()).all()] or list(workers)
@@ -289,10 +286,7 @@ def run(plan: Plan, console: rich.console.Console) -> None:
             f"the simulation took {found.wall:.1f} s"
         )
     rows = [found.row() for found in runs]
-    table = rich.table.Table(*rows[0])
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
+    console.print(tables.markdown(rows), end="")
     if plan.out is not None:
         write(plan, runs, rows)
         console.print(f"written: {plan.out / 'simulated.png'} and the numbers beside it")
