@@ -3,8 +3,6 @@
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax.asynchronous.election import lowest

@@ -195,7 +195,7 @@ class SimulatedPorts(Ports):
         group: Sequence[int],
         combine: Callable[[dict[int, Any]], Any],
     ) -> Pending:
-        """What all in a group get of what each brings; it counts as much as it has bytes."""
+        """What all in a group get of what each brings, in the time of its bytes."""
         simulation, me = self._simulation, self.place.index
 
         def conclude(brought: dict[int, Any]) -> Any:

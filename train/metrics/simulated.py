@@ -91,7 +91,7 @@ class Recorded:
         return {**kept, **more, "staleness": self.staleness}
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, loss): the mean loss of the steps that ended in each part of the time."""
+        """(seconds, loss): the mean of the steps that ended in each part of the time."""
         seconds = np.array([step.seconds for step in self.steps])
         loss = np.array([step.loss for step in self.steps])
         edges = np.linspace(0, self.seconds, BINS + 1)

@@ -80,14 +80,9 @@ def parse(arguments: Sequence[str]) -> Plan:
     slow = _of_workers("slow", options.slow, workers, unit="x")
     drops = _of_workers("drop", options.drop, workers, unit="s")
     joins = _of_workers("join", options.join, workers, unit="s")
-    stall = _pair("stall", options.stall, "PROBABILITY:MILLISECONDS")
-    speeds = lj.asynchronous.Speeds(
-        options.step_ms / 1e3,
-        slow,
-        options.jitter,
-        options.lognormal,
-        *((stall[0], stall[1] / 1e3) if stall else ()),
-    )
+    often, stall = _pair("stall", options.stall or "0:0", "PROBABILITY:MILLISECONDS")
+    noise = options.jitter, options.lognormal, often, stall / 1e3
+    speeds = lj.asynchronous.Speeds(options.step_ms / 1e3, slow, *noise)
     if not options.grace > 0:
         raise ValueError(f"`grace` must be positive, got grace={options.grace}")
     lj.checks.check_fraction("loss", options.loss)
@@ -147,7 +142,7 @@ def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 def _of_workers(name: str, given: list[str], workers: int, unit: str) -> dict[int, float]:
     found = {}
     for text in given:
-        worker, value = _pair(name, text.removesuffix(unit), f"WORKER:NUMBER{unit}") or ()
+        worker, value = _pair(name, text.removesuffix(unit), f"WORKER:NUMBER{unit}")
         if worker not in range(workers):
             raise ValueError(
                 f"`{name}` must name a worker from 0 to {workers - 1}, got {name}={text}"
@@ -158,9 +153,7 @@ def _of_workers(name: str, given: list[str], workers: int, unit: str) -> dict[in
     return found
 
 
-def _pair(name: str, text: str | None, form: str) -> tuple[float, float] | None:
-    if text is None:
-        return None
+def _pair(name: str, text: str, form: str) -> tuple[float, float]:
     try:
         first, second = map(float, text.split(":"))
     except ValueError:

@@ -8,7 +8,6 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-
 from train.tools import simulate
 
 
