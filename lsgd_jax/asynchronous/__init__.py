@@ -1,5 +1,8 @@
 """Workers that step at their own pace."""
 
+import importlib
+from typing import Any
+
 from lsgd_jax.asynchronous.adpsgd import ADPSGD as ADPSGD
 from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax.asynchronous.coordinator import Report as Report
@@ -8,6 +11,7 @@ from lsgd_jax.asynchronous.diloco import DiLoCo as DiLoCo
 from lsgd_jax.asynchronous.errors import Behind as Behind
 from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
 from lsgd_jax.asynchronous.lsgd import LSGD as LSGD
+from lsgd_jax.asynchronous.memory import Memory as Memory
 from lsgd_jax.asynchronous.pairwise import Pairwise as Pairwise
 from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
@@ -18,3 +22,10 @@ from lsgd_jax.asynchronous.worker import Method as Method
 from lsgd_jax.asynchronous.worker import Training as Training
 from lsgd_jax.asynchronous.worker import Worker as Worker
 from lsgd_jax.asynchronous.worker import work as work
+
+
+def __getattr__(name: str) -> Any:
+    """Engines that need an extra are imported when they are asked for."""
+    if name == "ray_engine":
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

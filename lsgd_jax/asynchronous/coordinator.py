@@ -222,8 +222,9 @@ class Coordinator:
         return held.closed[0]
 
     def _close_if_all_are_there(self, key: Hashable, held: Round) -> None:
-        missing = set(held.members).intersection(self.present).difference(held.values)
-        if held.values and not missing and not held.closed:
+        if not held.values or held.closed:
+            return
+        if all(i in held.values or not self.members[i].present for i in held.members):
             held.closed.append(dict(sorted(held.values.items())))
             self._begun |= key == "begin"
             if key == ("join", self.number):

@@ -290,10 +290,12 @@ class Bringing(OwnPace):
 
     def state(self) -> Any:
         """The anchor, its momentum, and which turn they are of."""
-        return {"turn": self._turn.number, "outer": self._turn.outer}
+        number, outer = self._turn
+        return {"turn": number, "outer": outer, "begun": self._begun}
 
     def take_over(self, state: Any) -> None:
         """Goes on from another worker's."""
         self._turn = Turn(int(state["turn"]), np.asarray(state["outer"]))
-        self._begun = self._brought = self.worker.count
+        self.worker.report.rounds = self._turn.number
+        self._begun = self._brought = int(state["begun"])
         self._coming = None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lsgd_jax.asynchronous.place import Place
 from lsgd_jax.collectives import Group
@@ -122,7 +123,7 @@ class Agreement:
     """
 
     def __init__(self, rule: Rule, group: Sequence[int], place: Place):
-        self._position = jnp.int32(group.index(place.index))
+        self._position = np.int32(group.index(place.index))
         self._stages = _stages(rule, len(group), place.nodes, place.locals)
 
     async def run(

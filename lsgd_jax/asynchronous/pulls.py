@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lsgd_jax import parts
 from lsgd_jax._movement import move, settle
@@ -110,7 +111,7 @@ class Pulling:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Where the worker stands after its own step."""
         y, self._states, self._fits = self._compiled.step(
-            x, u, self._states, loss, jnp.int32(t), self._sick
+            x, u, self._states, loss, np.int32(t), np.bool_(self._sick)
         )
         return y
 
@@ -173,8 +174,8 @@ class Pulling:
         pull, worker = self._pulls[k], self._worker
         x, y = (parts.select(pull.part, tree) for tree in (worker.x, worker.params))
         send = functools.partial(self._conversations[k].send, number)
-        t, state = jnp.int32(worker.count), self._states[k]
-        return self._agreements[k].run(send, x, y, state, jnp.asarray(fit), t)
+        t, state = np.int32(worker.count), self._states[k]
+        return self._agreements[k].run(send, x, y, state, np.bool_(fit), t)
 
     async def _land(self, k: int, coming: Pending, fit: bool) -> bool:
         """Pulls the worker to a target; whether it was restored."""
@@ -184,8 +185,8 @@ class Pulling:
         except Unreachable:
             return False  # whoever would have sent it is lost: no pull this time
         self._states[k] = renew(self._states[k])
-        t = jnp.int32(worker.count)
-        worker.params = self._compiled.land[k](worker.params, z, found, fit, t)
+        t = np.int32(worker.count)
+        worker.params = self._compiled.land[k](worker.params, z, found, np.bool_(fit), t)
         return bool(found) and not fit
 
     # What passes to a worker that starts again

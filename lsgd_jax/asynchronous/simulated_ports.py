@@ -143,9 +143,7 @@ class SimulatedPorts(Ports):
         """The request travels, the peer answers as soon as it can, the answer travels."""
         simulation, me = self._simulation, self.place.index
         limit = self._environment.now + self.grace
-        late = Failure(
-            Unreachable(f"worker {peer} did not answer within {self.grace:g} s")
-        )
+        late = Failure(Unreachable(f"worker {peer} did not answer within {self.grace:g} s"))
         is_lost = simulation.loss and simulation.random.random() < simulation.loss
         came = yield simulation.links.send(me, peer, size, limit)
         answer = None

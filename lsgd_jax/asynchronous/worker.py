@@ -51,8 +51,11 @@ class Method(Protocol):
       window: losses that a worker is judged by.
     """
 
-    period: int | None
-    window: int
+    @property
+    def period(self) -> int | None: ...
+
+    @property
+    def window(self) -> int: ...
 
     def bind(self, worker: "Worker", steps: int) -> Running:
         """The method in one worker that is to take so many steps."""
@@ -122,7 +125,7 @@ class Worker:
         """What a local step computes."""
         t = self.count + 1
         u, self.opt_state, self.own, loss = self.training.step(
-            self.params, self.opt_state, self.own, jnp.int32(t)
+            self.params, self.opt_state, self.own, np.int32(t)
         )
         self.x = self.params
         self.params = self.running.step(self.x, u, loss, t)
