@@ -145,7 +145,7 @@ class Mailbox:
             self.bytes_sent += mine.nbytes
             with np.errstate(invalid="ignore", over="ignore"):
                 half = (theirs - mine) / 2
-            if finite(half):
+            if finite(half) and not self._closed:
                 self._moved = half if self._moved is None else self._moved + half
             return mine
 
