@@ -66,3 +66,8 @@ def broken(training, i, steps, value=jnp.nan):
 def stacked(workers):
     """The parameters of all workers, [W, n]."""
     return np.stack([worker.vector() for worker in workers])
+
+
+def positions(workers):
+    """Where each worker is along one of the parameters; it starts at 0, see `resting`."""
+    return [worker.vector()[-1].item() for worker in workers]
