@@ -15,6 +15,7 @@ from lsgd_jax._movement import move, settle
 from lsgd_jax.asynchronous.collective import Conversation
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.group import Agreement, alone
+from lsgd_jax.asynchronous.own_pace import Claims
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
 from lsgd_jax.exchange import Exchange, Pull, PullState, step_rules
@@ -87,6 +88,8 @@ class Pulling:
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
         self._period, self._rounds, self._sick = method.period, 0, False
+        # A step that is claimed ahead would have all others wait for it at the next round.
+        self._claims = Claims(worker, ahead=False)
         place = worker.ports.place
         groups = [place.group(pull.rule.axes) for pull in self._pulls]
         self._agreements = [
@@ -117,11 +120,9 @@ class Pulling:
         worker = self._worker
         if self._period is None:
             return worker.count < self._steps
-        while True:
-            claim = await worker.wait(worker.ports.claim(worker.count + 1))
-            if claim.go != "join":
-                return claim.go == "step"
+        while (claim := await self._claims.next()).go == "join":
             await self._join(claim.number)
+        return claim.go == "step"
 
     async def after_step(self) -> None:
         """What is due by the worker's own count."""

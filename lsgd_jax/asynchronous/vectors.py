@@ -36,15 +36,16 @@ class Flat:
             flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
             return jnp.concatenate(flat) if flat else jnp.zeros([0])
 
-        def cut(vector: Any) -> Tree:
+        def cut(vector: Any, narrow: bool = False) -> Tree:
             parts = [
-                vector[a:b].reshape(shape).astype(dtype)
+                vector[a:b].reshape(shape).astype(dtype if narrow else jnp.float32)
                 for a, b, (shape, dtype) in zip(bounds, bounds[1:], shapes)
             ]
             return jax.tree.unflatten(treedef, parts)
 
         self._join: Callable[[Tree], Any] = jax.jit(join)
-        self.tree: Callable[[Any], Tree] = jax.jit(cut)
+        self.tree: Callable[[Any], Tree] = jax.jit(lambda vector: cut(vector, narrow=True))
+        self.wide: Callable[[Any], Tree] = cut
 
     def vector(self, tree: Tree) -> np.ndarray:
         """The tree as float32 [size], in the host's memory."""
