@@ -5,6 +5,7 @@
 
 import functools
 import signal
+import warnings
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ def take_steps(run: Run) -> signal.Signals | str | None:
     options, chosen = config.ray, engine()
     store = options.object_store
     states = experiment.apart(run.state) if run.step else None
-    with run.stopwatch.going_on():
+    with run.stopwatch.going_on(), warnings.catch_warnings():
+        # Ray starts its processes by fork and exec, which threads of jax do not disturb.
+        warnings.filterwarnings("ignore", message=r".*fork\(\)")
         try:
             outcome = chosen.run(
                 functools.partial(of_worker, config),
@@ -80,7 +83,7 @@ class Follower:
         self._sent = experiment.sent(run.state)
         self._states: list[State | None] = [None] * len(begun)
         self._reported, self._present = run.step, set(range(len(begun)))
-        self._has_stepped = False
+        self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
         recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
         if recent.nonfinite_steps >= limit:  # the user resumes it all the same
@@ -96,26 +99,27 @@ class Follower:
             run.stopwatch.start()  # before, processes were started and compiled
         self._tell_of_losses(standing, remote)
         is_last = run.step == config.steps
-        every = config.log_every
-        if is_last or run.step // every > self._reported // every:
-            self._report(standing)
         passed = lambda every: not is_last and run.step // every > before // every
         to_test, to_save = passed(config.test_every), passed(config.checkpoint_every)
-        if (to_test or to_save) and self._collect(standing, remote):
-            if to_test:
-                run_test(run)
-            if to_save:
-                save(run)
+        known = (to_test or to_save) and self._collect(standing, remote)
+        every = config.log_every
+        if not is_last and run.step // every > self._reported // every:
+            self._report(standing)
+        if known and to_test:
+            run_test(run)
+        if known and to_save:
+            save(run)
         self._stop_if_asked(remote)
 
     def end(self, states: list[State], standing: lj.asynchronous.Standing) -> None:
         """Takes over what the workers have ended with."""
+        standing = standing._replace(present=sorted(self._present))  # all have left
         self._states = list(states)
         self._run.step = max(self._run.step, self._step(standing))
         if self.stopped_by is None:
             self._run.step = self._run.config.steps
-        self._report(standing)
         self._stack(standing)
+        self._report(standing)
 
     def _step(self, standing: lj.asynchronous.Standing) -> int:
         """Steps per worker, on the mean."""
@@ -137,12 +141,13 @@ class Follower:
         run.buffer.recent.add([losses] * steps)
         counts, grid = self._counts(standing), run.config.workers
         run.progress.workers(pace.text(standing, counts), counts)
+        distance, self._distance = self._distance, np.nan
         nothing = np.zeros(workers, np.int64)
         run.reporter.report(
             Interval(
                 run.step,
                 losses[None],
-                consensus_distance=np.nan,
+                consensus_distance=distance,
                 elections=[],
                 diagnostics=(),
                 waiting=nothing,
@@ -197,6 +202,7 @@ class Follower:
         ]
         sent = [n + standing.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
+        self._distance = float(lj.consensus_distance(self._run.state.params))
 
     # What ends it
 
