@@ -46,7 +46,19 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda standing, remote: None
     befalls: (standing, remote), called before the trainer is.
     """
 
-    def run(make_training, method, nodes, locals, steps, *, options, states, on_standing):
+    def run(
+        make_training,
+        method,
+        nodes,
+        locals,
+        steps,
+        *,
+        options,
+        states,
+        restore,
+        on_standing,
+    ):
+        del restore
         memory = Memory(
             nodes,
             locals,

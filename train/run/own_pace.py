@@ -3,7 +3,9 @@
 `train.run.loop` does before and after what it does for workers in lock step.
 """
 
+import contextlib
 import functools
+import pathlib
 import signal
 import warnings
 from typing import Any
@@ -12,9 +14,12 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.cluster.lost import WorkersLost
+from train.config import Config
 from train.metrics import pace
 from train.metrics.buffer import Interval
+from train.run.folder import CHECKPOINTS
 from train.run.open import Run
+from train.run.reading import Archive
 from train.run.saving import save
 from train.run.testing import run_test
 from train.task.own_pace import Own, of_worker
@@ -49,15 +54,37 @@ def take_steps(run: Run) -> signal.Signals | str | None:
                     object_store=None if store is None else int(store * GIB),
                     grace=options.grace,
                     start=options.start_timeout,
+                    stall=options.stall_timeout,
                     wire=options.wire,
                 ),
                 states=states,
+                restore=functools.partial(from_checkpoint, config, run.folder.absolute()),
                 on_standing=follower,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise WorkersLost(str(error)) from error
     follower.end(outcome.states, outcome.standing)
     return follower.stopped_by
+
+
+def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
+    """What a worker goes on from that no other one can tell, because all were lost.
+
+    Args:
+      config: the run's.
+      folder: its run folder, as far as it can be read where the worker is.
+      index: which worker.
+    """
+    try:
+        archive = Archive(folder / CHECKPOINTS)
+        experiment = SideBySide(config)
+        like = experiment.init()
+    except (OSError, ValueError):
+        return None
+    for step in reversed(archive.steps):
+        with contextlib.suppress(ValueError):  # damaged, or of other workers
+            return experiment.apart(archive.restore(step, like).state)[index]
+    return None
 
 
 def engine() -> Any:

@@ -31,9 +31,9 @@ def quick(monkeypatch):
     tiny.install(share=True, set=monkeypatch.setattr)
 
 
-def run_of(folder, monkeypatch, engine={}, **changes):
+def run_of(folder, monkeypatch, engine=None, **changes):
     """A run in memory: (run, result)."""
-    memory_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | engine)
+    memory_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | (engine or {}))
     config = dataclasses.replace(CONFIG, run_dir=str(folder), **changes)
     run = open_run(config)
     return run, train(run)
