@@ -35,7 +35,7 @@ class Remote:
         self.stopped = True
 
     def lose(self, i):
-        self._memory.lost.add(i)
+        self._memory.lose(i)
         self._memory.coordinator.leave(i)
 
 

@@ -11,6 +11,7 @@ import tiny
 
 from train import cli
 from train.__main__ import main
+from train.config import WorkersConfig
 from train.metrics import log
 from train.run import loop, own_pace
 from train.run.loop import train
@@ -110,6 +111,31 @@ def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypat
     last = log.read(result.folder)["pace"][-1]
     assert last["present"] == [0, 2, 3]
     assert sum(last["steps"]) in (47, 48)  # it may have been lost in a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, x in methods.METHODS.items() if x.paced])
+def test_every_method_trains_and_goes_on_with_other_workers(name, tmp_path, monkeypatch):
+    small = {"period": 4, "local_period": 2, "global_period": 4, "delay": 1}
+    small |= {"local_steps": 4, "sync_period": 4}
+    fields = methods.find(name).__dataclass_fields__
+    method = methods.make(name, **{k: x for k, x in small.items() if k in fields})
+    slow = {"step_seconds": [1.0] * 4 if name.startswith("overlapped") else SLOW}
+    run, result = run_of(tmp_path / "run", monkeypatch, slow, method=method)
+    assert (result.step, result.saved, result.stopped_by) == (12, True, None)
+    assert result.tested.center["error"] < 70
+    like = run.experiment.init()
+    assert jax.tree.structure(like) == jax.tree.structure(run.state)
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(like) == shapes(run.state)
+
+    grid, even = WorkersConfig(1, 2), {"step_seconds": 1.0}
+    changes = dict(method=method, workers=grid, steps=24, resume=True)
+    run, result = run_of(tmp_path / "run", monkeypatch, even, **changes)
+    assert (result.step, result.saved) == (24, True)
+    assert result.tested.center["error"] < 20
+    (event,) = log.read(result.folder)["resized"]
+    assert event["new"] == [1, 2]
 
 
 @pytest.mark.slow
