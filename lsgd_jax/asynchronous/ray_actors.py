@@ -28,13 +28,13 @@ class Overview(NamedTuple):
       standing: how all workers are doing.
       starts: of each worker how many times it was started.
       vain: of each worker how many times it was since it last came to a step or a round.
-      pids: of each worker the node and the process that it is in.
+      processes: of each worker its node and the process there.
     """
 
     standing: Standing
     starts: list[int]
     vain: list[int]
-    pids: dict[int, tuple[str, int]]
+    processes: dict[int, tuple[str, int]]
 
 
 class Stopped(Exception):
@@ -179,7 +179,8 @@ class CoordinatorActor:
 
     async def report(self, i: int, report: Report) -> Standing:
         await self._ready()
-        self._vain[i] = 0
+        if report.steps > self._coordinator.members[i].report.steps:
+            self._vain[i] = 0
         return self._coordinator.report(i, report)
 
     async def round(
