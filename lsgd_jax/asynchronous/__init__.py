@@ -3,15 +3,21 @@
 import importlib
 from typing import Any
 
+from lsgd_jax.asynchronous.adpsgd import ADPSGD as ADPSGD
 from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax.asynchronous.coordinator import Report as Report
 from lsgd_jax.asynchronous.coordinator import Standing as Standing
+from lsgd_jax.asynchronous.diloco import DiLoCo as DiLoCo
 from lsgd_jax.asynchronous.errors import Behind as Behind
 from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
+from lsgd_jax.asynchronous.lsgd import LSGD as LSGD
+from lsgd_jax.asynchronous.memory import Memory as Memory
+from lsgd_jax.asynchronous.pairwise import Pairwise as Pairwise
 from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
 from lsgd_jax.asynchronous.ports import Ports as Ports
 from lsgd_jax.asynchronous.pulls import Pulls as Pulls
+from lsgd_jax.asynchronous.wagma import WAGMA as WAGMA
 from lsgd_jax.asynchronous.worker import Method as Method
 from lsgd_jax.asynchronous.worker import Training as Training
 from lsgd_jax.asynchronous.worker import Worker as Worker

@@ -1,5 +1,6 @@
 """A worker that steps at its own pace: what it trains, and its loop on every engine."""
 
+import dataclasses
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -8,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._movement import settle
 from lsgd_jax.asynchronous.coordinator import Report
 from lsgd_jax.asynchronous.election import Score
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.mailbox import finite
 from lsgd_jax.asynchronous.ports import Pending, Ports
-from lsgd_jax.asynchronous.vectors import Flat
-from lsgd_jax.trees import Tree, all_finite, apply_updates
+from lsgd_jax.asynchronous.vectors import flat_of
+from lsgd_jax.trees import Tree
 
 
 class Training(NamedTuple):
@@ -50,8 +51,11 @@ class Method(Protocol):
       window: losses that a worker is judged by.
     """
 
-    period: int | None
-    window: int
+    @property
+    def period(self) -> int | None: ...
+
+    @property
+    def window(self) -> int: ...
 
     def bind(self, worker: "Worker", steps: int) -> Running:
         """The method in one worker that is to take so many steps."""
@@ -70,6 +74,7 @@ class Worker:
       count: local steps taken.
       loss: at x.
       report: what the coordinator is told.
+      standing: what it has answered last, None before that.
     """
 
     def __init__(
@@ -84,8 +89,9 @@ class Worker:
         self.params, self.opt_state, self.own = training.init(ports.place.index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._kept = False, None
-        self.flat, self.score = Flat(self.params), Score(method.window)
-        self.report = Report()
+        self.flat, self.score = flat_of(self.params), Score(method.window)
+        self.report, self.standing = Report(), None
+        self._told: Pending | None = None
         self.running = method.bind(self, steps)
         ports.mailbox.serve_state(self.state)
 
@@ -105,11 +111,21 @@ class Worker:
             lambda: self.flat.vector(params), self.count, measure, self.score.value
         )
 
+    async def step(self) -> None:
+        """One local step, and how fast they are."""
+        begun = self.ports.now()
+        self.compute()
+        await self.ports.stepped()
+        if (seconds := self.ports.now() - begun) > 0:
+            speed, known = 1 / seconds, self.report.speed
+            compiled = self.count > 2  # the first steps take the time to compile, too
+            self.report.speed = known + 0.1 * (speed - known) if compiled else speed
+
     def compute(self) -> None:
-        """One local step."""
+        """What a local step computes."""
         t = self.count + 1
         u, self.opt_state, self.own, loss = self.training.step(
-            self.params, self.opt_state, self.own, jnp.int32(t)
+            self.params, self.opt_state, self.own, np.int32(t)
         )
         self.x = self.params
         self.params = self.running.step(self.x, u, loss, t)
@@ -125,6 +141,23 @@ class Worker:
             seconds = self.ports.now() - begun
             self.report.waited += seconds
             self.report.longest = max(self.report.longest, seconds)
+
+    async def tell(self) -> None:
+        """Tells the coordinator how far this worker is; does not wait for its answer.
+
+        The next report leaves when this one has been answered.
+        """
+        report = self.report
+        report.steps, report.loss, report.score = self.count, self.loss, self.score.value
+        report.bytes_sent = self.ports.mailbox.bytes_sent
+        if self._told is not None:
+            if not self._told.done:
+                return
+            try:
+                self.standing = await self._told
+            except Unreachable:
+                pass  # what was known stays; the next report says what this one did
+        self._told = self.ports.report(dataclasses.replace(report))
 
     def keep(self) -> None:
         """Makes `state` give what is now, at the boundary of a step, until the next one.
@@ -161,11 +194,8 @@ class Worker:
 
     async def enter(self) -> None:
         """Takes part; who comes after the others have begun takes over from one of them."""
-        present, late = await self.wait(self.ports.enter(self.count))
-        others = [i for i in present if i != self.index]
-        if late:
-            await self.catch_up(others)
-        else:
+        _, late = await self.wait(self.ports.enter(self.count))
+        if not late:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.ports.place.workers))
             starts = await self.wait(self.ports.round("begin", start, everyone))
@@ -174,41 +204,56 @@ class Worker:
                     "all workers must start from the same parameters, but "
                     f"{different} different ones came together"
                 )
+            late = self.index not in starts
+        if late:
+            await self.catch_up()
         self.keep()
         self.publish()
 
-    async def catch_up(self, peers: list[int]) -> None:
-        """Takes over from the first peer that answers, or from what is restored."""
-        for peer in peers:
+    async def catch_up(self) -> None:
+        """Takes over from a peer, or from what is restored.
+
+        The one that has come furthest is asked first: one that hangs stays behind.
+
+        Raises:
+          Unreachable: others are there, but none answers, and nothing is restored.
+        """
+        standing = await self.wait(self.ports.report(dataclasses.replace(self.report)))
+        others = [i for i in standing.present if i != self.index]
+        for peer in sorted(others, key=lambda i: -standing.reports[i].steps):
             try:
                 state = await self.wait(self.ports.state(peer))
             except Unreachable:
                 continue
-            if state is not None:
+            if state is not None and finite(self.flat.vector(state["params"])):
                 break
         else:
             state = self.restore()
         if state is not None:
             self.take_over(state)
             await self.wait(self.ports.enter(self.count))
+        elif others:
+            raise Unreachable(
+                f"worker {self.index} is behind, and none of the workers {others} that it "
+                f"could take over from answered within {self.ports.grace:g} s"
+            )
 
 
 async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker: None):
     """Trains a worker to the end; `observe` is called after every step."""
-    running, ports = worker.running, worker.ports
+    running = worker.running
     await worker.enter()
     while True:
         try:
             if not await running.before_step():
                 break
-            worker.compute()
-            await ports.stepped()
+            await worker.step()
             await running.after_step()
         except Behind:
             await worker.enter()
-        worker.report.steps, worker.report.loss = worker.count, worker.loss
-        worker.report.score = worker.score.value
+            continue
         worker.keep()
+        await worker.tell()
         observe(worker)
     return worker
 
@@ -227,12 +272,3 @@ def _to_device(like: Any, x: Any) -> Any:
     if _is_key(like):
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
     return jnp.asarray(x) if isinstance(like, jax.Array) else x
-
-
-@jax.jit
-def plain_step(x: Tree, u: Tree, loss: Any) -> Tree:
-    """x + u; of a step whose loss is not finite only what stays finite."""
-    return apply_updates(x, settle(x, u, jnp.isfinite(loss), jnp.asarray(False)))
-
-
-is_finite = jax.jit(all_finite)
