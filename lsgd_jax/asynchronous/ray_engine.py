@@ -132,7 +132,6 @@ def run(
     options = Options() if options is None else options
     before = handlers()
     with cluster(options, nodes * locals), signals(before) as signaled:
-        known = [state for state in states or () if state is not None]
         job = Job(
             name=f"lsgd-{uuid.uuid4().hex[:8]}",
             make_training=make_training,
@@ -144,7 +143,6 @@ def run(
             grace=options.grace,
             wire=options.wire,
             begun=time.time(),
-            number=max((int(state["number"]) for state in known), default=0),
         )
         actors = _Actors(job, options)
         try:
