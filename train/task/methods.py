@@ -96,6 +96,10 @@ ROWS = (
     Row("cge", first=lj.cge),
     Row("independent", summary="Independent workers: nothing is exchanged."),
     Row("async-lsgd", paced=paced_methods.lsgd),
+    Row("async-dpwa", paced=lj.asynchronous.Pairwise),
+    Row("async-adpsgd", paced=lj.asynchronous.ADPSGD),
+    Row("async-wagma", paced=lj.asynchronous.WAGMA),
+    Row("async-diloco", paced=paced_methods.diloco),
     Row("overlapped-lsgd", paced=paced_methods.overlapped_lsgd),
     Row("overlapped-diloco", paced=paced_methods.overlapped_diloco),
 )
