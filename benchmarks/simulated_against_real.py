@@ -200,9 +200,7 @@ def real_ray(job):
             address = f"--node-ip-address=10.87.0.{i + 1}"
             line = [ray, "start", *where, address, "--num-cpus=1", store, "--block"]
             line += ["--include-dashboard=false"] if i == 0 else []
-            started.append(on_host(i, line, **own))
-            time.sleep(8 if i == 0 else 2)
-        time.sleep(5)
+            started.append(joined(i, line, own))
         command = [sys.executable, __file__, "--role", json.dumps({**job, "host": None})]
         driver = on_host(0, command, env=environment, stdout=subprocess.PIPE, text=True)
         return result_of(driver.communicate(timeout=900)[0])
@@ -212,6 +210,17 @@ def real_ray(job):
                 os.killpg(process.pid, 15)
         for process in started:
             process.wait(60)
+
+
+def joined(i, line, options):
+    """Ray on a host; tried again as long as the first host's is not there yet."""
+    for _ in range(6):
+        process = on_host(i, line, **options)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            return process
+    raise RuntimeError(f"Ray does not start on host {i}: {' '.join(line)}")
 
 
 def result_of(output):
