@@ -82,13 +82,14 @@ def hosts_down():
 
 
 @contextlib.contextmanager
-def hosts(rate):
+def hosts(rate, engines):
     hosts_down()
     hosts_up(rate)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(hosts_down)
+        if "ray" in engines:
+            stack.enter_context(ray_on_all_hosts())
         yield
-    finally:
-        hosts_down()
 
 
 def on_host(i, command, **options):
@@ -189,10 +190,17 @@ def role_driver(job):
 
 
 def real_ray(job):
+    command = [sys.executable, __file__, "--role", json.dumps({**job, "host": None})]
+    driver = on_host(0, command, stdout=subprocess.PIPE, text=True)
+    return result_of(driver.communicate(timeout=900)[0])
+
+
+@contextlib.contextmanager
+def ray_on_all_hosts():
+    """One cluster of Ray over the hosts."""
     ray = str(pathlib.Path(sys.executable).parent / "ray")
     store = f"--object-store-memory={500 * 2**20}"
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    own = dict(env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started = []
     try:
         for i in range(HOSTS):
@@ -200,10 +208,8 @@ def real_ray(job):
             address = f"--node-ip-address=10.87.0.{i + 1}"
             line = [ray, "start", *where, address, "--num-cpus=1", store, "--block"]
             line += ["--include-dashboard=false"] if i == 0 else []
-            started.append(joined(i, line, own))
-        command = [sys.executable, __file__, "--role", json.dumps({**job, "host": None})]
-        driver = on_host(0, command, env=environment, stdout=subprocess.PIPE, text=True)
-        return result_of(driver.communicate(timeout=900)[0])
+            started.append(joined(i, line, quiet))
+        yield
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):
@@ -217,7 +223,7 @@ def joined(i, line, options):
     for _ in range(6):
         process = on_host(i, line, **options)
         try:
-            process.wait(20)
+            process.wait(40)
         except subprocess.TimeoutExpired:
             return process
     raise RuntimeError(f"Ray does not start on host {i}: {' '.join(line)}")
@@ -301,6 +307,7 @@ def main():
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     options = parser.parse_args()
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if options.role:
         job = json.loads(options.role)
         if "stream" in job:
@@ -312,7 +319,7 @@ def main():
     engines = options.engines.split(",")
     methods = [name for name, (engine, *_) in METHODS.items() if engine in engines]
     told = {}
-    with hosts("none"):
+    with hosts("none", engines):
         bandwidth = bandwidth_of("none")
         steps = {
             engine: real[engine]({**job, "method": "none"}) / 100 for engine in engines
@@ -329,7 +336,7 @@ def main():
     print("| method | network | real, s / 100 steps | predicted | difference |")
     print("| --- | --- | --- | --- | --- |")
     for rate in options.rates.split(","):
-        with hosts(rate):
+        with hosts(rate, engines):
             bandwidth = bandwidth_of(rate)
             print(f"(a stream: {bandwidth / 1e6:.1f} MB/s)", file=sys.stderr, flush=True)
             for name in methods:

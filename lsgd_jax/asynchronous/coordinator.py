@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 from lsgd_jax.asynchronous.election import lowest
 
 
-KEPT = 256  # rounds that are remembered for those who come late
+KEPT = 256  # rounds that are remembered for those who come late,
+KEPT_EACH = 8  # or so many per worker: each of many groups holds its own
 
 
 class Claim(NamedTuple):
@@ -237,7 +238,7 @@ class Coordinator:
                 self._limit = self._next_limit()
 
     def _forget(self) -> None:
-        while len(self._rounds) > KEPT:
+        while len(self._rounds) > max(KEPT, KEPT_EACH * len(self.members)):
             key, _ = self._rounds.popitem(last=False)
             self._forgotten[key] = None
         while len(self._forgotten) > 100 * KEPT:

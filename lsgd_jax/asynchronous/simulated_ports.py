@@ -1,6 +1,5 @@
 """What a worker can ask of others in a simulation."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -222,7 +221,6 @@ class SimulatedPorts(Ports):
         return self._coordinator(lambda c: c.claim(self.place.index, step))
 
     def report(self, report: Report) -> Pending:
-        report = dataclasses.replace(report)  # as it is now
         return self._coordinator(lambda c: c.report(self.place.index, report))
 
     def round(self, key: Hashable, value: Any, members: list[int]) -> Pending:

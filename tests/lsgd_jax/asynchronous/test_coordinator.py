@@ -53,3 +53,14 @@ def test_the_leader_is_the_best_that_is_there_and_finite():
     assert standing.leader(range(4)) == 1 and standing.leader([2]) is None
     c.leave(1)
     assert c.standing().leader(range(4)) == 3
+
+
+def test_rounds_of_many_groups_at_a_time_are_all_held():
+    coordinator = Coordinator(workers=1200, steps=1)
+    for turn in range(2):
+        for i in range(0, 1200, 2):
+            assert coordinator.arrive((turn, i), i, "a", [i, i + 1]) is None
+        for i in range(0, 1200, 2):
+            both = {i: "a", i + 1: "b"}
+            assert coordinator.arrive((turn, i), i + 1, "b", [i, i + 1]) == both
+    assert coordinator.look((0, 0)) == {0: "a", 1: "b"}
