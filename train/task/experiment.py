@@ -142,7 +142,8 @@ class Experiment:
         def loss_of(params):
             return self.forward.loss(params, state.stats, data, batch, key)
 
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        learn = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, stats), grads = learn(state.params)
         updates, opt_state = self._tx.update(
             grads, state.opt_state, state.params, value=loss
         )
