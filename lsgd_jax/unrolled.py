@@ -12,13 +12,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from lsgd_jax._uniform import jaxprs_of
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # More workers than this on a device stay vmapped: compile time grows with their number.
 MOST = 8
 
 
-def unrolled(fn: F) -> F:
+def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
     r"""A function of one worker, compiled for each worker apart where they share a device.
 
     `Workers` vmaps what one worker computes over the workers of a device. That makes a
@@ -46,7 +46,7 @@ def unrolled(fn: F) -> F:
     """
 
     @functools.wraps(fn)
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> T:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         if not _gains(closed.jaxpr):
             return fn(*args)
