@@ -59,8 +59,9 @@ class Connections:
         self._may_cut = self.survive and jax.default_backend() == "cpu"
         if self._may_cut:
             self._make_inside(workers.mesh)
+        meet = _meeting(workers.mesh)
         self._session.wait_for_all()
-        jax.block_until_ready(_meeting(workers.mesh)())
+        jax.block_until_ready(meet())
 
     def let_go(self, all: bool = False) -> None:
         """Has what waits in this process for others of its devices fail, after a loss.
