@@ -70,7 +70,7 @@ class Experiment:
         self.workers = lj.Workers(
             grid.nodes, grid.locals, devices=devices, inside=grid.axes
         )
-        session.connect(self.workers)
+        session.connections.make(self.workers)
         self.forward = self._make_forward(data, warn, session)
         self.data = self.forward.source.data
         self.step = self.workers.map(self._step, donate=0)
