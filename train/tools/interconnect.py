@@ -122,14 +122,14 @@ def measure(config: Config, session: Session) -> Measurement:
         for name, axes in LEVELS.items()
         if all(sizes[axis] > 1 for axis in axes) or len(axes) == 2 and sizes["node"] > 1
     }
-    tiny = experiment.workers.replicate(jnp.zeros(1))
-    exchanges = {k: _exchange(experiment.workers, params, v) for k, v in levels.items()}
-    latencies = {k: _exchange(experiment.workers, tiny, v) for k, v in levels.items()}
+    tiny, workers = experiment.workers.replicate(jnp.zeros(1)), experiment.workers
+    exchanges = {k: exchange_seconds(workers, params, v) for k, v in levels.items()}
+    latencies = {k: exchange_seconds(workers, tiny, v) for k, v in levels.items()}
     leaves = len(jax.tree.leaves(params))
     return Measurement(_step(experiment, state), payload, exchanges, latencies, leaves)
 
 
-def _exchange(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
+def exchange_seconds(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
     """Seconds in which all workers of a group get the tree of its first worker."""
     first = lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0))
     take = workers.map(first)
@@ -208,21 +208,14 @@ def report_plan(
 ) -> None:
     """Prints the proposals of `train.tools.plan`."""
     console.print(
-        f"\nto wait at most {100 * share:g} % of the time for exchanges, or, where they travel "
-        "in the background, with a delay, as long as the last column says:"
-    )
-    table = rich.table.Table(
-        "settings", "pause, ms", "waiting, %", "delay", "in background, %"
+        f"to wait for exchanges at most {100 * share:g} % of the time (in brackets: where "
+        "they travel in the background, such a delay hides them):"
     )
     for found in plan.proposals(inner, outer, step, payload, share, leaves):
-        table.add_row(
-            found.options,
-            f"{1e3 * found.pause:.1f}",
-            f"{100 * found.share:.1f}",
-            str(found.delay),
-            f"{100 * found.overlapped:.1f}",
+        console.print(
+            f"{100 * found.share:4.1f} %, pauses of {1e3 * found.pause:.1f} ms (delay "
+            f"{found.delay}: {100 * found.overlapped:.1f} %): {found.options}"
         )
-    console.print(table)
 
 
 def check_given(given: Mapping[str, float | None]) -> None:
