@@ -14,7 +14,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import hybrids, options
+from train.task import budget, hybrids, options
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -65,6 +65,7 @@ def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
 
 ROWS = (
     Row("lsgd", lj.lsgd),
+    Row("budget-lsgd", budget.lsgd),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
@@ -131,6 +132,11 @@ class Method:
             for factory in (self.row.first, self.row.last)
         )
         return optax.chain(*first, base, *last)
+
+    def last(self, learning_rate: optax.ScalarOrSchedule = 1.0) -> Any:
+        """What stands behind the base optimizer; None if nothing does."""
+        factory = self.row.last
+        return None if factory is None else self._made(factory, learning_rate)
 
     def _made(
         self, factory: Factory, learning_rate: optax.ScalarOrSchedule
