@@ -6,7 +6,7 @@ import sys
 from train import cli, command, compilation_cache
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
-from train.cluster.lost import may_mean_a_loss
+from train.cluster.lost import WorkersLost, may_mean_a_loss
 from train.cluster.session import Session
 from train.data.arrays import DataError
 from train.run.resuming import resume_command
@@ -23,8 +23,11 @@ def main(arguments: list[str]) -> int:
         from train.run import recovery  # half a second that --help does without
         from train.run.open import open_run
 
-        session = rendezvous.join(config)
-        devices.provide(config.workers.devices, len(session.members))
+        if config.method.paced:
+            devices.leave_to_workers()
+        else:
+            session = rendezvous.join(config)
+            devices.provide(config.workers.devices, len(session.members))
         compilation_cache.use(say=session.is_main)
         run = open_run(config, session)
     except ValueError as error:
@@ -39,7 +42,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         kept = "interrupted a second time; checkpoints written before are kept, to go on: "
         return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))
-    except DataError as error:
+    except (DataError, WorkersLost) as error:
         again = f"to go on later: {resume_command(config, run.folder)}"
         return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:

@@ -14,6 +14,8 @@ import lsgd_jax as lj
 from train.config_checks import check
 from train.data.vocabulary import Tokens
 from train.distributed_config import DistributedConfig as DistributedConfig
+from train.ray_config import RayConfig as RayConfig
+from train.ray_config import check_pace
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
@@ -110,6 +112,8 @@ class Config:
     experiment: tyro.conf.Suppress[str] = ""
     # The rendezvous of several processes.
     distributed: DistributedConfig = DistributedConfig()
+    # The processes of workers that step at their own pace.
+    ray: RayConfig = RayConfig()
 
     def __post_init__(self):
         counts = (
@@ -134,6 +138,7 @@ class Config:
         data = self.data
         check(data.padding >= 0, "data.padding", "at least 0", data)
         _check_text(self)
+        check_pace(self)
         fits = data.name != "cifar10" or data.crop <= 32
         check(fits, "data.crop", "at most 32 with cifar10", data)
         check(
@@ -160,6 +165,7 @@ class Config:
 FORMAT = 2
 
 DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
+RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
 
 # What may differ from process to process.
 FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED} - {
@@ -174,6 +180,7 @@ FREE_ON_RESUME = {
     *WORKERS,
     *FREE_PER_PROCESS,
     *DISTRIBUTED,
+    *RAY,
     "steps",
     "log_every",
     "test_every",

@@ -3,19 +3,18 @@
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax.asynchronous.election import lowest
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.group import Message
-from lsgd_jax.asynchronous.vectors import Flat
+from lsgd_jax.asynchronous.peers import Peers
+from lsgd_jax.asynchronous.vectors import flat_of
 from lsgd_jax.trees import Tree, widen
 
 
 if TYPE_CHECKING:
-    from lsgd_jax.asynchronous.ports import Ports
+    from lsgd_jax.asynchronous.ports import Pending, Ports
 
 ATTEMPTS = 3  # at a sum, each without those who were lost at the one before
 
@@ -31,7 +30,7 @@ class Conversation:
 
     def __init__(self, ports: "Ports", group: Sequence[int], name: Hashable):
         self._ports, self._group, self._name = ports, list(group), name
-        self._flats: dict[Any, Flat] = {}
+        self._peers = Peers(group)
 
     async def send(self, number: int, n: int, message: Message) -> Any:
         """The answer to the n-th message of agreement `number`, as in `Message`."""
@@ -40,6 +39,8 @@ class Conversation:
 
     async def _elect(self, key: Hashable, score: Any, _: Any) -> tuple[Any, Any]:
         scores = await self._ports.round(key, float(score), self._group)
+        if (me := self._ports.place.index) not in scores:
+            raise Behind(f"worker {me} came too late for an election")
         leader = lowest(scores)
         position = 0 if leader is None else self._group.index(leader)
         return np.int32(position), np.bool_(leader is not None)
@@ -49,27 +50,27 @@ class Conversation:
 
     async def _broadcast(self, key: Hashable, content: Any, _: Any) -> Tree:
         tree, source = content
-        flat, leader = self._flat(tree), self._group[int(source)]
-        if leader == self._ports.place.index:
-            self._ports.post(key, flat.vector(tree))
-            return tree
-        return flat.tree(await self._ports.fetch(leader, key))
+        flat, leader = flat_of(tree), self._group[int(source)]
+        mine = leader == self._ports.place.index
+        vector = flat.vector(tree) if mine else None
+        got = await self._ports.broadcast(key, vector, leader, self._group)
+        return tree if mine else flat.tree(got)
 
     async def _sum(self, key: Hashable, content: Any, _: Any) -> tuple[Tree, Any]:
         tree, where = content
-        flat, gives = self._flat(widen(tree)), bool(where)
+        flat, gives = flat_of(widen(tree)), bool(where)
         vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
         sums, count = await self._ports.total(key, vector, gives, self._group)
         return flat.tree(sums), np.float32(count)
 
     async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
-        flat = self._flat(tree)
+        flat = flat_of(tree)
         vector = await self._along(key, flat.vector(tree), permutation)
         return flat.tree(np.zeros([flat.size], np.float32) if vector is None else vector)
 
     async def _push(self, key: Hashable, content: Any, rounds: Any) -> tuple[Tree, Any]:
         tree, weight, r = content
-        flat = self._flat(widen(tree))
+        flat = flat_of(widen(tree))
         sent = np.append(flat.vector(tree), np.float32(weight))
         sums, mass = np.zeros([flat.size], np.float32), np.float32(0)
         for k, permutation in enumerate(rounds[int(r)]):
@@ -85,18 +86,21 @@ class Conversation:
             self._ports.post(key, vector)
         for a, b in permutation:
             if b == mine:
-                try:
-                    return await self._ports.fetch(self._group[a], key)
-                except Unreachable:
-                    return None
+                return await self._from(self._group[a], key)
         return None
 
-    def _flat(self, tree: Tree) -> Flat:
-        leaves, treedef = jax.tree.flatten(tree)
-        key = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-        if key not in self._flats:
-            self._flats[key] = Flat(tree)
-        return self._flats[key]
+    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
+        """What a peer sends; None if it does not answer, or has not of late."""
+        self._peers.turn()
+        if not self._peers.is_tried(peer):
+            return None
+        try:
+            vector = await fetched(self._ports.fetch(peer, key))
+        except Unreachable:
+            self._peers.failed(peer)
+            return None
+        self._peers.answered(peer)
+        return vector
 
 
 async def all_reduce(
@@ -128,7 +132,11 @@ async def all_reduce(
         done = await ports.round((here, "done"), sums is not None, list(came))
         if all(done.values()):
             if sums is None:
-                raise Behind(f"worker {me} lacks a part of a sum that the others have")
+                sums = await _whole(ports, here, list(done))
+            elif len(done) < len(came):
+                ports.post((here, "all"), sums)  # for those who may lack a part of it
+            ports.mailbox.drop(here)
+            ports.mailbox.drop((here, "sum"))
             return sums, len(givers)
         group = list(done)
     raise Unreachable(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
@@ -149,7 +157,30 @@ async def _slices(
     parts = {i: ports.fetch(i, key, mine) for i in givers if i != me}
     total = np.zeros([mine.stop - mine.start], np.float32)
     for i in givers:
-        total = total + (vector[mine] if i == me else await parts[i])
+        total = total + (vector[mine] if i == me else await fetched(parts[i]))
     ports.post((key, "sum"), total)
     sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
-    return np.concatenate([total if i == me else await sums[i] for i in owners])
+    return np.concatenate([total if i == me else await fetched(sums[i]) for i in owners])
+
+
+async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:
+    """A sum that others have finished, from one of them."""
+    for i in owners:
+        try:
+            return await fetched(ports.fetch(i, (key, "all")))
+        except Unreachable:
+            continue
+    raise Behind(f"worker {ports.place.index} lacks a part of a sum that the others have")
+
+
+async def fetched(pending: "Pending") -> np.ndarray:
+    """The vector that a fetch gives.
+
+    Raises:
+      Behind: the peer has gone on for so long that it is forgotten.
+    """
+    if isinstance(vector := await pending, str):
+        raise Behind(
+            "what a peer had sent is forgotten: it has gone on without this worker"
+        )
+    return vector

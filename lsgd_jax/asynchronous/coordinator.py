@@ -38,8 +38,11 @@ class Report:
       score: mean loss over its window, by which leaders are elected.
       waited: seconds spent waiting so far.
       longest: seconds of the longest wait.
-      staleness: how many steps old the peers' parameters were that it was last mixed with.
+      staleness: how many steps were taken since what it was last mixed with had left, as
+        the method counts them.
       bytes_sent: so far.
+      speed: steps per second while it computes, over its last ones.
+      rounds: the last round that it knows of, by a method that has its own.
     """
 
     steps: int = 0
@@ -49,6 +52,8 @@ class Report:
     longest: float = 0.0
     staleness: float = 0.0
     bytes_sent: int = 0
+    speed: float = 0.0
+    rounds: int = 0
 
 
 @dataclasses.dataclass
@@ -103,6 +108,7 @@ class Coordinator:
       workers: W.
       steps: mean steps per worker after which the run ends: W · steps in all.
       period: steps per worker between rounds; None: without.
+      number: how many rounds were held before, in the run that is resumed.
 
     >>> coordinator = Coordinator(workers=2, steps=2, period=1)
     >>> coordinator.enter(0, steps=0), coordinator.enter(1, steps=0)
@@ -113,9 +119,11 @@ class Coordinator:
     Claim(go='join', number=0)
     """
 
-    def __init__(self, workers: int, steps: int, period: int | None = None):
+    def __init__(
+        self, workers: int, steps: int, period: int | None = None, number: int = 0
+    ):
         self.members = [Member() for _ in range(workers)]
-        self.taken, self.number, self._begun = 0, 0, False
+        self.taken, self.number, self._begun = 0, number, False
         self._all, self._period = workers * steps, period
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
@@ -134,8 +142,25 @@ class Coordinator:
         Returns:
           Who is there, and whether the round 'begin', in which all start, was held before.
         """
-        self.members[i].present, self.members[i].granted = True, steps
+        member = self.members[i]
+        if not self._begun:  # steps that were taken in the run that is resumed
+            self.taken += steps - member.granted
+        member.present, member.granted = True, steps
         return self.present, self._begun
+
+    def recall(self, i: int, steps: int, number: int, closed: dict[Hashable, Any]) -> None:
+        """What worker i knows, told to the coordinator that replaces one that was lost.
+
+        Args:
+          steps: its highest step number.
+          number: how many rounds were held.
+          closed: what came out of the last rounds that it was in.
+        """
+        self.taken += steps - self.members[i].granted
+        self.members[i].granted = steps
+        self.number, self._begun = max(self.number, number), True
+        for key, values in closed.items():
+            self._rounds[key] = Round(tuple(values), dict(values), [values])
 
     def leave(self, i: int) -> None:
         """Worker i is gone until it is heard of again; rounds do not wait for it."""
@@ -150,9 +175,8 @@ class Coordinator:
         if (more := step - member.granted) <= 0:
             return Claim("step", self.number)
         if self._period is not None:
-            if self._limit is None:
-                self._set_limit()
-            if self.taken + more > self._limit:
+            limit = self._limit = self._limit or self._next_limit()
+            if self.taken + more > limit:
                 return Claim("join", self.number)
         if self.taken + more > self._all:
             return Claim("stop", self.number)
@@ -160,9 +184,9 @@ class Coordinator:
         member.granted = step
         return Claim("step", self.number)
 
-    def _set_limit(self) -> None:
-        workers = len(self.present)
-        self._limit = self.taken + workers * self._period
+    def _next_limit(self) -> int:
+        """Steps of all up to the next round."""
+        return self.taken + len(self.present) * (self._period or 0)
 
     # Rounds
 
@@ -198,13 +222,14 @@ class Coordinator:
         return held.closed[0]
 
     def _close_if_all_are_there(self, key: Hashable, held: Round) -> None:
-        missing = set(held.members).intersection(self.present).difference(held.values)
-        if held.values and not missing and not held.closed:
+        if not held.values or held.closed:
+            return
+        if all(i in held.values or not self.members[i].present for i in held.members):
             held.closed.append(dict(sorted(held.values.items())))
             self._begun |= key == "begin"
             if key == ("join", self.number):
                 self.number += 1
-                self._set_limit()
+                self._limit = self._next_limit()
 
     def _forget(self) -> None:
         while len(self._rounds) > KEPT:

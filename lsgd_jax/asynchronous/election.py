@@ -11,8 +11,8 @@ def lowest(scores: Mapping[int, float]) -> int | None:
     >>> lowest({2: 1.5, 0: float("nan"), 1: 1.5})
     1
     """
-    finite = {i: score for i, score in sorted(scores.items()) if math.isfinite(score)}
-    return min(finite, key=finite.__getitem__) if finite else None
+    finite = [(score, i) for i, score in scores.items() if math.isfinite(score)]
+    return min(finite)[1] if finite else None
 
 
 class Score:

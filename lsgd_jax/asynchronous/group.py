@@ -5,11 +5,13 @@ it up to its first message, compiles what leads there, has the message travel, a
 again with the answer up to the next one. So every rule runs as it is, on any engine.
 """
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lsgd_jax.asynchronous.place import Place
 from lsgd_jax.collectives import Group
@@ -52,7 +54,7 @@ class PortGroup(Group):
     """
 
     def __init__(
-        self, axes: str | tuple[str, ...], size: int, index: int, answers: Sequence[Any]
+        self, axes: str | tuple[str, ...], size: int, index: Any, answers: Sequence[Any]
     ):
         super().__init__(axes)
         self._size, self._index, self._answers = size, index, list(answers)
@@ -67,7 +69,7 @@ class PortGroup(Group):
 
     @property
     def index(self) -> jax.Array:
-        return jnp.int32(self._index)
+        return jnp.asarray(self._index, jnp.int32)
 
     @property
     def is_all(self) -> bool:
@@ -121,9 +123,8 @@ class Agreement:
     """
 
     def __init__(self, rule: Rule, group: Sequence[int], place: Place):
-        self._rule, self._size, self._place = rule, len(group), place
-        self._position = group.index(place.index)
-        self._stages: dict[Any, tuple[Callable, dict]] = {}
+        self._position = np.int32(group.index(place.index))
+        self._stages = _stages(rule, len(group), place.nodes, place.locals)
 
     async def run(
         self,
@@ -146,8 +147,8 @@ class Agreement:
         chosen: tuple = ()  # of each answer the int that was chosen, None if it is arrays
         answers: list[Any] = []
         while True:
-            stage, told = self._stage(chosen)
-            result = stage(answers, x, y, state, fit, t)
+            stage, told = self._stages.after(chosen)
+            result = stage(self._position, answers, x, y, state, fit, t)
             if told["message"] is None:
                 z, found, renewed = result
                 return z, found, _renewing(renewed, told["kept"])
@@ -156,31 +157,40 @@ class Agreement:
             chosen += (answer if is_choice else None,)
             answers.append(() if is_choice else answer)
 
-    def _stage(self, chosen: tuple) -> tuple[Callable, dict]:
+
+class _Stages:
+    """A rule cut where it talks; compiled once for all workers of a process."""
+
+    def __init__(self, rule: Rule, size: int, nodes: int, locals: int):
+        self._rule, self._size, self._grid = rule, size, (nodes, locals)
+        self._stages: dict[tuple, tuple[Callable, dict[str, Any]]] = {}
+
+    def after(self, chosen: tuple) -> tuple[Callable, dict[str, Any]]:
         """The compiled function up to the next message, and what its trace has told."""
         if chosen not in self._stages:
             told: dict[str, Any] = {}
-
-            def stage(answers, x, y, state, fit, t):
-                given = [a if c is None else c for a, c in zip(answers, chosen)]
-                group = PortGroup(self._rule.axes, self._size, self._position, given)
-                try:
-                    z, found, renewed = alone(
-                        lambda: self._rule.agree(group, x, y, state, fit, t),
-                        self._place.nodes,
-                        self._place.locals,
-                    )
-                except _Sent as sent:
-                    told["message"] = sent.message._replace(content=None)
-                    return sent.message.content
-                told["message"] = None
-                told["kept"] = [
-                    a is b for a, b in zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
-                ]
-                return z, found, renewed
-
+            stage = functools.partial(self._stage, chosen, told)
             self._stages[chosen] = jax.jit(stage), told
         return self._stages[chosen]
+
+    def _stage(self, chosen, told, position, answers, x, y, state, fit, t):
+        given = [a if c is None else c for a, c in zip(answers, chosen)]
+        group = PortGroup(self._rule.axes, self._size, position, given)
+        try:
+            z, found, renewed = alone(
+                lambda: self._rule.agree(group, x, y, state, fit, t), *self._grid
+            )
+        except _Sent as sent:
+            told["message"] = sent.message._replace(content=None)
+            return sent.message.content
+        told["message"] = None
+        told["kept"] = [
+            a is b for a, b in zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
+        ]
+        return z, found, renewed
+
+
+_stages = functools.lru_cache(maxsize=64)(_Stages)
 
 
 def _renewing(renewed: Any, kept: list[bool]) -> Callable[[Any], Any]:

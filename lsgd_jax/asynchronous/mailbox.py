@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-KEPT = 64  # messages that a worker leaves for others before it forgets the first
+KEPT = 16  # messages that a worker leaves for others before it forgets the first
+CONTRIBUTED = 4  # means that it remembers its part of
+GONE = "gone"  # what a fetch gives of a message that is forgotten
+
+
+def finite(vector: np.ndarray) -> bool:
+    """Whether all of a float32 vector is; in one pass, without a copy."""
+    return bool(np.isfinite(np.sum(vector, dtype=np.float64)))
 
 
 class Snapshot(NamedTuple):
@@ -40,11 +47,13 @@ class Mailbox:
     def __init__(self):
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
         self._contributed: OrderedDict[int, Snapshot] = OrderedDict()
         self._vector: Callable[[], np.ndarray] | None = None
         self._flat: np.ndarray | None = None
         self._about = (0, 0.0, float("inf"))
         self._moved: np.ndarray | None = None
+        self._closed = False
         self._state: Callable[[], Any] | None = None
         self.bytes_sent = 0
 
@@ -71,8 +80,16 @@ class Mailbox:
         with self._lock:
             self._posted[key] = vector
             while len(self._posted) > KEPT:
-                self._posted.popitem(last=False)
+                self.drop(next(iter(self._posted)))
             self._lock.notify_all()
+
+    def drop(self, key: Hashable) -> None:
+        """Forgets what is posted under a key: who fetches it later gets `GONE`."""
+        with self._lock:
+            self._posted.pop(key, None)
+            self._forgotten[key] = None
+            while len(self._forgotten) > 100 * KEPT:
+                self._forgotten.popitem(last=False)
 
     def moved(self) -> np.ndarray | None:
         """What `exchange` has added since this was asked last; None: nothing.
@@ -80,12 +97,27 @@ class Mailbox:
         The parameters that are shown next must have it in them.
         """
         with self._lock:
-            moved, self._moved = self._moved, None
+            moved = self._moved
+            if moved is not None and (snapshot := self._snapshot()) is not None:
+                self._flat = snapshot.vector  # until then, what is shown has it as well
+            self._moved = None
             return moved
 
-    def contributed(self, number: int) -> Snapshot | None:
-        """What others have taken as this worker's part of a mean, if they did not wait."""
+    def close(self) -> np.ndarray | None:
+        """As `moved`, for the last time: from now on `exchange` moves neither worker."""
         with self._lock:
+            self._closed = True
+            return self.moved()
+
+    def contributed(self, number: int) -> Snapshot | None:
+        """What `contribution` gives, to this worker itself."""
+        with self._lock:
+            if number not in self._contributed:
+                if (snapshot := self._snapshot()) is None:
+                    return None
+                self._contributed[number] = snapshot
+                while len(self._contributed) > CONTRIBUTED:
+                    self._contributed.popitem(last=False)
             return self._contributed.get(number)
 
     # What others ask for
@@ -103,32 +135,32 @@ class Mailbox:
     def exchange(self, theirs: np.ndarray) -> np.ndarray | None:
         """Moves this worker half the way to a peer; gives what the peer moves half way to.
 
-        Both at once, so that the sum of the two stays what it was.
+        Both at once, so that the sum of the two stays what it was. If one of them is not
+        finite this one stays; the other must, too.
         """
         with self._lock:
             if (snapshot := self._snapshot()) is None:
                 return None
-            mine, half = snapshot.vector, (theirs - snapshot.vector) / 2
-            self._moved = half if self._moved is None else self._moved + half
+            mine = theirs if self._closed else snapshot.vector
             self.bytes_sent += mine.nbytes
+            with np.errstate(invalid="ignore", over="ignore"):
+                half = (theirs - mine) / 2
+            if finite(half) and not self._closed:
+                self._moved = half if self._moved is None else self._moved + half
             return mine
 
-    def read(self, key: Hashable, part: slice = slice(None)) -> np.ndarray | None:
-        """What is posted under a key, None if nothing is yet."""
+    def read(self, key: Hashable, part: slice = slice(None)) -> np.ndarray | str | None:
+        """What is posted under a key, None if nothing is yet, or `GONE`."""
         with self._lock:
             if (vector := self._posted.get(key)) is None:
-                return None
+                return GONE if key in self._forgotten else None
             self.bytes_sent += vector[part].nbytes
             return vector[part]
 
     def contribution(self, number: int) -> Snapshot | None:
         """What is shown, and stays this worker's part of the mean with this number."""
         with self._lock:
-            if number not in self._contributed and self._vector is not None:
-                self._contributed[number] = self._snapshot()
-                while len(self._contributed) > KEPT:
-                    self._contributed.popitem(last=False)
-            return self._sent(self._contributed.get(number))
+            return self._sent(self.contributed(number))
 
     def state(self) -> Any:
         """All that another worker needs to go on in this one's place."""

@@ -1,17 +1,25 @@
 """Workers in one thread, taking turns: an engine without a network, for tests.
 
-What is sent has arrived; a worker waits only for what others have not done yet. Time is
-counted in the seconds that a step is said to take.
+A worker waits only for what others have not done yet, and for the seconds that a step or an
+answer is said to take; these are counted, not spent.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from typing import Any
 
-from lsgd_jax.asynchronous.coordinator import Coordinator
+import numpy as np
+
+from lsgd_jax.asynchronous.coordinator import Coordinator, Report
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.mailbox import Mailbox
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training, Worker, work
+
+
+class Lost(Exception):
+    """Ends a worker that is lost in the middle of its own turn."""
 
 
 class Memory:
@@ -22,10 +30,12 @@ class Memory:
       steps, period: as for `Coordinator`.
       step_seconds: of each worker, how long a step takes; one for all if it is a number.
       grace: seconds that a worker waits for another one.
+      latency: seconds that the answer of a worker takes.
 
     Attributes:
       now: seconds since the run began.
       lost: workers that do nothing and do not answer from now on.
+      hung: workers that do nothing, but answer.
       ports: of each worker.
     """
 
@@ -37,31 +47,46 @@ class Memory:
         period: int | None = None,
         step_seconds: float | Sequence[float] = 1.0,
         grace: float = 10.0,
+        latency: float = 0.0,
     ):
         count = nodes * locals
         given = isinstance(step_seconds, int | float)
         self.step_seconds = [step_seconds] * count if given else list(step_seconds)
-        self.now, self.grace = 0.0, grace
+        self.now, self.grace, self.latency = 0.0, grace, latency
         self.coordinator = Coordinator(count, steps, period)
         self.lost: set[int] = set()
+        self.hung: set[int] = set()
         self.ports = [MemoryPorts(self, Place(i, nodes, locals)) for i in range(count)]
         self.tasks: list[Task] = []
 
-    def start(self, coroutine: Any, owner: int) -> "Task":
+    def start(self, coroutine: Coroutine[Any, Any, Any], owner: int) -> "Task":
         """Adds a coroutine to those that take turns."""
         task = Task(self, coroutine, owner)
         self.tasks.append(task)
         return task
 
+    def lose(self, i: int) -> None:
+        """Worker i is lost: what it was at stays undone."""
+        self.lost.add(i)
+        for task in self.tasks:
+            if task.owner == i:
+                task.end()
+
+    def again(self, i: int) -> "MemoryPorts":
+        """The ports of worker i, which was lost and is started again."""
+        self.lost.discard(i)
+        self.ports[i] = MemoryPorts(self, self.ports[i].place)
+        return self.ports[i]
+
     def run(self) -> None:
-        """Lets all take turns until none is left; what the lost were at stays undone."""
-        while tasks := [t for t in self.tasks if not t.ended and t.owner not in self.lost]:
+        """Lets all take turns until none is left but those that are lost or hang."""
+        while tasks := [t for t in self.tasks if not t.ended and t.owner not in self.hung]:
             ready = [task for task in tasks if task.is_ready]
             for task in ready:
-                if task.owner not in self.lost:
+                if not task.ended and task.owner not in self.hung:
                     task.turn()
             if not ready:
-                self.now = min(task.waits_for.until for task in tasks)
+                self.now = min(task.until for task in tasks)
             self.tasks = [task for task in self.tasks if not task.ended]
 
 
@@ -74,15 +99,22 @@ class Answer(Pending):
         ask: Callable[[], Any],
         limit: float,
         late: Callable[[], Any],
+        latency: float = 0.0,
     ):
         self._memory, self._ask, self._late = memory, ask, late
-        self.until, self._found = memory.now + limit, None
+        self._limit, self._latency = memory.now + limit, latency
+        self._found, self._arrives = ask(), memory.now + latency
+
+    @property
+    def until(self) -> float:
+        """When the wait for it ends, as far as it is known."""
+        return self._limit if self._found is None else self._arrives
 
     @property
     def done(self) -> bool:
-        if self._found is None:
-            self._found = self._ask()
-        return self._found is not None or self._memory.now >= self.until
+        if self._found is None and (found := self._ask()) is not None:
+            self._found, self._arrives = found, self._memory.now + self._latency
+        return self._memory.now >= self.until
 
     def __await__(self):
         while not self.done:
@@ -93,7 +125,7 @@ class Answer(Pending):
 class Task(Pending):
     """A coroutine that takes turns."""
 
-    def __init__(self, memory: Memory, coroutine: Any, owner: int):
+    def __init__(self, memory: Memory, coroutine: Coroutine[Any, Any, Any], owner: int):
         self._coroutine, self._memory, self.owner = coroutine, memory, owner
         self.waits_for: Answer | Task | None = None
         self.ended, self._result = False, None
@@ -117,6 +149,12 @@ class Task(Pending):
             self.ended, self._result = True, stop.value
         except Exception as error:
             self.ended, self.error = True, error
+
+    def end(self) -> None:
+        """Ends it wherever it is."""
+        self.ended = True
+        if inspect.getcoroutinestate(self._coroutine) != inspect.CORO_RUNNING:
+            self._coroutine.close()
 
     @property
     def done(self) -> bool:
@@ -152,7 +190,8 @@ class MemoryPorts(Ports):
     def latest(self, peer: int) -> Pending:
         return self._peer(peer, lambda mailbox: mailbox.latest())
 
-    def exchange(self, peer: int, vector) -> Pending:
+    def exchange(self, peer: int, vector: np.ndarray) -> Pending:
+        self.mailbox.bytes_sent += vector.nbytes
         return self._peer(peer, lambda mailbox: mailbox.exchange(vector))
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
@@ -170,7 +209,8 @@ class MemoryPorts(Ports):
     def claim(self, step: int) -> Pending:
         return self._coordinator(lambda c: c.claim(self.place.index, step))
 
-    def report(self, report) -> Pending:
+    def report(self, report: Report) -> Pending:
+        report = dataclasses.replace(report)  # as it is now
         return self._coordinator(lambda c: c.report(self.place.index, report))
 
     def round(self, key: Hashable, value: Any, members: Collection[int]) -> Pending:
@@ -193,14 +233,16 @@ class MemoryPorts(Ports):
         return Answer(self._memory, lambda: None, 0, late)
 
     def _peer(self, peer: int, call: Callable[[Mailbox], Any]) -> Pending:
+        memory = self._memory
+
         def ask():
-            there = peer not in self._memory.lost
-            return _found(call(self._memory.ports[peer].mailbox)) if there else None
+            there = peer not in memory.lost
+            return _found(call(memory.ports[peer].mailbox)) if there else None
 
         def late():
             raise Unreachable(f"worker {peer} did not answer within {self.grace:g} s")
 
-        return Answer(self._memory, ask, self.grace, late)
+        return Answer(memory, ask, self.grace, late, memory.latency)
 
 
 def _found(value: Any) -> tuple[Any] | None:
@@ -214,14 +256,40 @@ def run(
     locals: int,
     steps: int,
     observe: Callable[[Worker], Any] = lambda worker: None,
+    events: Callable[[Memory, Worker], Any] = lambda memory, worker: None,
+    restarts: bool = False,
     **options: Any,
 ) -> list[Worker]:
-    """Trains with all workers in one thread: the workers as they ended; see `Memory`."""
+    """Trains with all workers in one thread: the workers as they ended.
+
+    Args:
+      training, method, nodes, locals, steps, observe: as for every engine.
+      events: called after every step, too, to lose workers or to have them hang.
+      restarts: whether a worker that is lost is started again, as long as others are there.
+      **options: of `Memory`.
+    """
     memory = Memory(nodes, locals, steps, method.period, **options)
-    workers = [Worker(training, method, ports, steps) for ports in memory.ports]
-    tasks = [memory.start(work(w, observe), w.index) for w in workers]
+    tasks: dict[int, Task] = {}
+    workers: dict[int, Worker] = {}
+
+    def begin(ports: MemoryPorts) -> None:
+        i = ports.place.index
+        workers[i] = Worker(training, method, ports, steps)
+        tasks[i] = memory.start(work(workers[i], after_step), i)
+
+    def after_step(worker: Worker) -> None:
+        if restarts:
+            for i in sorted(memory.lost):
+                begin(memory.again(i))
+        events(memory, worker)
+        if worker.index in memory.lost:
+            raise Lost
+        observe(worker)
+
+    for ports in list(memory.ports):
+        begin(ports)
     memory.run()
-    for task in tasks:
-        if task.error is not None:
+    for task in tasks.values():
+        if task.error is not None and not isinstance(task.error, Lost):
             raise task.error
-    return workers
+    return [worker for _, worker in sorted(workers.items())]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax.asynchronous.collective import all_reduce
+from lsgd_jax.asynchronous.collective import all_reduce, fetched
 from lsgd_jax.asynchronous.coordinator import Claim, Report
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.mailbox import Mailbox, Snapshot
@@ -81,7 +81,10 @@ class Ports(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
-        """What a peer posts under a key, as soon as it has: a vector, or part of it."""
+        """What a peer posts under a key, as soon as it has: a vector, or part of it.
+
+        `mailbox.GONE` if the peer has posted so much since that it is forgotten.
+        """
 
     @abc.abstractmethod
     def contribution(self, peer: int, number: int) -> Pending:
@@ -100,6 +103,16 @@ class Ports(abc.ABC):
     ) -> tuple[np.ndarray, int]:
         """The sum over a group and how many have given: see `collective.all_reduce`."""
         return await all_reduce(self, key, vector, gives, group)
+
+    async def broadcast(
+        self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
+    ) -> np.ndarray:
+        """What the source gives to its group; of all others the vector is None."""
+        del group
+        if vector is None:
+            return await fetched(self.fetch(source, key))
+        self.post(key, vector)
+        return vector
 
     # The coordinator
 

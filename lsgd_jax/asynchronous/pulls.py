@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lsgd_jax import parts
 from lsgd_jax._movement import move, settle
 from lsgd_jax.asynchronous.collective import Conversation
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.group import Agreement, alone
+from lsgd_jax.asynchronous.own_pace import Claims
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
 from lsgd_jax.exchange import Exchange, Pull, PullState, step_rules
@@ -86,6 +88,8 @@ class Pulling:
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
         self._period, self._rounds, self._sick = method.period, 0, False
+        # A step that is claimed ahead would have all others wait for it at the next round.
+        self._claims = Claims(worker, ahead=False)
         place = worker.ports.place
         groups = [place.group(pull.rule.axes) for pull in self._pulls]
         self._agreements = [
@@ -107,7 +111,7 @@ class Pulling:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Where the worker stands after its own step."""
         y, self._states, self._fits = self._compiled.step(
-            x, u, self._states, loss, jnp.int32(t), self._sick
+            x, u, self._states, loss, np.int32(t), np.bool_(self._sick)
         )
         return y
 
@@ -116,11 +120,9 @@ class Pulling:
         worker = self._worker
         if self._period is None:
             return worker.count < self._steps
-        while True:
-            claim = await worker.wait(worker.ports.claim(worker.count + 1))
-            if claim.go != "join":
-                return claim.go == "step"
+        while (claim := await self._claims.next()).go == "join":
             await self._join(claim.number)
+        return claim.go == "step"
 
     async def after_step(self) -> None:
         """What is due by the worker's own count."""
@@ -172,8 +174,8 @@ class Pulling:
         pull, worker = self._pulls[k], self._worker
         x, y = (parts.select(pull.part, tree) for tree in (worker.x, worker.params))
         send = functools.partial(self._conversations[k].send, number)
-        t, state = jnp.int32(worker.count), self._states[k]
-        return self._agreements[k].run(send, x, y, state, jnp.asarray(fit), t)
+        t, state = np.int32(worker.count), self._states[k]
+        return self._agreements[k].run(send, x, y, state, np.bool_(fit), t)
 
     async def _land(self, k: int, coming: Pending, fit: bool) -> bool:
         """Pulls the worker to a target; whether it was restored."""
@@ -183,8 +185,8 @@ class Pulling:
         except Unreachable:
             return False  # whoever would have sent it is lost: no pull this time
         self._states[k] = renew(self._states[k])
-        t = jnp.int32(worker.count)
-        worker.params = self._compiled.land[k](worker.params, z, found, fit, t)
+        t = np.int32(worker.count)
+        worker.params = self._compiled.land[k](worker.params, z, found, np.bool_(fit), t)
         return bool(found) and not fit
 
     # What passes to a worker that starts again

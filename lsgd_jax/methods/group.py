@@ -34,25 +34,10 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     >>> lj.butterfly(2).axes
     ('node', 'local')
     """
-    check_positive_int("group_size", group_size)
-    if group_size < 2 or not _power_of_two(group_size):
-        raise ValueError(
-            f"`group_size` must be a power of two, at least 2, got {group_size=}"
-        )
-
-    def rounds(workers: int) -> list[list[int]]:
-        """Of each round the hops between partners: the bits of its groups."""
-        if not _power_of_two(workers):
-            raise ValueError(
-                "groups that change along a butterfly need a power of two workers "
-                f"(1, 2, 4, 8, …), got {workers}"
-            )
-        hops = [2**b for b in range(workers.bit_length() - 1)]
-        each = group_size.bit_length() - 1
-        return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
+    check_group_size(group_size)
 
     def init(params: Tree) -> tuple:
-        rounds(Group(axes).size)  # so that a size that will not do is refused early
+        hops_of(group_size, Group(axes).size)  # refused early if it will not do
         return ()
 
     def agree(group, x, y, state, fit, t):
@@ -69,12 +54,40 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
             return add_up
 
         mine = jax.tree.map(lambda y: jnp.where(fit, widened(y), 0), y)
-        branches = [sum_over(hops) for hops in rounds(group.size)]
+        branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
         r = (t - 1) % len(branches)
         sums, count = group.switch(r, branches, (mine, fit.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
     return Rule(axes, init, agree, keeps=())
+
+
+def check_group_size(group_size: int) -> None:
+    """Raises ValueError unless it is a power of two, at least 2."""
+    check_positive_int("group_size", group_size)
+    if group_size < 2 or not _power_of_two(group_size):
+        raise ValueError(
+            f"`group_size` must be a power of two, at least 2, got {group_size=}"
+        )
+
+
+def hops_of(group_size: int, workers: int) -> list[list[int]]:
+    """Of each round the hops between partners: the bits of its groups.
+
+    Raises:
+      ValueError: the number of workers is no power of two.
+
+    >>> hops_of(4, workers=8)
+    [[1, 2], [4]]
+    """
+    if not _power_of_two(workers):
+        raise ValueError(
+            "groups that change along a butterfly need a power of two workers "
+            f"(1, 2, 4, 8, …), got {workers}"
+        )
+    hops = [2**b for b in range(workers.bit_length() - 1)]
+    each = group_size.bit_length() - 1
+    return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
 
 
 def wagma(

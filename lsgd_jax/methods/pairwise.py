@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from chex import Numeric
 from jax import Array
 
 from lsgd_jax import trees
@@ -121,7 +122,8 @@ def pairwise(
         if lost is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
             z = jax.tree.map(jnp.add, z, lost[0])
 
-        f = part_taken(mine, theirs, t)
+        constant = value_at(value, t)
+        f = part_taken(interpolation, mine, theirs, constant, divergence_threshold)
         drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
         f = jnp.where(drawn, f, 0)
         f = jnp.where(there, jnp.where(fit, f, 1), 0)
@@ -130,19 +132,31 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(fit, widened(a), 0), y)
         return trees.step_towards(own, z, f), fit | there, PairwiseState(mine)
 
-    def part_taken(mine, theirs, t):
-        if interpolation == "clock":
-            return _part(theirs, mine + theirs)
-        if interpolation == "constant":
-            return value_at(value, t)
-        f = _part(mine, mine + theirs)
-        if not divergence_threshold:
-            return f
-        less = jnp.clip(f * mine / divergence_threshold, 0, 1)
-        return jnp.where(mine < divergence_threshold, less, f)
-
     rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step, keeps=())
     return exchange(Pull(rule, 1.0, wire=wire), check=check)
+
+
+def part_taken(
+    interpolation: Interpolation,
+    mine: Array,
+    theirs: Array,
+    value: Numeric,
+    divergence_threshold: float,
+) -> Numeric:
+    """The weight f of the peer in `pairwise`, from the measures of the two.
+
+    >>> part_taken("loss", jnp.float32(3), jnp.float32(1), 0.5, 6.0).item()
+    0.375
+    """
+    if interpolation == "clock":
+        return _part(theirs, mine + theirs)
+    if interpolation == "constant":
+        return value
+    f = _part(mine, mine + theirs)
+    if not divergence_threshold:
+        return f
+    less = jnp.clip(f * mine / divergence_threshold, 0, 1)
+    return jnp.where(mine < divergence_threshold, less, f)
 
 
 class SumWeightState(NamedTuple):

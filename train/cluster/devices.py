@@ -27,6 +27,19 @@ def provide(count: int, processes: int = 1) -> None:
     check_platforms()
 
 
+def leave_to_workers() -> None:
+    """Uses the CPU here, unless JAX_PLATFORMS says otherwise.
+
+    For a process whose workers, at their own pace, have processes and GPUs of their own.
+
+    Raises:
+      ValueError: JAX_PLATFORMS asks for devices that there are not.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    check_platforms()
+
+
 def check_platforms() -> None:
     """Raises ValueError if JAX_PLATFORMS asks for devices that there are not."""
     asked = os.environ.get("JAX_PLATFORMS")

@@ -22,6 +22,10 @@ class Late(TimeoutError):
     """Processes of the run live, but do not come in time."""
 
 
+class WorkersLost(RuntimeError):
+    """Workers at their own pace cannot go on: all are lost, or one has raised an error."""
+
+
 def may_mean_a_loss(error: BaseException) -> bool:
     """Whether an error may have come from a step that needed a lost process.
 

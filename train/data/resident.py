@@ -1,5 +1,6 @@
 """Data that lie on the devices."""
 
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -46,13 +47,19 @@ class Resident:
         else:
             mine = parts[list(workers.owned)]
             self.data = workers.put_owned((train[0][mine], train[1][mine]))
-        test, count = dataset.test, len(dataset.test.labels)
-        self.test_batches = []
-        for rows in rows_in_batches(count, workers.num_workers, test_batch):
+        self._test, self._test_batch = dataset.test, test_batch
+
+    @functools.cached_property
+    def test_batches(self) -> list[Any]:
+        """Placed when they are first asked for: not all processes test."""
+        test, workers, count = self._test, self._workers, len(self._test.labels)
+        placed = []
+        for rows in rows_in_batches(count, workers.num_workers, self._test_batch):
             mine = rows[list(workers.owned)]
             taken = np.minimum(mine, count - 1)
             batch = test.images[taken], test.labels[taken], mine < count
-            self.test_batches.append(workers.put_owned(batch))
+            placed.append(workers.put_owned(batch))
+        return placed
 
     def batches(self, steps: range) -> Generator[Array, None, None]:
         """The batch of each step (from 0): which images each worker takes, int32 [W, B]."""

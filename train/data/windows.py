@@ -1,5 +1,6 @@
 """Windows of a text that lies on the devices: of random ones each worker learns."""
 
+import functools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -52,7 +53,12 @@ class Windows:
             self.data = workers.put_owned(parts[list(workers.owned)])
         else:
             self.data = workers.share(text.train)
-        self.test_batches = list(self._in_batches(text.test))
+        self._test = text.test
+
+    @functools.cached_property
+    def test_batches(self) -> list[Any]:
+        """Placed when they are first asked for: not all processes test."""
+        return list(self._in_batches(self._test))
 
     def _in_batches(self, ids: np.ndarray) -> Iterator[Any]:
         """Windows one after the other, each from the last token of the one before."""

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 
 import rich.console
 import rich.markup
@@ -9,6 +10,7 @@ import rich.progress
 
 
 SECONDS_BETWEEN_LINES = 10.0
+MOST_BARS = 16  # workers that each have a bar
 
 
 class Progress:
@@ -26,7 +28,8 @@ class Progress:
         self._console = rich.console.Console(quiet=process != 0, highlight=False)
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
-        self._tested = ""
+        self._tested, self._paces = "", ""
+        self._workers: list[rich.progress.TaskID] = []
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
             rich.progress.BarColumn(),
@@ -72,11 +75,28 @@ class Progress:
         """Notes how the center was tested, to be shown beside the progress."""
         self._tested = result
 
+    def workers(self, text: str, steps: Sequence[int]) -> None:
+        """Notes how workers at their own pace are doing; of few each has a bar of its own.
+
+        Args:
+          text: to be shown beside the progress.
+          steps: that each has taken.
+        """
+        self._paces = text
+        if len(steps) > MOST_BARS:
+            return
+        if not self._workers:
+            add = lambda i: self._bar.add_task(f"worker {i}", total=self._steps)
+            self._workers = [add(i) for i in range(len(steps))]
+        for bar, count in zip(self._workers, steps):
+            self._bar.update(bar, completed=count)
+
     def show(self, step: int, loss: float | None, steps_per_second: float | None) -> None:
         """Shows how far training is, and at which pace if that is known."""
         loss_text = "" if loss is None else f"loss {loss:.4f}"
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
-        text = ", ".join(filter(None, [loss_text, self._tested, pace]))
+        parts = [loss_text, self._tested, pace, self._paces]
+        text = ", ".join(filter(None, parts))
         self._bar.update(self._task, completed=step, description=text)
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:

@@ -19,6 +19,7 @@ from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
 from train.metrics.recent import RecentLosses
+from train.ray_config import check_installed
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
@@ -28,6 +29,7 @@ from train.run.resharding import Resizing, Restored
 from train.run.result import where
 from train.run.stopwatch import Stopwatch
 from train.task.experiment import Experiment
+from train.task.side_by_side import SideBySide
 from train.task.state import TrainState
 
 
@@ -98,14 +100,15 @@ def open_run(
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
+    if config.method.paced:
+        check_installed()
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
     if workers > MANY * len(session.members):
         progress.say(f"placing {workers:,} workers, which takes a while")
-    experiment = Experiment(
-        config, session=session, warn=progress.warn_here, devices=devices
-    )
+    kind = SideBySide if config.method.paced else Experiment
+    experiment = kind(config, session=session, warn=progress.warn_here, devices=devices)
     if resumed is not None:
         check_same_data(experiment.forward.sizes, resumed)
         check_kept(experiment.forward.kept, resumed)

@@ -15,6 +15,7 @@ class Stopwatch:
     def __init__(self, seconds: float = 0.0):
         self._before = seconds
         self._since: float | None = None
+        self._goes_on = False
 
     @property
     def seconds(self) -> float:
@@ -27,8 +28,20 @@ class Stopwatch:
         self._since = time.monotonic()
 
     @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, it runs on when it is `paused`: so does training, elsewhere."""
+        self._goes_on = True
+        try:
+            yield
+        finally:
+            self._goes_on = False
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Does not run inside."""
+        if self._goes_on:
+            yield
+            return
         self._before, self._since = self.seconds, None
         try:
             yield

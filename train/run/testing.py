@@ -3,10 +3,8 @@
 import jax
 import numpy as np
 
-import lsgd_jax as lj
 from train.metrics import measures
 from train.run.open import Run
-from train.run.reporting import bytes_sent
 from train.run.result import Tested
 
 
@@ -20,11 +18,10 @@ def run_test(run: Run) -> Tested:
         center = run.experiment.test_center(run.state)
         worker = run.buffer.recent.best
         best = run.experiment.test_worker(run.state, worker)
-        diagnostics = run.experiment.workers.fetch(lj.diagnostics(run.state.opt_state))
+        sent = run.experiment.bytes_sent(run.state)
     trained = run.buffer.recent.average[worker]
     losses = [center["loss"], best["loss"], trained]
     tested = Tested(center, best, bool(np.isfinite(losses).all()))
-    sent = bytes_sent(diagnostics)
     run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
     run.progress.tested(measures.text(center, name=True))
     return tested

@@ -66,13 +66,13 @@ class Experiment:
     ):
         self._config = config
         self._tx = make_optimizer(config)
-        data = _load(config) if dataset is None else dataset
+        data = load(config) if dataset is None else dataset
         grid, session = config.workers, session or Session.single()
         self.workers = lj.Workers(
             grid.nodes, grid.locals, devices=devices, inside=grid.axes
         )
         session.connections.make(self.workers)
-        self.forward = self._make_forward(data, warn, session)
+        self.forward = make_forward(config, data, self.workers, warn, session)
         self.data = self.forward.source.data
         last = config.method.last()
         on_budget = isinstance(last, lj.asynchronous.OnBudget)
@@ -95,7 +95,7 @@ class Experiment:
 
     def init(self) -> TrainState:
         """The state before the first step: all workers start from the same parameters."""
-        start = jax.jit(self._init_model, compiler_options=_quickly())()
+        start = first_variables(self.forward, self._config.seed)
         specs = inside.specs(self.workers.inside)
         params = self.workers.replicate(start.pop("params"), specs)
         return TrainState(
@@ -106,27 +106,11 @@ class Experiment:
             step=self.workers.share(jnp.zeros([], jnp.int32)),
         )
 
-    def _init_model(self) -> dict[str, Any]:
-        key, _ = jax.random.split(jax.random.key(self._config.seed))
-        return self.forward.init(key)
-
     def worker_keys(self) -> Array:
         """A random key of each worker, [W]."""
-        _, key = jax.random.split(jax.random.key(self._config.seed))
-        return jax.random.split(key, self.workers.num_workers)
+        return worker_keys(self._config.seed, self.workers.num_workers)
 
     # Data
-
-    def _make_forward(
-        self, data: Data | Text, warn: Callable[[str], None], session: Session
-    ) -> Forward:
-        config = self._config
-        if isinstance(data, Text):
-            if not session.same_everywhere(data.sha256):
-                raise DataError("the processes read different texts; give all the same")
-            return texts.make(config, data, self.workers)
-        model = MODELS[config.model](num_classes=data[0].num_classes)
-        return images.make(config, model, data, self.workers, warn, session)
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
         """What each worker learns from at each of the steps (from 0), on the devices."""
@@ -178,17 +162,55 @@ class Experiment:
         """The test of one worker's own model."""
         return self.evaluation.worker(state, worker)
 
+    def bytes_sent(self, state: TrainState) -> int:
+        """Bytes that each worker has sent, by all pulls together."""
+        diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))
+        return sum(pull.bytes_sent for pull in diagnostics)
+
     def sample(self, state: TrainState) -> str:
         """What the center writes; nothing if models of this kind do not write."""
         return self.evaluation.sample(state, jax.random.key(self._config.seed))
 
 
-def _quickly() -> dict[str, int]:
-    """Options to compile what runs once: on CPUs in a quarter of the time."""
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-
-
-def _load(config: Config) -> Data | Text:
+def load(config: Config) -> Data | Text:
+    """The data that a configuration names; raises as `Experiment` does."""
     if config.data.name == "text":
         return load_text(config.data.files, config.data.tokens)
     return load_dataset(config)
+
+
+def make_forward(
+    config: Config,
+    data: Data | Text,
+    workers: lj.Workers,
+    warn: Callable[[str], None],
+    session: Session,
+) -> Forward:
+    """The network on a batch of some data; the arguments as of `Experiment`."""
+    if isinstance(data, Text):
+        if not session.same_everywhere(data.sha256):
+            raise DataError("the processes read different texts; give all the same")
+        return texts.make(config, data, workers)
+    model = MODELS[config.model](num_classes=data[0].num_classes)
+    return images.make(config, model, data, workers, warn, session)
+
+
+def first_variables(forward: Forward, seed: int) -> dict[str, Any]:
+    """What all workers start from: 'params', and batch statistics if there are any."""
+
+    def init() -> dict[str, Any]:
+        key, _ = jax.random.split(jax.random.key(seed))
+        return forward.init(key)
+
+    return jax.jit(init, compiler_options=_quickly())()
+
+
+def worker_keys(seed: int, workers: int) -> Array:
+    """A random key of each of so many workers, [W]."""
+    _, key = jax.random.split(jax.random.key(seed))
+    return jax.random.split(key, workers)
+
+
+def _quickly() -> dict[str, int]:
+    """Options to compile what runs once: on CPUs in a quarter of the time."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}

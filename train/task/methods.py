@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import budget, hybrids, options
+from train.task import budget, hybrids, options, paced_methods
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -33,6 +34,8 @@ class Row(NamedTuple):
       first: the factory of what stands before it and aggregates gradients, or None.
       made: parameters of the factories that are made of options by a function of its own.
       summary: what the method is; by default its factory's first line.
+      paced: the factory of a method for workers that step at their own pace, or None; such
+        a row has no other one.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Row(NamedTuple):
     first: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
     summary: str = ""
+    paced: Callable[..., lj.asynchronous.Method] | None = None
 
 
 def outer_sgd(
@@ -92,6 +96,9 @@ ROWS = (
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
     Row("independent", summary="Independent workers: nothing is exchanged."),
+    Row("async-lsgd", paced=paced_methods.lsgd),
+    Row("overlapped-lsgd", paced=paced_methods.overlapped_lsgd),
+    Row("overlapped-diloco", paced=paced_methods.overlapped_diloco),
 )
 
 
@@ -102,11 +109,14 @@ class Method:
     Attributes:
       name: on the command line.
       first: whether it aggregates gradients and does nothing behind the base optimizer.
+      paced: whether its workers step at their own pace, on an engine of
+        `lsgd_jax.asynchronous`.
       row: where it stands in the list.
     """
 
     name: ClassVar[str]
     first: ClassVar[bool]
+    paced: ClassVar[bool]
     row: ClassVar[Row]
 
     def __post_init__(self):
@@ -120,7 +130,7 @@ class Method:
         base: optax.GradientTransformation,
         learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        """The chain of a base optimizer and this method.
+        """The chain of a base optimizer and this method; if it is `paced`, only the former.
 
         Args:
           base: the base optimizer.
@@ -137,6 +147,18 @@ class Method:
         """What stands behind the base optimizer; None if nothing does."""
         factory = self.row.last
         return None if factory is None else self._made(factory, learning_rate)
+
+    def at_own_pace(self) -> lj.asynchronous.Method:
+        """What an engine runs, of a method that is `paced`.
+
+        Raises:
+          ValueError: options that are not possible, or not for workers at their own pace.
+        """
+        assert self.row.paced is not None
+        return self.row.paced(**vars(self))
+
+    def __reduce__(self) -> Any:
+        return functools.partial(make, self.name, **vars(self)), ()
 
     def _made(
         self, factory: Factory, learning_rate: optax.ScalarOrSchedule
@@ -162,7 +184,8 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
 
 
 def _options(row: Row) -> list[options.Option]:
-    factories = [factory for factory in (row.first, row.last) if factory is not None]
+    given = (row.first, row.last, row.paced)
+    factories = [factory for factory in given if factory is not None]
     found = []
     for factory in factories:
         found += options.read(factory, GIVEN | row.made.keys())
@@ -172,7 +195,7 @@ def _options(row: Row) -> list[options.Option]:
 
 
 def _class(row: Row) -> type[Method]:
-    factory = row.last or row.first
+    factory = row.last or row.first or row.paced
     summary = row.summary or (options.summary(factory) if factory else "")
     as_field = lambda option: (
         option.name,
@@ -188,6 +211,7 @@ def _class(row: Row) -> type[Method]:
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
+            "paced": row.paced is not None,
             "row": row,
         },
         frozen=True,

@@ -1,0 +1,256 @@
+"""What runs in Ray's processes: the workers and the coordinator."""
+
+import asyncio
+import os
+import threading
+import time
+import warnings
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from lsgd_jax.asynchronous.coordinator import Claim, Coordinator, Report, Standing
+from lsgd_jax.asynchronous.ports import Pending
+from lsgd_jax.asynchronous.ray_ports import Job, Known, RayPorts, drive
+from lsgd_jax.asynchronous.worker import Worker, work
+
+
+EVERY = 0.2  # seconds between two reports of a worker
+
+
+class Overview(NamedTuple):
+    """What the coordinator tells the driver.
+
+    Attributes:
+      standing: how all workers are doing.
+      starts: of each worker how many times it was started.
+      vain: of each worker how many times it was since it last came to a step or a round.
+      pids: of each worker the node and the process that it is in.
+    """
+
+    standing: Standing
+    starts: list[int]
+    vain: list[int]
+    pids: dict[int, tuple[str, int]]
+
+
+class Stopped(Exception):
+    """The run is to end at the boundary of this step."""
+
+
+class WorkerActor:
+    """One worker. `run` trains; the rest is what others ask for meanwhile."""
+
+    def __init__(self, job: Job, i: int):
+        self._job, self._i = job, i
+        self._ports = RayPorts(job, i)
+        self._worker: Worker | None = None
+        self._stop, self._reported = threading.Event(), 0.0
+
+    @ray.method(max_task_retries=-1)
+    def run(self, state: Any = None) -> Any:
+        """Trains to the end: the state that it ends with.
+
+        Ray calls it again, in a new process, if the process is lost.
+        """
+        job, ports = self._job, self._ports
+        where = (ray.get_runtime_context().get_node_id(), os.getpid())
+        ports.starts = drive(_awaited(ports.coordinator("hello", where)))
+        worker = Worker(
+            job.make_training(self._i),
+            job.method,
+            ports,
+            job.steps,
+            lambda: job.restore(self._i),
+        )
+        if state is not None:
+            worker.take_over(state)
+        self._worker = worker
+        try:
+            drive(work(worker, self._observe))
+        except Stopped:
+            pass
+        worker.report.bytes_sent = ports.mailbox.bytes_sent
+        drive(_awaited(ports.report(worker.report)))
+        drive(_awaited(ports.coordinator("leave")))
+        return self._state(own=True)
+
+    def _observe(self, worker: Worker) -> None:
+        """Tells the coordinator of a step, by whoever has taken it: not from a thread.
+
+        A worker that hangs makes no reports, so that others do not wait for it.
+        """
+        worker.report.bytes_sent = self._ports.mailbox.bytes_sent
+        if time.monotonic() - self._reported >= EVERY:
+            self._reported = time.monotonic()
+            self._ports.report(worker.report)  # nothing waits for the answer
+        if self._stop.is_set():
+            raise Stopped
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def latest(self) -> Any:
+        mailbox = self._ports.mailbox
+        return mailbox.wait(mailbox.latest, self._job.grace)
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def exchange(self, vector: np.ndarray) -> Any:
+        return self._ports.mailbox.exchange(vector)
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def fetch(self, key: Hashable, part: slice) -> Any:
+        mailbox = self._ports.mailbox
+        return mailbox.wait(lambda: mailbox.read(key, part), self._job.grace)
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def contribution(self, number: int) -> Any:
+        mailbox = self._ports.mailbox
+        return mailbox.wait(lambda: mailbox.contribution(number), self._job.grace)
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def state(self, own: bool = False) -> Any:
+        return self._state(own)
+
+    def _state(self, own: bool) -> Any:
+        """What `Worker.state` gives, with how many rounds there were."""
+        state = None if self._worker is None else self._worker.state(own)
+        return state and {**state, "number": self._ports.known.number}
+
+    @ray.method(concurrency_group="serve", max_task_retries=0)
+    def stop(self) -> None:
+        self._stop.set()
+
+    @ray.method(concurrency_group="watch", max_task_retries=0)
+    def known(self) -> Known:
+        return self._ports.known
+
+    @ray.method(concurrency_group="watch", max_task_retries=0)
+    def watch(self) -> None:
+        """Never returns: fails as soon as the process is lost."""
+        threading.Event().wait()
+
+
+async def _awaited(pending: Pending) -> Any:
+    return await pending
+
+
+class CoordinatorActor:
+    """`Coordinator` in one thread: nothing is awaited while it is spoken to.
+
+    If it is lost, Ray starts it again, and it asks the workers what it knew.
+    """
+
+    def __init__(self, job: Job):
+        workers = job.nodes * job.locals
+        self._job, self._all = job, range(workers)
+        self._coordinator = Coordinator(workers, job.steps, job.method.period, job.number)
+        self._open: dict[Hashable, asyncio.Future] = {}
+        self._starts, self._vain = [0] * workers, [0] * workers
+        self._pids: dict[int, tuple[str, int]] = {}
+        self._watched: dict[int, asyncio.Task] = {}
+        self._recalled: asyncio.Task | None = None
+        with warnings.catch_warnings():  # Ray's own use of what it has deprecated
+            warnings.simplefilter("ignore")
+            self._again = ray.get_runtime_context().was_current_actor_reconstructed
+
+    async def hello(self, i: int, where: tuple[str, int]) -> int:
+        """Worker i has been started: how many times so far."""
+        await self._ready()
+        self._starts[i] += 1
+        self._vain[i] += 1
+        self._pids[i] = where
+        self._watch(i)
+        return self._starts[i]
+
+    async def enter(self, i: int, steps: int) -> tuple[list[int], bool]:
+        await self._ready()
+        return self._coordinator.enter(i, steps)
+
+    async def leave(self, i: int) -> None:
+        await self._ready()
+        self._coordinator.leave(i)
+        self._wake()
+
+    async def claim(self, i: int, step: int) -> Claim:
+        await self._ready()
+        return self._coordinator.claim(i, step)
+
+    async def report(self, i: int, report: Report) -> Standing:
+        await self._ready()
+        self._vain[i] = 0
+        return self._coordinator.report(i, report)
+
+    async def round(
+        self, i: int, key: Hashable, value: Any, members: list[int]
+    ) -> dict[int, Any] | None:
+        """What all have brought, once they have, or `grace` is over; None: forgotten."""
+        await self._ready()
+        try:
+            values = self._coordinator.arrive(key, i, value, members)
+        except KeyError:
+            return None
+        if values is not None:
+            self._wake()
+            return values
+        loop = asyncio.get_running_loop()
+        closed = self._open.setdefault(key, loop.create_future())
+        try:
+            return await asyncio.wait_for(asyncio.shield(closed), self._job.grace)
+        except TimeoutError:
+            values = self._coordinator.close(key)
+            self._wake()
+            return values
+
+    async def overview(self) -> Overview:
+        await self._ready()
+        standing = self._coordinator.standing()
+        return Overview(standing, list(self._starts), list(self._vain), dict(self._pids))
+
+    def _wake(self) -> None:
+        for key in list(self._open):
+            if (values := self._coordinator.look(key)) is not None:
+                self._open.pop(key).set_result(values)
+
+    # Workers that are lost
+
+    def _watch(self, i: int) -> None:
+        if (task := self._watched.get(i)) is None or task.done():
+            self._watched[i] = asyncio.get_running_loop().create_task(self._lose(i))
+
+    async def _lose(self, i: int) -> None:
+        """Makes worker i absent as soon as its process is lost."""
+        starts = self._starts[i]
+        try:
+            await ray.get_actor(self._job.worker(i)).watch.remote()
+        except (RayError, ValueError):
+            if starts == self._starts[i]:
+                self._coordinator.leave(i)
+                self._wake()
+        if starts != self._starts[i]:
+            self._watched[i] = asyncio.get_running_loop().create_task(self._lose(i))
+
+    # A coordinator that was lost
+
+    async def _ready(self) -> None:
+        """Waits until it knows what the one before it knew."""
+        if self._again:
+            if self._recalled is None:
+                self._recalled = asyncio.get_running_loop().create_task(self._recall())
+            await asyncio.shield(self._recalled)
+
+    async def _recall(self) -> None:
+        async def ask(i: int) -> Known | None:
+            try:
+                call = ray.get_actor(self._job.worker(i)).known.remote()
+                return await asyncio.wait_for(call, self._job.grace)
+            except (RayError, ValueError, TimeoutError):
+                return None
+
+        for i, known in enumerate(await asyncio.gather(*map(ask, self._all))):
+            if known is not None:
+                self._starts[i] = known.starts
+                if known.begun:
+                    self._coordinator.recall(i, known.steps, known.number, known.closed)
+                    self._watch(i)

@@ -1,0 +1,55 @@
+"""Workers at their own pace train what workers in lock step do, from the same parts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from lsgd_jax.asynchronous import memory
+from train.task import methods, own_pace
+from train.task.experiment import Experiment
+
+
+LSGD = dict(local_period=2, global_period=4, loss_window=3)
+
+
+@pytest.mark.parametrize(
+    "delay, shard", [(0, True), pytest.param(1, False, marks=pytest.mark.slow)]
+)
+def test_in_lock_step_they_are_the_synchronous_trainers(delay, shard, monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+    rate = dict(schedule="cosine", warmup_steps=3)
+    config = dataclasses.replace(
+        tiny.SMALL,
+        data=dataclasses.replace(tiny.SMALL.data, shard=shard),
+        model="digits-bn",
+        method=methods.make("overlapped-lsgd", **LSGD, delay=delay),
+        optimizer=dataclasses.replace(tiny.SMALL.optimizer, **rate),
+    )
+    in_lock_step = methods.make("lsgd", **LSGD, delay=delay)
+    experiment = Experiment(dataclasses.replace(config, method=in_lock_step))
+    state, losses = experiment.init(), []
+    for t in range(6):
+        state, loss = experiment.step(state, experiment.data, experiment.batch(t))
+        losses.append(loss)
+
+    seen = [[] for _ in range(4)]
+    workers = memory.run(
+        own_pace.training(config),
+        config.method.at_own_pace(),
+        nodes=2,
+        locals=2,
+        steps=6,
+        observe=lambda worker: seen[worker.index].append(worker.loss),
+    )
+    np.testing.assert_allclose(np.transpose(seen), losses, rtol=1e-5)
+    mine = own_pace.stacked(
+        experiment, [w.params for w in workers], [w.own.stats for w in workers]
+    )
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, (mine.params, mine.stats), (state.params, state.stats))
+    tested, expected = (experiment.test_center(x) for x in (mine, state))
+    assert tested["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert tested["error"] == expected["error"]

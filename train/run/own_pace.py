@@ -1,0 +1,212 @@
+"""The training loop of workers at their own pace: they train elsewhere, and are followed.
+
+`train.run.loop` does before and after what it does for workers in lock step.
+"""
+
+import functools
+import signal
+from typing import Any
+
+import numpy as np
+
+import lsgd_jax as lj
+from train.cluster.lost import WorkersLost
+from train.metrics import pace
+from train.metrics.buffer import Interval
+from train.run.open import Run
+from train.run.saving import save
+from train.run.testing import run_test
+from train.task.own_pace import Own, of_worker
+from train.task.side_by_side import SideBySide, State
+
+
+GIB = 2**30
+
+
+def take_steps(run: Run) -> signal.Signals | str | None:
+    """Has the steps taken that are left; what stops the run before they are, or None."""
+    config, experiment = run.config, run.experiment
+    assert isinstance(experiment, SideBySide)
+    follower = Follower(run, experiment)
+    options, chosen = config.ray, engine()
+    store = options.object_store
+    states = experiment.apart(run.state) if run.step else None
+    with run.stopwatch.going_on():
+        try:
+            outcome = chosen.run(
+                functools.partial(of_worker, config),
+                experiment.method,
+                config.workers.nodes,
+                config.workers.locals,
+                config.steps,
+                options=chosen.Options(
+                    address=options.address,
+                    num_cpus=options.cpus_per_worker,
+                    num_gpus=options.gpus_per_worker,
+                    object_store=None if store is None else int(store * GIB),
+                    grace=options.grace,
+                    start=options.start_timeout,
+                    wire=options.wire,
+                ),
+                states=states,
+                on_standing=follower,
+            )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise WorkersLost(str(error)) from error
+    follower.end(outcome.states, outcome.standing)
+    return follower.stopped_by
+
+
+def engine() -> Any:
+    """What the workers run on."""
+    return lj.asynchronous.ray_engine
+
+
+class Follower:
+    """Reports, tests and saves while workers train elsewhere; asks them to stop.
+
+    Args:
+      run: that they belong to.
+      experiment: its own.
+
+    Attributes:
+      stopped_by: what stops the run before all steps are taken, or None.
+    """
+
+    def __init__(self, run: Run, experiment: SideBySide):
+        self._run, self._experiment = run, experiment
+        begun = experiment.apart(run.state)
+        self._begun = [state["count"] for state in begun]
+        self._sent = experiment.sent(run.state)
+        self._states: list[State | None] = [None] * len(begun)
+        self._reported, self._present = run.step, set(range(len(begun)))
+        self._has_stepped = False
+        self.stopped_by: signal.Signals | str | None = None
+        recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
+        if recent.nonfinite_steps >= limit:  # the user resumes it all the same
+            recent.nonfinite_steps = 0
+
+    def __call__(self, standing: lj.asynchronous.Standing, remote: Any) -> None:
+        """How all are doing now, and who can be asked for more."""
+        run, config = self._run, self._run.config
+        before = run.step
+        run.step = max(before, self._step(standing))
+        if not self._has_stepped and run.step > before:
+            self._has_stepped = True
+            run.stopwatch.start()  # before, processes were started and compiled
+        self._tell_of_losses(standing, remote)
+        is_last = run.step == config.steps
+        every = config.log_every
+        if is_last or run.step // every > self._reported // every:
+            self._report(standing)
+        passed = lambda every: not is_last and run.step // every > before // every
+        to_test, to_save = passed(config.test_every), passed(config.checkpoint_every)
+        if (to_test or to_save) and self._collect(standing, remote):
+            if to_test:
+                run_test(run)
+            if to_save:
+                save(run)
+        self._stop_if_asked(remote)
+
+    def end(self, states: list[State], standing: lj.asynchronous.Standing) -> None:
+        """Takes over what the workers have ended with."""
+        self._states = list(states)
+        self._run.step = max(self._run.step, self._step(standing))
+        if self.stopped_by is None:
+            self._run.step = self._run.config.steps
+        self._report(standing)
+        self._stack(standing)
+
+    def _step(self, standing: lj.asynchronous.Standing) -> int:
+        """Steps per worker, on the mean."""
+        taken = sum(self._counts(standing))
+        return min(taken // len(self._begun), self._run.config.steps)
+
+    def _counts(self, standing: lj.asynchronous.Standing) -> list[int]:
+        return [max(n, standing.reports[i].steps) for i, n in enumerate(self._begun)]
+
+    # What is told
+
+    def _report(self, standing: lj.asynchronous.Standing) -> None:
+        run, workers = self._run, len(self._begun)
+        steps = run.step - self._reported
+        losses = self._losses(standing)
+        if losses is None or not steps:
+            return
+        self._reported = run.step
+        run.buffer.recent.add([losses] * steps)
+        counts, grid = self._counts(standing), run.config.workers
+        run.progress.workers(pace.text(standing, counts), counts)
+        nothing = np.zeros(workers, np.int64)
+        run.reporter.report(
+            Interval(
+                run.step,
+                losses[None],
+                consensus_distance=np.nan,
+                elections=[],
+                diagnostics=(),
+                waiting=nothing,
+                restored=nothing,
+                done=run.step,
+            )
+        )
+        run.write("pace", **pace.event(standing, counts))
+        for values in pace.leaders(standing, grid.nodes, grid.locals):
+            run.write("leaders", **values)
+
+    def _losses(self, standing: lj.asynchronous.Standing) -> np.ndarray | None:
+        """Each worker's last loss [W]; None as long as one has not said any."""
+        known = self._run.buffer.recent.average
+        reports = [standing.reports[i] for i in range(len(known))]
+        losses = [r.loss if r.steps else known[i] for i, r in enumerate(reports)]
+        silent = any(not r.steps and np.isinf(known[i]) for i, r in enumerate(reports))
+        return None if silent else np.asarray(losses, np.float32)
+
+    def _tell_of_losses(self, standing: lj.asynchronous.Standing, remote: Any) -> None:
+        """Says which workers are down, and which are back."""
+        progress, steps = self._run.progress, self._run.config.steps
+        present, counts = set(standing.present), self._counts(standing)
+        if remote.stopped or standing.taken >= len(counts) * steps:
+            return  # all leave, one after the other
+        for i in sorted(self._present - present):
+            if counts[i] < steps:
+                progress.warn(f"worker {i} is down at its step {counts[i]}")
+        for i in sorted(present - self._present):
+            progress.say(f"worker {i} is back at its step {counts[i]}")
+        self._present = present
+
+    # What is kept
+
+    def _collect(self, standing: lj.asynchronous.Standing, remote: Any) -> bool:
+        """Asks all workers for their states; False if there is none to go on from."""
+        answers = remote.states(own=True)
+        self._states = [new or old for new, old in zip(answers, self._states)]
+        known = any(state is not None for state in self._states)
+        if known:
+            self._stack(standing)
+        return known
+
+    def _stack(self, standing: lj.asynchronous.Standing) -> None:
+        """The run's state, of the workers' last ones; copies for those that gave none."""
+        scores = {i: standing.reports[i].score for i, x in enumerate(self._states) if x}
+        best = min(scores, key=lambda i: scores[i])
+        source: Any = self._states[best]
+        states = [
+            state or {**source, "own": Own(i, source["own"].stats)}
+            for i, state in enumerate(self._states)
+        ]
+        sent = [n + standing.reports[i].bytes_sent for i, n in enumerate(self._sent)]
+        self._run.state = self._experiment.stacked(states, self._run.step, sent)
+
+    # What ends it
+
+    def _stop_if_asked(self, remote: Any) -> None:
+        run = self._run
+        if self.stopped_by is not None:
+            return
+        if run.stop_signals.stop_at(run.step):
+            self.stopped_by = run.stop_signals.received
+        elif run.buffer.recent.nonfinite_steps >= run.config.stop_after_nonfinite:
+            self.stopped_by = "nonfinite"
+        if self.stopped_by is not None:
+            remote.stop()
