@@ -115,7 +115,7 @@ def announce(run: Run) -> None:
     processes = len(run.session.members)
     sizes = run.experiment.forward.sizes
     run.write("start", workers=grid, processes=processes, **sizes, **_versions())
-    run.progress.say(f"{run.experiment.workers}; run folder {run.folder}")
+    run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if run.resizing is not None:
         run.progress.say(str(run.resizing))
         run.write("resized", **run.resizing.event())

@@ -91,6 +91,9 @@ class Experiment:
             keys=self.worker_keys(),
         )
 
+    def __str__(self) -> str:
+        return str(self.workers)
+
     # State
 
     def init(self) -> TrainState:

@@ -97,6 +97,10 @@ ROWS = (
     Row("cge", first=lj.cge),
     Row("independent", summary="Independent workers: nothing is exchanged."),
     Row("async-lsgd", paced=paced_methods.lsgd),
+    Row("async-dpwa", paced=lj.asynchronous.Pairwise),
+    Row("async-adpsgd", paced=lj.asynchronous.ADPSGD),
+    Row("async-wagma", paced=lj.asynchronous.WAGMA),
+    Row("async-diloco", paced=paced_methods.diloco),
     Row("overlapped-lsgd", paced=paced_methods.overlapped_lsgd),
     Row("overlapped-diloco", paced=paced_methods.overlapped_diloco),
 )
@@ -156,6 +160,14 @@ class Method:
         """
         assert self.row.paced is not None
         return self.row.paced(**vars(self))
+
+    def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
+        """What stands behind the base optimizer, if there is anything."""
+        if self.row.last is None:
+            return None
+        made = self._made(self.row.last, learning_rate)
+        assert isinstance(made, lj.Exchange)
+        return made
 
     def __reduce__(self) -> Any:
         return functools.partial(make, self.name, **vars(self)), ()
