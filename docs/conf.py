@@ -17,7 +17,7 @@ import lsgd_jax
 
 project = "lsgd_jax"
 version = release = lsgd_jax.__version__
-copyright = "the authors of lsgd_jax"
+author = copyright = "the authors of lsgd_jax"
 
 extensions = [
     "myst_parser",
@@ -42,7 +42,11 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "navbar_persistent": [],  # the search is in the sidebar
+}
 
 ROWS = re.compile(r"\\\\|&")
 ENVIRONMENT = r"\begin{"

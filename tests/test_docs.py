@@ -1,5 +1,6 @@
 """The pages in docs/: what the quick start prints, and that the reference is complete."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import types
 
 import numpy as np
+import optax
 import pytest
 
 import lsgd_jax as lj
@@ -41,3 +43,25 @@ def test_the_reference_names_all_that_is_public():
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = set(re.findall(r"auto(?:function|class):: (\w+)$", pages, re.MULTILINE))
     assert public <= documented
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "methods").glob("*.md")), ids=lambda page: page.stem
+)
+def test_the_page_of_a_family_builds_its_methods(page):
+    (code,) = blocks(page)
+    names = {"lj": lj, "optax": optax}
+    exec(code, names)
+    assert isinstance(names["tx"], optax.GradientTransformationExtraArgs)
+    assert (DOCS / "pictures" / f"{page.stem}.svg").exists()
+
+
+def test_code_on_all_pages_is_python():
+    code = [block for page in DOCS.rglob("*.md") for block in blocks(page)]
+    assert len(code) > 20
+    for block in code:
+        ast.parse(block)

@@ -108,7 +108,7 @@ def nodes_of_four(axes, leaders=(3, 6), best=3):
     for node in range(2):
         x = 2.6 * node
         axes.add_patch(
-            plt.Rectangle((x - 0.3, -0.3), 1.9, 1.7, fill=False, ec=PALE, lw=1.2)
+            plt.Rectangle((x - 0.3, -0.45), 1.9, 1.85, fill=False, ec=PALE, lw=1.2)
         )
         axes.text(x + 0.65, 1.5, f"node {node}", ha="center", color=INK)
         spots += [np.array([x + 1.3 * (i % 2), 1.1 - 1.1 * (i // 2)]) for i in range(4)]
@@ -118,7 +118,9 @@ def nodes_of_four(axes, leaders=(3, 6), best=3):
         else:
             color = COLORS[1] if worker == best else COLORS[2]
             axes.plot(*spot, "*", ms=20, color=color, zorder=3)
-            axes.text(*spot + (0.12, -0.24), str(worker), ha="left", fontsize=7.5)
+            axes.text(
+                *spot + (0, -0.3), str(worker), ha="center", va="center", fontsize=7.5
+            )
             others = [w for w in range(8) if w // 4 == worker // 4 and w != worker]
             for other in others:
                 arrow(axes, spots[other], spot, COLORS[2], alpha=0.8, gap=8)
