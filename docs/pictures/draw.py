@@ -205,10 +205,11 @@ def save(figure, name):
 
 def of_family(name, draw, *runs):
     """A schema, and beside it the parameters; runs: (title, method, period[, rate])."""
-    wide = [1.5 if name == "lsgd" else 1.0] + [1.35] * len(runs)
-    figure, axes = plt.subplots(
-        1, 1 + len(runs), figsize=(2.5 * sum(wide), 2.6), width_ratios=wide
-    )
+    rows = 2 if len(runs) == 3 else 1
+    wide = [1.5 if name == "lsgd" else 1.0] + [1.35] * (len(runs) // rows)
+    size = (2.5 * sum(wide), 0.3 + 2.3 * rows)
+    figure, axes = plt.subplots(rows, len(wide), figsize=size, width_ratios=wide)
+    axes = axes.flat
     draw(axes[0])
     for panel, (title, method, period, *rate) in zip(axes[1:], runs):
         base = optax.sgd(*rate or [RATE])
@@ -219,7 +220,7 @@ def of_family(name, draw, *runs):
     low, high = zip(*(panel.get_ylim() for panel in axes[1:]))
     for panel in axes[1:]:
         panel.set_ylim(min(low), max(high))
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.tight_layout(rect=(0, 0.06 / rows, 1, 1))
     figure.legend(
         *axes[-1].get_legend_handles_labels(),
         fontsize=7.5,
