@@ -77,10 +77,7 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Links out of docs/, and pages in the contents that this version does not have."""
-    for page in ("asynchronous", "simulator"):
-        if docname == "index" and page not in app.env.found_docs:
-            source[0] = source[0].replace(f"\n{page}\n", "\n")
+    """Links out of docs/."""
     for pattern, target in ELSEWHERE.items():
         source[0] = re.sub(pattern, target, source[0])
 

@@ -24,6 +24,7 @@ from train.cluster.work import Work
 
 
 if TYPE_CHECKING:
+    import lsgd_jax as lj
     from train.cluster.heartbeat import Heartbeat
 
 
@@ -172,7 +173,7 @@ class Session:
         """What `write_for_all` has left, by process."""
         return {} if self._store is None else self._store.read(folder)
 
-    def counts(self) -> lj.asynchronous.Store | None:
+    def counts(self) -> "lj.asynchronous.Store | None":
         """Where the members count together; None for a process by itself."""
         return None if self._store is None else Counts(self._store, self.group)
 

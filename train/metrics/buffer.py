@@ -39,7 +39,7 @@ class Interval(NamedTuple):
     waiting: np.ndarray
     restored: np.ndarray
     done: int
-    taken: np.ndarray | None
+    taken: np.ndarray | None = None
 
 
 class MetricsBuffer:

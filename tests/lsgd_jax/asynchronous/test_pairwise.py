@@ -53,7 +53,13 @@ def test_below_the_threshold_less_is_taken(apart):
 
 def test_a_slow_one_and_a_slow_answer_hold_no_worker_up():
     workers = memory.run(
-        paced.training(), Pairwise(), 2, 2, steps=30, step_seconds=[1, 1, 1, 10], latency=2.5
+        paced.training(),
+        Pairwise(),
+        2,
+        2,
+        steps=30,
+        step_seconds=[1, 1, 1, 10],
+        latency=2.5,
     )
     counts = [worker.count for worker in workers]
     assert sum(counts) == 120 and min(counts[:3]) >= 9 * (counts[3] - 1)

@@ -143,7 +143,14 @@ def test_one_that_comes_too_late_in_lock_step_takes_over_from_another(method):
             seen.append(worker.count)
 
     workers = memory.run(
-        paced.training(), method, 2, 2, steps=50, events=delay, grace=4, step_seconds=[1] * 4
+        paced.training(),
+        method,
+        2,
+        2,
+        steps=50,
+        events=delay,
+        grace=4,
+        step_seconds=[1] * 4,
     )
     assert [worker.count for worker in workers] == [50] * 4
     assert max(np.diff(seen)) > 5  # it has skipped what the others did meanwhile
