@@ -1,4 +1,4 @@
-"""Steps are granted once, rounds are the same for all, and who is absent is not waited for."""
+"""Steps are granted once, rounds are the same for all, and end without who is absent."""
 
 import pytest
 
