@@ -54,7 +54,7 @@ class Conversation:
         mine = leader == self._ports.place.index
         vector = flat.vector(tree) if mine else None
         got = await self._ports.broadcast(key, vector, leader, self._group)
-        return tree if mine else flat.tree(got)
+        return tree if got is vector else flat.tree(got)
 
     async def _sum(self, key: Hashable, content: Any, _: Any) -> tuple[Tree, Any]:
         tree, where = content
@@ -120,6 +120,7 @@ async def all_reduce(
     me = ports.place.index
     for attempt in range(ATTEMPTS):
         here = (key, attempt)
+        vector = ports.mailbox.as_sent(vector)
         ports.post(here, vector)
         came = await ports.round((here, "came"), gives, list(group))
         if me not in came:
@@ -158,6 +159,7 @@ async def _slices(
     total = np.zeros([mine.stop - mine.start], np.float32)
     for i in givers:
         total = total + (vector[mine] if i == me else await fetched(parts[i]))
+    total = ports.mailbox.as_sent(total)
     ports.post((key, "sum"), total)
     sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
     return np.concatenate([total if i == me else await fetched(sums[i]) for i in owners])

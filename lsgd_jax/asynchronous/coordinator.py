@@ -130,6 +130,11 @@ class Coordinator:
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
+    def begun(self) -> bool:
+        """Whether the round 'begin', in which all start, was held."""
+        return self._begun
+
+    @property
     def present(self) -> list[int]:
         """The workers that are there."""
         return [i for i, member in enumerate(self.members) if member.present]

@@ -227,6 +227,7 @@ class Bringing(OwnPace):
             outer = await fetched(ports.fetch(first, ("anchor", number)))
         else:
             outer = await self._moved(number, gradient, came, holders)
+            outer = ports.mailbox.as_sent(outer)
         ports.mailbox.drop(("brought", number))
         ports.post(("anchor", number), outer)
         self._posted.append(number)

@@ -40,11 +40,21 @@ class Mailbox:
     The worker sets what others see by `show`, and moves by what others have left in
     `moved` at the boundary of its steps.
 
+    Args:
+      as_sent: float32 [n] -> float32 [n], what becomes of a vector when it is sent.
+      bytes_each: of each element that is sent.
+
     Attributes:
+      as_sent: as above. Who keeps a copy of what others get keeps this.
       bytes_sent: to others, so far.
     """
 
-    def __init__(self):
+    def __init__(
+        self,
+        as_sent: Callable[[np.ndarray], np.ndarray] = lambda vector: vector,
+        bytes_each: int = 4,
+    ):
+        self.as_sent, self._bytes_each = as_sent, bytes_each
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
@@ -142,7 +152,7 @@ class Mailbox:
             if (snapshot := self._snapshot()) is None:
                 return None
             mine = theirs if self._closed else snapshot.vector
-            self.bytes_sent += mine.nbytes
+            self._count(mine)
             with np.errstate(invalid="ignore", over="ignore"):
                 half = (theirs - mine) / 2
             if finite(half) and not self._closed:
@@ -154,7 +164,7 @@ class Mailbox:
         with self._lock:
             if (vector := self._posted.get(key)) is None:
                 return GONE if key in self._forgotten else None
-            self.bytes_sent += vector[part].nbytes
+            self._count(vector[part])
             return vector[part]
 
     def contribution(self, number: int) -> Snapshot | None:
@@ -183,8 +193,12 @@ class Mailbox:
         return answer
 
     def _sent(self, snapshot: Snapshot | None) -> Snapshot | None:
-        self.bytes_sent += 0 if snapshot is None else snapshot.vector.nbytes
+        if snapshot is not None:
+            self._count(snapshot.vector)
         return snapshot
+
+    def _count(self, vector: np.ndarray) -> None:
+        self.bytes_sent += vector.size * self._bytes_each
 
     def _snapshot(self) -> Snapshot | None:
         if self._vector is None:
@@ -192,4 +206,4 @@ class Mailbox:
         if self._flat is None:
             self._flat = np.asarray(self._vector())
         vector = self._flat if self._moved is None else self._flat + self._moved
-        return Snapshot(vector, *self._about)
+        return Snapshot(self.as_sent(vector), *self._about)

@@ -111,6 +111,7 @@ class Ports(abc.ABC):
         del group
         if vector is None:
             return await fetched(self.fetch(source, key))
+        vector = self.mailbox.as_sent(vector)
         self.post(key, vector)
         return vector
 

@@ -103,6 +103,7 @@ class Pulling:
             alone(lambda p=pull: p.rule.init(parts.select(p.part, worker.params)))
             for pull in self._pulls
         ]
+        self._fits: Any = [True] * len(self._pulls)  # before the first step
         self._in_flight: dict[int, Pending] = {}
         self._compiled = _compiled(self._pulls, place.nodes, place.locals)
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 import warnings
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -18,9 +17,6 @@ from lsgd_jax.asynchronous.ray_ports import Job, Known, RayPorts, drive
 from lsgd_jax.asynchronous.worker import Worker, work
 
 
-EVERY = 0.2  # seconds between two reports of a worker
-
-
 class Overview(NamedTuple):
     """What the coordinator tells the driver.
 
@@ -28,13 +24,13 @@ class Overview(NamedTuple):
       standing: how all workers are doing.
       starts: of each worker how many times it was started.
       vain: of each worker how many times it was since it last came to a step or a round.
-      pids: of each worker the node and the process that it is in.
+      processes: of each worker its node and the process there.
     """
 
     standing: Standing
     starts: list[int]
     vain: list[int]
-    pids: dict[int, tuple[str, int]]
+    processes: dict[int, tuple[str, int]]
 
 
 class Stopped(Exception):
@@ -48,7 +44,7 @@ class WorkerActor:
         self._job, self._i = job, i
         self._ports = RayPorts(job, i)
         self._worker: Worker | None = None
-        self._stop, self._reported = threading.Event(), 0.0
+        self._stop = threading.Event()
 
     @ray.method(max_task_retries=-1)
     def run(self, state: Any = None) -> Any:
@@ -58,7 +54,9 @@ class WorkerActor:
         """
         job, ports = self._job, self._ports
         where = (ray.get_runtime_context().get_node_id(), os.getpid())
-        ports.starts = drive(_awaited(ports.coordinator("hello", where)))
+        ports.starts, all_lost = drive(_awaited(ports.coordinator("hello", where)))
+        if all_lost and (state := job.restore(self._i)) is None:
+            raise RuntimeError("all workers were lost, and there is nothing to restore")
         worker = Worker(
             job.make_training(self._i),
             job.method,
@@ -68,46 +66,47 @@ class WorkerActor:
         )
         if state is not None:
             worker.take_over(state)
+            ports.resume(state["number"])
+            drive(_awaited(ports.coordinator("resume", state["number"])))
         self._worker = worker
         try:
             drive(work(worker, self._observe))
         except Stopped:
             pass
-        worker.report.bytes_sent = ports.mailbox.bytes_sent
+        drive(worker.tell())
         drive(_awaited(ports.report(worker.report)))
         drive(_awaited(ports.coordinator("leave")))
         return self._state(own=True)
 
     def _observe(self, worker: Worker) -> None:
-        """Tells the coordinator of a step, by whoever has taken it: not from a thread.
-
-        A worker that hangs makes no reports, so that others do not wait for it.
-        """
-        worker.report.bytes_sent = self._ports.mailbox.bytes_sent
-        if time.monotonic() - self._reported >= EVERY:
-            self._reported = time.monotonic()
-            self._ports.report(worker.report)  # nothing waits for the answer
+        del worker
         if self._stop.is_set():
             raise Stopped
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def latest(self) -> Any:
         mailbox = self._ports.mailbox
-        return mailbox.wait(mailbox.latest, self._job.grace)
+        return self._packed(mailbox.wait(mailbox.latest, self._job.grace))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def exchange(self, vector: np.ndarray) -> Any:
-        return self._ports.mailbox.exchange(vector)
+        theirs = self._ports.wire.unpack(vector)
+        return self._packed(self._ports.mailbox.exchange(theirs))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def fetch(self, key: Hashable, part: slice) -> Any:
         mailbox = self._ports.mailbox
-        return mailbox.wait(lambda: mailbox.read(key, part), self._job.grace)
+        found = mailbox.wait(lambda: mailbox.read(key, part), self._job.grace)
+        return self._packed(found)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def contribution(self, number: int) -> Any:
         mailbox = self._ports.mailbox
-        return mailbox.wait(lambda: mailbox.contribution(number), self._job.grace)
+        found = mailbox.wait(lambda: mailbox.contribution(number), self._job.grace)
+        return self._packed(found)
+
+    def _packed(self, content: Any) -> Any:
+        return self._ports.wire.pack(content)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def state(self, own: bool = False) -> Any:
@@ -145,8 +144,9 @@ class CoordinatorActor:
     def __init__(self, job: Job):
         workers = job.nodes * job.locals
         self._job, self._all = job, range(workers)
-        self._coordinator = Coordinator(workers, job.steps, job.method.period, job.number)
+        self._coordinator, self._lost_all = self._fresh(), False
         self._open: dict[Hashable, asyncio.Future] = {}
+        self._going: set[int] = set()  # who has begun, and whose process is there
         self._starts, self._vain = [0] * workers, [0] * workers
         self._pids: dict[int, tuple[str, int]] = {}
         self._watched: dict[int, asyncio.Task] = {}
@@ -155,14 +155,31 @@ class CoordinatorActor:
             warnings.simplefilter("ignore")
             self._again = ray.get_runtime_context().was_current_actor_reconstructed
 
-    async def hello(self, i: int, where: tuple[str, int]) -> int:
-        """Worker i has been started: how many times so far."""
+    def _fresh(self) -> Coordinator:
+        return Coordinator(len(self._all), self._job.steps, self._job.method.period)
+
+    async def hello(self, i: int, where: tuple[str, int]) -> tuple[int, bool]:
+        """Worker i has been started.
+
+        Returns:
+          How many times so far, and whether all that had begun were lost: then the run
+          begins anew, from what can be restored.
+        """
         await self._ready()
+        self._going.discard(i)
+        if self._coordinator.begun and not self._going:
+            self._coordinator, self._lost_all = self._fresh(), True
         self._starts[i] += 1
         self._vain[i] += 1
         self._pids[i] = where
         self._watch(i)
-        return self._starts[i]
+        return self._starts[i], self._lost_all and not self._coordinator.begun
+
+    async def resume(self, i: int, number: int) -> None:
+        """Worker i goes on from a state with so many rounds held."""
+        await self._ready()
+        if not self._coordinator.begun:
+            self._coordinator.number = max(self._coordinator.number, number)
 
     async def enter(self, i: int, steps: int) -> tuple[list[int], bool]:
         await self._ready()
@@ -179,7 +196,10 @@ class CoordinatorActor:
 
     async def report(self, i: int, report: Report) -> Standing:
         await self._ready()
-        self._vain[i] = 0
+        if report.steps > self._coordinator.members[i].report.steps:
+            self._vain[i] = 0
+        if report.steps:
+            self._going.add(i)
         return self._coordinator.report(i, report)
 
     async def round(
@@ -191,17 +211,17 @@ class CoordinatorActor:
             values = self._coordinator.arrive(key, i, value, members)
         except KeyError:
             return None
-        if values is not None:
-            self._wake()
-            return values
-        loop = asyncio.get_running_loop()
-        closed = self._open.setdefault(key, loop.create_future())
-        try:
-            return await asyncio.wait_for(asyncio.shield(closed), self._job.grace)
-        except TimeoutError:
-            values = self._coordinator.close(key)
-            self._wake()
-            return values
+        if values is None:
+            loop = asyncio.get_running_loop()
+            closed = self._open.setdefault(key, loop.create_future())
+            try:
+                values = await asyncio.wait_for(asyncio.shield(closed), self._job.grace)
+            except TimeoutError:
+                values = self._coordinator.close(key)
+        self._wake()
+        if key == "begin" and i in values:
+            self._going.add(i)
+        return values
 
     async def overview(self) -> Overview:
         await self._ready()
@@ -226,6 +246,7 @@ class CoordinatorActor:
             await ray.get_actor(self._job.worker(i)).watch.remote()
         except (RayError, ValueError):
             if starts == self._starts[i]:
+                self._going.discard(i)
                 self._coordinator.leave(i)
                 self._wake()
         if starts != self._starts[i]:
@@ -252,5 +273,6 @@ class CoordinatorActor:
             if known is not None:
                 self._starts[i] = known.starts
                 if known.begun:
+                    self._going.add(i)
                     self._coordinator.recall(i, known.steps, known.number, known.closed)
                     self._watch(i)

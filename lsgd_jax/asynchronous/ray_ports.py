@@ -7,12 +7,14 @@ from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lsgd_jax.asynchronous.coordinator import Claim, Report
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
-from lsgd_jax.asynchronous.mailbox import KEPT, Mailbox
+from lsgd_jax.asynchronous.mailbox import KEPT, Mailbox, Snapshot
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training
 
@@ -26,7 +28,6 @@ class Job(NamedTuple):
     Attributes:
       name: of the run, unique; its actors are called after it.
       begun: when the run began, in seconds since the epoch.
-      number: how many rounds were held in the run that is resumed.
       Others: as for `ray_engine.run` and `ray_engine.Options`.
     """
 
@@ -40,7 +41,6 @@ class Job(NamedTuple):
     grace: float
     wire: str
     begun: float
-    number: int
 
     def worker(self, i: int) -> str:
         """The name of worker i's actor."""
@@ -78,6 +78,41 @@ def answer(ref: Any, who: str, limit: float) -> Any:
         raise Unreachable(
             f"{who} did not answer within {limit:g} s ({type(error).__name__})"
         ) from None
+
+
+class Wire(NamedTuple):
+    """How vectors travel.
+
+    Attributes:
+      narrow: as bfloat16 instead of float32.
+    """
+
+    narrow: bool
+
+    def rounded(self, vector: np.ndarray) -> np.ndarray:
+        """The float32 vector that arrives when this one is sent."""
+        return vector.astype(jnp.bfloat16).astype(np.float32) if self.narrow else vector
+
+    def pack(self, content: Any) -> Any:
+        """A vector, or what has one, as it is sent: Ray does not know bfloat16."""
+        if isinstance(content, Snapshot):
+            return content._replace(vector=self.pack(content.vector))
+        if self.narrow and isinstance(content, np.ndarray):
+            return content.astype(jnp.bfloat16).view(np.uint16)
+        return content
+
+    def unpack(self, content: Any) -> Any:
+        """What was packed."""
+        if isinstance(content, Snapshot):
+            return content._replace(vector=self.unpack(content.vector))
+        if self.narrow and isinstance(content, np.ndarray):
+            return content.view(jnp.bfloat16).astype(np.float32)
+        return content
+
+    @property
+    def bytes_each(self) -> int:
+        """Of an element."""
+        return 2 if self.narrow else 4
 
 
 class Call(Pending):
@@ -158,12 +193,17 @@ class RayPorts(Ports):
 
     def __init__(self, job: Job, i: int):
         self.place, self.grace = Place(i, job.nodes, job.locals), job.grace
-        self.mailbox = Mailbox()
+        self.wire = Wire(job.wire == "bfloat16")
+        self.mailbox = Mailbox(self.wire.rounded, self.wire.bytes_each)
         self._job, self._actors = job, {}
         self._begun = time.monotonic() - (time.time() - job.begun)
-        self._steps, self._number, self._in_rounds, self.starts = 0, job.number, False, 0
+        self._steps, self._number, self._in_rounds, self.starts = 0, 0, False, 0
         self._closed: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.Lock()
+
+    def resume(self, number: int) -> None:
+        """So many rounds were held in the run that is resumed."""
+        self._number = number
 
     @property
     def known(self) -> Known:
@@ -190,7 +230,10 @@ class RayPorts(Ports):
         return self._peer(peer, "latest")
 
     def exchange(self, peer: int, vector) -> Pending:
-        return self._peer(peer, "exchange", vector)
+        # The peer moves by what it gets; so does this worker, whatever it moves by itself.
+        lost = vector - self.wire.rounded(vector)
+        there = self.wire.pack(vector)
+        return self._peer(peer, "exchange", there, then=lambda theirs: theirs + lost)
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
         return self._peer(peer, "fetch", key, part)
@@ -201,11 +244,17 @@ class RayPorts(Ports):
     def state(self, peer: int) -> Pending:
         return Call(self._ask(peer, "state"), f"worker {peer}", self.grace)
 
-    def _peer(self, peer: int, method: str, *args: Any) -> Pending:
-        def found(value: Any) -> Any:
-            if value is None:
+    def _peer(
+        self,
+        peer: int,
+        method: str,
+        *args: Any,
+        then: Callable[[Any], Any] = lambda content: content,
+    ) -> Pending:
+        def found(content: Any) -> Any:
+            if content is None:
                 raise Unreachable(f"worker {peer} had nothing within {self.grace:g} s")
-            return value
+            return then(self.wire.unpack(content))
 
         return Call(self._ask(peer, method, *args), f"worker {peer}", self.grace, found)
 

@@ -1,0 +1,293 @@
+"""Workers in processes of their own, what befalls them, and what the others do then."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import ray
+
+import lsgd_jax as lj
+from lsgd_jax.asynchronous import Pulls, Training
+from lsgd_jax.asynchronous.mailbox import Mailbox
+from lsgd_jax.asynchronous.memory import run as run_in_memory
+from lsgd_jax.asynchronous.ray_engine import Options, run
+from lsgd_jax.asynchronous.ray_ports import Wire
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+BUDGET = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
+GRACE = 5.0
+
+
+def training(before_step=lambda i, t: None, size=3):
+    """What a worker trains: noisy squares; `before_step` may end, stop or slow it."""
+
+    def make(i):
+        optimizer = optax.sgd(0.1, momentum=0.5)
+
+        def init(i):
+            params = {"w": jnp.ones([size]), "b": jnp.zeros([], jnp.float32)}
+            return params, optimizer.init(params), jax.random.key(i)
+
+        @jax.jit
+        def compute(params, opt_state, own, t):
+            key, subkey = jax.random.split(own)
+            target = jax.random.normal(subkey, [size])
+            loss = lambda p: jnp.mean((p["w"] - target) ** 2) + (p["b"] - 1) ** 2
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return updates, opt_state, key, value
+
+        def step(params, opt_state, own, t):
+            before_step(i, int(t))
+            return compute(params, opt_state, own, t)
+
+        return Training(init, step)
+
+    return make
+
+
+def pause(i, t):
+    time.sleep(0.02)
+
+
+def fault_at(step, fault, worker=1):
+    """`fault` befalls a worker once it has got there; the others take their time."""
+
+    def before_step(i, t):
+        time.sleep(0.02)
+        if i == worker and t == step:
+            fault()
+
+    return before_step
+
+
+class Watching:
+    """An `on_standing` that does something, and keeps what it has seen."""
+
+    def __init__(self, act=lambda standing, remote: None):
+        self._act, self.seen = act, []
+
+    def __call__(self, standing, remote):
+        self.seen.append(standing)
+        self._act(standing, remote)
+
+    def longest(self, *workers):
+        return max(s.reports[i].longest for s in self.seen for i in workers)
+
+
+# Without faults
+
+
+def test_equals_the_engine_in_memory_also_when_it_is_resumed(on_ray):
+    method = Pulls(lj.diloco(period=2))
+    expected = run_in_memory(training()(0), method, 1, 2, 8)
+    half = run(training(), method, 1, 2, 4)
+    whole = run(training(), method, 1, 2, 8, states=half.states)
+    assert [state["count"] for state in half.states] == [4, 4]
+    assert not whole.stopped and whole.restarts == [0, 0]
+    for worker, state in zip(expected, whole.states):
+        for x, y in zip(jax.tree.leaves(worker.params), jax.tree.leaves(state["params"])):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="`grace` must be positive, got grace=0"):
+        Options(grace=0)
+    with pytest.raises(ValueError, match="`wire` must be one of .* got 'int8'"):
+        Options(wire="int8")
+
+
+def test_what_two_workers_exchange_in_bfloat16_conserves_their_sum():
+    wire = Wire(narrow=True)
+    a, b = np.random.default_rng(0).standard_normal([2, 1000]).astype(np.float32)
+    mailbox = Mailbox(wire.rounded, wire.bytes_each)
+    mailbox.show(lambda: b, step=0)
+    theirs = wire.unpack(wire.pack(mailbox.exchange(wire.unpack(wire.pack(a)))))
+    theirs = theirs + (a - wire.rounded(a))  # as RayPorts.exchange does
+    moved = mailbox.moved()
+    np.testing.assert_allclose(a + (theirs - a) / 2 + b + moved, a + b, atol=1e-6)
+    assert abs(moved - (a - b) / 2).max() > 1e-4  # it was rounded
+    assert mailbox.bytes_sent == 2 * 1000
+
+
+@pytest.mark.slow
+def test_in_bfloat16_all_get_the_same_mean(on_ray):
+    method = Pulls(lj.diloco(period=2, outer=optax.sgd(1.0)))
+    out = run(training(), method, 1, 3, 8, options=Options(wire="bfloat16"))
+    first, *others = [state["params"]["w"] for state in out.states]
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+# Faults
+
+
+def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
+    killed = []
+
+    def act(standing, remote):
+        if not killed and standing.reports[1].steps > 10:
+            os.kill(remote.processes[1][1], signal.SIGKILL)
+            killed.append(standing.reports[1].steps)
+        back = remote.restarts[1] and standing.reports[1].steps > killed[0] + 5
+        if back and 1 in standing.present:
+            assert remote.latest(1).vector.shape == (4,)
+            assert remote.states()[1]["own"].dtype == np.uint32
+            remote.stop()
+
+    watching = Watching(act)
+    options = Options(grace=GRACE)
+    out = run(training(pause), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
+    assert out.stopped and out.restarts == [0, 1, 0]
+    assert [s for s in watching.seen if s.present == [0, 2]]
+    assert watching.longest(0, 2) < GRACE
+    counts = [state["count"] for state in out.states]
+    assert min(counts) > killed[0]
+    momentum = [state["opt_state"][0].trace["b"] for state in out.states]
+    assert all(np.isfinite(momentum))
+
+
+def test_a_worker_whose_code_raises_ends_the_run(on_ray):
+    def fault():
+        raise ZeroDivisionError("no data")
+
+    with pytest.raises(
+        RuntimeError, match="worker 1 has raised ZeroDivisionError: no data"
+    ):
+        run(training(fault_at(3, fault)), BUDGET, 1, 2, 10**5)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_at_its_first_step_ends_the_run(on_ray):
+    begun = time.monotonic()
+    dies = training(lambda i, t: os._exit(1) if i == 1 else pause(i, t))
+    with pytest.raises(RuntimeError, match="worker 1 was lost 3 times in a row before"):
+        run(dies, BUDGET, 1, 2, 10**5, options=Options(grace=GRACE))
+    assert time.monotonic() - begun < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", ["stopped", "hung"])
+def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs):
+    def act(standing, remote):
+        pid = remote.processes.get(1, (None, None))[1]
+        steps = standing.reports[1].steps
+        if hangs == "stopped" and not stopped and steps > 20:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(time.monotonic())
+        if hangs == "stopped" and stopped and time.monotonic() > stopped[0] + 30:
+            os.kill(pid, signal.SIGCONT)
+            stopped[0] = float("inf")
+        if min(r.steps for r in standing.reports.values()) > 25 and 1 in standing.present:
+            if hangs == "hung" or (stopped and stopped[0] == float("inf")):
+                remote.stop()
+
+    stopped, watching = [], Watching(act)
+    step = fault_at(21, lambda: time.sleep(1000)) if hangs == "hung" else pause
+    options = Options(grace=GRACE, stall=25)
+    out = run(training(step), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
+    assert out.restarts[1] == (hangs == "hung")
+    assert [s for s in watching.seen if s.present == [0, 2]]
+    assert watching.longest(0, 2) < GRACE + 1
+
+
+@pytest.mark.slow
+def test_the_coordinator_is_lost_and_the_run_goes_on(on_ray):
+    lost = []
+
+    def act(standing, remote):
+        if not lost and standing.number > 5:
+            lost.append((standing.taken, standing.number))
+            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
+            ray.kill(ray.get_actor(actor), no_restart=False)
+        elif lost and standing.number > lost[0][1] + 5:
+            remote.stop()
+
+    watching = Watching(act)
+    out = run(
+        training(pause),
+        BUDGET,
+        1,
+        3,
+        10**5,
+        options=Options(grace=GRACE),
+        on_standing=watching,
+    )
+    assert out.standing.taken > lost[0][0]
+    assert out.restarts == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
+    half = run(training(), BUDGET, 1, 2, 20)
+
+    def act(standing, remote):
+        if not killed and min(r.steps for r in standing.reports.values()) > 30:
+            killed.extend(pid for _, pid in remote.processes.values())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    killed, restore = [], half.states.__getitem__
+    options = Options(grace=GRACE)
+    out = run(
+        training(pause),
+        BUDGET,
+        1,
+        2,
+        100,
+        options=options,
+        states=half.states,
+        restore=restore,
+        on_standing=act,
+    )
+    assert killed and out.restarts == [1, 1] and out.standing.taken == 200
+    killed.clear()
+    with pytest.raises(RuntimeError, match="all workers were lost"):
+        run(training(pause), BUDGET, 1, 2, 200, options=options, on_standing=act)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_and_nothing_is_left_running(number, tmp_path):
+    script = tmp_path / "script.py"
+    code = """
+    import sys, time
+    import jax.numpy as jnp
+    import lsgd_jax as lj
+    from lsgd_jax.asynchronous import Pulls, Training
+    from lsgd_jax.asynchronous.ray_engine import run
+
+    def make(i):
+        def step(params, opt_state, own, t):
+            time.sleep(0.02)
+            return -0.1 * params, opt_state, own, jnp.sum(params)
+        return Training(lambda i: (jnp.ones(3), (), ()), step)
+
+    def tell(standing, remote):
+        print("steps", standing.taken, flush=True)
+
+    out = run(make, Pulls(lj.lsgd(), budget=True), 1, 2, 10**5, on_standing=tell)
+    print("stopped", out.stopped, min(s["count"] for s in out.states), flush=True)
+    """
+    script.write_text(textwrap.dedent(code))
+    env = {**os.environ, "RAY_TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-W", "error", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        for line in process.stdout:
+            if line.startswith("steps") and int(line.split()[1]) > 20:
+                process.send_signal(number)
+                break
+        out = process.stdout.read()
+    assert process.returncode == 0 and "stopped True" in out
+    time.sleep(5)
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert not [line for line in left.splitlines() if str(tmp_path) in line]
