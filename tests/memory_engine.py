@@ -1,9 +1,17 @@
 """Workers at their own pace in one thread, in place of Ray: an engine for the trainer."""
 
+import functools
 from types import SimpleNamespace
+
+import tiny
 
 from lsgd_jax.asynchronous.memory import Memory
 from lsgd_jax.asynchronous.worker import Worker, work
+from train.run import own_pace as running
+from train.task import own_pace
+
+
+training_of = functools.cache(own_pace.training)
 
 
 class Stopped(Exception):
@@ -27,20 +35,30 @@ class Remote:
         self.stopped = True
 
     def lose(self, i):
-        self._memory.lost.add(i)
+        self._memory.lose(i)
         self._memory.coordinator.leave(i)
 
 
 def install(set, step_seconds=1.0, look=4, befalls=lambda standing, remote: None):
-    """Has the trainer of this process use it, and keep no compiled programs.
+    """Has the trainer of this process use it.
 
     look: after how many steps of all workers the trainer is told of them.
     befalls: (standing, remote), called before the trainer is.
     """
-    from train.run import own_pace as running
-    from train.task import own_pace
 
-    def run(make_training, method, nodes, locals, steps, *, options, states, on_standing):
+    def run(
+        make_training,
+        method,
+        nodes,
+        locals,
+        steps,
+        *,
+        options,
+        states,
+        restore,
+        on_standing,
+    ):
+        del restore
         memory = Memory(
             nodes,
             locals,
@@ -49,7 +67,7 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda standing, remote: None
             step_seconds=step_seconds,
             grace=options.grace,
         )
-        training = make_training(0)
+        training = training_of(tiny.of_all_runs(*make_training.args))
         workers = [Worker(training, method, ports, steps) for ports in memory.ports]
         for worker, state in zip(workers, states or []):
             worker.take_over(state)
@@ -80,4 +98,3 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda standing, remote: None
 
     engine = SimpleNamespace(run=run, Options=SimpleNamespace)
     set(running, "engine", lambda: engine)
-    set(own_pace.compilation_cache, "use", lambda say: None)

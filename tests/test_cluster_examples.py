@@ -18,6 +18,7 @@ def commands(name):
     """The arguments of every `python -m train` in a file, shell variables filled in."""
     lines = (FOLDER / name).read_text().splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    text = re.sub(r" &$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\$\(.*?\)|\"\$\{\w+\[@\]\}\"", "", text.replace("\\\n", " "))
     text = re.sub(r'"\$hosts"', "3", text)
     text = re.sub(r"\$(\w+)", r"\1", text)
@@ -39,6 +40,15 @@ def test_the_program_reads_every_option(name, nodes):
     assert (config.distributed.coordinator is not None) == explicit
 
 
+@pytest.mark.parametrize("name", ["ray_slurm.sh", "ray_kubernetes.yaml"])
+def test_the_program_reads_every_option_for_ray(name):
+    (command,) = commands(name)
+    config = cli.parse(command)
+    assert (config.workers.nodes, config.workers.locals) == (4, 4)
+    assert config.method.name == "async-lsgd" and config.ray.address == "auto"
+    assert config.ray.gpus_per_worker * config.workers.locals == 4
+
+
 def test_the_manifest_names_its_own_pods():
     text = (FOLDER / "jobset.yaml").read_text()
     (command,) = commands("jobset.yaml")
@@ -52,7 +62,7 @@ def test_the_manifest_names_its_own_pods():
     assert distributed.coordinator == f"{job}-{replicated}-0-0.{domain}:{port}"
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "mpirun.sh"])
+@pytest.mark.parametrize("name", ["slurm.sh", "mpirun.sh", "ray_slurm.sh"])
 def test_scripts_are_understood_by_bash(name):
     subprocess.run(["bash", "-n", FOLDER / name], check=True, timeout=10)
 

@@ -18,6 +18,7 @@ from train.run import open as opening
 from train.task import experiment, methods
 from train.task.experiment import Experiment
 from train.task.models import MODELS
+from train.task.side_by_side import SideBySide
 
 
 SMALL = dataclasses.replace(
@@ -96,6 +97,7 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
 
         set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)
+        set(opening, "SideBySide", functools.partial(shared, kind=SharedSideBySide))
         set(saved_run, "Experiment", shared)
 
 
@@ -106,11 +108,15 @@ def train_shared(config):
         return loop.train(opening.open_run(config))
 
 
-def shared(config, *_, **__):
-    """The experiment of a configuration; one for all runs of it in this process."""
+def of_all_runs(config):
+    """The configuration without what an experiment does not depend on."""
     defaults = {x.name: x.default for x in dataclasses.fields(Config)}
-    same = {name: defaults[name] for name in OF_THE_RUN}
-    return Shared.of(dataclasses.replace(config, **same))
+    return dataclasses.replace(config, **{name: defaults[name] for name in OF_THE_RUN})
+
+
+def shared(config, *_, kind=None, **__):
+    """The experiment of a configuration; one for all runs of it in this process."""
+    return (kind or Shared).of(of_all_runs(config))
 
 
 class Shared(Experiment):
@@ -124,6 +130,12 @@ class Shared(Experiment):
 
     def init(self):
         return jax.tree.map(jnp.copy, self._first)
+
+
+class SharedSideBySide(SideBySide):
+    """The same for workers at their own pace."""
+
+    of = functools.cache(lambda config: SharedSideBySide(config))
 
 
 def leaves(state):

@@ -23,6 +23,9 @@ class RayConfig:
     grace: float = 10.0
     # Seconds within which all workers must have been started.
     start_timeout: float = 300.0
+    # Seconds after which a worker that takes no step is started again; more than it takes
+    # to compile the first one.
+    stall_timeout: float = 300.0
     # In what form parameters travel between workers.
     wire: Literal["float32", "bfloat16"] = "float32"
     # GiB of shared memory for what travels, where Ray is started by the run; by default a
@@ -35,7 +38,7 @@ class RayConfig:
             whole = value < 1 or value == int(value)
             holds = 0 <= value < math.inf and whole
             check(holds, f"ray.{name}", "a fraction of one, or a whole number", self)
-        for name in ("grace", "start_timeout"):
+        for name in ("grace", "start_timeout", "stall_timeout"):
             holds = 0 < getattr(self, name) < math.inf
             check(holds, f"ray.{name}", "positive and finite", self)
         if self.object_store is not None:

@@ -19,11 +19,12 @@ from matplotlib import pyplot as plt  # noqa: E402
 Events = dict[str, list[dict[str, Any]]]
 
 BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
+MOST_NAMED = 16  # workers
 AT_LEAST_SHOWN = 100  # steps; two periods if they are longer: all others are like these
 
 
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws training, leaders, consensus and traffic (.png) from a run's metrics.
+    """Draws training, leaders, consensus, traffic and pace (.png) from a run's metrics.
 
     Returns:
       The files written; figures for which there is no data yet are left out.
@@ -34,6 +35,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
         "leaders.png": _leaders(events),
         "consensus.png": _consensus(events),
         "traffic.png": _traffic(events),
+        "pace.png": _pace(events),
     }
     written = []
     for name, figure in figures.items():
@@ -187,6 +189,42 @@ def _traffic(events: Events) -> Any:
     axes.set_ylabel("MB sent per worker")
     axes.set_xlim(0, shown + 1)
     return tidy(figure)
+
+
+def _pace(events: Events) -> Any:
+    """How far each worker at its own pace was, and which part of the time it waited."""
+    count = max((len(e.get("steps") or ()) for e in events.get("pace", [])), default=0)
+    known = [e for e in events.get("pace", []) if _are_numbers(e, count)]
+    if not known:
+        return None
+    figure, (far, wait) = plt.subplots(
+        1, 2, figsize=(9, 3.4), width_ratios=(3, 1), layout="constrained"
+    )
+    seconds = _column(known, "seconds")
+    for i in range(count):
+        far.plot(seconds, [event["steps"][i] for event in known], lw=1.2, label=str(i))
+    last = known[-1]
+    shares = [100 * waited / max(last["seconds"], 1e-9) for waited in last["waited"]]
+    wait.barh(range(count), shares, color=BLUE, height=0.7)
+    far.set_xlabel("training time, s")
+    far.set_ylabel("steps of each worker")
+    if count <= MOST_NAMED:
+        far.legend(frameon=False, title="worker", ncols=2)
+        wait.set_yticks(range(count))
+    wait.set_xlabel("time waited, %")
+    wait.set_ylabel("worker")
+    return tidy(figure)
+
+
+def _are_numbers(event: dict[str, Any], count: int) -> bool:
+    """Whether an event has a number of steps and of seconds waited for each worker."""
+    columns = [event.get("steps"), event.get("waited")]
+    return all(
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(x, int | float) for x in values)
+        for values in columns
+    )
 
 
 def tidy(figure: Any) -> Any:

@@ -3,17 +3,23 @@
 `train.run.loop` does before and after what it does for workers in lock step.
 """
 
+import contextlib
 import functools
+import pathlib
 import signal
+import warnings
 from typing import Any
 
 import numpy as np
 
 import lsgd_jax as lj
 from train.cluster.lost import WorkersLost
+from train.config import Config
 from train.metrics import pace
 from train.metrics.buffer import Interval
+from train.run.folder import CHECKPOINTS
 from train.run.open import Run
+from train.run.reading import Archive
 from train.run.saving import save
 from train.run.testing import run_test
 from train.task.own_pace import Own, of_worker
@@ -31,7 +37,9 @@ def take_steps(run: Run) -> signal.Signals | str | None:
     options, chosen = config.ray, engine()
     store = options.object_store
     states = experiment.apart(run.state) if run.step else None
-    with run.stopwatch.going_on():
+    with run.stopwatch.going_on(), warnings.catch_warnings():
+        # Ray starts its processes by fork and exec, which threads of jax do not disturb.
+        warnings.filterwarnings("ignore", message=r".*fork\(\)")
         try:
             outcome = chosen.run(
                 functools.partial(of_worker, config),
@@ -46,15 +54,37 @@ def take_steps(run: Run) -> signal.Signals | str | None:
                     object_store=None if store is None else int(store * GIB),
                     grace=options.grace,
                     start=options.start_timeout,
+                    stall=options.stall_timeout,
                     wire=options.wire,
                 ),
                 states=states,
+                restore=functools.partial(from_checkpoint, config, run.folder.absolute()),
                 on_standing=follower,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise WorkersLost(str(error)) from error
     follower.end(outcome.states, outcome.standing)
     return follower.stopped_by
+
+
+def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
+    """What a worker goes on from that no other one can tell, because all were lost.
+
+    Args:
+      config: the run's.
+      folder: its run folder, as far as it can be read where the worker is.
+      index: which worker.
+    """
+    try:
+        archive = Archive(folder / CHECKPOINTS)
+        experiment = SideBySide(config)
+        like = experiment.init()
+    except (OSError, ValueError):
+        return None
+    for step in reversed(archive.steps):
+        with contextlib.suppress(ValueError):  # damaged, or of other workers
+            return experiment.apart(archive.restore(step, like).state)[index]
+    return None
 
 
 def engine() -> Any:
@@ -80,7 +110,7 @@ class Follower:
         self._sent = experiment.sent(run.state)
         self._states: list[State | None] = [None] * len(begun)
         self._reported, self._present = run.step, set(range(len(begun)))
-        self._has_stepped = False
+        self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
         recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
         if recent.nonfinite_steps >= limit:  # the user resumes it all the same
@@ -96,26 +126,27 @@ class Follower:
             run.stopwatch.start()  # before, processes were started and compiled
         self._tell_of_losses(standing, remote)
         is_last = run.step == config.steps
-        every = config.log_every
-        if is_last or run.step // every > self._reported // every:
-            self._report(standing)
         passed = lambda every: not is_last and run.step // every > before // every
         to_test, to_save = passed(config.test_every), passed(config.checkpoint_every)
-        if (to_test or to_save) and self._collect(standing, remote):
-            if to_test:
-                run_test(run)
-            if to_save:
-                save(run)
+        known = (to_test or to_save) and self._collect(standing, remote)
+        every = config.log_every
+        if not is_last and run.step // every > self._reported // every:
+            self._report(standing)
+        if known and to_test:
+            run_test(run)
+        if known and to_save:
+            save(run)
         self._stop_if_asked(remote)
 
     def end(self, states: list[State], standing: lj.asynchronous.Standing) -> None:
         """Takes over what the workers have ended with."""
+        standing = standing._replace(present=sorted(self._present))  # all have left
         self._states = list(states)
         self._run.step = max(self._run.step, self._step(standing))
         if self.stopped_by is None:
             self._run.step = self._run.config.steps
-        self._report(standing)
         self._stack(standing)
+        self._report(standing)
 
     def _step(self, standing: lj.asynchronous.Standing) -> int:
         """Steps per worker, on the mean."""
@@ -137,12 +168,13 @@ class Follower:
         run.buffer.recent.add([losses] * steps)
         counts, grid = self._counts(standing), run.config.workers
         run.progress.workers(pace.text(standing, counts), counts)
+        distance, self._distance = self._distance, np.nan
         nothing = np.zeros(workers, np.int64)
         run.reporter.report(
             Interval(
                 run.step,
                 losses[None],
-                consensus_distance=np.nan,
+                consensus_distance=distance,
                 elections=[],
                 diagnostics=(),
                 waiting=nothing,
@@ -197,6 +229,7 @@ class Follower:
         ]
         sent = [n + standing.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
+        self._distance = float(lj.consensus_distance(self._run.state.params))
 
     # What ends it
 

@@ -1,5 +1,7 @@
 """Methods of workers that step at their own pace, as the command line makes them."""
 
+from typing import Literal
+
 import optax
 
 import lsgd_jax as lj
@@ -11,6 +13,7 @@ def lsgd(
     local_period: int = 64,
     global_period: int = 128,
     loss_window: int = 10,
+    blocking: bool = True,
 ) -> lj.asynchronous.Method:
     """Asynchronous LSGD: pulls whenever all workers together have taken enough steps.
 
@@ -20,9 +23,39 @@ def lsgd(
       local_period: steps per worker, on average, between pulls towards the node's leader.
       global_period: steps per worker, on average, between pulls towards the leader of all.
       loss_window: number of losses that elect the leader, the mean of the last ones.
+      blocking: all come together for a pull, as in the original; otherwise no worker waits,
+        and each is pulled towards what the leader was when it was asked.
     """
-    pulls = lj.lsgd(local_pull, global_pull, local_period, global_period, loss_window)
-    return _pulls(pulls, budget=True, window=loss_window)
+    options = local_pull, global_pull, local_period, global_period, loss_window
+    if not blocking:
+        return lj.asynchronous.LSGD(*options)
+    return _pulls(lj.lsgd(*options), budget=True, window=loss_window)
+
+
+def diloco(
+    local_steps: int = 64,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    momentum_every: int | None = None,
+    together: bool = False,
+    weights: Literal["steps", "equal"] = "steps",
+    delay: int = 0,
+) -> lj.asynchronous.Method:
+    """Asynchronous DiLoCo: each worker brings its pseudo-gradient when it has it.
+
+    Args:
+      local_steps: steps of the fastest worker between two of its pseudo-gradients; others
+        take as many as their speed allows.
+      outer_learning_rate: learning rate of the outer optimizer.
+      outer_momentum: momentum of the outer optimizer, in [0, 1].
+      momentum_every: pseudo-gradients after which the momentum is renewed, with their mean;
+        by default as many as there are workers, or 1 with `together`.
+      together: pseudo-gradients come in rounds, which go on without those who are late.
+      weights: whether a pseudo-gradient counts by the steps that it is made of.
+      delay: steps that a worker takes at most before it waits for the answer.
+    """
+    outer = outer_learning_rate, outer_momentum, momentum_every
+    return lj.asynchronous.DiLoCo(local_steps, *outer, together, weights, delay)
 
 
 def overlapped_lsgd(

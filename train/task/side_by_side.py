@@ -41,6 +41,10 @@ class SideBySide(Experiment):
     The arguments are those of `Experiment`; the attribute `step` is not to be called.
     """
 
+    def __str__(self) -> str:
+        grid, name = self._config.workers, self._config.method.name
+        return f"{name}: {grid.nodes} x {grid.locals} workers at their own pace"
+
     def init(self) -> TrainState:
         """The state before the first step."""
         states = [self._first] * self.workers.num_workers
@@ -65,7 +69,9 @@ class SideBySide(Experiment):
         worker.keep()
         return {**worker.state(own=True), "number": 0}
 
-    def stacked(self, states: Sequence[State], step: int, sent: Sequence[float]) -> TrainState:
+    def stacked(
+        self, states: Sequence[State], step: int, sent: Sequence[float]
+    ) -> TrainState:
         """The states of all workers as one.
 
         Args:

@@ -31,6 +31,7 @@ from train import cli, compilation_cache
 from train.arguments import Parser
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.lost import WorkersLost
 from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
@@ -129,9 +130,22 @@ def of_seeds(
 
 
 def join(configs: dict[tuple[str, int], Config]) -> Session:
-    """Joins the other processes, with devices for the run that has the most workers."""
+    """Joins the other processes, with devices for the run that has the most workers.
+
+    Raises:
+      ValueError: there are others, and methods at own pace are to be compared.
+    """
     most = max(configs.values(), key=lambda c: c.workers.devices)
+    paced = [config.method.name for config in configs.values() if config.method.paced]
+    if len(paced) == len(configs):
+        devices.leave_to_workers()
+        return Session.single()
     session = rendezvous.join(most)
+    if paced and session.has_others:
+        raise ValueError(
+            f"`methods` must be in lock step with several processes, got {paced[0]}, whose "
+            "workers are processes of Ray"
+        )
     devices.provide(most.workers.devices, len(session.members))
     return session
 
@@ -274,6 +288,8 @@ def main(arguments: Sequence[str]) -> int:
         return session.leave(WRONG_USAGE, str(error))
     except OSError as error:
         return session.leave(STOPPED, str(error))
+    except WorkersLost as error:
+        return session.leave(STOPPED, f"{error}; the same command goes on")
     if curves is None:
         return STOPPED
     if not session.is_main:

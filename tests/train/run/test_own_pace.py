@@ -1,15 +1,19 @@
 """Runs whose workers step at their own pace: the same folder, and the same ways to end."""
 
 import dataclasses
-import json
 import signal
 
+import jax
 import memory_engine
 import numpy as np
 import pytest
 import tiny
 
+from train import cli
+from train.__main__ import main
+from train.config import WorkersConfig
 from train.metrics import log
+from train.run import loop, own_pace
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
@@ -19,19 +23,146 @@ LSGD = methods.make("async-lsgd", local_period=2, global_period=4, loss_window=3
 CONFIG = dataclasses.replace(
     tiny.SMALL, method=LSGD, steps=12, log_every=4, test_every=4, checkpoint_every=6
 )
+DRAW = loop.draw  # the fixture below has figures left out
+SLOW = [1.0, 1.0, 3.0, 1.0]  # seconds of a step of each worker
 
 
-def run_of(folder, **changes):
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    tiny.install(share=True, set=monkeypatch.setattr)
+
+
+def run_of(folder, monkeypatch, engine=None, **changes):
+    """A run in memory: (run, result)."""
+    memory_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | (engine or {}))
     config = dataclasses.replace(CONFIG, run_dir=str(folder), **changes)
     run = open_run(config)
     return run, train(run)
 
 
-def test_a_run(tmp_path, monkeypatch, capsys):
-    tiny.install(set=monkeypatch.setattr, figures=True)
-    memory_engine.install(monkeypatch.setattr, step_seconds=[1.0, 1.0, 2.0, 1.0])
-    run, result = run_of(tmp_path / "run")
+def test_a_run_leaves_what_others_leave_and_says_how_far_each_worker_is(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "draw", DRAW)
+    run, result = run_of(tmp_path / "run", monkeypatch)
     assert (result.step, result.stopped_by, result.saved) == (12, None, True)
-    print(capsys.readouterr().out)
-    print((tmp_path / "run" / "metrics.jsonl").read_text())
-    print(sorted(p.name for p in (tmp_path / "run").iterdir()))
+    names = {path.name for path in result.folder.iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "tensorboard", "training.png"}
+    assert names >= {"leaders.png", "consensus.png", "pace.png"}
+    assert {path.name for path in (result.folder / "checkpoints").iterdir()} >= {"6", "12"}
+    events = log.read(result.folder)
+    assert [event["step"] for event in events["test"]] == [4, 8, 12]
+    assert [event["step"] for event in events["train"]] == [4, 8, 12]
+    assert events["train"][-1]["loss"] < events["train"][0]["loss"]
+    assert all(event["consensus_distance"] > 0 for event in events["train"])
+    last = events["pace"][-1]
+    assert sum(last["steps"]) == 48 and last["steps"][2] < min(last["steps"][:2])
+    assert last["present"] == [0, 1, 2, 3]
+    scores = last["scores"]
+    assert last["leader"] == min(range(4), key=scores.__getitem__)
+    assert {event["level"] for event in events["leaders"]} == {"node", "all"}
+    assert events["test"][-1]["center_error"] == result.tested.center["error"]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_run_that_a_signal_stopped_goes_on(number, tmp_path, monkeypatch, capsys):
+    def signaled(standing, remote):
+        if sum(report.steps for report in standing.reports.values()) == 28:
+            signal.raise_signal(number)
+
+    folder = tmp_path / "run"
+    run, result = run_of(folder, monkeypatch, {"befalls": signaled})
+    assert (result.stopped_by, result.saved) == (number, True) and result.step < 12
+    counts = np.asarray(run.state.opt_state.count)
+    assert "; to go on: python -m train digits --run-dir" in capsys.readouterr().out
+
+    again, result = run_of(folder, monkeypatch, resume=True)
+    assert (result.step, result.stopped_by) == (12, None)
+    steps = log.read(folder)["pace"][-1]["steps"]
+    assert sum(steps) == 48 and (np.array(steps) > counts).sum() >= 3
+    assert log.read(folder)["test"][-1]["center_error"] < 50
+
+
+@pytest.mark.slow
+def test_what_is_saved_is_what_workers_go_on_from(tmp_path, monkeypatch):
+    """In lock step a run that was stopped and resumed is one that was not, to the bit."""
+    method = methods.make("overlapped-lsgd", 0.1, 0.1, 2, 4, 3, delay=0)
+    stop = dict(steps=6, test_every=12, checkpoint_every=12)
+    engine = {"step_seconds": 1.0}
+    folder = tmp_path / "stopped"
+    run_of(folder, monkeypatch, engine, method=method, **stop)
+    longer = stop | {"steps": 12}
+    resumed, _ = run_of(folder, monkeypatch, engine, method=method, **longer, resume=True)
+    whole, _ = run_of(tmp_path / "whole", monkeypatch, engine, method=method, **longer)
+    for a, b in zip(*(jax.tree.leaves(run.state.params) for run in (resumed, whole))):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def lost(standing, remote):
+        if standing.reports[0].steps >= 4 and 1 in standing.present:
+            remote.lose(1)
+
+    run, result = run_of(tmp_path / "run", monkeypatch, {"befalls": lost})
+    assert (result.step, result.saved) == (12, True)
+    assert "warning: worker 1 is down at its step" in capsys.readouterr().out
+    last = log.read(result.folder)["pace"][-1]
+    assert last["present"] == [0, 2, 3]
+    assert sum(last["steps"]) in (47, 48)  # it may have been lost in a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, x in methods.METHODS.items() if x.paced])
+def test_every_method_trains_and_goes_on_with_other_workers(name, tmp_path, monkeypatch):
+    small = {"period": 4, "local_period": 2, "global_period": 4, "delay": 1}
+    small |= {"local_steps": 4, "sync_period": 4}
+    fields = methods.find(name).__dataclass_fields__
+    method = methods.make(name, **{k: x for k, x in small.items() if k in fields})
+    slow = {"step_seconds": [1.0] * 4 if name.startswith("overlapped") else SLOW}
+    run, result = run_of(tmp_path / "run", monkeypatch, slow, method=method)
+    assert (result.step, result.saved, result.stopped_by) == (12, True, None)
+    assert result.tested.center["error"] < 70
+    like = run.experiment.init()
+    assert jax.tree.structure(like) == jax.tree.structure(run.state)
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(like) == shapes(run.state)
+
+    grid, even = WorkersConfig(1, 2), {"step_seconds": 1.0}
+    changes = dict(method=method, workers=grid, steps=24, resume=True)
+    run, result = run_of(tmp_path / "run", monkeypatch, even, **changes)
+    assert (result.step, result.saved) == (24, True)
+    assert result.tested.center["error"] < 20
+    (event,) = log.read(result.folder)["resized"]
+    assert event["new"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_losses_that_are_not_finite_stop_the_run(tmp_path, monkeypatch, capsys):
+    rate = dataclasses.replace(tiny.SMALL.optimizer, learning_rate=1e38)
+    changes = dict(optimizer=rate, stop_after_nonfinite=3)
+    _, result = run_of(tmp_path / "run", monkeypatch, **changes)
+    assert result.stopped_by == "nonfinite" and result.step < 12 and result.saved
+    assert "no worker had a finite loss for 3 steps" in capsys.readouterr().out
+
+
+def test_an_engine_that_cannot_go_on_is_one_line(tmp_path, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise RuntimeError("worker 1 was lost 4 times in a row")
+
+    memory_engine.install(monkeypatch.setattr)
+    monkeypatch.setattr(own_pace.engine(), "run", fails)
+    monkeypatch.setattr(cli, "parse", lambda _: dataclasses.replace(CONFIG, run_dir=folder))
+    folder = str(tmp_path / "run")
+    assert main([]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: worker 1 was lost 4 times in a row; to go on later: ")
+
+
+def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    folder = tmp_path / "run"
+    assert main(["digits", "--method", "async-lsgd", "--run-dir", str(folder)]) == 2
+    assert 'pip install "lsgd_jax[async]"' in capsys.readouterr().err
+    assert not folder.exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 import typing
 
 import jax
@@ -71,6 +72,15 @@ def test_every_default_on_the_command_line_is_the_librarys(name):
             left.remove(parameter.name)
     outer = {"outer_learning_rate", "outer_momentum"}
     assert left == (outer if "outer" in row.made else set())
+
+
+@pytest.mark.parametrize("name", [x for x in METHODS if METHODS[x].paced])
+def test_a_method_at_own_pace_has_the_options_of_its_factory(name):
+    method = cli.parse(["digits", "--method", name]).method
+    parameters = inspect.signature(METHODS[name].row.paced).parameters.values()
+    assert vars(method) == {x.name: x.default for x in parameters}
+    assert isinstance(method.at_own_pace().window, int)
+    assert pickle.loads(pickle.dumps(method)) == method
 
 
 def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
@@ -206,7 +216,7 @@ def runs(name, folder):
     "name",
     [
         name if name == "post-local-sgd" else pytest.param(name, marks=pytest.mark.slow)
-        for name in METHODS
+        for name in IN_LOCK_STEP
     ],
 )
 def test_the_trainer_reports_what_a_method_sends(name, tmp_path, monkeypatch):
