@@ -74,7 +74,7 @@ class WorkerActor:
         except Stopped:
             pass
         drive(worker.tell())
-        drive(_awaited(ports.report(worker.report)))
+        drive(_awaited(ports.report_now(worker.report)))
         drive(_awaited(ports.coordinator("leave")))
         return self._state(own=True)
 
