@@ -196,7 +196,7 @@ class CoordinatorActor:
 
     async def report(self, i: int, report: Report) -> Standing:
         await self._ready()
-        if report.steps > self._coordinator.members[i].report.steps:
+        if report.steps > self._coordinator.standing().reports[i].steps:
             self._vain[i] = 0
         if report.steps:
             self._going.add(i)

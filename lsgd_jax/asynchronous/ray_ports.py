@@ -237,6 +237,7 @@ class RayPorts(Ports):
         # The peer moves by what it gets; so does this worker, whatever it moves by itself.
         lost = vector - self.wire.rounded(vector)
         there = self.wire.pack(vector)
+        self.mailbox.bytes_sent += there.nbytes
         return self._peer(peer, "exchange", there, then=lambda theirs: theirs + lost)
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
