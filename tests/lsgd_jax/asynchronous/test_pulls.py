@@ -1,4 +1,4 @@
-"""The kernel's methods over ports: equal to lock step, on a budget, and when workers fail."""
+"""The kernel's methods over ports: as in lock step, on a budget, when workers fail."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import paced
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Behind, Pulls, Unreachable, memory
+from lsgd_jax.asynchronous import Pulls, Unreachable, memory
 
 
 LEVELS = dict(local_pull=0.3, global_pull=0.2, local_period=2, global_period=4)
