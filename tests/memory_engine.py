@@ -23,7 +23,7 @@ class Remote:
 
     def __init__(self, memory, workers):
         self._memory, self._workers = memory, workers
-        self.stopped, self.restarts = False, [0] * len(workers)
+        self.stopped, self.ended = False, {}
 
     def states(self, own=True):
         lost = self._memory.lost

@@ -50,7 +50,12 @@ class RayConfig:
         if self.address is not None:
             host, _, port = self.address.rpartition(":")
             is_address = host != "" and port.isdecimal() and 0 < int(port) < 2**16
-            check(self.address == "auto" or is_address, "ray.address", "HOST:PORT", self)
+            check(
+                self.address == "auto" or is_address,
+                "ray.address",
+                "HOST:PORT or auto",
+                self,
+            )
 
 
 def check_installed() -> None:

@@ -4,6 +4,9 @@ import importlib
 from typing import Any
 
 from lsgd_jax.asynchronous.adpsgd import ADPSGD as ADPSGD
+from lsgd_jax.asynchronous.budget import BudgetState as BudgetState
+from lsgd_jax.asynchronous.budget import OnBudget as OnBudget
+from lsgd_jax.asynchronous.budget import on_budget as on_budget
 from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax.asynchronous.coordinator import Report as Report
 from lsgd_jax.asynchronous.coordinator import Standing as Standing
@@ -19,6 +22,9 @@ from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
 from lsgd_jax.asynchronous.ports import Ports as Ports
 from lsgd_jax.asynchronous.pulls import Pulls as Pulls
+from lsgd_jax.asynchronous.rounds import Rounds as Rounds
+from lsgd_jax.asynchronous.rounds import Store as Store
+from lsgd_jax.asynchronous.rounds import steps_taken as steps_taken
 from lsgd_jax.asynchronous.speeds import Speeds as Speeds
 from lsgd_jax.asynchronous.wagma import WAGMA as WAGMA
 from lsgd_jax.asynchronous.worker import Method as Method

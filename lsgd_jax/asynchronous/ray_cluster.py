@@ -5,12 +5,17 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import ray
+
+
+END = 30.0  # seconds in which Ray's processes end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +31,8 @@ class Options:
       num_gpus: per worker; a fraction: several share one. Without, workers use the CPU.
       object_store: bytes for what travels; None: Ray's choice. Of a Ray that is started.
       grace: seconds that a worker waits for another one.
-      start: seconds within which all workers must have been placed and started.
+      start: seconds within which all workers must have been placed and started, and in
+        which they wait for each other to begin.
       stall: seconds after which a worker that takes no step is started again; more than it
         takes to compile the first one.
       vain: how many times in a row a worker may be lost before it has taken a step.
@@ -80,7 +86,9 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
     if options.address is not None:
         ray.init(address=options.address, **shared)
     else:
-        with _loopback():
+        with _loopback(), warnings.catch_warnings():
+            # JAX warns of forks; these start another program at once.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(workers * options.num_cpus)),
@@ -89,10 +97,20 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
                 _node_ip_address="127.0.0.1",
                 **shared,
             )
+    processes = _processes()
     try:
         yield
     finally:
         ray.shutdown()
+        for process in processes:  # Ray ends them, but does not wait for their end
+            process.wait(END)
+
+
+def _processes() -> list[subprocess.Popen]:
+    """What Ray has started on this machine, as far as it tells."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    started = getattr(node, "all_processes", {}).values()
+    return [information.process for kind in started for information in kind]
 
 
 @contextmanager

@@ -105,6 +105,38 @@ def end(process):
             ["digits", "--method=diloco", "--method.outer-momentum=nan"],
             "must be finite, got",
         ),
+        (
+            "digits --ray.grace 5".split(),
+            "`ray.grace` must be left out with method.name=lsgd, got ray.grace=5.0",
+        ),
+        (
+            "digits --method async-lsgd --distributed.num-processes 2".split(),
+            "`distributed.num_processes` must be left out with method.name=async-lsgd",
+        ),
+        (
+            "digits --method async-dpwa --workers.inside fsdp=2".split(),
+            "`workers.inside` must be left out with method.name=async-dpwa",
+        ),
+        (
+            "digits --method async-lsgd --method.wire int8".split(),
+            "--method.wire is no option of async-lsgd; see python -m train digits --method",
+        ),
+        (
+            "digits --method async-lsgd --batch-statistics average".split(),
+            "`batch_statistics` must be keep or reestimate with method.name=async-lsgd",
+        ),
+        (
+            "digits --method async-lsgd --ray.address here".split(),
+            "`ray.address` must be HOST:PORT or auto, got ray.address=here",
+        ),
+        (
+            "digits --method async-lsgd --ray.gpus-per-worker 1.5".split(),
+            "`ray.gpus_per_worker` must be a fraction of one, or a whole number, got",
+        ),
+        (
+            "digits --method overlapped-lsgd --method.delay 64".split(),
+            "`delay` must be an int in [0, 64), got delay=64",
+        ),
         (["digits", "--steps", "2147483648"], "`steps` must be less than 2**31, got steps"),
         (
             "digits --workers.nodes 1000 --workers.locals 1000".split(),

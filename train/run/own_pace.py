@@ -105,11 +105,10 @@ class Follower:
 
     def __init__(self, run: Run, experiment: SideBySide):
         self._run, self._experiment = run, experiment
-        begun = experiment.apart(run.state)
-        self._begun = [state["count"] for state in begun]
+        self._counts = [state["count"] for state in experiment.apart(run.state)]
         self._sent = experiment.sent(run.state)
-        self._states: list[State | None] = [None] * len(begun)
-        self._reported, self._present = run.step, set(range(len(begun)))
+        self._states: list[State | None] = [None] * len(self._counts)
+        self._reported, self._present = run.step, set(range(len(self._counts)))
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
         recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
@@ -120,7 +119,7 @@ class Follower:
         """How all are doing now, and who can be asked for more."""
         run, config = self._run, self._run.config
         before = run.step
-        run.step = max(before, self._step(standing))
+        self._count(standing)
         if not self._has_stepped and run.step > before:
             self._has_stepped = True
             run.stopwatch.start()  # before, processes were started and compiled
@@ -142,34 +141,33 @@ class Follower:
         """Takes over what the workers have ended with."""
         standing = standing._replace(present=sorted(self._present))  # all have left
         self._states = list(states)
-        self._run.step = max(self._run.step, self._step(standing))
+        self._count(standing)
         if self.stopped_by is None:
             self._run.step = self._run.config.steps
         self._stack(standing)
         self._report(standing)
 
-    def _step(self, standing: lj.asynchronous.Standing) -> int:
-        """Steps per worker, on the mean."""
-        taken = sum(self._counts(standing))
-        return min(taken // len(self._begun), self._run.config.steps)
-
-    def _counts(self, standing: lj.asynchronous.Standing) -> list[int]:
-        return [max(n, standing.reports[i].steps) for i, n in enumerate(self._begun)]
+    def _count(self, standing: lj.asynchronous.Standing) -> None:
+        """Notes how far all are; one that was started again has yet to say so."""
+        reports = standing.reports
+        self._counts = [max(n, reports[i].steps) for i, n in enumerate(self._counts)]
+        mean = sum(self._counts) // len(self._counts)
+        self._run.step = max(self._run.step, min(mean, self._run.config.steps))
 
     # What is told
 
     def _report(self, standing: lj.asynchronous.Standing) -> None:
-        run, workers = self._run, len(self._begun)
+        run, counts = self._run, self._counts
         steps = run.step - self._reported
         losses = self._losses(standing)
         if losses is None or not steps:
             return
         self._reported = run.step
         run.buffer.recent.add([losses] * steps)
-        counts, grid = self._counts(standing), run.config.workers
+        grid = run.config.workers
         run.progress.workers(pace.text(standing, counts), counts)
         distance, self._distance = self._distance, np.nan
-        nothing = np.zeros(workers, np.int64)
+        nothing = np.zeros(len(counts), np.int64)
         run.reporter.report(
             Interval(
                 run.step,
@@ -196,15 +194,12 @@ class Follower:
 
     def _tell_of_losses(self, standing: lj.asynchronous.Standing, remote: Any) -> None:
         """Says which workers are down, and which are back."""
-        progress, steps = self._run.progress, self._run.config.steps
-        present, counts = set(standing.present), self._counts(standing)
-        if remote.stopped or standing.taken >= len(counts) * steps:
-            return  # all leave, one after the other
+        progress, counts = self._run.progress, self._counts
+        present = set(standing.present) | set(remote.ended)
         for i in sorted(self._present - present):
-            if counts[i] < steps:
-                progress.warn(f"worker {i} is down at its step {counts[i]}")
+            progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
-            progress.say(f"worker {i} is back at its step {counts[i]}")
+            progress.say(f"worker {i} is back")
         self._present = present
 
     # What is kept

@@ -15,7 +15,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import hybrids, options, paced_methods
+from train.task import budget, hybrids, options, paced_methods
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -69,6 +69,7 @@ def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
 
 ROWS = (
     Row("lsgd", lj.lsgd),
+    Row("budget-lsgd", budget.lsgd),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
@@ -145,6 +146,11 @@ class Method:
             for factory in (self.row.first, self.row.last)
         )
         return optax.chain(*first, base, *last)
+
+    def last(self, learning_rate: optax.ScalarOrSchedule = 1.0) -> Any:
+        """What stands behind the base optimizer; None if nothing does."""
+        factory = self.row.last
+        return None if factory is None else self._made(factory, learning_rate)
 
     def at_own_pace(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is `paced`.

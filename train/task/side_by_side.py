@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import lsgd_jax as lj
+from train.config import Config
 from train.task.experiment import Experiment, first_variables
 from train.task.own_pace import Own
 from train.task.state import TrainState
@@ -39,7 +40,14 @@ class SideBySide(Experiment):
     """An experiment whose workers train elsewhere, each at its own pace.
 
     The arguments are those of `Experiment`; the attribute `step` is not to be called.
+
+    Attributes:
+      method: what the workers do besides their own steps.
     """
+
+    def __init__(self, config: Config, *args: Any, **options: Any):
+        self.method = config.method.at_own_pace()
+        super().__init__(config, *args, **options)
 
     def __str__(self) -> str:
         grid, name = self._config.workers, self._config.method.name
@@ -49,11 +57,6 @@ class SideBySide(Experiment):
         """The state before the first step."""
         states = [self._first] * self.workers.num_workers
         return self.stacked(states, step=0, sent=[0.0] * len(states))
-
-    @property
-    def method(self) -> lj.asynchronous.Method:
-        """What the workers do besides their own steps."""
-        return self._config.method.at_own_pace()
 
     @functools.cached_property
     def _first(self) -> State:

@@ -1,4 +1,4 @@
-"""Steps are granted once, rounds are the same for all, and who is absent is not waited for."""
+"""Steps are granted once, rounds are the same for all, and end without who is absent."""
 
 import pytest
 
@@ -64,3 +64,14 @@ def test_rounds_of_many_groups_at_a_time_are_all_held():
             both = {i: "a", i + 1: "b"}
             assert coordinator.arrive((turn, i), i + 1, "b", [i, i + 1]) == both
     assert coordinator.look((0, 0)) == {0: "a", 1: "b"}
+
+
+def test_what_one_alone_has_lost_is_taken_again_and_what_it_takes_over_counts_once():
+    c = Coordinator(workers=2, steps=4)
+    c.arrive("begin", 0, None, [0, 1]), c.arrive("begin", 1, None, [0, 1])
+    assert [c.claim(0, s).go for s in (1, 2, 3)] == ["step"] * 3
+    assert c.enter(0, 0) == ([0, 1], True) and c.enter(0, 2)[1]  # from another one
+    assert c.claim(0, 3).go == "step" and c.taken == 4
+    c.leave(1)
+    c.enter(0, 0), c.enter(0, 1)  # from a checkpoint
+    assert c.taken == 2

@@ -69,7 +69,9 @@ def test_a_leader_that_is_lost_or_hangs_leads_no_more(apart):
             paced.resting(), FOLLOW, 1, 3, steps=40, events=fail, grace=2, latency=0.2
         )
         # The next best leads then: the others come together away from where 0 was.
-        assert paced.positions(workers)[2] == pytest.approx(paced.positions(workers)[1], abs=0.02)
+        assert paced.positions(workers)[2] == pytest.approx(
+            paced.positions(workers)[1], abs=0.02
+        )
         assert max(worker.report.longest for worker in workers[1:]) == 0
 
 

@@ -60,7 +60,9 @@ def test_of_what_is_posted_the_oldest_is_forgotten_and_said_to_be():
     assert mailbox.read(0) is None
     for key in range(KEPT + 1):
         mailbox.post(key, vector(key, key + 1))
-    assert mailbox.read(0) == GONE and mailbox.read(KEPT, slice(1, 2)).tolist() == [KEPT + 1]
+    assert mailbox.read(0) == GONE and mailbox.read(KEPT, slice(1, 2)).tolist() == [
+        KEPT + 1
+    ]
     mailbox.drop(1)
     assert mailbox.read(1) == GONE
 

@@ -26,13 +26,11 @@ def moved(method, steps=1):
 
 
 def test_how_much_is_taken_follows_the_kind_of_interpolation(apart):
-    # By hand. At the first step each finds the other where that has started, clock 0.
-    assert moved(Pairwise(value=0.25)) == [0.25, 0.75]
-    assert moved(Pairwise("clock")) == [0, 1]  # c = 1 here and 0 there: f = 0
-    assert moved(Pairwise("loss")) == [0, 1]  # no loss is known there yet
-    # At the second, with losses of 1 and 2, a third and two thirds are taken.
-    found = moved(Pairwise("loss"), steps=2)
-    assert found == pytest.approx([1 / 3, 1 / 3])
+    # By hand. The first finds the second where it has started, and is found moved.
+    assert moved(Pairwise(value=0.25)) == [0.25, 1 - 0.25 * 0.75]
+    assert moved(Pairwise("clock")) == [0, 0.5]  # clocks 1 and 0: f = 0; 1 and 1: f = 1/2
+    # The first knows no loss of the second yet; the second has 2, and the first 1.
+    assert moved(Pairwise("loss")) == pytest.approx([0, 1 / 3])
     assert moved(Pairwise(fetch_probability=0.0)) == [0, 1]
 
 
@@ -53,7 +51,13 @@ def test_below_the_threshold_less_is_taken(apart):
 
 def test_a_slow_one_and_a_slow_answer_hold_no_worker_up():
     workers = memory.run(
-        paced.training(), Pairwise(), 2, 2, steps=30, step_seconds=[1, 1, 1, 10], latency=2.5
+        paced.training(),
+        Pairwise(),
+        2,
+        2,
+        steps=30,
+        step_seconds=[1, 1, 1, 10],
+        latency=2.5,
     )
     counts = [worker.count for worker in workers]
     assert sum(counts) == 120 and min(counts[:3]) >= 9 * (counts[3] - 1)

@@ -6,7 +6,9 @@ from lsgd_jax.asynchronous.peers import MOST, Peers
 
 
 def test_all_are_chosen_about_as_often_and_the_same_from_the_same_seed():
-    draw = lambda seed: [peers.choose() for peers in [Peers(range(4), seed)] for _ in range(400)]
+    draw = lambda seed: [
+        peers.choose() for peers in [Peers(range(4), seed)] for _ in range(400)
+    ]
     assert draw((0, 1)) == draw((0, 1)) != draw((0, 2))
     assert min(collections.Counter(draw((0, 1))).values()) > 70
     assert Peers([]).choose() is None

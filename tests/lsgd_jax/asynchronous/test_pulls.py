@@ -1,4 +1,4 @@
-"""The kernel's methods over ports: equal to lock step, on a budget, and when workers fail."""
+"""The kernel's methods over ports: as in lock step, on a budget, when workers fail."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import paced
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Behind, Pulls, Unreachable, memory
+from lsgd_jax.asynchronous import Pulls, Unreachable, memory
 
 
 LEVELS = dict(local_pull=0.3, global_pull=0.2, local_period=2, global_period=4)
@@ -143,7 +143,14 @@ def test_one_that_comes_too_late_in_lock_step_takes_over_from_another(method):
             seen.append(worker.count)
 
     workers = memory.run(
-        paced.training(), method, 2, 2, steps=50, events=delay, grace=4, step_seconds=[1] * 4
+        paced.training(),
+        method,
+        2,
+        2,
+        steps=50,
+        events=delay,
+        grace=4,
+        step_seconds=[1] * 4,
     )
     assert [worker.count for worker in workers] == [50] * 4
     assert max(np.diff(seen)) > 5  # it has skipped what the others did meanwhile
