@@ -3,13 +3,15 @@
 #
 # `ray symmetric-run` runs on every node: it starts Ray there, on the first node runs the
 # command, which trains and tests, and ends Ray with it. Each worker is a process of Ray with
-# a GPU of its own; one that is lost is started again while the others go on.
+# a GPU of its own; one that is lost is started again while the others go on. The nodes must
+# be for this job alone: symmetric-run refuses one where Ray runs, and ends all Ray on its own.
 #
 # Two minutes before the time is up, or when the job is preempted, Slurm signals this script
 # only: it asks the trainer to save, and not Ray, whose workers it would end at once. Then the
 # job is queued again and goes on from there.
 #SBATCH --job-name=lsgd-async
 #SBATCH --nodes=4
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
