@@ -64,6 +64,7 @@ from lsgd_jax.shared import Shared as Shared
 from lsgd_jax.specs import following as following
 from lsgd_jax.specs import largest_dimension as largest_dimension
 from lsgd_jax.trees import apply_updates as apply_updates
+from lsgd_jax.unrolled import unrolled as unrolled
 from lsgd_jax.wire import Wire as Wire
 from lsgd_jax.with_state import with_state as with_state
 from lsgd_jax.workers import Workers as Workers

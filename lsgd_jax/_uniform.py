@@ -157,14 +157,14 @@ class _Analysis:
             return [x - axes for x in (operands if same else [together] * results)]
         if axes and name in SILENT and operands:
             return [together] * results
-        for inner in _jaxprs(eqn):
+        for inner in jaxprs_of(eqn):
             if (len(inner.invars), len(inner.outvars)) == (len(operands), results):
                 return self.outputs(inner, operands)
         return [together | axes] * results
 
     def _cond(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         predicate, *operands = operands
-        branches = _jaxprs(eqn)
+        branches = jaxprs_of(eqn)
         self._check(predicate, branches)
         results = [self.outputs(branch, operands) for branch in branches]
         return [predicate.union(*each) for each in zip(*results)]
@@ -185,7 +185,7 @@ class _Analysis:
         return carry
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
-        (body,) = _jaxprs(eqn)
+        (body,) = jaxprs_of(eqn)
         # The names of the parameters that count these differ between versions of jax: what
         # is scanned over has one axis more outside than inside.
         kept = lambda outer, inner: sum(map(_same_rank, outer, inner))
@@ -220,7 +220,7 @@ class _Analysis:
                     # XLA lets a permutation begin when every device of the mesh has come,
                     # also those of other groups.
                     found |= self._axes if _name(eqn) == "ppermute" else axes
-                found = found.union(*map(self._connects, _jaxprs(eqn)))
+                found = found.union(*map(self._connects, jaxprs_of(eqn)))
             self._connected[jaxpr] = found
         return self._connected[jaxpr]
 
@@ -240,7 +240,7 @@ def _same_rank(x: Any, y: Any) -> bool:
     return rank(x) == rank(y)
 
 
-def _jaxprs(eqn: Any) -> list[Jaxpr]:
+def jaxprs_of(eqn: Any) -> list[Jaxpr]:
     """All jaxprs in an equation's parameters."""
     found = []
     for param in eqn.params.values():

@@ -47,7 +47,7 @@ def aggregate(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replaces each worker's gradient by something made of all workers' gradients.
 
-    .. math:: g_i \leftarrow \text{rule}(g_1, \dots, g_W) \quad \text{on the first } until
+    .. math:: g_i \leftarrow \text{rule}(g_1, \ldots, g_W) \quad \text{on the first until}
       \text{ steps}
 
     It stands **first** in a chain, before clipping and the base optimizer.

@@ -88,7 +88,7 @@ class Group:
     # What travels
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """All workers' x, stacked in the order of `index`: shape (size, *x.shape)."""
+        """All workers' x, stacked in the order of `index`: shape [size, ...]."""
         self._count(x)
         devices, slots = self._devices_and_slots()
         # One axis at a time, the innermost first: vmapped axes know no other way.

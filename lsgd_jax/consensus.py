@@ -79,7 +79,7 @@ def _pack(params: Tree) -> bool:
 
 
 def consensus(params: Tree) -> Tree:
-    r"""The mean of the workers: x̄ = (1 / |H|) Σ_{i ∈ H} x_i.
+    r"""The mean of the workers: x̄ = mean_{i ∈ H} x_i.
 
     H are the workers whose parameters are finite. For LSGD and most methods this is the
     model to test ("the center"). Works outside of `Workers.map`, on stacked trees.

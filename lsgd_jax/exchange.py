@@ -216,7 +216,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         x, u = params, trees.widen(updates)
         t = jnp.asarray(optax.safe_increment(state.count.value))
         u, pull_states, fits = step_rules(pulls, u, x, state.pulls, value, t)
-        sound, sick = _is_sound(value), state.sick
+        sound, sick = is_sound(value), state.sick
         if check == "every_step":
             sick |= ~trees.all_finite(trees.plus(x, u))
         u = settle(x, u, sound & (check == "due"), sick)
@@ -224,7 +224,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         dues = [
             Due(
                 pull,
-                _group(pull, t),
+                group_of(pull, t),
                 is_due(t, pull.every, pull.sends_at),
                 is_due(t, pull.every, pull.offset),
                 sound & fit,
@@ -276,7 +276,7 @@ def _init(pull: Pull, params: Tree) -> PullState:
     )
 
 
-def _group(pull: Pull, t: Array) -> Group:
+def group_of(pull: Pull, t: Array) -> Group:
     """Whom a pull speaks to at step t."""
     axes, wire = pull.rule.axes, Wire.of(pull.wire)
     return NarrowGroup(axes, wire, t) if pull.is_narrow else Group(axes)
@@ -301,7 +301,7 @@ def step_rules(
     return u, tuple(reversed(stepped)), fits[::-1]
 
 
-def _is_sound(value: Any) -> Array:
+def is_sound(value: Any) -> Array:
     """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
     if value is None:
         return jnp.asarray(True)

@@ -76,9 +76,11 @@ class Topology:
 
     @functools.cached_property
     def spectral_gap(self) -> float:
-        r"""How fast gossip on the graph agrees, per step: 1 - |λ₂(P_m ⋯ P_1)|^(1/m).
+        r"""How fast gossip on the graph agrees, per step.
 
-        λ₂ is the second largest eigenvalue in size. 1: the m rounds give the exact mean;
+        .. math:: 1 - |\lambda_2(P_m \cdots P_1)|^{1 / m}
+
+        with λ₂ the second largest eigenvalue in size. 1: the m rounds give the exact mean;
         0: the workers never agree. With several phases: that of the last.
         """
         rounds = self.phases[-1][1]

@@ -165,7 +165,7 @@ class Workers:
             `map` makes of the tree follows: an optimizer's moments lie as parameters do.
 
         Returns:
-          The same tree of placed `jax.Array`s; never the same buffers as the argument.
+          The same tree, placed on the devices; never the same buffers as the argument.
 
         Raises:
           ValueError: a leaf without a leading axis of W; specs that name no axis inside a

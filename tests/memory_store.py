@@ -12,6 +12,7 @@ class Service:
 
     def __init__(self):
         self.texts = defaultdict(dict)
+        self.counts = defaultdict(int)
         self.dead = set()
         self.is_there = True
         self.lock = threading.Lock()
@@ -31,6 +32,11 @@ class MemoryStore:
     def read(self, folder):
         with self.service.lock:
             return dict(self.service.texts[folder])
+
+    def increment(self, key, amount):
+        with self.service.lock:
+            self.service.counts[key] += amount
+            return self.service.counts[key]
 
     def live(self, processes):
         return set(processes) - self.service.dead

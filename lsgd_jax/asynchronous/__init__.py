@@ -4,6 +4,9 @@ import importlib
 from typing import Any
 
 from lsgd_jax.asynchronous.adpsgd import ADPSGD as ADPSGD
+from lsgd_jax.asynchronous.budget import BudgetState as BudgetState
+from lsgd_jax.asynchronous.budget import OnBudget as OnBudget
+from lsgd_jax.asynchronous.budget import on_budget as on_budget
 from lsgd_jax.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax.asynchronous.coordinator import Report as Report
 from lsgd_jax.asynchronous.coordinator import Standing as Standing
@@ -12,11 +15,17 @@ from lsgd_jax.asynchronous.errors import Behind as Behind
 from lsgd_jax.asynchronous.errors import Unreachable as Unreachable
 from lsgd_jax.asynchronous.lsgd import LSGD as LSGD
 from lsgd_jax.asynchronous.memory import Memory as Memory
+from lsgd_jax.asynchronous.network import NETWORKS as NETWORKS
+from lsgd_jax.asynchronous.network import Network as Network
 from lsgd_jax.asynchronous.pairwise import Pairwise as Pairwise
 from lsgd_jax.asynchronous.ports import Pending as Pending
 from lsgd_jax.asynchronous.ports import Place as Place
 from lsgd_jax.asynchronous.ports import Ports as Ports
 from lsgd_jax.asynchronous.pulls import Pulls as Pulls
+from lsgd_jax.asynchronous.rounds import Rounds as Rounds
+from lsgd_jax.asynchronous.rounds import Store as Store
+from lsgd_jax.asynchronous.rounds import steps_taken as steps_taken
+from lsgd_jax.asynchronous.speeds import Speeds as Speeds
 from lsgd_jax.asynchronous.wagma import WAGMA as WAGMA
 from lsgd_jax.asynchronous.worker import Method as Method
 from lsgd_jax.asynchronous.worker import Training as Training
@@ -26,6 +35,6 @@ from lsgd_jax.asynchronous.worker import work as work
 
 def __getattr__(name: str) -> Any:
     """Engines that need an extra are imported when they are asked for."""
-    if name == "ray_engine":
+    if name in ("ray_engine", "simulator"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,7 +133,9 @@ async def all_reduce(
         done = await ports.round((here, "done"), sums is not None, list(came))
         if all(done.values()):
             if sums is None:
-                raise Behind(f"worker {me} lacks a part of a sum that the others have")
+                sums = await _whole(ports, here, list(done))
+            elif len(done) < len(came):
+                ports.post((here, "all"), sums)  # for those who may lack a part of it
             ports.mailbox.drop(here)
             ports.mailbox.drop((here, "sum"))
             return sums, len(givers)
@@ -161,6 +163,16 @@ async def _slices(
     ports.post((key, "sum"), total)
     sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
     return np.concatenate([total if i == me else await fetched(sums[i]) for i in owners])
+
+
+async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:
+    """A sum that others have finished, from one of them."""
+    for i in owners:
+        try:
+            return await fetched(ports.fetch(i, (key, "all")))
+        except Unreachable:
+            continue
+    raise Behind(f"worker {ports.place.index} lacks a part of a sum that the others have")
 
 
 async def fetched(pending: "Pending") -> np.ndarray:

@@ -62,7 +62,6 @@ class Member:
 
     present: bool = True  # until it is waited for in vain
     granted: int = 0  # its highest step number so far
-    report: Report = dataclasses.field(default_factory=Report)
 
 
 class Standing(NamedTuple):
@@ -82,7 +81,8 @@ class Standing(NamedTuple):
 
     def leader(self, among: Iterable[int]) -> int | None:
         """The present one of some workers with the lowest finite score; None without."""
-        return lowest({i: self.reports[i].score for i in among if i in self.present})
+        present = set(self.present)
+        return lowest({i: self.reports[i].score for i in among if i in present})
 
 
 class Round(NamedTuple):
@@ -123,6 +123,7 @@ class Coordinator:
         self, workers: int, steps: int, period: int | None = None, number: int = 0
     ):
         self.members = [Member() for _ in range(workers)]
+        self._reports = {i: Report() for i in range(workers)}
         self.taken, self.number, self._begun = 0, number, False
         self._all, self._period = workers * steps, period
         self._limit: int | None = None
@@ -148,7 +149,10 @@ class Coordinator:
           Who is there, and whether the round 'begin', in which all start, was held before.
         """
         member = self.members[i]
-        if not self._begun:  # steps that were taken in the run that is resumed
+        alone = self.present in ([], [i])
+        # In a run that is resumed they were taken before it; and what a worker loses that
+        # has no other to take over from is taken again.
+        if not self._begun or alone:
             self.taken += steps - member.granted
         member.present, member.granted = True, steps
         return self.present, self._begun
@@ -247,10 +251,9 @@ class Coordinator:
 
     def report(self, i: int, report: Report) -> Standing:
         """Notes how far worker i is: how all are doing."""
-        self.members[i].present, self.members[i].report = True, report
+        self.members[i].present, self._reports[i] = True, report
         return self.standing()
 
     def standing(self) -> Standing:
         """How all workers are doing."""
-        reports = {i: member.report for i, member in enumerate(self.members)}
-        return Standing(self.present, self.taken, self.number, reports)
+        return Standing(self.present, self.taken, self.number, dict(self._reports))

@@ -155,7 +155,7 @@ class Mailbox:
             self._count(mine)
             with np.errstate(invalid="ignore", over="ignore"):
                 half = (theirs - mine) / 2
-            if finite(half):
+            if finite(half) and not self._closed:
                 self._moved = half if self._moved is None else self._moved + half
             return mine
 

@@ -5,6 +5,7 @@ answer is said to take; these are counted, not spent.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.mailbox import Mailbox
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training, Worker, work
+
+
+class Lost(Exception):
+    """Ends a worker that is lost in the middle of its own turn."""
 
 
 class Memory:
@@ -148,10 +153,8 @@ class Task(Pending):
     def end(self) -> None:
         """Ends it wherever it is."""
         self.ended = True
-        try:
+        if inspect.getcoroutinestate(self._coroutine) != inspect.CORO_RUNNING:
             self._coroutine.close()
-        except ValueError:
-            pass  # it is the one whose turn it is: it ends at its next wait
 
     @property
     def done(self) -> bool:
@@ -275,16 +278,18 @@ def run(
         tasks[i] = memory.start(work(workers[i], after_step), i)
 
     def after_step(worker: Worker) -> None:
-        events(memory, worker)
         if restarts:
             for i in sorted(memory.lost):
                 begin(memory.again(i))
+        events(memory, worker)
+        if worker.index in memory.lost:
+            raise Lost
         observe(worker)
 
     for ports in list(memory.ports):
         begin(ports)
     memory.run()
     for task in tasks.values():
-        if task.error is not None:
+        if task.error is not None and not isinstance(task.error, Lost):
             raise task.error
     return [worker for _, worker in sorted(workers.items())]

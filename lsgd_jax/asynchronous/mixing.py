@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lsgd_jax._movement import move, settle
+from lsgd_jax._movement import settle
 from lsgd_jax.asynchronous.vectors import Flat
-from lsgd_jax.trees import Tree, all_finite, apply_updates, widen
+from lsgd_jax.trees import Tree, all_finite, apply_updates, widen, widened
 
 
 @jax.jit
@@ -24,10 +24,15 @@ def own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def pulled(flat: Flat, y: Tree, z: Any, weight: Any, fit: Any) -> Tree:
-    """y + λ (z - y) if y is fit, z whole if not; z is a vector that is finite."""
-    still = jax.tree.map(jnp.zeros_like, widen(y))
-    found = jnp.asarray(True)
-    return apply_updates(y, move(y, still, flat.wide(z), weight, found, jnp.asarray(fit)))
+    """y + λ (z - y) if y is fit, z whole if not or if λ is 1; z is a vector, and finite."""
+    whole = ~jnp.asarray(fit) | (weight == 1)
+
+    def leaf(y, z):
+        near = widened(y)
+        # To the bit, so that all who take the same z whole are the same.
+        return jnp.where(whole, z, near + weight * (z - near)).astype(y.dtype)
+
+    return jax.tree.map(leaf, y, flat.wide(z))
 
 
 @functools.partial(jax.jit, static_argnums=0)

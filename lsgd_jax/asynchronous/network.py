@@ -131,7 +131,7 @@ class Links:
         return source // self._locals == target // self._locals
 
     def send(self, source: int, target: int, size: float, limit: float) -> Any:
-        """An event: a message has arrived (True), or has not at the time `limit` (False)."""
+        """An event: a message has arrived (True), or not at the time `limit` (False)."""
         if size <= SMALL:
             delay = self.network.delay(self.is_inside(source, target), size)
             return self._environment.timeout(delay, value=True)

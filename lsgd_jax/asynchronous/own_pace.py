@@ -41,23 +41,21 @@ class OwnPace:
     Args:
       worker: which one.
       ahead: see `Claims`.
-
-    Attributes:
-      fit: whether its last loss and its parameters are finite.
     """
 
     def __init__(self, worker: Worker, ahead: bool = True):
-        self.worker, self._claims, self._fit = worker, Claims(worker, ahead), True
+        self.worker, self._claims = worker, Claims(worker, ahead)
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Where the worker stands after its own step."""
         del t
-        y, self._fit = own_step(x, u, loss)
+        y, self.worker.fit = own_step(x, u, loss)
         return y
 
     @property
     def fit(self) -> bool:
-        return bool(self._fit)
+        """Whether the last loss and the parameters after that step are finite."""
+        return bool(self.worker.fit)
 
     async def before_step(self) -> bool:
         """Whether there is another step to take; joins the rounds that are called."""

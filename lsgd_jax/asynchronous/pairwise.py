@@ -110,6 +110,7 @@ class Mixing(OwnPace):
         self._method, self._peers = method, Peers(others, (method.seed, place.index))
         self._clock = 0.0
         self._coming: Coming | None = None
+        worker.measure = self._measure
 
     async def before_step(self) -> bool:
         """Whether there is another step to take; asks a peer."""
@@ -128,10 +129,15 @@ class Mixing(OwnPace):
         if self._coming is not None and self._coming.snapshot.done:
             coming, self._coming = self._coming, None
             await self._land(coming)
-        self.worker.publish(self._measure)
+        self._show()
+
+    def _show(self) -> None:
+        self.worker.measure = self._measure
+        self.worker.publish()
 
     @property
     def _measure(self) -> float:
+        """The clock, or the loss; nan before the first one."""
         measures = {"clock": self._clock, "loss": self.worker.loss, "constant": 0.0}
         return measures[self._method.interpolation]
 
@@ -144,7 +150,7 @@ class Mixing(OwnPace):
         self._peers.answered(coming.peer)
         method, mine, fit = self._method, self._measure, self.fit
         if not np.isfinite(snapshot.measure):
-            return
+            return  # its loss is not finite, or it has none yet
         weight = _weight(
             method.interpolation,
             jnp.float32(mine),
@@ -165,3 +171,4 @@ class Mixing(OwnPace):
     def take_over(self, state: Any) -> None:
         """Goes on from another worker's."""
         self._clock, self._coming = float(state["clock"]), None
+        self.worker.measure = self._measure

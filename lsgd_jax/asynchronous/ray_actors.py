@@ -74,7 +74,7 @@ class WorkerActor:
         except Stopped:
             pass
         drive(worker.tell())
-        drive(_awaited(ports.report(worker.report)))
+        drive(_awaited(ports.report_now(worker.report)))
         drive(_awaited(ports.coordinator("leave")))
         return self._state(own=True)
 
@@ -196,7 +196,7 @@ class CoordinatorActor:
 
     async def report(self, i: int, report: Report) -> Standing:
         await self._ready()
-        if report.steps > self._coordinator.members[i].report.steps:
+        if report.steps > self._coordinator.standing().reports[i].steps:
             self._vain[i] = 0
         if report.steps:
             self._going.add(i)

@@ -5,12 +5,17 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import ray
+
+
+END = 30.0  # seconds in which Ray's processes end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,9 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
     if options.address is not None:
         ray.init(address=options.address, **shared)
     else:
-        with _loopback():
+        with _loopback(), warnings.catch_warnings():
+            # JAX warns of forks; these start another program at once.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(workers * options.num_cpus)),
@@ -89,10 +96,20 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
                 _node_ip_address="127.0.0.1",
                 **shared,
             )
+    processes = _processes()
     try:
         yield
     finally:
         ray.shutdown()
+        for process in processes:  # Ray ends them, but does not wait for their end
+            process.wait(END)
+
+
+def _processes() -> list[subprocess.Popen]:
+    """What Ray has started on this machine, as far as it tells."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    started = getattr(node, "all_processes", {}).values()
+    return [information.process for kind in started for information in kind]
 
 
 @contextmanager

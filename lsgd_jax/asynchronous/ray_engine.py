@@ -77,7 +77,9 @@ class Remote:
     def stop(self) -> None:
         """Ends the run: each worker stops when it has taken the step that it is in."""
         self.stopped = True
-        self._answers(range(len(self._workers)), "stop")
+        for i, worker in enumerate(self._workers):
+            if i not in self.ended:
+                worker.stop.remote()
 
     def _answers(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
         calls = [(i, getattr(self._workers[i], method).remote(*args)) for i in workers]
@@ -205,8 +207,8 @@ class _Actors:
             overview = self._overview()
             self._check(overview)
             self._restart_who_hangs(overview)
-            if signaled.is_set() and not self.remote.stopped:
-                self.remote.stop()
+            if signaled.is_set() or self.remote.stopped:
+                self.remote.stop()  # again: one that was started again has not heard it
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 on_standing(overview.standing, self.remote)

@@ -12,13 +12,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lsgd_jax.asynchronous.coordinator import Claim, Report
+from lsgd_jax.asynchronous.coordinator import Claim, Report, Standing
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
-from lsgd_jax.asynchronous.mailbox import KEPT, Mailbox, Snapshot
+from lsgd_jax.asynchronous.mailbox import Mailbox, Snapshot
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training
 
 
+EVERY = 0.05  # seconds between two reports of a worker
+KNOWN = 64  # rounds that a worker remembers, for a coordinator that has lost them
 RETURN = 60.0  # seconds in which a coordinator that was lost must be back
 
 
@@ -169,13 +171,13 @@ class Passed(Pending):
 
     done = True
 
-    def __init__(self, seconds: float = 0.0):
-        self._seconds = seconds
+    def __init__(self, seconds: float = 0.0, result: Any = None):
+        self._seconds, self._result = seconds, result
 
     def __await__(self):
         if self._seconds:
             time.sleep(self._seconds)
-        return None
+        return self._result
         yield
 
 
@@ -200,6 +202,8 @@ class RayPorts(Ports):
         self._steps, self._number, self._in_rounds, self.starts = 0, 0, False, 0
         self._closed: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._standing: Standing | None = None
+        self._reported = 0.0
 
     def resume(self, number: int) -> None:
         """So many rounds were held in the run that is resumed."""
@@ -233,6 +237,7 @@ class RayPorts(Ports):
         # The peer moves by what it gets; so does this worker, whatever it moves by itself.
         lost = vector - self.wire.rounded(vector)
         there = self.wire.pack(vector)
+        self.mailbox.bytes_sent += there.nbytes
         return self._peer(peer, "exchange", there, then=lambda theirs: theirs + lost)
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
@@ -290,7 +295,20 @@ class RayPorts(Ports):
         return self.coordinator("round", key, value, list(members), then=noted)
 
     def report(self, report: Report) -> Pending:
-        return self.coordinator("report", report)
+        """At most every `EVERY` seconds; in between it gives what is known."""
+        if self._standing is not None and time.monotonic() - self._reported < EVERY:
+            return Passed(result=self._standing)
+        self._reported = time.monotonic()
+        return self.report_now(report)
+
+    def report_now(self, report: Report) -> Pending:
+        """As `report`, whenever the last one was."""
+
+        def noted(standing: Standing) -> Standing:
+            self._standing = standing
+            return standing
+
+        return self.coordinator("report", report, then=noted)
 
     def coordinator(
         self, method: str, *args: Any, then: Callable[[Any], Any] = lambda x: x
@@ -303,7 +321,7 @@ class RayPorts(Ports):
     def _note(self, key: Hashable, values: dict[int, Any]) -> None:
         with self._lock:
             self._closed[key] = values
-            while len(self._closed) > KEPT:
+            while len(self._closed) > KNOWN:
                 self._closed.popitem(last=False)
             if key == ("join", self._number):
                 self._number += 1

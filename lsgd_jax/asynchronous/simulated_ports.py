@@ -195,7 +195,7 @@ class SimulatedPorts(Ports):
         group: Sequence[int],
         combine: Callable[[dict[int, Any]], Any],
     ) -> Pending:
-        """What all in a group get of what each brings; it counts as much as it has bytes."""
+        """What all in a group get of what each brings, in the time of its bytes."""
         simulation, me = self._simulation, self.place.index
 
         def conclude(brought: dict[int, Any]) -> Any:
@@ -258,4 +258,4 @@ def _after(event: Any, result: Any, lost: Failure) -> Generator[Any, Any, Any]:
 
 def _bytes_of(answer: Any) -> int:
     leaves = jax.tree.leaves(answer.vector if isinstance(answer, Snapshot) else answer)
-    return sum(np.asarray(leaf).nbytes for leaf in leaves)
+    return sum(getattr(leaf, "nbytes", 0) for leaf in leaves)

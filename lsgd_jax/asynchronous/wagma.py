@@ -92,14 +92,18 @@ class Grouping(OwnPace):
     async def after_step(self) -> None:
         """The mean of the group."""
         self._k += 1
-        self.worker.publish(self._number)
+        self._show()
         group = self._group()
         self._peers.turn()
         if len(group) > 1 and all(map(self._peers.is_tried, group)):
             parts = await self._parts(group)
             if parts is not None:
                 self._mix(parts)
-        self.worker.publish(self._number)
+        self._show()
+
+    def _show(self) -> None:
+        self.worker.measure = self._number
+        self.worker.publish()
 
     def _group(self) -> list[int]:
         group = {self.worker.index}
@@ -151,7 +155,7 @@ class Grouping(OwnPace):
             return
         if count:
             self.pull(sums / np.float32(count), 1.0, self.fit)
-        worker.publish(self._number)
+        self._show()
 
     def state(self) -> Any:
         """What passes to a worker that starts again."""
@@ -160,3 +164,4 @@ class Grouping(OwnPace):
     def take_over(self, state: Any) -> None:
         """Goes on from another worker's."""
         self._rounds, self._k = int(state["rounds"]), int(state["k"])
+        self.worker.measure = self._number

@@ -1,6 +1,7 @@
 """A worker that steps at its own pace: what it trains, and its loop on every engine."""
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +74,8 @@ class Worker:
       x, params: before and after the last local step.
       count: local steps taken.
       loss: at x.
+      fit: whether the parameters are finite, as far as the method looks.
+      measure: what others see besides, see `Snapshot`.
       report: what the coordinator is told.
       standing: what it has answered last, None before that.
     """
@@ -92,6 +95,8 @@ class Worker:
         self.flat, self.score = flat_of(self.params), Score(method.window)
         self.report, self.standing = Report(), None
         self._told: Pending | None = None
+        self.fit: Any = True
+        self.measure = 0.0
         self.running = method.bind(self, steps)
         ports.mailbox.serve_state(self.state)
 
@@ -104,11 +109,11 @@ class Worker:
         """The parameters as they travel."""
         return self.flat.vector(self.params)
 
-    def publish(self, measure: float = 0.0) -> None:
+    def publish(self) -> None:
         """Lets others see the parameters as they are now."""
-        params = self.params
+        params, score = self.params, self.score.value
         self.ports.mailbox.show(
-            lambda: self.flat.vector(params), self.count, measure, self.score.value
+            lambda: self.flat.vector(params), self.count, self.measure, score
         )
 
     async def step(self) -> None:
@@ -148,7 +153,8 @@ class Worker:
         The next report leaves when this one has been answered.
         """
         report = self.report
-        report.steps, report.loss, report.score = self.count, self.loss, self.score.value
+        report.steps, report.loss = self.count, self.loss
+        report.score = self.score.value if self.fit else math.inf
         report.bytes_sent = self.ports.mailbox.bytes_sent
         if self._told is not None:
             if not self._told.done:

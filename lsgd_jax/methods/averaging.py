@@ -217,7 +217,8 @@ def slowmo(
     r"""SlowMo: averaging with a slow momentum.
 
     .. math::
-      m \leftarrow \beta m + \frac{1}{\eta_t} \Big(a - \frac{1}{W} \sum_j y_j \Big), \qquad
+      m \leftarrow \beta m + \frac{1}{\eta_t} \Bigl(a - \frac{1}{W} \sum_j y_j \Bigr),
+      \qquad
       a \leftarrow a - \alpha \eta_t m, \qquad
       y_i \leftarrow a \quad \text{if } t \bmod \tau = 0,
 

@@ -58,7 +58,7 @@ def parle(
     exchange:
 
     .. math::
-      x_a \leftarrow x_a - \eta' \big((x_a - z) + \rho^{-1} (x_a - \bar x)\big), \qquad
+      x_a \leftarrow x_a - \eta' \bigl((x_a - z) + \rho^{-1} (x_a - \bar x)\bigr), \qquad
       y \leftarrow x_a, \quad z \leftarrow x_a.
 
     η is the `learning_rate`, η' the `outer_learning_rate`, L the `period`, γ⁻¹ and ρ⁻¹
@@ -141,8 +141,8 @@ def scoping(
     r"""Parle's scoping: pulls that grow as training goes on.
 
     .. math::
-      \gamma^{-1}(t) = \min\big(\gamma_0^{-1} (1 - 1 / (2 B))^{-\lfloor t / L \rfloor},
-      \, \gamma_{\min}^{-1}\big)
+      \gamma^{-1}(t) = \min\bigl(\gamma_0^{-1} (1 - 1 / (2 B))^{-\lfloor t / L \rfloor},
+      \, \gamma_{\min}^{-1}\bigr)
 
     Args:
       initial: the pull at first; the paper: 0.01 for the anchor, 1 for the center.

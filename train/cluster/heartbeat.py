@@ -144,19 +144,20 @@ class Heartbeat:
         """Has all operations fail that wait for other members of the group.
 
         If that is not enough for the main thread to learn of it, also those among devices
-        of this process. Not at once: a second loss would find their connections broken.
+        of this process.
         """
         group, now = self._session.group, time.monotonic()
         is_new = group not in self._gave_up_at
-        since = self._gave_up_at.setdefault(group, now)
-        is_stuck = now - since > self._timeout / 2 and self._session.work.doing != ASKING
+        since = now - self._gave_up_at.setdefault(group, now)
+        is_stuck = since > self._timeout / 2 and self._session.work.doing != ASKING
         if not is_new and not is_stuck:
             return
         theirs = self._session.read_for_all(CONNECTIONS)
-        if is_new:
-            theirs.pop(self._session.process_id, None)
+        theirs.pop(self._session.process_id, None)
         for text in theirs.values():
             network.cut(json.loads(text))
+        if is_stuck:
+            self._session.connections.let_go(all=since > self._timeout)
 
     def _look_for_standstill(self, heartbeats: Mapping[int, str]) -> None:
         """Ends what a process that hangs has to do with: itself, or all."""

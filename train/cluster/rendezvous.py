@@ -85,6 +85,7 @@ def join(config: Config) -> Session:
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
     store = JaxStore()
     session = Session(store, _meet(store))
+    session.connections.survive = options.survive
     progress = options.progress_timeout
     session.patience = {None: PATIENCE_S, 0: float("inf")}.get(
         progress, 3.0 * (progress or 0)

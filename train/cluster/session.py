@@ -14,13 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import jax
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
-import lsgd_jax as lj
 from train.cluster import private_jax
 from train.cluster.barriers import Barriers
+from train.cluster.connections import Connections
 from train.cluster.exit_status import INTERRUPTED
 from train.cluster.key_value_store import KeyValueStore
 from train.cluster.lost import Late, Lost
@@ -28,12 +24,23 @@ from train.cluster.work import Work
 
 
 if TYPE_CHECKING:
+    import lsgd_jax as lj
     from train.cluster.heartbeat import Heartbeat
 
 
 PATIENCE_S = 1800.0
 ASKING = "finding out which processes are lost"
 ASKS = "asks"  # the folder of the processes that have asked who is lost
+
+
+class Counts:
+    """Counts that the members of a group share, see `lj.asynchronous.Store`."""
+
+    def __init__(self, store: KeyValueStore, group: str):
+        self._store, self._group = store, group
+
+    def increment(self, key: str, amount: int) -> int:
+        return self._store.increment(f"{self._group}/{key}", amount)
 
 
 class Session:
@@ -49,6 +56,7 @@ class Session:
       process_id: which process this one is, from 0.
       hosts: as given.
       barriers: where the processes meet while Orbax writes a checkpoint.
+      connections: those of its devices.
       heartbeat: watches over the processes; None for a process by itself.
       work: what the main thread of this process does.
       stopping: whether any process was asked to stop.
@@ -65,6 +73,7 @@ class Session:
         self.process_id = 0 if store is None else store.process_id
         self.hosts = list(hosts)
         self.barriers = Barriers(self)
+        self.connections = Connections(self)
         self.heartbeat: Heartbeat | None = None
         self.work, self.stopping, self.patience = Work(), False, PATIENCE_S
         self.where: Callable[[], str] = lambda: "before training began"
@@ -140,33 +149,6 @@ class Session:
         """Returns when every process has come here."""
         self.gather("")
 
-    def connect(self, workers: lj.Workers) -> None:
-        """Connects the devices of all processes with one another, while all are here.
-
-        They would do so when they first communicate while training, and there gloo, which
-        CPUs use, gives up if one comes more than 30 s after another, from compiling for
-        example.
-        """
-        if not self.has_others:
-            return
-        self.wait_for_all()
-        axes = workers.mesh.axis_names
-        groups = [axes, *((axis,) for axis in axes)]
-
-        def meet():
-            # One after the other: independent ones each device may begin in an order of its
-            # own, and wait in one group for a device that waits in another. And of what XLA
-            # does not know before: it would leave out a sum of constants.
-            total = 0
-            for group in groups:
-                total = lax.psum(total + lax.axis_index(group), group)
-            return total
-
-        everywhere = jax.shard_map(
-            meet, mesh=workers.mesh, in_specs=(), out_specs=P(), check_vma=False
-        )
-        jax.block_until_ready(jax.jit(everywhere)())
-
     # Texts at the store, for those with an order of their own
 
     def new_folder(self, name: str) -> str:
@@ -191,6 +173,10 @@ class Session:
         """What `write_for_all` has left, by process."""
         return {} if self._store is None else self._store.read(folder)
 
+    def counts(self) -> "lj.asynchronous.Store | None":
+        """Where the members count together; None for a process by itself."""
+        return None if self._store is None else Counts(self._store, self.group)
+
     def wait_for_members(self, folder: str, timeout: float | None = None) -> dict[int, str]:
         """The texts in a folder, by process, once every member has left one.
 
@@ -200,15 +186,20 @@ class Session:
           timeout: seconds to wait; by None `patience`.
 
         Raises:
-          Late: they are not there in time; Lost: one of the members is lost.
+          Late: they are not there in time; Lost: one of the members is lost, or asks who
+            is, and so does not come.
         """
         timeout = self.patience if timeout is None else timeout
         deadline, pause = time.monotonic() + timeout, 0.005
+        asked: dict[int, str] = {}
         while True:
             texts = self.read(folder)
             if texts.keys() >= set(self.members):
                 return texts
             self.check_no_member_is_lost()
+            if asked:
+                raise Lost(self.lost)
+            asked = self.read(ASKS)  # one that has ended in good order asks, too
             if time.monotonic() > deadline:
                 missing = self.names(set(self.members) - texts.keys())
                 raise Late(f"{missing} did not come within {timeout:g} s")

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import contextlib
+import functools
 import pathlib
 import platform
 import signal
@@ -43,27 +44,35 @@ def take_steps(run: Run) -> Reason | None:
     config, experiment = run.config, run.experiment
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    with contextlib.closing(experiment.batches(range(run.step, config.steps))) as batches:
-        for batch in batches:
+    with contextlib.closing(experiment.feed(run.state, run.step)) as feed:
+        for until, batch in feed:
+            steps = range(run.step + 1, until + 1)  # more than one on a budget
+            comes = functools.partial(_comes, run.step, until)
             run.session.work.begin(f"at step {run.step + 1}")
             run.state, loss = experiment.step(run.state, experiment.data, batch)
             backlog.add(loss)
-            run.step += 1
+            run.step = until
             run.session.work.begin(f"after step {run.step}")
-            run.buffer.add(run.step, loss, run.state.opt_state)
+            for step in steps:
+                run.buffer.add(step, loss, run.state.opt_state)
 
             is_last = run.step == config.steps
-            if run.step % config.log_every == 0 or is_last:
+            if comes(config.log_every) or is_last:
                 run.reporter.report(run.buffer.close_interval(run.step, run.state))
-            if run.step % config.test_every == 0 and not is_last:
+            if comes(config.test_every) and not is_last:
                 run_test(run)
-            if run.step % config.checkpoint_every == 0 and not is_last:
+            if comes(config.checkpoint_every) and not is_last:
                 save(run)
-            if divergence.stops_at(run.step):
+            if any(map(divergence.stops_at, steps)):
                 return "nonfinite"
             if run.stop_signals.stop_at(run.step):
                 return run.stop_signals.received
     return None
+
+
+def _comes(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` is among the steps after one and up to another."""
+    return after // every > before // every
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:

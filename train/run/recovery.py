@@ -44,6 +44,8 @@ def train(run: Run) -> Result:
                 return result
         except Exception as error:
             gone = may_mean_a_loss(error) and session.lost_members()
+            if not gone and current is None and may_mean_a_loss(error):
+                session.leave(LOST, _not_again(error, session))
             if not gone:
                 raise
             result = None
@@ -98,6 +100,11 @@ def _too_few(lost: Collection[int], nodes: Nodes, losses: Losses, session: Sessi
     )
 
 
+def _not_again(error: Exception, session: Session) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"could not go on with the nodes that are left ({reason}) {session.where()}"
+
+
 def _again(config: Config, nodes: Nodes, session: Session) -> Run:
     """The run from its last checkpoint, among the nodes that are left."""
     workers = dataclasses.replace(config.workers, nodes=nodes.number)
@@ -121,5 +128,6 @@ def _let_go(run: Run | None, lost: Collection[int], nodes: Nodes, session: Sessi
         print(f"error: {was_lost}{where}; {others}", file=sys.stderr, flush=True)
         os._exit(LOST)
     session.note_lost(lost)
+    session.connections.let_go()
     if run is not None:
         run.checkpoints.abandon()

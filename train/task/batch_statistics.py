@@ -40,14 +40,16 @@ def averaged(stats: Any, before: Any, after: Any) -> Any:
     if not jax.tree.leaves(stats):
         return stats
 
-    def mean(stats):
-        tx = lj.local_sgd(period=1)
-        no_step = jax.tree.map(jnp.zeros_like, stats)
-        updates, _ = tx.update(no_step, tx.init(stats), stats)
-        return lj.apply_updates(stats, updates)
-
     has_communicated = exchanges(after) > exchanges(before)
     return jax.lax.cond(has_communicated, mean, lambda stats: stats, stats)
+
+
+def mean(stats: Any) -> Any:
+    """The mean of all workers' statistics."""
+    tx = lj.local_sgd(period=1)
+    no_step = jax.tree.map(jnp.zeros_like, stats)
+    updates, _ = tx.update(no_step, tx.init(stats), stats)
+    return lj.apply_updates(stats, updates)
 
 
 def of_batch(apply: Apply, stats: Any) -> Any:

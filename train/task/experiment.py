@@ -19,6 +19,7 @@ from train.data.text import Text
 from train.data.text import load as load_text
 from train.task import batch_statistics, images, inside, optimizers, schedules
 from train.task import text as texts
+from train.task.budget import BudgetSteps
 from train.task.datasets import Data, load_dataset
 from train.task.evaluation import REESTIMATE_BATCHES, Evaluation
 from train.task.forward import Forward, TestResult
@@ -70,10 +71,17 @@ class Experiment:
         self.workers = lj.Workers(
             grid.nodes, grid.locals, devices=devices, inside=grid.axes
         )
-        session.connect(self.workers)
+        session.connections.make(self.workers)
         self.forward = make_forward(config, data, self.workers, warn, session)
         self.data = self.forward.source.data
-        self.step = self.workers.map(self._step, donate=0)
+        last = config.method.last()
+        on_budget = isinstance(last, lj.asynchronous.OnBudget)
+        self._budget = (
+            BudgetSteps(self._step, last, self.workers, session, config)
+            if on_budget
+            else None
+        )
+        self.step = self._budget or self.workers.map(self._step, donate=0)
         self.evaluation = Evaluation(
             self.forward,
             self.workers,
@@ -111,6 +119,15 @@ class Experiment:
         """What each worker learns from at each of the steps (from 0), on the devices."""
         return self.forward.source.batches(steps)
 
+    def feed(self, state: TrainState, step: int) -> Generator[tuple[int, Any], None, None]:
+        """What `step` is called with, from one step on: (the step after it, its batch)."""
+        steps = range(step, self._config.steps)
+        if self._budget:
+            yield from self._budget.feed(state, steps, self.batches)
+        else:
+            with contextlib.closing(self.batches(steps)) as batches:
+                yield from enumerate(batches, step + 1)
+
     def batch(self, step: int) -> Any:
         """What each worker learns from at a step (from 0), on the devices."""
         with contextlib.closing(self.batches(range(step, step + 1))) as batches:
@@ -129,7 +146,8 @@ class Experiment:
         def loss_of(params):
             return self.forward.loss(params, state.stats, data, batch, key)
 
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        learn = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, stats), grads = learn(state.params)
         updates, opt_state = self._tx.update(
             grads, state.opt_state, state.params, value=loss
         )

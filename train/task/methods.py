@@ -15,7 +15,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import hybrids, options, paced_methods
+from train.task import budget, hybrids, options, paced_methods
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -69,6 +69,7 @@ def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
 
 ROWS = (
     Row("lsgd", lj.lsgd),
+    Row("budget-lsgd", budget.lsgd),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
@@ -146,6 +147,11 @@ class Method:
         )
         return optax.chain(*first, base, *last)
 
+    def last(self, learning_rate: optax.ScalarOrSchedule = 1.0) -> Any:
+        """What stands behind the base optimizer; None if nothing does."""
+        factory = self.row.last
+        return None if factory is None else self._made(factory, learning_rate)
+
     def at_own_pace(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is `paced`.
 
@@ -154,6 +160,14 @@ class Method:
         """
         assert self.row.paced is not None
         return self.row.paced(**vars(self))
+
+    def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
+        """What stands behind the base optimizer, if there is anything."""
+        if self.row.last is None:
+            return None
+        made = self._made(self.row.last, learning_rate)
+        assert isinstance(made, lj.Exchange)
+        return made
 
     def __reduce__(self) -> Any:
         return functools.partial(make, self.name, **vars(self)), ()

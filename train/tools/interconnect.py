@@ -1,19 +1,26 @@
-"""python -m train.interconnect NAME: how long exchanges take, and the periods that suit.
+"""python -m train.interconnect NAME: how long exchanges take, and the settings that suit.
 
     python -m train.interconnect cifar10-cnn7 --data.dir DIR --share 0.05
 
 measures, on the devices of all processes, a training step of the experiment without any
 exchange, and one exchange of its parameters (an all-reduce, as every pull is) inside the
 node, across nodes, and among all workers. It proposes the periods at which LSGD's pulls
-take no more than a share of the training time. All options of `python -m train` may follow;
-run it exactly as the training would be run. Nothing is written.
+take no more than a share of a step; and for LSGD and DiLoCo in several wire formats the
+settings with which no more than that share of the time is spent waiting: period, fragments,
+and the delay that hides an exchange where it travels in the background. All options of
+`python -m train` may follow; run it as the training would be run. Nothing is written.
+
+    python -m train.interconnect cifar10-cnn7 --step-ms 30 --parameter-mb 4 \\
+      --mbit 100 --latency-ms 1
+
+plans for what is given, and measures what is not: the network is that among all workers.
 """
 
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +37,7 @@ from train.cluster.session import Session
 from train.config import Config
 from train.task import methods
 from train.task.experiment import Experiment
+from train.tools import plan
 
 
 LEVELS = {
@@ -38,6 +46,12 @@ LEVELS = {
     "all workers": ("node", "local"),
 }
 STEPS, BLOCKS, EXCHANGES = 8, 3, 12
+GIVEN = {
+    "step-ms": "plan for a step of so many milliseconds",
+    "parameter-mb": "plan for so many megabytes of float32 parameters",
+    "mbit": "plan for links of so many Mbit/s among the workers",
+    "latency-ms": "of an exchange of next to nothing there, with --mbit",
+}
 
 
 class Measurement(NamedTuple):
@@ -48,12 +62,14 @@ class Measurement(NamedTuple):
       payload: bytes that a worker sends in an exchange.
       exchanges: seconds of one exchange, by level; levels with one worker are left out.
       latencies: the same for four bytes.
+      leaves: of the parameters.
     """
 
     step: float
     payload: int
     exchanges: dict[str, float]
     latencies: dict[str, float]
+    leaves: int = plan.MOST_FRAGMENTS
 
 
 def period(exchange: float, step: float, share: float) -> int:
@@ -64,7 +80,7 @@ def period(exchange: float, step: float, share: float) -> int:
     >>> period(exchange=0.001, step=0.1, share=0.05)
     1
     """
-    return 2 ** max(0, math.ceil(math.log2(exchange / (share * step))))
+    return plan.power_of_two(exchange / (share * step))
 
 
 def periods(measured: Measurement, share: float) -> tuple[int | None, int | None]:
@@ -75,14 +91,22 @@ def periods(measured: Measurement, share: float) -> tuple[int | None, int | None
     inner, outer = (measured.exchanges.get(k) for k in ("inside the node", "all workers"))
     if "across nodes" not in measured.exchanges:
         outer = None  # one node: its leader is the leader of all
-    levels = sum(seconds is not None for seconds in (inner, outer))
-    find = lambda seconds: (
-        None if seconds is None else period(seconds, measured.step, share / levels)
-    )
-    local, wide = find(inner), find(outer)
-    if local is not None and wide is not None:
-        wide = max(local, wide)
-    return local, wide
+    return plan.periods(inner, outer, measured.step, share)
+
+
+def links(
+    measured: Measurement, nodes: int, locals: int
+) -> tuple[plan.Link | None, plan.Link | None]:
+    """Inside the node and among all; None for a level that does not exist."""
+
+    def link(name: str, workers: int) -> plan.Link | None:
+        if name not in measured.exchanges:
+            return None
+        seconds, latency = measured.exchanges[name], measured.latencies[name]
+        return plan.Link.of(seconds, latency, measured.payload, workers)
+
+    outer = link("all workers", nodes * locals) if nodes > 1 else None
+    return link("inside the node", locals), outer
 
 
 def measure(config: Config, session: Session) -> Measurement:
@@ -94,15 +118,18 @@ def measure(config: Config, session: Session) -> Measurement:
     payload = sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(params))
     sizes = {"node": config.workers.nodes, "local": config.workers.locals}
     levels = {
-        name: axes for name, axes in LEVELS.items() if all(sizes[axis] > 1 for axis in axes)
+        name: axes
+        for name, axes in LEVELS.items()
+        if all(sizes[axis] > 1 for axis in axes) or len(axes) == 2 and sizes["node"] > 1
     }
-    tiny = experiment.workers.replicate(jnp.zeros(1))
-    exchanges = {k: _exchange(experiment.workers, params, v) for k, v in levels.items()}
-    latencies = {k: _exchange(experiment.workers, tiny, v) for k, v in levels.items()}
-    return Measurement(_step(experiment, state), payload, exchanges, latencies)
+    tiny, workers = experiment.workers.replicate(jnp.zeros(1)), experiment.workers
+    exchanges = {k: exchange_seconds(workers, params, v) for k, v in levels.items()}
+    latencies = {k: exchange_seconds(workers, tiny, v) for k, v in levels.items()}
+    leaves = len(jax.tree.leaves(params))
+    return Measurement(_step(experiment, state), payload, exchanges, latencies, leaves)
 
 
-def _exchange(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
+def exchange_seconds(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
     """Seconds in which all workers of a group get the tree of its first worker."""
     first = lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0))
     take = workers.map(first)
@@ -170,6 +197,36 @@ def report(measured: Measurement, share: float, console: rich.console.Console) -
     )
 
 
+def report_plan(
+    inner: plan.Link | None,
+    outer: plan.Link | None,
+    step: float,
+    payload: int,
+    share: float,
+    leaves: int,
+    console: rich.console.Console,
+) -> None:
+    """Prints the proposals of `train.tools.plan`."""
+    console.print(
+        f"to wait for exchanges at most {100 * share:g} % of the time (in brackets: where "
+        "they travel in the background, such a delay hides them):"
+    )
+    for found in plan.proposals(inner, outer, step, payload, share, leaves):
+        console.print(
+            f"{100 * found.share:4.1f} %, pauses of {1e3 * found.pause:.1f} ms (delay "
+            f"{found.delay}: {100 * found.overlapped:.1f} %): {found.options}"
+        )
+
+
+def check_given(given: Mapping[str, float | None]) -> None:
+    """Raises ValueError unless what to plan for is possible."""
+    for name, value in given.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
+    if (given["mbit"] is None) != (given["latency-ms"] is None):
+        raise ValueError("`mbit` and `latency-ms` must be given together")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
     session = Session.single()
@@ -179,17 +236,36 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(
             "--share", type=float, default=0.05, help="of a step that pulls may take"
         )
+        for name, help in GIVEN.items():
+            parser.add_argument(f"--{name}", type=float, help=help)
         options, others = parser.parse_known_args(arguments)
         if not 0 < options.share < 1:
             raise ValueError(f"`share` must be in (0, 1), got share={options.share}")
+        given = {name: getattr(options, name.replace("-", "_")) for name in GIVEN}
+        check_given(given)
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)
         devices.provide(config.workers.devices, len(session.members))
         compilation_cache.use(say=session.is_main)
-        measured = measure(config, session)
+        is_known = None not in given.values()
+        measured = None if is_known else measure(config, session)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
     quiet = not session.is_main
     console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
-    report(measured, options.share, console)
+    nodes, locals = config.workers.nodes, config.workers.locals
+    inner = outer = None
+    step, payload, leaves = 0.0, 0, plan.MOST_FRAGMENTS
+    if measured is not None:
+        report(measured, options.share, console)
+        inner, outer = links(measured, nodes, locals)
+        step, payload, leaves = measured.step, measured.payload, measured.leaves
+    if given["mbit"] is not None:
+        wide = plan.Link.given(given["mbit"], given["latency-ms"], nodes * locals)
+        inner, outer = (inner, wide) if nodes > 1 else (wide, None)
+    step = step if given["step-ms"] is None else given["step-ms"] / 1e3
+    if given["parameter-mb"] is not None:
+        payload = round(1e6 * given["parameter-mb"])
+    if inner or outer:
+        report_plan(inner, outer, step, payload, options.share, leaves, console)
     return SUCCESS

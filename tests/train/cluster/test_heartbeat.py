@@ -166,6 +166,21 @@ def test_a_second_ctrl_c_is_no_crash(four):
     assert four[2].ending.ends == [(INTERRUPTED, line)]
 
 
+def test_a_main_thread_that_does_not_learn_of_a_loss_is_freed(process, monkeypatch):
+    """From others at once, then from devices of its own; not while it asks who is lost."""
+    now, freed = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        process.session.connections, "let_go", lambda all: freed.append((now[0], all))
+    )
+    for now[0] in (100.0, 114.0, 116.0, 131.0):
+        process.heartbeat._give_up()
+    assert freed == [(116.0, False), (131.0, True)]
+    assert process.session.lost_members() == set()
+    process.heartbeat._give_up()
+    assert len(freed) == 2
+
+
 @pytest.mark.parametrize("survive", [False, True])
 def test_one_that_hangs_is_named_and_ends(service, survive):
     """Its heartbeats go on. Where losses are survived the others stay."""

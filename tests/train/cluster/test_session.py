@@ -49,7 +49,7 @@ def test_no_process_goes_on_before_all_have_come():
 def test_a_process_by_itself_waits_for_none(capsys):
     session = Session.single()
     session.wait_for_all()
-    session.connect(None)  # nothing to connect
+    session.connections.make(None)  # nothing to connect
     assert session.same_everywhere("a") and session.agree("a") == "a"
     assert session.lost_members() == set() and not session.has_lost_some
     session.check_no_member_is_lost()
@@ -64,6 +64,18 @@ def test_who_is_lost_is_not_waited_for():
     with pytest.raises(Lost, match="lost: process 2") as caught:
         session.gather("")
     assert caught.value.processes == [2]
+
+
+def test_who_asks_whom_it_has_lost_is_not_waited_for():
+    """It never comes, and waits for the others to ask, too."""
+    asks, waits = sessions(2)
+    folder = waits.new_folder("x")
+    assert asks.lost_members() == set()
+    with pytest.raises(Lost):
+        waits.wait_for_members(folder)
+    for session in (asks, waits):
+        session.write(folder, str(session.process_id))
+    assert waits.wait_for_members(folder) == {0: "0", 1: "1"}
 
 
 def test_waiting_comes_to_an_end():

@@ -168,6 +168,21 @@ def test_what_can_not_go_on_with_so_few_says_so(two_by_two, monkeypatch):
     assert end.value.args == (WRONG_USAGE, "`topology` must be of 4 workers")
 
 
+def test_those_left_who_can_not_be_connected_anew_say_so(two_by_two, monkeypatch):
+    """They all live: nothing is to be learned from where it happened."""
+
+    def fail(*_):
+        raise BROKEN
+
+    monkeypatch.setattr(recovery, "open_run", fail)
+    with pytest.raises(Ended) as end:
+        recovery.train(two_by_two.of(0))
+    assert end.value.args == (
+        LOST,
+        f"could not go on with the nodes that are left ({BROKEN}) at step 7",
+    )
+
+
 @pytest.mark.parametrize("error", [BROKEN, ValueError("no such axis")])
 def test_an_error_without_a_loss_is_an_error(error, monkeypatch):
     processes = Processes([[0, 0], [1, 1]], [{0: error}], monkeypatch)

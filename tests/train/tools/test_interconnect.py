@@ -67,14 +67,20 @@ def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert "parameters: 0.3 MB" in output  # 76,810 of float32
     assert all(name in output for name in interconnect.LEVELS)
     assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
+    assert "to wait for exchanges at most 10 % of the time" in output
+    assert output.count("--method lsgd") == output.count("--method diloco") == 3
     assert not list(tmp_path.iterdir())
 
 
-def test_a_single_worker_has_no_other_to_exchange_with(capsys, monkeypatch):
-    tiny.install(set=monkeypatch.setattr)
-    command = "digits --workers.nodes 1 --workers.locals 1 --batch-size 4".split()
-    assert interconnect.main(command) == 0
-    assert "one worker: there is no other worker" in capsys.readouterr().out
+def test_what_is_given_is_planned_for_and_not_measured(monkeypatch, capsys):
+    monkeypatch.setattr(interconnect, "measure", None)
+    options = "--step-ms 100 --parameter-mb 4 --mbit 120 --latency-ms 10 --share 0.25"
+    grid = "--workers.nodes 4 --workers.locals 1"
+    assert interconnect.main(f"digits {options} {grid}".split()) == 0
+    output = capsys.readouterr().out
+    # As in test_plan: 0.42 s every 16 steps.
+    found = "20.8 %, pauses of 420.0 ms (delay 5: 0.0 %): --method lsgd "
+    assert found + "--method.global-period 16 --method.wire float32" in output
 
 
 @pytest.mark.parametrize(
@@ -83,6 +89,8 @@ def test_a_single_worker_has_no_other_to_exchange_with(capsys, monkeypatch):
         ("", "the following arguments are required: experiment"),
         ("digits --share 1.5", "`share` must be in (0, 1), got share=1.5"),
         ("cifar10-cnn7", "`data.dir` must name the folder"),
+        ("digits --mbit 100", "`mbit` and `latency-ms` must be given together"),
+        ("digits --step-ms 0", "`step-ms` must be above 0, got step-ms=0"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, capsys):

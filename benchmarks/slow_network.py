@@ -1,0 +1,178 @@
+"""What train.interconnect predicts of a slow network, and what training really waits for.
+
+Command:   sudo python benchmarks/slow_network.py --rate 100mbit
+Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
+Prints:    of each proposal the share of the time that workers wait, predicted and measured
+
+A step is a pause, in place of an accelerator's work, so that the processes do not compete
+for cores. The measured share is 1 - (time without exchanges) / (time with them), from the
+median period.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lsgd_jax as lj
+from train import cli
+from train.cluster import devices, rendezvous
+from train.cluster.session import Session
+from train.config import DistributedConfig
+from train.tools import interconnect, plan
+
+
+TAG = os.getpid() % 10_000  # in the names of what is made
+ADDRESS = "10.77.0.{}"
+PROCESSES, LEAVES = 4, 16
+BASE = ["digits"]
+
+
+def ip(*words: object) -> None:
+    """Runs `ip` with these words."""
+    subprocess.run(["ip", *map(str, words)], check=True)
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate: str) -> Iterator[list[str]]:
+    """Namespaces on one bridge, each of which sends at a rate at most (tc's words)."""
+    bridge, names = f"lsgd{TAG}", [f"lsgd{TAG}-{i}" for i in range(count)]
+    folders = [pathlib.Path("/etc/netns") / name for name in names]
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for i, (name, folder) in enumerate(zip(names, folders)):
+            outside, inside, within = f"v{TAG}-{i}", f"e{TAG}-{i}", ("-n", name)
+            ip("netns", "add", name)
+            ip("link", "add", outside, "type", "veth", "peer", "name", inside)
+            ip("link", "set", inside, "netns", name)
+            ip("link", "set", outside, "master", bridge, "up")
+            ip(*within, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", inside)
+            ip(*within, "link", "set", inside, "up")
+            ip(*within, "link", "set", "lo", "up")
+            limit = f"root tbf rate {rate} burst 256kbit latency 200ms".split()
+            if rate != "none":
+                ip("netns", "exec", name, "tc", "qdisc", "add", "dev", inside, *limit)
+            folder.mkdir(parents=True)  # gloo listens where the host's name leads
+            own = f"127.0.0.1 localhost\n{ADDRESS.format(i + 1)} {socket.gethostname()}\n"
+            (folder / "hosts").write_text(own)
+        yield names
+    finally:
+        for name, folder in zip(names, folders):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+            (folder / "hosts").unlink(missing_ok=True)
+            if folder.exists():
+                folder.rmdir()
+        subprocess.run(["ip", "link", "del", bridge], stderr=subprocess.DEVNULL)
+
+
+class Timed:
+    """Training with a method, on parameters of which nothing is learned."""
+
+    def __init__(self, words: str, workers: lj.Workers, params: Any, session: Session):
+        config = cli.parse([*BASE, *words.split()])
+        tx = config.method.around(optax.sgd(0.1))
+
+        def step(params, state):
+            loss = sum(jnp.mean(leaf) for leaf in jax.tree.leaves(params))
+            no_move = jax.tree.map(jnp.zeros_like, params)
+            updates, state = tx.update(no_move, state, params, value=loss)
+            return lj.apply_updates(params, updates), state
+
+        self._step, self._session = workers.map(step), session
+        self._state = params, workers.map(tx.init)(params)
+
+    def period_seconds(self, steps: int, options: argparse.Namespace) -> float:
+        """Seconds of so many steps, the median of several times, after one."""
+        found = []
+        for i in range(options.periods + 1):
+            if i < 2:
+                self._session.wait_for_all()
+            began = time.perf_counter()
+            for _ in range(steps):
+                self._state = jax.block_until_ready(self._step(*self._state))
+                time.sleep(options.pause)
+            found.append(time.perf_counter() - began)
+        return statistics.median(found[1:])
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does: measures, plans, and compares the plan with training."""
+    distributed = DistributedConfig(
+        coordinator=f"{ADDRESS.format(1)}:{options.port}",
+        num_processes=PROCESSES,
+        process_id=options.worker,
+    )
+    session = rendezvous.join(dataclasses.replace(cli.parse(BASE), distributed=distributed))
+    devices.provide(PROCESSES, PROCESSES)
+    workers = lj.Workers(PROCESSES, 1)
+    session.connect(workers)
+    say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
+    rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
+    params = workers.replicate([jnp.ones([rows, 100]) for _ in range(LEAVES)])
+    payload = LEAVES * rows * 400
+    axes = ("node", "local")
+    seconds = interconnect.exchange_seconds(workers, params, axes)
+    latency = interconnect.exchange_seconds(workers, workers.replicate(jnp.ones(1)), axes)
+    link = plan.Link.of(seconds, latency, payload, PROCESSES)
+    alone = Timed("--method independent", workers, params, session)
+    step = alone.period_seconds(16, options) / 16
+    planned = [
+        (found.options, found.period, found.share)
+        for found in plan.proposals(None, link, step, payload, options.share, LEAVES)
+    ]
+    planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes
+    say(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
+    say("| settings | predicted, % | measured, % |\n| --- | --- | --- |")
+    for words, period, predicted in planned:
+        trained = Timed(words, workers, params, session)
+        times = max(1, 8 // period)
+        taken = trained.period_seconds(times * period, options) / times
+        silent = alone.period_seconds(16, options) / 16
+        share = 1 - period * silent / taken
+        say(f"| `{words}` | {100 * predicted:.1f} | {100 * share:.1f} |")
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rate", default="100mbit", help="as tc writes it, or none")
+    parser.add_argument("--share", type=float, default=0.2, help="of the time, at most")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
+    parser.add_argument("--mb", type=float, default=1.0, help="of float32 parameters")
+    parser.add_argument("--periods", type=int, default=5, help="of each are measured")
+    parser.add_argument("--port", type=int, default=29400, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options)
+    with hosts(PROCESSES, options.rate) as names:
+        again = [sys.executable, *sys.argv]
+        processes = [
+            subprocess.Popen(["ip", "netns", "exec", name, *again, "--worker", str(i)])
+            for i, name in enumerate(names)
+        ]
+        try:
+            failed = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    sys.exit(max(failed))
+
+
+if __name__ == "__main__":
+    main()

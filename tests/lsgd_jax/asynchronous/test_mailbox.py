@@ -1,0 +1,77 @@
+"""What others find in a mailbox, and what they leave in it."""
+
+import threading
+
+import numpy as np
+
+from lsgd_jax.asynchronous.mailbox import CONTRIBUTED, GONE, KEPT, Mailbox
+
+
+def vector(*values):
+    return np.asarray(values, np.float32)
+
+
+def showing(value, **about):
+    mailbox = Mailbox()
+    mailbox.show(lambda: vector(value), **{"step": 1, **about})
+    return mailbox
+
+
+def test_an_exchange_moves_both_half_the_way_and_keeps_the_sum():
+    mailbox = showing(4.0)
+    assert mailbox.exchange(vector(0.0)).tolist() == [4.0]
+    assert mailbox.latest().vector.tolist() == [2.0]
+    assert mailbox.exchange(vector(8.0)).tolist() == [2.0]  # what it is after the first one
+    assert mailbox.moved().tolist() == [1.0] and mailbox.moved() is None
+    # Until the worker shows what it has become, others see it with what was left.
+    assert mailbox.latest().vector.tolist() == [5.0]
+    mailbox.show(lambda: vector(6.0), step=2)
+    assert mailbox.latest().vector.tolist() == [6.0] and mailbox.bytes_sent == 5 * 4
+
+
+def test_what_is_not_finite_moves_no_worker():
+    mailbox = showing(4.0)
+    assert mailbox.exchange(vector(np.nan)).tolist() == [4.0] and mailbox.moved() is None
+    sick = showing(np.inf)
+    assert sick.exchange(vector(1.0)).tolist() == [np.inf] and sick.moved() is None
+
+
+def test_one_that_has_ended_gives_back_what_it_gets():
+    mailbox = showing(4.0)
+    mailbox.exchange(vector(0.0))
+    assert mailbox.close().tolist() == [-2.0]
+    assert mailbox.exchange(vector(7.0)).tolist() == [7.0] and mailbox.moved() is None
+
+
+def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
+    mailbox = showing(1.0, measure=1.0)
+    assert mailbox.contribution(2).measure == 1.0
+    mailbox.show(lambda: vector(2.0), step=2, measure=2.0)
+    assert mailbox.contribution(2).vector.tolist() == [1.0]
+    assert mailbox.contributed(3).vector.tolist() == [2.0]
+    for number in range(4, 4 + CONTRIBUTED):
+        mailbox.contribution(number)
+    assert mailbox.contribution(2).vector.tolist() == [2.0]  # forgotten, and begun anew
+    assert Mailbox().contribution(1) is None
+
+
+def test_of_what_is_posted_the_oldest_is_forgotten_and_said_to_be():
+    mailbox = Mailbox()
+    assert mailbox.read(0) is None
+    for key in range(KEPT + 1):
+        mailbox.post(key, vector(key, key + 1))
+    assert mailbox.read(0) == GONE and mailbox.read(KEPT, slice(1, 2)).tolist() == [
+        KEPT + 1
+    ]
+    mailbox.drop(1)
+    assert mailbox.read(1) == GONE
+
+
+def test_who_waits_for_a_message_gets_it_when_it_is_posted():
+    mailbox, got = Mailbox(), []
+    ask = lambda: mailbox.read("key")
+    waiting = threading.Thread(target=lambda: got.append(mailbox.wait(ask, timeout=20)))
+    waiting.start()
+    mailbox.post("key", vector(1.0))
+    waiting.join()
+    assert got[0].tolist() == [1.0] and mailbox.wait(lambda: None, timeout=0.01) is None

@@ -1,0 +1,211 @@
+"""The simulator: the numbers of the methods, the times of the network, faults, seeds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import simpy
+
+import lsgd_jax as lj
+from lsgd_jax.asynchronous import memory, simulator
+from lsgd_jax.asynchronous.network import Links, Network
+from lsgd_jax.asynchronous.speeds import Speeds
+from lsgd_jax.asynchronous.worker import Training
+
+
+SIZE = 4000
+FAST = Network(bandwidth=1e9, latency=1e-6)
+NETWORK = Network(bandwidth=1e6, latency=1e-3, inside_bandwidth=4e6, inside_latency=1e-4)
+
+
+def init(i):
+    return {"w": jnp.zeros(SIZE)}, (), jnp.float32(i)
+
+
+@jax.jit
+def step(params, opt_state, own, t):
+    target = jnp.arange(SIZE) / SIZE + 0.1 * own
+    error = params["w"] - target - 0.01 * t
+    return {"w": -0.2 * error}, opt_state, own, jnp.mean(error**2)
+
+
+TRAINING = Training(init, step)
+LSGD = lj.asynchronous.Pulls(lj.lsgd(0.3, 0.2, 2, 4))
+BUDGET = lj.asynchronous.Pulls(lj.lsgd(0.3, 0.2, 2, 4), budget=True)
+MEANS = lj.asynchronous.Pulls(lj.local_sgd(2))
+
+
+def simulate(method=LSGD, nodes=2, locals=2, steps=8, network=NETWORK, **options):
+    return simulator.run(TRAINING, method, nodes, locals, steps, network, **options)
+
+
+def vectors(workers):
+    return np.stack([worker.vector() for worker in workers])
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "method, collectives",
+    [
+        (LSGD, False),
+        (LSGD, True),
+        (BUDGET, False),
+        slow(MEANS, True),
+        slow(lj.asynchronous.Pulls(lj.diloco(4, delay=2)), False),
+        slow(lj.asynchronous.Pulls(lj.dpsgd(lj.topology.ring(4))), False),
+    ],
+)
+def test_the_numbers_are_those_of_the_engine_in_memory(method, collectives):
+    expected = vectors(memory.run(TRAINING, method, 2, 2, 8))
+    found = simulate(method, network=FAST, collectives=collectives)
+    np.testing.assert_array_equal(vectors(found.workers), expected)
+
+
+def test_the_seed_decides_numbers_and_times_to_the_bit():
+    speeds = Speeds(0.01, jitter=0.3, lognormal=0.2, stall_probability=0.1, stall=0.1)
+
+    def run(seed):
+        seen = []
+        observe = lambda w: seen.append((w.ports.now(), w.index, w.count, w.loss))
+        found = simulate(
+            BUDGET, speeds=speeds, seed=seed, loss=0.01, grace=1, observe=observe
+        )
+        return vectors(found.workers).tobytes(), found.seconds, seen
+
+    assert run(seed=1) == run(seed=1)
+    assert run(seed=1)[1] != run(seed=2)[1]
+
+
+# Times
+
+
+def transfers(*messages, **options):
+    """When each of some messages (begin, source, target, size) has arrived; None: lost."""
+    environment = simpy.Environment()
+    links, ends = Links(environment, NETWORK, nodes=2, locals=2), {}
+
+    def send(k, begin, source, target, size):
+        yield environment.timeout(begin)
+        arrived = yield links.send(source, target, size, options.get("limit", np.inf))
+        ends[k] = environment.now if arrived else None
+
+    for k, message in enumerate(messages):
+        environment.process(send(k, *message))
+    if (lost := options.get("stuck")) is not None:
+        links.stuck.add(lost)
+    environment.run()
+    return [ends[k] for k in range(len(messages))]
+
+
+def test_a_message_takes_the_latency_and_its_bytes():
+    assert transfers((0, 0, 2, 1e6)) == pytest.approx([1.001])
+    assert transfers((0, 0, 1, 1e6)) == pytest.approx([0.2501])
+    assert transfers((0, 0, 2, 1000)) == pytest.approx([0.002])
+
+
+def test_a_link_is_shared_by_what_it_carries_at_a_time():
+    # Out of node 0 half the speed for both until the short one has arrived.
+    assert transfers((0, 0, 2, 1e6), (0, 1, 3, 0.5e6)) == pytest.approx([1.501, 1.001])
+    # Into node 1 and out of it are two links.
+    assert transfers((0, 0, 2, 1e6), (0, 2, 0, 1e6)) == pytest.approx([1.001, 1.001])
+    # The later one finds the link half taken.
+    assert transfers((0, 0, 2, 1e6), (0.5, 1, 2, 0.5e6)) == pytest.approx([1.501, 1.501])
+    # Inside a node each worker has links of its own.
+    assert transfers((0, 0, 1, 1e6), (0, 1, 0, 1e6)) == pytest.approx([0.2501, 0.2501])
+
+
+def test_what_does_not_arrive_in_time_is_given_up_and_leaves_the_link():
+    late, other = transfers((0, 0, 2, 1e6), (0, 1, 3, 0.2e6), limit=0.5)
+    assert late is None and other == pytest.approx(0.401)
+    assert transfers((0, 0, 2, 1e6), limit=2, stuck=2) == [None]
+
+
+def test_an_all_reduce_is_a_ring_that_the_slowest_link_bounds():
+    """2 (W - 1) / W vectors leave each worker, 2 log2 W latencies; the last one begins."""
+    found = simulate(MEANS, steps=2, speeds=Speeds(0.01, slow={3: 2.0}), collectives=True)
+    ring = 2 * 3 / 4 * (4 * SIZE) / NETWORK.bandwidth + 4 * NETWORK.latency
+    begin = 6 * NETWORK.latency  # to the coordinator and back, then all agree on the start
+    assert found.seconds == pytest.approx(begin + 2 * 0.02 + ring, rel=1e-3)
+    waited = [worker.report.waited for worker in found.workers]
+    assert waited[3] == pytest.approx(begin + ring, rel=1e-3)
+    assert waited[0] == pytest.approx(waited[3] + 0.02, rel=1e-3)
+    assert found.sent == pytest.approx([24000, 24000], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_what_travels_in_the_background_costs_no_time():
+    late = lj.asynchronous.Pulls(lj.diloco(4, delay=3))
+    fast = Network(bandwidth=1e6, latency=1e-5)
+    prompt = simulate(lj.asynchronous.Pulls(lj.diloco(4)), network=fast).seconds
+    assert simulate(late, network=fast).seconds < 0.0801 < 0.12 < prompt
+
+
+def test_a_slow_worker_takes_fewer_of_the_steps_of_a_budget():
+    speeds = Speeds(0.01, slow={0: 3.0})
+    found = simulate(BUDGET, steps=24, network=FAST, speeds=speeds)
+    counts = [worker.count for worker in found.workers]
+    assert sum(counts) == 4 * 24 and counts == [12, 24, 36, 24]
+    lock_step = simulate(steps=24, network=FAST, speeds=speeds)
+    assert found.seconds < 0.6 * lock_step.seconds
+
+
+def test_the_coordinator_serves_one_after_the_other():
+    busy = Network(**{**vars(NETWORK), "coordinator": 0.01})
+    calls = 4 * 8  # a claim for each step
+    assert simulate(BUDGET, network=busy).seconds > 0.01 * calls
+
+
+# Faults
+
+
+def test_the_others_go_on_without_a_worker_that_is_lost_and_it_comes_back():
+    counts = {}
+    observe = lambda w: counts.setdefault(w.index, []).append((w.ports.now(), w.count))
+    found = simulate(steps=100, grace=0.5, drops={1: 0.1}, joins={1: 1.0}, observe=observe)
+    assert [worker.count for worker in found.workers] == [100] * 4
+    longest = max(worker.report.longest for worker in found.workers)
+    assert 0.4 < longest < 0.6
+    away = [count for now, count in counts[1] if now > 0.1]
+    assert away[0] > 10 and away == list(range(away[0], 101))
+
+
+def test_a_worker_that_joins_late_takes_over():
+    found = simulate(steps=50, grace=0.5, joins={3: 0.3})
+    assert [worker.count for worker in found.workers] == [50] * 4
+    assert np.ptp(vectors(found.workers), axis=0).max() < 0.3
+
+
+@pytest.mark.slow
+def test_lost_messages_are_given_up_after_the_grace():
+    found = simulate(
+        lj.asynchronous.Pulls(lj.dpsgd(lj.topology.ring(4))), loss=0.2, grace=0.05
+    )
+    longest = [worker.report.longest for worker in found.workers]
+    assert 0.04 < max(longest) < 0.2
+    assert np.isfinite(vectors(found.workers)).all()
+
+
+def test_an_error_of_a_worker_ends_the_simulation():
+    def broken(i):
+        return {"w": jnp.full(SIZE, float(i))}, (), jnp.float32(i)
+
+    with pytest.raises(ValueError, match="must start from the same parameters"):
+        simulator.run(Training(broken, step), LSGD, 1, 2, 4, NETWORK)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Network(0, 1e-3), "`bandwidth` must be positive, got bandwidth=0"),
+        (lambda: Network(1, -1), "`latency` must be at least 0, got latency=-1"),
+        (lambda: Speeds(0.0), "`step` must be positive, got step=0.0"),
+        (lambda: Speeds(slow={2: -3}), r"`slow\[2\]` must be positive"),
+        (lambda: Speeds(jitter=2), "`jitter` must be in"),
+    ],
+)
+def test_what_is_not_possible_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

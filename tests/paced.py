@@ -1,0 +1,73 @@
+"""A small task for workers at their own pace: worker i is drawn to a place of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lsgd_jax.asynchronous.worker import Training
+
+
+BASE = optax.sgd(0.05, momentum=0.5)
+PLACES = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
+NOISE = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
+
+
+def start(dtype=jnp.float32):
+    return {"w": jnp.zeros([3, 2], dtype), "b": jnp.ones([4], dtype)}
+
+
+def loss_and_grads(x, i, t):
+    """At step t of worker i; noisy, so that who leads changes."""
+
+    def loss(x):
+        near = jnp.sum((x["w"].astype(jnp.float32) - jnp.asarray(PLACES)[i]) ** 2)
+        noise = jnp.asarray(NOISE)[t % 64, i]
+        return near + noise * jnp.sum(x["b"].astype(jnp.float32))
+
+    return jax.value_and_grad(loss)(x)
+
+
+@jax.jit
+def _step(x, s, i, t):
+    loss, g = loss_and_grads(x, i, t)
+    u, s = BASE.update(g, s, x)
+    return u, s, i, loss
+
+
+@jax.jit
+def _still(x, s, i, t):
+    return jax.tree.map(jnp.zeros_like, x), s, i, jnp.asarray(1.0) + i
+
+
+def training(dtype=jnp.float32):
+    """Every worker takes steps of SGD with momentum."""
+    return Training(lambda i: (start(dtype), BASE.init(start(dtype)), jnp.int32(i)), _step)
+
+
+def resting(apart=1.0):
+    """No worker moves by itself; worker i has loss 1 + i and starts at i · apart."""
+    init = lambda i: (jax.tree.map(lambda x: x + i * apart, start()), (), jnp.int32(i))
+    return Training(init, _still)
+
+
+def broken(training, i, steps, value=jnp.nan):
+    """The same, but that worker i's update is not finite at some of its steps."""
+
+    def step(x, s, own, t):
+        u, s, own, loss = training.step(x, s, own, t)
+        if int(own) == i and int(t) in steps:
+            u = jax.tree.map(lambda u: jnp.full_like(u, value), u)
+        return u, s, own, loss
+
+    return Training(training.init, step)
+
+
+def stacked(workers):
+    """The parameters of all workers, [W, n]."""
+    return np.stack([worker.vector() for worker in workers])
+
+
+def positions(workers):
+    """Where each worker is along one of the parameters; it starts at 0, see `resting`."""
+    return [worker.vector()[-1].item() for worker in workers]

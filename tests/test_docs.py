@@ -1,0 +1,67 @@
+"""The pages in docs/: what the quick start prints, and that the reference is complete."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@pytest.mark.slow  # test_readme runs a shorter program in the same form
+def test_the_quick_start_prints_what_it_says():
+    page = (DOCS / "quick_start.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    said = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert NUMBER.sub("N", done.stdout) == NUMBER.sub("N", said)
+    printed, expected = (
+        np.array(NUMBER.findall(text), float) for text in (done.stdout, said)
+    )
+    np.testing.assert_allclose(printed, expected, atol=0.002)
+
+
+def test_the_reference_names_all_that_is_public():
+    public = {
+        name
+        for name, x in vars(lj).items()
+        if not name.startswith("_") and not isinstance(x, types.ModuleType)
+    }
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = set(re.findall(r"auto(?:function|class):: (\w+)$", pages, re.MULTILINE))
+    assert public <= documented
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "methods").glob("*.md")), ids=lambda page: page.stem
+)
+def test_the_page_of_a_family_builds_its_methods(page):
+    (code,) = blocks(page)
+    names = {"lj": lj, "optax": optax}
+    exec(code, names)
+    assert isinstance(names["tx"], optax.GradientTransformationExtraArgs)
+    assert (DOCS / "pictures" / f"{page.stem}.svg").exists()
+
+
+def test_code_on_all_pages_is_python():
+    code = [block for page in DOCS.rglob("*.md") for block in blocks(page)]
+    assert len(code) > 20
+    for block in code:
+        ast.parse(block)
