@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import ray
 from ray.exceptions import RayError
@@ -69,6 +70,7 @@ class WorkerActor:
             ports.resume(state["number"])
             drive(_awaited(ports.coordinator("resume", state["number"])))
         self._worker = worker
+        _compile(worker)
         try:
             drive(work(worker, self._observe))
         except Stopped:
@@ -129,6 +131,12 @@ class WorkerActor:
     def watch(self) -> None:
         """Never returns: fails as soon as the process is lost."""
         threading.Event().wait()
+
+
+def _compile(worker: Worker) -> None:
+    """Has the step compiled before there are others that wait for it."""
+    given = worker.params, worker.opt_state, worker.own, np.int32(worker.count + 1)
+    jax.block_until_ready(worker.training.step(*given)[-1])
 
 
 async def _awaited(pending: Pending) -> Any:
@@ -214,8 +222,9 @@ class CoordinatorActor:
         if values is None:
             loop = asyncio.get_running_loop()
             closed = self._open.setdefault(key, loop.create_future())
+            limit = self._job.start if key == "begin" else self._job.grace
             try:
-                values = await asyncio.wait_for(asyncio.shield(closed), self._job.grace)
+                values = await asyncio.wait_for(asyncio.shield(closed), limit)
             except TimeoutError:
                 values = self._coordinator.close(key)
         self._wake()

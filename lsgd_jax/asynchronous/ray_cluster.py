@@ -31,7 +31,8 @@ class Options:
       num_gpus: per worker; a fraction: several share one. Without, workers use the CPU.
       object_store: bytes for what travels; None: Ray's choice. Of a Ray that is started.
       grace: seconds that a worker waits for another one.
-      start: seconds within which all workers must have been placed and started.
+      start: seconds within which all workers must have been placed and started, and in
+        which they wait for each other to begin.
       stall: seconds after which a worker that takes no step is started again; more than it
         takes to compile the first one.
       vain: how many times in a row a worker may be lost before it has taken a step.

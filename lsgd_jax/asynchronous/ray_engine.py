@@ -143,6 +143,7 @@ def run(
             steps=steps,
             restore=restore,
             grace=options.grace,
+            start=options.start,
             wire=options.wire,
             begun=time.time(),
         )

@@ -41,6 +41,7 @@ class Job(NamedTuple):
     steps: int
     restore: Callable[[int], Any]
     grace: float
+    start: float
     wire: str
     begun: float
 
@@ -316,7 +317,8 @@ class RayPorts(Ports):
         """A call to the coordinator, which is given the time to come back if it is lost."""
         actor = self._actor(self._job.coordinator)
         ref = getattr(actor, method).remote(self.place.index, *args)
-        return CoordinatorCall(ref, "the coordinator", self.grace + RETURN, then)
+        limit = RETURN + (self._job.start if "begin" in args else self.grace)
+        return CoordinatorCall(ref, "the coordinator", limit, then)
 
     def _note(self, key: Hashable, values: dict[int, Any]) -> None:
         with self._lock:

@@ -27,7 +27,8 @@ class Training(NamedTuple):
         again takes over from a peer together with the parameters: the base optimizer's
         state. `own`: what stays with the worker: its data, random keys, batch statistics.
       step: (params, opt_state, own, t) -> (updates, opt_state, own, loss), jitted; t = 1,
-        2, … int32, the worker's own step; loss at params, before the step.
+        2, … int32, the worker's own step; loss at params, before the step. It has no other
+        effect: engines may call it once more, to compile it.
     """
 
     init: Callable[[int], tuple[Tree, Any, Any]]
@@ -204,7 +205,7 @@ class Worker:
         if not late:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.ports.place.workers))
-            starts = await self.wait(self.ports.round("begin", start, everyone))
+            starts = await self.ports.round("begin", start, everyone)
             if (different := len(set(starts.values()) - {None})) > 1:
                 raise ValueError(
                     "all workers must start from the same parameters, but "

@@ -24,7 +24,7 @@ from lsgd_jax.asynchronous.ray_ports import Wire
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 BUDGET = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
-GRACE = 5.0
+GRACE = 10.0
 
 
 def training(before_step=lambda i, t: None, size=3):
