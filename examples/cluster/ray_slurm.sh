@@ -59,10 +59,12 @@ while [ $status -gt 128 ] && kill -0 $step 2> /dev/null; do
 done
 rm -f "$pid"
 
-# A run that was stopped by SIGTERM has saved, and one whose workers were all lost (1) has
-# checkpoints: once more.
-last=$(grep '"kind": "end"' "$run/metrics.jsonl" | tail -1)
-if [ $status -eq 1 ] || [[ $status -eq 0 && $last == *SIGTERM* ]]; then
+# A stop by SIGTERM saves and is no failure: once more. Workers that are lost Ray starts again.
+last=$(grep -s '"kind": "end"' "$run/metrics.jsonl" | tail -1)
+if [ $status -eq 0 ] && [ -z "$last" ]; then
+  status=1 # symmetric-run says nothing if Ray does not start
+fi
+if [[ $status -eq 0 && $last == *SIGTERM* ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status
