@@ -118,6 +118,11 @@ def make_training(size, seconds):
     return lj.asynchronous.Training(init, step)
 
 
+def least(measure, times):
+    """The run that a shared machine has disturbed least."""
+    return min(measure() for _ in range(times))
+
+
 def per_100_steps(owns):
     return float(np.mean([100 * (last - begun) / (t - WARM) for begun, last, t in owns]))
 
@@ -195,9 +200,7 @@ def real_ray(job):
             address = f"--node-ip-address=10.87.0.{i + 1}"
             line = [ray, "start", *where, address, "--num-cpus=1", store, "--block"]
             line += ["--include-dashboard=false"] if i == 0 else []
-            started.append(on_host(i, line, **own))
-            time.sleep(8 if i == 0 else 2)
-        time.sleep(5)
+            started.append(joined(i, line, own))
         command = [sys.executable, __file__, "--role", json.dumps({**job, "host": None})]
         driver = on_host(0, command, env=environment, stdout=subprocess.PIPE, text=True)
         return result_of(driver.communicate(timeout=900)[0])
@@ -207,6 +210,17 @@ def real_ray(job):
                 os.killpg(process.pid, 15)
         for process in started:
             process.wait(60)
+
+
+def joined(i, line, options):
+    """Ray on a host; tried again as long as the first host's is not there yet."""
+    for _ in range(6):
+        process = on_host(i, line, **options)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            return process
+    raise RuntimeError(f"Ray does not start on host {i}: {' '.join(line)}")
 
 
 def result_of(output):
@@ -284,7 +298,8 @@ def main():
     parser.add_argument("--engines", default="processes,ray")
     parser.add_argument("--step-ms", type=float, default=50.0)
     parser.add_argument("--megabytes", type=float, default=4.0)
-    parser.add_argument("--steps", type=int, default=72)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     options = parser.parse_args()
     if options.role:
         job = json.loads(options.role)
@@ -304,7 +319,7 @@ def main():
         }
         for name in methods:
             own, engine = {**job, "method": name}, METHODS[name][0]
-            took = real[engine](own)
+            took = least(lambda e=engine, o=own: real[e](o), options.repeats)
             told[name] = steps[engine], calibrated(own, steps[engine], bandwidth, took)
             print(
                 f"{name}: {took:.2f} s without a limit; step {steps[engine]:.4f} s, ",
@@ -319,7 +334,8 @@ def main():
             print(f"(a stream: {bandwidth / 1e6:.1f} MB/s)", file=sys.stderr, flush=True)
             for name in methods:
                 own = {**job, "method": name}
-                took = real[METHODS[name][0]](own)
+                measure = real[METHODS[name][0]]
+                took = least(lambda m=measure, o=own: m(o), options.repeats)
                 found = simulated(own, *told[name], bandwidth)
                 difference = 100 * (found - took) / took
                 print(

@@ -95,7 +95,8 @@ class SimulatedPorts(Ports):
     def __init__(self, simulation: "Simulation", place: Place):
         self.place, self.grace = place, simulation.grace
         self._simulation, self._environment = simulation, simulation.environment
-        self.mailbox = SimulatedMailbox(self._environment)
+        self.mailbox = mailbox = SimulatedMailbox(self._environment)
+        self.more = mailbox.more
 
     # Time
 
@@ -148,11 +149,11 @@ class SimulatedPorts(Ports):
         came = yield simulation.links.send(me, peer, size, limit)
         answer = None
         while came and not is_lost and peer not in simulation.down:
-            mailbox = simulation.ports[peer].mailbox
-            if (answer := call(mailbox)) is not None:
+            there = simulation.ports[peer]
+            if (answer := call(there.mailbox)) is not None:
                 break
             timer = self._environment.timeout(limit - self._environment.now)
-            if timer in (yield mailbox.more(key) | timer):
+            if timer in (yield there.more(key) | timer):
                 return late
         if answer is not None:
             back = simulation.links.send(peer, me, _bytes_of(answer), limit)

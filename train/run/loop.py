@@ -44,7 +44,8 @@ def take_steps(run: Run) -> Reason | None:
     config, experiment = run.config, run.experiment
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    with contextlib.closing(experiment.feed(run.state, run.step)) as feed:
+    left = range(run.step, config.steps)
+    with contextlib.closing(experiment.feed(run.state, left)) as feed:
         for until, batch in feed:
             steps = range(run.step + 1, until + 1)  # more than one on a budget
             comes = functools.partial(_comes, run.step, until)

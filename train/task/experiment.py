@@ -119,14 +119,15 @@ class Experiment:
         """What each worker learns from at each of the steps (from 0), on the devices."""
         return self.forward.source.batches(steps)
 
-    def feed(self, state: TrainState, step: int) -> Generator[tuple[int, Any], None, None]:
-        """What `step` is called with, from one step on: (the step after it, its batch)."""
-        steps = range(step, self._config.steps)
+    def feed(
+        self, state: TrainState, steps: range
+    ) -> Generator[tuple[int, Any], None, None]:
+        """What `step` is called with, at these steps: (the step after it, its batch)."""
         if self._budget:
             yield from self._budget.feed(state, steps, self.batches)
         else:
             with contextlib.closing(self.batches(steps)) as batches:
-                yield from enumerate(batches, step + 1)
+                yield from enumerate(batches, steps.start + 1)
 
     def batch(self, step: int) -> Any:
         """What each worker learns from at a step (from 0), on the devices."""

@@ -96,9 +96,14 @@ def size(wire: lj.wire.Format, payload: int) -> float:
     return elements * BITS[wire] / 8 + scales
 
 
+def messages(wire: lj.wire.Format) -> int:
+    """In how many parameters travel, one after the other: the scales go by themselves."""
+    return 2 if BITS[wire] <= 8 else 1
+
+
 def leader_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> float:
     """Seconds of a pull towards a leader: the election, then the leader's parameters."""
-    return 2 * link.latency + size(wire, payload) / link.rate
+    return (1 + messages(wire)) * link.latency + size(wire, payload) / link.rate
 
 
 def mean_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> float:
@@ -107,7 +112,7 @@ def mean_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> 
     An all-reduce brings each worker 2 (W - 1) / W payloads, a gather W - 1.
     """
     more = 1.0 if wire == "float32" else link.workers / 2
-    return link.latency + more * size(wire, payload) / link.rate
+    return messages(wire) * link.latency + more * size(wire, payload) / link.rate
 
 
 def share_of(wait: float, step: float) -> float:
@@ -205,13 +210,13 @@ def diloco(
     """DiLoCo's period for a share of the time, and fragments as short as latency lets."""
     whole = mean_seconds(link, payload, wire)
     allowed = share / (1 - share) * step
-    fragments = 1
+    fragments, more = 1, messages(wire) * link.latency
     while (
         2 * fragments <= min(leaves, MOST_FRAGMENTS)
-        and (2 * fragments - 1) * link.latency <= OVERHEAD * whole
+        and (2 * fragments - 1) * more <= OVERHEAD * whole
     ):
         fragments *= 2
-    total = whole + (fragments - 1) * link.latency
+    total = whole + (fragments - 1) * more
     period = power_of_two(max(total / allowed, fragments))
     wait, pause = total / period, total / fragments
     delay = delay_for(pause, step, period // fragments)

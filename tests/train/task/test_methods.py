@@ -144,7 +144,8 @@ def test_a_method_trains(name):
     assert losses[-1] < 0.6 * losses[0] and np.isfinite(np.asarray(x)).all()
     assert (float(lj.consensus_distance(x)) < 1e-6) == together
     sent = sum(level.bytes_sent for level in lj.diagnostics(state))
-    assert (sent == 0) == (name == "independent")
+    # On a budget workers send when they meet, and here none calls them together.
+    assert (sent == 0) == (name in ("independent", "budget-lsgd"))
 
 
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
