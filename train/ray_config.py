@@ -49,13 +49,9 @@ class RayConfig:
             check(self.address is None, "ray.object_store", rule, self)
         if self.address is not None:
             host, _, port = self.address.rpartition(":")
-            is_address = host != "" and port.isdecimal() and 0 < int(port) < 2**16
-            check(
-                self.address == "auto" or is_address,
-                "ray.address",
-                "HOST:PORT or auto",
-                self,
-            )
+            holds = host != "" and port.isdecimal() and 0 < int(port) < 2**16
+            holds |= self.address == "auto"
+            check(holds, "ray.address", "HOST:PORT or auto", self)
 
 
 def check_installed() -> None:

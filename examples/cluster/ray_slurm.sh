@@ -3,13 +3,15 @@
 #
 # `ray symmetric-run` runs on every node: it starts Ray there, on the first node runs the
 # command, which trains and tests, and ends Ray with it. Each worker is a process of Ray with
-# a GPU of its own; one that is lost is started again while the others go on.
+# a GPU of its own; one that is lost is started again while the others go on. The nodes must
+# be for this job alone: symmetric-run refuses one where Ray runs, and ends all Ray on its own.
 #
 # Two minutes before the time is up, or when the job is preempted, Slurm signals this script
 # only: it asks the trainer to save, and not Ray, whose workers it would end at once. Then the
 # job is queued again and goes on from there.
 #SBATCH --job-name=lsgd-async
 #SBATCH --nodes=4
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
@@ -57,10 +59,12 @@ while [ $status -gt 128 ] && kill -0 $step 2> /dev/null; do
 done
 rm -f "$pid"
 
-# A run that was stopped by SIGTERM has saved, and one whose workers were all lost (1) has
-# checkpoints: once more.
-last=$(grep '"kind": "end"' "$run/metrics.jsonl" | tail -1)
-if [ $status -eq 1 ] || [[ $status -eq 0 && $last == *SIGTERM* ]]; then
+# A stop by SIGTERM saves and is no failure: once more. Workers that are lost Ray starts again.
+last=$(grep -s '"kind": "end"' "$run/metrics.jsonl" | tail -1)
+if [ $status -eq 0 ] && [ -z "$last" ]; then
+  status=1 # symmetric-run says nothing if Ray does not start
+fi
+if [[ $status -eq 0 && $last == *SIGTERM* ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

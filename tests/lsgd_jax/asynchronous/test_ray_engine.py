@@ -1,9 +1,12 @@
 """Workers in processes of their own, what befalls them, and what the others do then."""
 
 import os
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -193,37 +196,42 @@ def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs):
 
     stopped, watching = [], Watching(act)
     step = fault_at(21, lambda: time.sleep(1000)) if hangs == "hung" else pause
-    options = Options(grace=GRACE, stall=25)
+    options = Options(grace=GRACE, stall=60 if hangs == "hung" else 1000)
     out = run(training(step), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
-    assert out.restarts[1] == (hangs == "hung")
+    assert (out.restarts[1] > 0) == (hangs == "hung")
     assert [s for s in watching.seen if s.present == [0, 2]]
     assert watching.longest(0, 2) < GRACE + 1
 
 
 @pytest.mark.slow
-def test_the_coordinator_is_lost_and_the_run_goes_on(on_ray):
-    lost = []
-
+def test_a_coordinator_that_is_lost_changes_nothing(on_ray):
     def act(standing, remote):
-        if not lost and standing.number > 5:
-            lost.append((standing.taken, standing.number))
+        if not lost and standing.reports[0].steps > 30:
+            lost.append(standing)
             actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
             ray.kill(ray.get_actor(actor), no_restart=False)
-        elif lost and standing.number > lost[0][1] + 5:
-            remote.stop()
 
-    watching = Watching(act)
-    out = run(
-        training(pause),
-        BUDGET,
-        1,
-        3,
-        10**5,
-        options=Options(grace=GRACE),
-        on_standing=watching,
-    )
-    assert out.standing.taken > lost[0][0]
-    assert out.restarts == [0, 0, 0]
+    lost, method = [], Pulls(lj.diloco(period=2))
+    expected = run_in_memory(training()(0), method, 1, 2, 400)
+    options = Options(grace=GRACE)
+    out = run(training(pause), method, 1, 2, 400, options=options, on_standing=act)
+    assert lost and out.restarts == [0, 0]
+    for worker, state in zip(expected, out.states):
+        np.testing.assert_allclose(worker.params["w"], state["params"]["w"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_budget_goes_on_when_the_coordinator_is_lost(on_ray):
+    def act(standing, remote):
+        if not lost and standing.number > 5:
+            lost.append(standing.taken)
+            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
+            ray.kill(ray.get_actor(actor), no_restart=False)
+
+    lost, options = [], Options(grace=GRACE)
+    out = run(training(pause), BUDGET, 1, 3, 200, options=options, on_standing=act)
+    assert lost and out.restarts == [0, 0, 0] and out.standing.taken == 600
+    assert sum(state["count"] for state in out.states) == 600
 
 
 @pytest.mark.slow
@@ -257,8 +265,9 @@ def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_run_and_nothing_is_left_running(number, tmp_path):
-    script = tmp_path / "script.py"
+def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
+    folder = tempfile.mkdtemp(dir="/tmp")  # short: the paths of sockets must be
+    script = pathlib.Path(folder) / "script.py"
     code = """
     import sys, time
     import jax.numpy as jnp
@@ -279,7 +288,7 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number, tmp_path):
     print("stopped", out.stopped, min(s["count"] for s in out.states), flush=True)
     """
     script.write_text(textwrap.dedent(code))
-    env = {**os.environ, "RAY_TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-W", "error", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stdout:
@@ -290,4 +299,5 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number, tmp_path):
     assert process.returncode == 0 and "stopped True" in out
     time.sleep(5)
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert not [line for line in left.splitlines() if str(tmp_path) in line]
+    assert not [line for line in left.splitlines() if folder in line]
+    shutil.rmtree(folder)

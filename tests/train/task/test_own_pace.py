@@ -15,6 +15,10 @@ from train.task.experiment import Experiment
 LSGD = dict(local_period=2, global_period=4, loss_window=3)
 
 
+def stack(*rows):
+    return np.stack(rows)
+
+
 @pytest.mark.parametrize(
     "delay, shard", [(0, True), pytest.param(1, False, marks=pytest.mark.slow)]
 )
@@ -45,8 +49,10 @@ def test_in_lock_step_they_are_the_synchronous_trainers(delay, shard, monkeypatc
         observe=lambda worker: seen[worker.index].append(worker.loss),
     )
     np.testing.assert_allclose(np.transpose(seen), losses, rtol=1e-5)
-    mine = own_pace.stacked(
-        experiment, [w.params for w in workers], [w.own.stats for w in workers]
+    put = lambda trees: experiment.workers.put(jax.tree.map(stack, *trees))
+    mine = state._replace(
+        params=put([worker.params for worker in workers]),
+        stats=put([worker.own.stats for worker in workers]),
     )
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     jax.tree.map(close, (mine.params, mine.stats), (state.params, state.stats))
