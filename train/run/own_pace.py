@@ -109,6 +109,7 @@ class Follower:
         self._sent = experiment.sent(run.state)
         self._states: list[State | None] = [None] * len(self._counts)
         self._reported, self._present = run.step, set(range(len(self._counts)))
+        self._missing: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
         recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
@@ -196,11 +197,13 @@ class Follower:
         """Says which workers are down, and which are back."""
         progress, counts = self._run.progress, self._counts
         present = set(standing.present) | set(remote.ended)
-        for i in sorted(self._present - present):
+        missing = self._present - present
+        down, self._missing = missing & self._missing, missing  # not who has just ended
+        for i in sorted(down):
             progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
             progress.say(f"worker {i} is back")
-        self._present = present
+        self._present = (self._present | present) - down
 
     # What is kept
 
