@@ -136,14 +136,16 @@ def join(configs: dict[tuple[str, int], Config]) -> Session:
       ValueError: there are others, and methods at own pace are to be compared.
     """
     most = max(configs.values(), key=lambda c: c.workers.devices)
-    paced = [config.method.name for config in configs.values() if config.method.paced]
-    if len(paced) == len(configs):
+    own_pace = [
+        config.method.name for config in configs.values() if config.method.is_asynchronous
+    ]
+    if len(own_pace) == len(configs):
         devices.leave_to_workers()
         return Session.single()
     session = rendezvous.join(most)
-    if paced and session.has_others:
+    if own_pace and session.has_others:
         raise ValueError(
-            f"`methods` must be in lock step with several processes, got {paced[0]}, whose "
+            f"`methods` must be in lock step with several processes, got {own_pace[0]}, whose "
             "workers are processes of Ray"
         )
     devices.provide(most.workers.devices, len(session.members))

@@ -22,8 +22,8 @@ from train.run.open import Run
 from train.run.reading import Archive
 from train.run.saving import save
 from train.run.testing import run_test
-from train.task.own_pace import Own, of_worker
-from train.task.side_by_side import SideBySide, State
+from train.task.asynchronous import Own, of_worker
+from train.task.asynchronous_experiment import AsynchronousExperiment, State
 
 
 GIB = 2**30
@@ -32,7 +32,7 @@ GIB = 2**30
 def take_steps(run: Run) -> signal.Signals | str | None:
     """Has the steps taken that are left; what stops the run before they are, or None."""
     config, experiment = run.config, run.experiment
-    assert isinstance(experiment, SideBySide)
+    assert isinstance(experiment, AsynchronousExperiment)
     follower = Follower(run, experiment)
     options, chosen = config.ray, engine()
     store = options.object_store
@@ -77,7 +77,7 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
     """
     try:
         archive = Archive(folder / CHECKPOINTS)
-        experiment = SideBySide(config)
+        experiment = AsynchronousExperiment(config)
         like = experiment.init()
     except (OSError, ValueError):
         return None
@@ -103,7 +103,7 @@ class Follower:
       stopped_by: what stops the run before all steps are taken, or None.
     """
 
-    def __init__(self, run: Run, experiment: SideBySide):
+    def __init__(self, run: Run, experiment: AsynchronousExperiment):
         self._run, self._experiment = run, experiment
         self._counts = [state["count"] for state in experiment.apart(run.state)]
         self._sent = experiment.sent(run.state)
