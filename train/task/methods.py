@@ -34,8 +34,8 @@ class Row(NamedTuple):
       first: the factory of what stands before it and aggregates gradients, or None.
       made: parameters of the factories that are made of options by a function of its own.
       summary: what the method is; by default its factory's first line.
-      asynchronous: the factory of a method for workers that step at their own pace, or None; such
-        a row has no other one.
+      asynchronous: the factory of a method for workers that step at their own pace, or
+        None; such a row has no other one.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Method:
         base: optax.GradientTransformation,
         learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        """The chain of a base optimizer and this method; if it is asynchronous, only the former.
+        """The chain of a base optimizer and this method, without it if it is asynchronous.
 
         Args:
           base: the base optimizer.
