@@ -186,7 +186,7 @@ def test_clipping_stands_behind_the_aggregation():
 @pytest.mark.parametrize(
     "name, values, message",
     [
-        ("sgd", {}, "`method` must be one of lsgd, easgd"),
+        ("sgd", {}, "`method` must be one of lsgd, budget-lsgd"),
         ("parle", {"anchor_pull": np.inf}, "`method.anchor_pull` must be finite, got"),
         ("lsgd", {"local_pull": np.nan}, "`method.local_pull` must be finite, got"),
     ],
