@@ -144,8 +144,8 @@ def join(configs: dict[tuple[str, int], Config]) -> Session:
     session = rendezvous.join(most)
     if on_ray and session.has_others:
         raise ValueError(
-            f"`methods` must be in lock step with several processes, got {on_ray[0]}, whose "
-            "workers are processes of Ray"
+            "`methods` must be in lock step with several processes, got "
+            f"{on_ray[0]}, whose workers are processes of Ray"
         )
     devices.provide(most.workers.devices, len(session.members))
     return session
