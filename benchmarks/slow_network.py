@@ -119,7 +119,7 @@ def work(options: argparse.Namespace) -> None:
     session = rendezvous.join(dataclasses.replace(cli.parse(BASE), distributed=distributed))
     devices.provide(PROCESSES, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
-    session.connect(workers)
+    session.connections.make(workers)
     say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
     rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
     params = workers.replicate([jnp.ones([rows, 100]) for _ in range(LEAVES)])

@@ -13,8 +13,18 @@ import lsgd_jax as lj
     "code, settings, expected",
     [
         ("import jax, lsgd_jax as lj; lj.emulate_devices(6)", {}, 6),
-        ("import jax; jax.config.update('jax_num_cpu_devices', 6); import lsgd_jax", {}, 6),
-        ("import jax, lsgd_jax", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
+        pytest.param(
+            *(
+                "import jax; jax.config.update('jax_num_cpu_devices', 6); import lsgd_jax",
+                {},
+            ),
+            6,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("import jax, lsgd_jax", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
+            marks=pytest.mark.slow,
+        ),
         (
             "import jax, lsgd_jax",
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"},

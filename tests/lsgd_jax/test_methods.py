@@ -105,7 +105,10 @@ def one_group(name, W):
     return make(GROUPED[name](("node", "local")), W)
 
 
-@pytest.mark.parametrize("devices", [8, 2, 1])
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param(8, marks=pytest.mark.slow), 2, pytest.param(1, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("axes", ["local", "node"])
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_run_by_themselves(name, axes, devices):

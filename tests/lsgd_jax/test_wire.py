@@ -273,7 +273,7 @@ def test_what_is_sent_and_the_error_are_what_should_be_sent():
 # Who holds what
 
 
-@pytest.mark.parametrize("devices", [4, 2])
+@pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("method", ["source", "mean"])
 def test_targets_are_the_same_to_the_bit_on_all_workers(method, devices):
     """From x = 0 to the target whole, so that the update is the target."""

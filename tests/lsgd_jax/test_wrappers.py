@@ -118,7 +118,13 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+# It takes long to compile.
+SLOW = {"MultiSteps": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in WRAPPED]
+)
 def test_a_wrapped_method_is_the_method_on_every_layout(name):
     wrapped, by_hand = WRAPPED[name]
     expected = train_by_hand(by_hand)

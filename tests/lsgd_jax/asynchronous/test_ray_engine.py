@@ -90,6 +90,7 @@ class Watching:
 # Without faults
 
 
+@pytest.mark.slow
 def test_equals_the_engine_in_memory_also_when_it_is_resumed(on_ray):
     method = Pulls(lj.diloco(period=2))
     expected = run_in_memory(training()(0), method, 1, 2, 8)
@@ -159,6 +160,7 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
     assert all(np.isfinite(momentum))
 
 
+@pytest.mark.slow
 def test_a_worker_whose_code_raises_ends_the_run(on_ray):
     def fault():
         raise ZeroDivisionError("no data")

@@ -205,7 +205,7 @@ def test_a_block_starts_as_the_identity():
 
 
 @pytest.mark.parametrize(
-    "stages", [((2, 8), (1, 16)), pytest.param(resnet50.STAGES, marks=pytest.mark.slow)]
+    "stages", [((1, 8),), pytest.param(resnet50.STAGES, marks=pytest.mark.slow)]
 )
 def test_resnet50_learns_from_a_batch(stages, monkeypatch):
     """On small images; the gradient reaches every parameter."""

@@ -206,7 +206,11 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
 
 @pytest.mark.parametrize(
     "signum, times",
-    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
+    [
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+    ],
     ids=["Ctrl-C", "SIGTERM", "Ctrl-C twice"],
 )
 def test_a_signal_ends_the_readers(folder, tmp_path, signum, times):

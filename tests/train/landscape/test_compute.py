@@ -155,17 +155,19 @@ def test_pulls_of_the_trajectory_are_those_of_the_method(saved):
             "worker 2, the center and worker 0 (best)",
             3,
         ),
-        (
+        pytest.param(
             methods.make("allreduce"),
             *(3, True),
             "worker 2, along principal direction 1 of the trajectory and principal dir",
             2,
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             methods.make("independent"),
             *(1, False),
             "worker 0 and the start of training, along random direction 0",
             2,
+            marks=pytest.mark.slow,
         ),
     ],
 )
