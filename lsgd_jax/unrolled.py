@@ -27,7 +27,7 @@ def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
     come one after the other in the compiled program:
 
     .. math::
-      (f(a_1), \dots, f(a_k)) \quad \text{in place of} \quad \text{vmap}(f)(a)
+      (f(a_1), \ldots, f(a_k)) \quad \text{in place of} \quad \text{vmap}(f)(a)
 
     The values are the same to rounding. It changes nothing where there are no convolutions,
     where the function communicates along the workers' axes, on a device of one worker or of

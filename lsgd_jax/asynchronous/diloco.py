@@ -35,7 +35,7 @@ class DiLoCo:
     with the mean of the last N:
 
     .. math::
-      m &\leftarrow \beta m + \tfrac1N \textstyle\sum_{s > t - N} g_s
+      m &\leftarrow \beta m + \tfrac1N \sum_{s > t - N} g_s
         && \text{if } t \bmod N = 0 \\
       a &\leftarrow a - \eta \, (g_t / N + \beta m \, [t \bmod N = 0]).
 

@@ -24,7 +24,7 @@ class WAGMA:
     have then contributed to this mean: all who come later find the same parts in it. If its
     own fresh y is not among them, because others were there before, a worker takes
 
-    .. math:: y \leftarrow \Big(\sum_{j \in \text{group}} y'_j + y\Big) / (S + 1),
+    .. math:: y \leftarrow \left(\sum_{j \in \text{group}} y'_j + y\right) / (S + 1),
 
     with y' what the members have contributed. Once all workers together have taken W τ
     steps since the last time, τ the `sync_period`, all come together and take the mean of
