@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 
 import jax
@@ -271,11 +272,14 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     folder = tempfile.mkdtemp(dir="/tmp")  # short: the paths of sockets must be
     script = pathlib.Path(folder) / "script.py"
     code = """
-    import sys, time
+    import signal, time
     import jax.numpy as jnp
     import lsgd_jax as lj
     from lsgd_jax.asynchronous import Pulls, Training
     from lsgd_jax.asynchronous.ray_engine import run
+
+    # What a shell starts in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(i):
         def step(params, opt_state, own, t):
@@ -293,11 +297,14 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     env = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-W", "error", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        limit = threading.Timer(180, process.kill)
+        limit.start()
         for line in process.stdout:
             if line.startswith("steps") and int(line.split()[1]) > 20:
                 process.send_signal(number)
                 break
         out = process.stdout.read()
+    limit.cancel()
     assert process.returncode == 0 and "stopped True" in out
     time.sleep(5)
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
