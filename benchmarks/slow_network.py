@@ -127,7 +127,8 @@ def work(options: argparse.Namespace) -> None:
     axes = ("node", "local")
     seconds = interconnect.exchange_seconds(workers, params, axes)
     latency = interconnect.exchange_seconds(workers, workers.replicate(jnp.ones(1)), axes)
-    link = plan.Link.of(seconds, latency, payload, PROCESSES)
+    pulls = interconnect.pull_seconds(workers, params, is_node=False)
+    link = plan.Link.of(seconds, latency, payload, PROCESSES)._replace(measured=pulls)
     alone = Timed("--method independent", workers, params, session)
     step = alone.period_seconds(16, options) / 16
     planned = [

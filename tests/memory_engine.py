@@ -7,11 +7,11 @@ import tiny
 
 from lsgd_jax.asynchronous.memory import Memory
 from lsgd_jax.asynchronous.worker import Worker, work
-from train.run import own_pace as running
-from train.task import own_pace
+from train.run import asynchronous as running
+from train.task import asynchronous
 
 
-training_of = functools.cache(own_pace.training)
+training_of = functools.cache(asynchronous.training)
 
 
 class Stopped(Exception):

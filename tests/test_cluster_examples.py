@@ -76,6 +76,7 @@ def test_the_page_on_clusters_names_options_that_there_are():
         "num-processes": "2",
         "process-id": "0",
         "cluster": "none",
+        "inside": "fsdp=4",
     }
     flags = {"--distributed.survive", "--distributed.survive-minority"}
     assert len(named) >= 5

@@ -16,9 +16,9 @@ from train.data.arrays import Dataset, Images
 from train.run import loop
 from train.run import open as opening
 from train.task import experiment, methods
+from train.task.asynchronous_experiment import AsynchronousExperiment
 from train.task.experiment import Experiment
 from train.task.models import MODELS
-from train.task.side_by_side import SideBySide
 
 
 SMALL = dataclasses.replace(
@@ -97,7 +97,11 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
 
         set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)
-        set(opening, "SideBySide", functools.partial(shared, kind=SharedSideBySide))
+        set(
+            opening,
+            "AsynchronousExperiment",
+            functools.partial(shared, kind=SharedAsynchronousExperiment),
+        )
         set(saved_run, "Experiment", shared)
 
 
@@ -132,10 +136,10 @@ class Shared(Experiment):
         return jax.tree.map(jnp.copy, self._first)
 
 
-class SharedSideBySide(SideBySide):
+class SharedAsynchronousExperiment(AsynchronousExperiment):
     """The same for workers at their own pace."""
 
-    of = functools.cache(lambda config: SharedSideBySide(config))
+    of = functools.cache(lambda config: SharedAsynchronousExperiment(config))
 
 
 def leaves(state):

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         from train.run import recovery  # half a second that --help does without
         from train.run.open import open_run
 
-        if config.method.paced:
+        if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
             session = rendezvous.join(config)

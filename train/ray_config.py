@@ -72,7 +72,7 @@ def check_pace(config: Any) -> None:
       config: a `Config`.
     """
     rule = f"left out with method.name={config.method.name}"
-    if not config.method.paced:
+    if not config.method.is_asynchronous:
         _check_default(config.ray, "ray", rule)
         return
     _check_default(config.distributed, "distributed", rule)

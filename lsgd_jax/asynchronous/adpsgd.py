@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lsgd_jax.asynchronous.errors import Unreachable
+from lsgd_jax.asynchronous.free_running import FreeRunning
 from lsgd_jax.asynchronous.mailbox import finite
-from lsgd_jax.asynchronous.own_pace import OwnPace
 from lsgd_jax.asynchronous.peers import Peers
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
@@ -78,7 +78,7 @@ class Coming(NamedTuple):
     answer: Pending
 
 
-class Averaging(OwnPace):
+class Averaging(FreeRunning):
     """AD-PSGD in one worker."""
 
     def __init__(self, method: ADPSGD, worker: Worker):

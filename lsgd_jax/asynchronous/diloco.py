@@ -9,8 +9,8 @@ import numpy as np
 
 from lsgd_jax.asynchronous.collective import fetched
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.free_running import FreeRunning
 from lsgd_jax.asynchronous.mixing import delayed_nesterov
-from lsgd_jax.asynchronous.own_pace import OwnPace
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
 from lsgd_jax.checks import (
@@ -130,7 +130,7 @@ class Coming(NamedTuple):
     turn: Pending
 
 
-class Bringing(OwnPace):
+class Bringing(FreeRunning):
     """Asynchronous DiLoCo in one worker."""
 
     def __init__(self, method: DiLoCo, worker: Worker):

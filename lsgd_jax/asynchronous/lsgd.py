@@ -8,7 +8,7 @@ import optax
 
 from lsgd_jax.asynchronous.coordinator import Standing
 from lsgd_jax.asynchronous.errors import Unreachable
-from lsgd_jax.asynchronous.own_pace import OwnPace
+from lsgd_jax.asynchronous.free_running import FreeRunning
 from lsgd_jax.asynchronous.peers import Peers
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
@@ -107,7 +107,7 @@ class Coming(NamedTuple):
     snapshot: Pending
 
 
-class Following(OwnPace):
+class Following(FreeRunning):
     """Leader SGD in one worker."""
 
     def __init__(self, worker: Worker, levels: list[Level]):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from lsgd_jax.asynchronous.errors import Unreachable
-from lsgd_jax.asynchronous.own_pace import OwnPace
+from lsgd_jax.asynchronous.free_running import FreeRunning
 from lsgd_jax.asynchronous.peers import Peers
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
@@ -100,7 +100,7 @@ class Coming(NamedTuple):
 _weight = jax.jit(part_taken, static_argnums=(0, 4))
 
 
-class Mixing(OwnPace):
+class Mixing(FreeRunning):
     """Pairwise averaging in one worker."""
 
     def __init__(self, method: Pairwise, worker: Worker):

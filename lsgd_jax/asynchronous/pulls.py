@@ -14,8 +14,8 @@ from lsgd_jax import parts
 from lsgd_jax._movement import move, settle
 from lsgd_jax.asynchronous.collective import Conversation
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.free_running import Claims
 from lsgd_jax.asynchronous.group import Agreement, alone
-from lsgd_jax.asynchronous.own_pace import Claims
 from lsgd_jax.asynchronous.ports import Pending
 from lsgd_jax.asynchronous.worker import Worker
 from lsgd_jax.exchange import Exchange, Pull, PullState, step_rules

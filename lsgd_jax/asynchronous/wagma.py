@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
+from lsgd_jax.asynchronous.free_running import FreeRunning
 from lsgd_jax.asynchronous.mailbox import Snapshot, finite
-from lsgd_jax.asynchronous.own_pace import OwnPace
 from lsgd_jax.asynchronous.peers import Peers
 from lsgd_jax.asynchronous.worker import Worker
 from lsgd_jax.checks import check_positive_int
@@ -72,7 +72,7 @@ class WAGMA:
         return Grouping(self, worker)
 
 
-class Grouping(OwnPace):
+class Grouping(FreeRunning):
     """WAGMA in one worker."""
 
     def __init__(self, method: WAGMA, worker: Worker):

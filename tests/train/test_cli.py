@@ -77,7 +77,10 @@ def end(process):
         (["digits", "--optimizer.betas", "0.9"], "--optimizer.betas: no type matching"),
         (["digits", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
         (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
-        (["digits", "--method", "sgd"], "`method` must be one of lsgd, easgd, downpour,"),
+        (
+            ["digits", "--method", "sgd"],
+            "`method` must be one of lsgd, budget-lsgd, easgd,",
+        ),
         (["digits", "--method"], "got method=''"),
         (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
         (

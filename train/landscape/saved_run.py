@@ -52,6 +52,11 @@ class SavedRun:
         config = configuration.read(folder / run_folder.CONFIG)
         if config.data.name == "text":
             raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
+        if config.method.is_asynchronous:
+            raise ValueError(
+                f"{folder} is a run of workers at their own pace, whose steps cannot be "
+                "retraced; only runs in lock step can be drawn"
+            )
         if data_dir is not None:
             data = dataclasses.replace(config.data, dir=data_dir)
             config = dataclasses.replace(config, data=data)

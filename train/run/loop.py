@@ -11,7 +11,7 @@ import jax
 
 import lsgd_jax as lj
 from train.cluster.nodes import Nodes
-from train.run import own_pace
+from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.result import Result, last_line
@@ -29,7 +29,9 @@ def train(run: Run) -> Result:
     with contextlib.closing(run.metrics):
         announce(run)
         with run.stop_signals, run.progress, saved_if_data_fail(run):
-            take = own_pace.take_steps if run.config.method.paced else take_steps
+            take = (
+                asynchronous.take_steps if run.config.method.is_asynchronous else take_steps
+            )
             stopped_by = take(run)
             result = finish(run, stopped_by)
         if not result.leaving:

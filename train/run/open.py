@@ -28,8 +28,8 @@ from train.run.reporting import Reporter
 from train.run.resharding import Resizing, Restored
 from train.run.result import where
 from train.run.stopwatch import Stopwatch
+from train.task.asynchronous_experiment import AsynchronousExperiment
 from train.task.experiment import Experiment
-from train.task.side_by_side import SideBySide
 from train.task.state import TrainState
 
 
@@ -100,14 +100,14 @@ def open_run(
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
-    if config.method.paced:
+    if config.method.is_asynchronous:
         check_installed()
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
     if workers > MANY * len(session.members):
         progress.say(f"placing {workers:,} workers, which takes a while")
-    kind = SideBySide if config.method.paced else Experiment
+    kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here, devices=devices)
     if resumed is not None:
         check_same_data(experiment.forward.sizes, resumed)

@@ -15,7 +15,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import budget, hybrids, options, paced_methods
+from train.task import asynchronous_methods, budget, hybrids, options
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -34,8 +34,8 @@ class Row(NamedTuple):
       first: the factory of what stands before it and aggregates gradients, or None.
       made: parameters of the factories that are made of options by a function of its own.
       summary: what the method is; by default its factory's first line.
-      paced: the factory of a method for workers that step at their own pace, or None; such
-        a row has no other one.
+      asynchronous: the factory of a method for workers that step at their own pace, or
+        None; such a row has no other one.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     first: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
     summary: str = ""
-    paced: Callable[..., lj.asynchronous.Method] | None = None
+    asynchronous: Callable[..., lj.asynchronous.Method] | None = None
 
 
 def outer_sgd(
@@ -96,13 +96,13 @@ ROWS = (
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
     Row("independent", summary="Independent workers: nothing is exchanged."),
-    Row("async-lsgd", paced=paced_methods.lsgd),
-    Row("async-dpwa", paced=lj.asynchronous.Pairwise),
-    Row("async-adpsgd", paced=lj.asynchronous.ADPSGD),
-    Row("async-wagma", paced=lj.asynchronous.WAGMA),
-    Row("async-diloco", paced=paced_methods.diloco),
-    Row("overlapped-lsgd", paced=paced_methods.overlapped_lsgd),
-    Row("overlapped-diloco", paced=paced_methods.overlapped_diloco),
+    Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
+    Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),
+    Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
+    Row("async-wagma", asynchronous=lj.asynchronous.WAGMA),
+    Row("async-diloco", asynchronous=asynchronous_methods.diloco),
+    Row("overlapped-lsgd", asynchronous=asynchronous_methods.overlapped_lsgd),
+    Row("overlapped-diloco", asynchronous=asynchronous_methods.overlapped_diloco),
 )
 
 
@@ -113,14 +113,14 @@ class Method:
     Attributes:
       name: on the command line.
       first: whether it aggregates gradients and does nothing behind the base optimizer.
-      paced: whether its workers step at their own pace, on an engine of
+      is_asynchronous: whether its workers step at their own pace, on an engine of
         `lsgd_jax.asynchronous`.
       row: where it stands in the list.
     """
 
     name: ClassVar[str]
     first: ClassVar[bool]
-    paced: ClassVar[bool]
+    is_asynchronous: ClassVar[bool]
     row: ClassVar[Row]
 
     def __post_init__(self):
@@ -134,7 +134,7 @@ class Method:
         base: optax.GradientTransformation,
         learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        """The chain of a base optimizer and this method; if it is `paced`, only the former.
+        """The chain of a base optimizer and this method, without it if it is asynchronous.
 
         Args:
           base: the base optimizer.
@@ -152,14 +152,14 @@ class Method:
         factory = self.row.last
         return None if factory is None else self._made(factory, learning_rate)
 
-    def at_own_pace(self) -> lj.asynchronous.Method:
-        """What an engine runs, of a method that is `paced`.
+    def asynchronous(self) -> lj.asynchronous.Method:
+        """What an engine runs, of a method that is asynchronous.
 
         Raises:
           ValueError: options that are not possible, or not for workers at their own pace.
         """
-        assert self.row.paced is not None
-        return self.row.paced(**vars(self))
+        assert self.row.asynchronous is not None
+        return self.row.asynchronous(**vars(self))
 
     def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
         """What stands behind the base optimizer, if there is anything."""
@@ -196,7 +196,7 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
 
 
 def _options(row: Row) -> list[options.Option]:
-    given = (row.first, row.last, row.paced)
+    given = (row.first, row.last, row.asynchronous)
     factories = [factory for factory in given if factory is not None]
     found = []
     for factory in factories:
@@ -207,7 +207,7 @@ def _options(row: Row) -> list[options.Option]:
 
 
 def _class(row: Row) -> type[Method]:
-    factory = row.last or row.first or row.paced
+    factory = row.last or row.first or row.asynchronous
     summary = row.summary or (options.summary(factory) if factory else "")
     as_field = lambda option: (
         option.name,
@@ -223,7 +223,7 @@ def _class(row: Row) -> type[Method]:
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
-            "paced": row.paced is not None,
+            "is_asynchronous": row.asynchronous is not None,
             "row": row,
         },
         frozen=True,

@@ -136,15 +136,16 @@ def join(configs: dict[tuple[str, int], Config]) -> Session:
       ValueError: there are others, and methods at own pace are to be compared.
     """
     most = max(configs.values(), key=lambda c: c.workers.devices)
-    paced = [config.method.name for config in configs.values() if config.method.paced]
-    if len(paced) == len(configs):
+    chosen = [config.method for config in configs.values()]
+    on_ray = [method.name for method in chosen if method.is_asynchronous]
+    if len(on_ray) == len(configs):
         devices.leave_to_workers()
         return Session.single()
     session = rendezvous.join(most)
-    if paced and session.has_others:
+    if on_ray and session.has_others:
         raise ValueError(
-            f"`methods` must be in lock step with several processes, got {paced[0]}, whose "
-            "workers are processes of Ray"
+            "`methods` must be in lock step with several processes, got "
+            f"{on_ray[0]}, whose workers are processes of Ray"
         )
     devices.provide(most.workers.devices, len(session.members))
     return session

@@ -17,6 +17,7 @@ plans for what is given, and measures what is not: the network is that among all
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -63,6 +64,7 @@ class Measurement(NamedTuple):
       exchanges: seconds of one exchange, by level; levels with one worker are left out.
       latencies: the same for four bytes.
       leaves: of the parameters.
+      pulls: of each level the seconds of whole pulls, see `plan.Link`.
     """
 
     step: float
@@ -70,6 +72,7 @@ class Measurement(NamedTuple):
     exchanges: dict[str, float]
     latencies: dict[str, float]
     leaves: int = plan.MOST_FRAGMENTS
+    pulls: Mapping[str, Mapping[tuple[str, str], float]] = {}
 
 
 def period(exchange: float, step: float, share: float) -> int:
@@ -103,7 +106,8 @@ def links(
         if name not in measured.exchanges:
             return None
         seconds, latency = measured.exchanges[name], measured.latencies[name]
-        return plan.Link.of(seconds, latency, measured.payload, workers)
+        found = plan.Link.of(seconds, latency, measured.payload, workers)
+        return found._replace(measured=measured.pulls.get(name, {}))
 
     outer = link("all workers", nodes * locals) if nodes > 1 else None
     return link("inside the node", locals), outer
@@ -125,8 +129,15 @@ def measure(config: Config, session: Session) -> Measurement:
     tiny, workers = experiment.workers.replicate(jnp.zeros(1)), experiment.workers
     exchanges = {k: exchange_seconds(workers, params, v) for k, v in levels.items()}
     latencies = {k: exchange_seconds(workers, tiny, v) for k, v in levels.items()}
+    whole = {"inside the node": True, "all workers": False}
+    pulls = {
+        name: pull_seconds(workers, params, is_node)
+        for name, is_node in whole.items()
+        if name in levels
+    }
     leaves = len(jax.tree.leaves(params))
-    return Measurement(_step(experiment, state), payload, exchanges, latencies, leaves)
+    step = _step(experiment, state)
+    return Measurement(step, payload, exchanges, latencies, leaves, pulls)
 
 
 def exchange_seconds(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> float:
@@ -134,6 +145,31 @@ def exchange_seconds(workers: lj.Workers, tree: Any, axes: tuple[str, ...]) -> f
     first = lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0))
     take = workers.map(first)
     return _median(lambda: take(tree), EXCHANGES)
+
+
+def pull_seconds(
+    workers: lj.Workers, params: Any, is_node: bool
+) -> dict[tuple[str, str], float]:
+    """Seconds of whole pulls in the node, or of all workers, by kind and wire format."""
+    axes = ("local",) if is_node else ("node", "local")
+    pull = 0.1 if is_node else 0.0
+    found: dict[tuple[str, str], float] = {}
+    for wire in plan.WIRES:
+        methods = {
+            "leader": lj.lsgd(pull, 0.1 - pull, 1, 1, wire=wire),
+            "mean": lj.diloco(1, axes=axes, wire=wire),
+        }
+        for kind, tx in methods.items():
+
+            def step(params, state, tx=tx):
+                no_move = jax.tree.map(jnp.zeros_like, params)
+                updates, state = tx.update(no_move, state, params, value=jnp.float32(0))
+                return lj.apply_updates(params, updates), state
+
+            state = workers.map(tx.init)(params)
+            once = functools.partial(workers.map(step), params, state)
+            found[kind, wire] = _median(once, EXCHANGES // 2)
+    return found
 
 
 def _step(experiment: Experiment, state: Any) -> float:
@@ -266,6 +302,7 @@ def main(arguments: Sequence[str]) -> int:
     step = step if given["step-ms"] is None else given["step-ms"] / 1e3
     if given["parameter-mb"] is not None:
         payload = round(1e6 * given["parameter-mb"])
+        inner, outer = (link and link._replace(measured={}) for link in (inner, outer))
     if inner or outer:
         report_plan(inner, outer, step, payload, options.share, leaves, console)
     return SUCCESS

@@ -1,7 +1,7 @@
 """How long exchanges make workers wait, and the settings that keep this within a share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import lsgd_jax as lj
@@ -20,11 +20,14 @@ class Link(NamedTuple):
       latency: seconds of an exchange of next to nothing.
       rate: bytes of parameters per second, on top of that.
       workers: in the group.
+      measured: seconds of whole pulls by kind ('leader' or 'mean') and wire format, with
+        the work to round parameters and put them together; what is not there is worked out.
     """
 
     latency: float
     rate: float
     workers: int
+    measured: Mapping[tuple[str, str], float] = {}
 
     @classmethod
     def of(cls, seconds: float, latency: float, payload: int, workers: int) -> "Link":
@@ -103,6 +106,8 @@ def messages(wire: lj.wire.Format) -> int:
 
 def leader_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> float:
     """Seconds of a pull towards a leader: the election, then the leader's parameters."""
+    if ("leader", wire) in link.measured:
+        return link.measured["leader", wire]
     return (1 + messages(wire)) * link.latency + size(wire, payload) / link.rate
 
 
@@ -111,6 +116,8 @@ def mean_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> 
 
     An all-reduce brings each worker 2 (W - 1) / W payloads, a gather W - 1.
     """
+    if ("mean", wire) in link.measured:
+        return link.measured["mean", wire]
     more = 1.0 if wire == "float32" else link.workers / 2
     return messages(wire) * link.latency + more * size(wire, payload) / link.rate
 

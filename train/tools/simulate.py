@@ -31,7 +31,7 @@ from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, WorkersConfig
 from train.metrics import tables
 from train.metrics.simulated import Recorded, Step, draw
-from train.task import methods, own_pace, schedules
+from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
 
 
@@ -181,8 +181,8 @@ def method(config: Config) -> lj.asynchronous.Method:
       ValueError: a method that cannot be simulated.
     """
     chosen, optimizer = config.method, config.optimizer
-    if chosen.paced:
-        return chosen.at_own_pace()
+    if chosen.is_asynchronous:
+        return chosen.asynchronous()
     if chosen.name in REFUSED:
         raise ValueError(
             f"`method` must not aggregate gradients but by their mean (allreduce) to be "
@@ -226,7 +226,7 @@ def simulate(name: str, config: Config, plan: Plan, training: Any) -> Recorded:
         plan.network,
         plan.speeds,
         config.seed,
-        collectives=not config.method.paced,
+        collectives=not config.method.is_asynchronous,
         observe=observe,
         **plan.options,
     )
@@ -270,7 +270,7 @@ def run(plan: Plan, console: rich.console.Console) -> None:
     if plan.out is not None:
         plan.out.mkdir(parents=True, exist_ok=True)
     config = next(iter(plan.configs.values()))
-    training = own_pace.training(_alone(config), warn=console.print)
+    training = asynchronous.training(_alone(config), warn=console.print)
     runs = []
     for name, config in plan.configs.items():
         runs.append(found := simulate(name, config, plan, training))

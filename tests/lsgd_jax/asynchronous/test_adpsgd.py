@@ -2,8 +2,8 @@
 
 import jax
 import numpy as np
-import paced
 import pytest
+import toys
 
 from lsgd_jax.asynchronous import ADPSGD, memory
 
@@ -17,7 +17,7 @@ def apart(monkeypatch):
 @pytest.mark.parametrize("workers, latency", [(2, 0.0), (4, 0.3), (5, 0.0), (5, 4.0)])
 def test_the_sum_is_kept_and_all_come_together(apart, workers, latency):
     ended = memory.run(
-        paced.resting(),
+        toys.resting(),
         ADPSGD(),
         1,
         workers,
@@ -25,15 +25,15 @@ def test_the_sum_is_kept_and_all_come_together(apart, workers, latency):
         latency=latency,
         step_seconds=[1, 0.7, 2.3, 1, 5][:workers],
     )
-    found = paced.stacked(ended)
-    expected = np.mean([paced.start()["b"][0] + i for i in range(workers)])
+    found = toys.stacked(ended)
+    expected = np.mean([toys.start()["b"][0] + i for i in range(workers)])
     np.testing.assert_allclose(found[:, -1].mean(), expected - 1, rtol=1e-6)
     assert np.ptp(found, axis=0).max() < 0.2 * workers
 
 
 def test_workers_move_half_the_way_and_keep_what_they_did_meanwhile():
     """By hand: two workers, a gradient of 1 per step, the answer two steps late."""
-    task = paced.resting(apart=0.0)
+    task = toys.resting(apart=0.0)
     push = lambda x, s, i, t: (jax.tree.map(lambda x: x * 0 - 1, x), s, i, 1.0)
     ended = memory.run(
         task._replace(step=push),
@@ -43,7 +43,7 @@ def test_workers_move_half_the_way_and_keep_what_they_did_meanwhile():
         steps=4,
         latency=1.5,
     )
-    assert sum(paced.positions(ended)) == -8
+    assert sum(toys.positions(ended)) == -8
     assert ended[0].report.staleness == 2
 
 
@@ -53,7 +53,7 @@ def test_a_slow_or_lost_passive_worker_holds_no_active_one_up():
             memory.lose(1)
 
     ended = memory.run(
-        paced.training(),
+        toys.training(),
         ADPSGD(),
         1,
         4,
@@ -70,9 +70,9 @@ def test_a_slow_or_lost_passive_worker_holds_no_active_one_up():
 
 @pytest.mark.parametrize("sick", [0, 1])
 def test_one_that_is_not_finite_is_mixed_with_no_other_and_takes_one_whole(sick):
-    task = paced.broken(paced.training(), sick, steps=[4])
+    task = toys.broken(toys.training(), sick, steps=[4])
     ended = memory.run(task, ADPSGD(), 1, 4, steps=12, latency=0.2)
-    assert np.isfinite(paced.stacked(ended)).all()
+    assert np.isfinite(toys.stacked(ended)).all()
 
 
 def test_one_that_starts_again_leaves_behind_what_was_meant_for_what_it_was():
@@ -84,13 +84,20 @@ def test_one_that_starts_again_leaves_behind_what_was_meant_for_what_it_was():
             memory.lose(1)
 
     ended = memory.run(
-        paced.training(), ADPSGD(), 1, 3, steps=20, events=lose, restarts=True, grace=2
+        toys.training(),
+        ADPSGD(),
+        1,
+        3,
+        steps=20,
+        events=lose,
+        restarts=True,
+        grace=2,
     )
-    assert ended[1] is not lost[0] and np.isfinite(paced.stacked(ended)).all()
+    assert ended[1] is not lost[0] and np.isfinite(toys.stacked(ended)).all()
 
 
 def test_alone_it_is_the_base_optimizer():
-    one = memory.run(paced.training(), ADPSGD(), 1, 1, steps=5)[0]
+    one = memory.run(toys.training(), ADPSGD(), 1, 1, steps=5)[0]
     assert one.count == 5 and one.report.bytes_sent == 0
     with pytest.raises(ValueError, match="`window` must be"):
         ADPSGD(window=0)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import paced
 import pytest
+import toys
 
 import lsgd_jax as lj
 from lsgd_jax.asynchronous import DiLoCo, Pulls, memory
@@ -22,17 +22,17 @@ def anchor(worker):
 
 def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
     """Equal to optax, the anchor and where the worker starts from it."""
-    steps, x = 12, paced.start()
+    steps, x = 12, toys.start()
     outer = optax.sgd(**OUTER, nesterov=True)
-    a, state, base = x, outer.init(x), paced.BASE.init(x)
+    a, state, base = x, outer.init(x), toys.BASE.init(x)
     for t in range(1, steps + 1):
-        _, g = paced.loss_and_grads(x, 0, t)
-        u, base = paced.BASE.update(g, base, x)
+        _, g = toys.loss_and_grads(x, 0, t)
+        u, base = toys.BASE.update(g, base, x)
         x = optax.apply_updates(x, u)
         if t % 3 == 0:
             u, state = outer.update(jax.tree.map(jnp.subtract, a, x), state, a)
             x = a = optax.apply_updates(a, u)
-    found = memory.run(paced.training(), DiLoCo(3, **OUTER), 1, 1, steps)[0]
+    found = memory.run(toys.training(), DiLoCo(3, **OUTER), 1, 1, steps)[0]
     expected = found.flat.vector(x)
     np.testing.assert_allclose(found.vector(), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(anchor(found)[1], expected, rtol=1e-6, atol=1e-6)
@@ -40,10 +40,10 @@ def test_alone_with_n_of_1_it_is_nesterovs_outer_sgd():
 
 def test_together_and_equally_fast_it_is_diloco_in_lock_step():
     outer = optax.sgd(**OUTER, nesterov=True)
-    lock_step = memory.run(paced.training(), Pulls(lj.diloco(3, outer)), 2, 2, steps=9)
-    found = memory.run(paced.training(), DiLoCo(3, **OUTER, together=True), 2, 2, steps=9)
+    lock_step = memory.run(toys.training(), Pulls(lj.diloco(3, outer)), 2, 2, steps=9)
+    found = memory.run(toys.training(), DiLoCo(3, **OUTER, together=True), 2, 2, steps=9)
     np.testing.assert_allclose(
-        paced.stacked(found), paced.stacked(lock_step), rtol=1e-6, atol=1e-6
+        toys.stacked(found), toys.stacked(lock_step), rtol=1e-6, atol=1e-6
     )
 
 
@@ -69,7 +69,7 @@ def test_every_turn_is_taken_once_and_builds_on_the_one_before(delay):
 
     method = DiLoCo(4, learning_rate=0.3, momentum=0.0, delay=delay)
     found = memory.run(
-        paced.training(),
+        toys.training(),
         method,
         2,
         2,
@@ -96,7 +96,7 @@ def test_slow_workers_take_fewer_local_steps_so_that_all_come_at_the_same_time()
 
     method = DiLoCo(12, learning_rate=0.1, momentum=0.0, together=True)
     found = memory.run(
-        paced.training(), method, 1, 3, steps=60, step_seconds=[1, 2, 4], events=note
+        toys.training(), method, 1, 3, steps=60, step_seconds=[1, 2, 4], events=note
     )
     taken = [[b - a for (a, _), (b, _) in zip(c[3:], c[4:])] for c in came.values()]
     assert [set(steps) for steps in taken] == [{12}, {6}, {3}]
@@ -116,14 +116,14 @@ def test_the_anchor_survives_whoever_is_lost(together, lost):
     reports = lambda memory: memory.coordinator.standing().reports.values()
     method = DiLoCo(4, learning_rate=0.3, momentum=0.3, together=together)
     found = memory.run(
-        paced.training(), method, 1, 3, steps=30, events=lose, grace=3, latency=0.1
+        toys.training(), method, 1, 3, steps=30, events=lose, grace=3, latency=0.1
     )
     rest = [worker for worker in found if worker.index != lost]
     turns = [anchor(worker)[0] for worker in rest]
     assert min(turns) > before[0] + 4 and max(turns) - min(turns) <= 2
     assert max(worker.report.longest for worker in rest) <= 2 * 3 + 1
     # It was not set back to where all have started.
-    start = found[0].flat.vector(paced.start())
+    start = found[0].flat.vector(toys.start())
     assert np.abs(anchor(rest[0])[1] - start).max() > 0.5
 
 
@@ -138,7 +138,7 @@ def test_one_that_starts_again_takes_over_the_anchor_and_its_momentum():
             memory.lose(2)
 
     found = memory.run(
-        paced.training(),
+        toys.training(),
         DiLoCo(4, learning_rate=0.3, together=True),
         1,
         3,
@@ -154,10 +154,10 @@ def test_one_that_starts_again_takes_over_the_anchor_and_its_momentum():
 
 def test_one_that_is_not_finite_brings_nothing_and_takes_the_anchor():
     for together in (False, True):
-        task = paced.broken(paced.training(), 1, steps=[3])
+        task = toys.broken(toys.training(), 1, steps=[3])
         method = DiLoCo(4, together=together, weights="equal")
         found = memory.run(task, method, 1, 3, steps=16)
-        assert np.isfinite(paced.stacked(found)).all()
+        assert np.isfinite(toys.stacked(found)).all()
         assert all(np.isfinite(anchor(worker)[1]).all() for worker in found)
 
 

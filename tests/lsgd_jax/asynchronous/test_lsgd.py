@@ -1,8 +1,8 @@
 """Leader SGD whose workers pull towards snapshots that arrive when they do."""
 
 import numpy as np
-import paced
 import pytest
+import toys
 
 from lsgd_jax.asynchronous import LSGD, memory
 
@@ -21,9 +21,9 @@ def test_workers_are_pulled_to_the_leaders_that_were_chosen(apart):
     seen = {}
 
     def note(worker):
-        seen.setdefault(worker.index, []).append(paced.positions([worker])[0])
+        seen.setdefault(worker.index, []).append(toys.positions([worker])[0])
 
-    memory.run(paced.resting(), FOLLOW, 2, 2, steps=8, observe=note, latency=0.5)
+    memory.run(toys.resting(), FOLLOW, 2, 2, steps=8, observe=note, latency=0.5)
     path = {i: list(dict.fromkeys(seen[i])) for i in seen}
     assert path[0] == [4.0 * 0] or set(path[0]) == {0.0}  # the leader of all is not moved
     # Worker 1 goes half the way to 0, then at a global pull half and a quarter of the rest.
@@ -36,7 +36,7 @@ def test_workers_are_pulled_to_the_leaders_that_were_chosen(apart):
 
 def test_fast_workers_take_more_steps_and_wait_for_no_other():
     workers = memory.run(
-        paced.training(),
+        toys.training(),
         FOLLOW,
         2,
         2,
@@ -49,13 +49,13 @@ def test_fast_workers_take_more_steps_and_wait_for_no_other():
     assert max(worker.report.waited for worker in workers) == 0
     assert max(worker.report.staleness for worker in workers) >= 1
     assert sum(worker.report.bytes_sent for worker in workers) > 0
-    assert np.ptp(paced.stacked(workers), axis=0).max() < 3
+    assert np.ptp(toys.stacked(workers), axis=0).max() < 3
 
 
 def test_a_late_snapshot_is_pulled_to_as_it_was(apart):
-    workers = memory.run(paced.resting(), FOLLOW, 1, 2, steps=12, latency=3.0)
-    assert workers[1].report.staleness == 3 and paced.positions(workers)[0] == 0
-    assert 0 < paced.positions(workers)[1] < 0.5
+    workers = memory.run(toys.resting(), FOLLOW, 1, 2, steps=12, latency=3.0)
+    assert workers[1].report.staleness == 3 and toys.positions(workers)[0] == 0
+    assert 0 < toys.positions(workers)[1] < 0.5
 
 
 def test_a_leader_that_is_lost_or_hangs_leads_no_more(apart):
@@ -66,19 +66,26 @@ def test_a_leader_that_is_lost_or_hangs_leads_no_more(apart):
                 getattr(memory, how).add(0)
 
         workers = memory.run(
-            paced.resting(), FOLLOW, 1, 3, steps=40, events=fail, grace=2, latency=0.2
+            toys.resting(),
+            FOLLOW,
+            1,
+            3,
+            steps=40,
+            events=fail,
+            grace=2,
+            latency=0.2,
         )
         # The next best leads then: the others come together away from where 0 was.
-        assert paced.positions(workers)[2] == pytest.approx(
-            paced.positions(workers)[1], abs=0.02
+        assert toys.positions(workers)[2] == pytest.approx(
+            toys.positions(workers)[1], abs=0.02
         )
         assert max(worker.report.longest for worker in workers[1:]) == 0
 
 
 def test_one_that_is_not_finite_never_leads_and_takes_the_leader_whole(apart):
-    task = paced.broken(paced.resting(), 0, steps=[2])
+    task = toys.broken(toys.resting(), 0, steps=[2])
     workers = memory.run(task, FOLLOW, 1, 3, steps=24)
-    assert np.isfinite(paced.stacked(workers)).all()
+    assert np.isfinite(toys.stacked(workers)).all()
 
 
 def test_one_that_starts_again_counts_no_step_twice():
@@ -90,16 +97,16 @@ def test_one_that_starts_again_counts_no_step_twice():
             memory.lose(2)
 
     workers = memory.run(
-        paced.training(), FOLLOW, 1, 3, steps=20, events=lose, restarts=True, grace=2
+        toys.training(), FOLLOW, 1, 3, steps=20, events=lose, restarts=True, grace=2
     )
     assert workers[2] is not lost[0] and workers[2].count >= 15
     assert abs(sum(worker.count for worker in workers) - 60) <= 3
 
 
 def test_alone_it_is_the_base_optimizer():
-    workers = memory.run(paced.training(), FOLLOW, 1, 1, steps=5)
-    off = memory.run(paced.training(), LSGD(0.0, 0.0), 1, 1, steps=5)
-    np.testing.assert_array_equal(paced.stacked(workers), paced.stacked(off))
+    workers = memory.run(toys.training(), FOLLOW, 1, 1, steps=5)
+    off = memory.run(toys.training(), LSGD(0.0, 0.0), 1, 1, steps=5)
+    np.testing.assert_array_equal(toys.stacked(workers), toys.stacked(off))
 
 
 @pytest.mark.parametrize(

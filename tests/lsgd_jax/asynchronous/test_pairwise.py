@@ -1,8 +1,8 @@
 """Pairwise averaging with snapshots of random peers."""
 
 import numpy as np
-import paced
 import pytest
+import toys
 
 from lsgd_jax.asynchronous import Pairwise, memory
 
@@ -19,9 +19,9 @@ def moved(method, steps=1):
 
     def note(worker):
         if worker.count == steps:
-            found[worker.index] = paced.positions([worker])[0]
+            found[worker.index] = toys.positions([worker])[0]
 
-    memory.run(paced.resting(), method, 1, 2, steps=steps + 3, observe=note)
+    memory.run(toys.resting(), method, 1, 2, steps=steps + 3, observe=note)
     return [found[0], found[1]]
 
 
@@ -36,7 +36,7 @@ def test_how_much_is_taken_follows_the_kind_of_interpolation(apart):
 
 def test_clocks_are_mixed_with_the_same_weight(apart):
     workers = memory.run(
-        paced.resting(), Pairwise("clock"), 1, 2, steps=8, step_seconds=[1, 3]
+        toys.resting(), Pairwise("clock"), 1, 2, steps=8, step_seconds=[1, 3]
     )
     clocks = [worker.running.state()["clock"] for worker in workers]
     # The slow one takes the more from the fast one, and then counts as nearly as far.
@@ -51,7 +51,7 @@ def test_below_the_threshold_less_is_taken(apart):
 
 def test_a_slow_one_and_a_slow_answer_hold_no_worker_up():
     workers = memory.run(
-        paced.training(),
+        toys.training(),
         Pairwise(),
         2,
         2,
@@ -78,24 +78,31 @@ def test_one_that_does_not_answer_is_asked_less_often_and_comes_back():
             memory.lost.clear(), memory.hung.clear()
 
     workers = memory.run(
-        paced.training(), Pairwise(), 1, 2, steps=60, events=fail, grace=1.5, latency=0.1
+        toys.training(),
+        Pairwise(),
+        1,
+        2,
+        steps=60,
+        events=fail,
+        grace=1.5,
+        latency=0.1,
     )
     assert 0 < sum(asked[10:60]) < 25
-    assert np.isfinite(paced.stacked(workers)).all()
+    assert np.isfinite(toys.stacked(workers)).all()
     assert workers[0].report.staleness >= 1 and workers[1].count > 10
 
 
 def test_one_that_is_not_finite_takes_its_peer_whole():
     for interpolation in ("constant", "loss", "clock"):
-        task = paced.broken(paced.training(), 1, steps=[3])
+        task = toys.broken(toys.training(), 1, steps=[3])
         workers = memory.run(task, Pairwise(interpolation), 1, 3, steps=9)
-        assert np.isfinite(paced.stacked(workers)).all()
+        assert np.isfinite(toys.stacked(workers)).all()
 
 
 def test_alone_it_is_the_base_optimizer():
-    workers = memory.run(paced.training(), Pairwise(), 1, 1, steps=5)
-    off = memory.run(paced.training(), Pairwise(fetch_probability=0.0), 1, 1, steps=5)
-    np.testing.assert_array_equal(paced.stacked(workers), paced.stacked(off))
+    workers = memory.run(toys.training(), Pairwise(), 1, 1, steps=5)
+    off = memory.run(toys.training(), Pairwise(fetch_probability=0.0), 1, 1, steps=5)
+    np.testing.assert_array_equal(toys.stacked(workers), toys.stacked(off))
 
 
 @pytest.mark.parametrize(

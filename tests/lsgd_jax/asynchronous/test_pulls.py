@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import paced
 import pytest
+import toys
 
 import lsgd_jax as lj
 from lsgd_jax.asynchronous import Pulls, Unreachable, memory
@@ -37,13 +37,13 @@ SPREAD = Pulls(lj.lsgd(**LEVELS), budget=True)
 
 
 def in_lock_step(method, nodes, locals, steps):
-    tx = optax.chain(paced.BASE, method)
+    tx = optax.chain(toys.BASE, method)
     workers = lj.Workers(nodes, locals)
-    x = workers.replicate(paced.start())
+    x = workers.replicate(toys.start())
     s, i = workers.map(tx.init)(x), workers.put(np.arange(nodes * locals))
 
     def step(x, s, i, t):
-        loss, g = paced.loss_and_grads(x, i, t.value)
+        loss, g = toys.loss_and_grads(x, i, t.value)
         u, s = tx.update(g, s, x, value=loss)
         return lj.apply_updates(x, u), s
 
@@ -64,16 +64,16 @@ def test_every_method_is_what_it_is_in_lock_step(name):
     if name == "lsgd":
         methods.append(SPREAD)
     for method in methods:
-        workers = memory.run(paced.training(), method, 2, 2, steps=10)
-        np.testing.assert_allclose(paced.stacked(workers), expected, rtol=1e-6, atol=1e-6)
+        workers = memory.run(toys.training(), method, 2, 2, steps=10)
+        np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 1)])
 def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
     expected = in_lock_step(METHODS["lsgd"], *grid, steps=8)
-    workers = memory.run(paced.training(), SPREAD, *grid, steps=8)
-    np.testing.assert_allclose(paced.stacked(workers), expected, rtol=1e-6, atol=1e-6)
+    workers = memory.run(toys.training(), SPREAD, *grid, steps=8)
+    np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_budget_is_spent_exactly_whoever_takes_its_steps():
@@ -85,7 +85,7 @@ def test_a_budget_is_spent_exactly_whoever_takes_its_steps():
             rounds.append(sum(counts.values()) - 1)  # before the step just taken
 
     workers = memory.run(
-        paced.training(),
+        toys.training(),
         Pulls(lj.lsgd(**{**LEVELS, "local_period": 4}), budget=True),
         2,
         2,
@@ -104,12 +104,12 @@ def test_the_rest_goes_on_without_one_that_is_lost():
         if worker.index == 1 and worker.count == 5:
             memory.lose(1)
 
-    workers = memory.run(paced.training(), SPREAD, 2, 2, steps=12, events=lose, grace=3)
+    workers = memory.run(toys.training(), SPREAD, 2, 2, steps=12, events=lose, grace=3)
     rest = [workers[i] for i in (0, 2, 3)]
     assert workers[1].count == 5 and sum(worker.count for worker in workers) >= 4 * 12 - 1
     assert max(worker.report.longest for worker in rest) <= 3
     # Those who are left still agree about who leads.
-    assert np.ptp(paced.stacked(rest), axis=0).max() < 5
+    assert np.ptp(toys.stacked(rest), axis=0).max() < 5
 
 
 def test_one_that_is_lost_and_started_again_takes_over_and_no_step_counts_twice():
@@ -122,7 +122,7 @@ def test_one_that_is_lost_and_started_again_takes_over_and_no_step_counts_twice(
 
     method = Pulls(lj.diloco(4), budget=True)
     workers = memory.run(
-        paced.training(), method, 2, 2, steps=16, events=lose, grace=3, restarts=True
+        toys.training(), method, 2, 2, steps=16, events=lose, grace=3, restarts=True
     )
     assert lost and workers[1].count > 5
     steps = sum(worker.count for worker in workers)
@@ -143,7 +143,7 @@ def test_one_that_comes_too_late_in_lock_step_takes_over_from_another(method):
             seen.append(worker.count)
 
     workers = memory.run(
-        paced.training(),
+        toys.training(),
         method,
         2,
         2,
@@ -160,19 +160,19 @@ def test_one_that_comes_too_late_in_lock_step_takes_over_from_another(method):
 
 def test_one_that_is_not_finite_moves_no_other_and_is_restored():
     for method in (SPREAD, Pulls(lj.diloco(4), budget=True)):
-        task = paced.broken(paced.training(), 1, steps=[5])
+        task = toys.broken(toys.training(), 1, steps=[5])
         workers = memory.run(task, method, 2, 2, steps=16)
-        assert np.isfinite(paced.stacked(workers)).all()
+        assert np.isfinite(toys.stacked(workers)).all()
 
 
 def test_bfloat16_stays():
-    workers = memory.run(paced.training(jnp.bfloat16), SPREAD, 1, 2, steps=8)
+    workers = memory.run(toys.training(jnp.bfloat16), SPREAD, 1, 2, steps=8)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(workers[0].params))
 
 
 def test_all_start_from_the_same_or_the_run_says_so():
     with pytest.raises(ValueError, match="the same parameters, but 2 different"):
-        memory.run(paced.resting(), SPREAD, 1, 2, steps=4)
+        memory.run(toys.resting(), SPREAD, 1, 2, steps=4)
 
 
 def test_one_that_finds_no_worker_to_take_over_from_says_so():
@@ -184,7 +184,14 @@ def test_one_that_finds_no_worker_to_take_over_from_says_so():
 
     with pytest.raises(Unreachable, match=r"none of the workers .* answered within 2 s"):
         memory.run(
-            paced.training(), SPREAD, 1, 3, steps=8, events=lose, grace=2, restarts=True
+            toys.training(),
+            SPREAD,
+            1,
+            3,
+            steps=8,
+            events=lose,
+            grace=2,
+            restarts=True,
         )
 
 

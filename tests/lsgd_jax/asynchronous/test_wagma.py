@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import paced
 import pytest
+import toys
 
 from lsgd_jax.asynchronous import WAGMA, memory
 
@@ -29,9 +29,9 @@ def after(steps, method, workers, **options):
 
     def note(worker):
         if worker.count == steps:
-            found[worker.index] = paced.positions([worker])[0]
+            found[worker.index] = toys.positions([worker])[0]
 
-    memory.run(up(paced.resting()), method, 1, workers, 6, observe=note, **options)
+    memory.run(up(toys.resting()), method, 1, workers, 6, observe=note, **options)
     return [found[i] for i in sorted(found)]
 
 
@@ -60,7 +60,7 @@ def test_all_take_the_same_parts_and_the_mean_of_all_makes_them_equal():
             together.append(memory.coordinator.number)
 
     found = memory.run(
-        paced.training(),
+        toys.training(),
         WAGMA(2, sync_period=5),
         2,
         2,
@@ -72,13 +72,13 @@ def test_all_take_the_same_parts_and_the_mean_of_all_makes_them_equal():
     assert sum(worker.count for worker in found) == 40 and together[-1] == 1
     assert found[0].count > 2 * found[3].count
     # It ends with the second mean of all.
-    assert np.ptp(paced.stacked(found), axis=0).max() == 0
+    assert np.ptp(toys.stacked(found), axis=0).max() == 0
 
 
 def test_staleness_is_measured_and_bounded_by_the_mean_of_all():
     stale = []
     memory.run(
-        paced.training(),
+        toys.training(),
         WAGMA(2, sync_period=4),
         1,
         2,
@@ -95,7 +95,7 @@ def test_a_lost_member_is_left_out_and_the_groups_it_is_in_make_no_mean():
             memory.lose(1)
 
     found = memory.run(
-        paced.training(),
+        toys.training(),
         WAGMA(2, sync_period=8),
         1,
         4,
@@ -116,7 +116,7 @@ def test_one_that_is_late_for_the_mean_of_all_takes_over():
         memory.step_seconds[1] = 30 if (worker.index, worker.count) == (1, 3) else 1
 
     found = memory.run(
-        paced.training(),
+        toys.training(),
         WAGMA(2, sync_period=4),
         1,
         2,
@@ -126,17 +126,17 @@ def test_one_that_is_late_for_the_mean_of_all_takes_over():
         step_seconds=[1, 1],
     )
     assert max(worker.report.longest for worker in found) <= 3
-    assert found[1].count > 20 and np.isfinite(paced.stacked(found)).all()
+    assert found[1].count > 20 and np.isfinite(toys.stacked(found)).all()
 
 
 def test_one_that_is_not_finite_is_left_out_and_takes_the_mean_whole():
-    task = paced.broken(paced.training(), 1, steps=[3])
+    task = toys.broken(toys.training(), 1, steps=[3])
     found = memory.run(task, WAGMA(2, 8), 1, 4, steps=12, latency=0.1)
-    assert np.isfinite(paced.stacked(found)).all()
+    assert np.isfinite(toys.stacked(found)).all()
 
 
 def test_alone_it_is_the_base_optimizer():
-    found = memory.run(paced.training(), WAGMA(2, 4), 1, 1, steps=5)[0]
+    found = memory.run(toys.training(), WAGMA(2, 4), 1, 1, steps=5)[0]
     assert found.count == 5 and found.report.bytes_sent == 0
 
 
@@ -145,4 +145,4 @@ def test_what_it_refuses():
         with pytest.raises(ValueError, match=f"`{next(iter(given))}` must be"):
             WAGMA(**given)
     with pytest.raises(ValueError, match="a power of two workers .*, got 3"):
-        memory.run(paced.training(), WAGMA(2, 4), 1, 3, steps=5)
+        memory.run(toys.training(), WAGMA(2, 4), 1, 3, steps=5)

@@ -36,7 +36,7 @@ def options(name):
 
 @pytest.mark.slow  # all of them together; the test before is the same with toys
 @pytest.mark.parametrize(
-    "name", [x for x in METHODS if x != "lsgd-diloco" and not METHODS[x].paced]
+    "name", [x for x in METHODS if x != "lsgd-diloco" and not METHODS[x].is_asynchronous]
 )
 def test_a_method_trains_on_with_more_workers_and_with_fewer(name, tmp_path, monkeypatch):
     monkeypatch.undo()  # the network of the experiment, and the figures

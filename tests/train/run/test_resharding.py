@@ -208,7 +208,7 @@ ALIKE += ["coordinate-median", "allreduce"]
         pytest.param(x, marks=[pytest.mark.slow] * (x in ALIKE))
         for x in METHODS
         if x != "lsgd-diloco"  # which refuses, see below
-        and not METHODS[x].paced
+        and not METHODS[x].is_asynchronous
     ],
 )
 def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):

@@ -35,7 +35,7 @@ SMALL["lsgd-diloco"] = dict(local_pull=0.5, local_period=2, period=2)
 WHOLE = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco", "diloco-leader")
 
 
-IN_LOCK_STEP = [name for name, method in METHODS.items() if not method.paced]
+IN_LOCK_STEP = [name for name, method in METHODS.items() if not method.is_asynchronous]
 
 
 def factories():
@@ -74,12 +74,12 @@ def test_every_default_on_the_command_line_is_the_librarys(name):
     assert left == (outer if "outer" in row.made else set())
 
 
-@pytest.mark.parametrize("name", [x for x in METHODS if METHODS[x].paced])
+@pytest.mark.parametrize("name", [x for x in METHODS if METHODS[x].is_asynchronous])
 def test_a_method_at_own_pace_has_the_options_of_its_factory(name):
     method = cli.parse(["digits", "--method", name]).method
-    parameters = inspect.signature(METHODS[name].row.paced).parameters.values()
+    parameters = inspect.signature(METHODS[name].row.asynchronous).parameters.values()
     assert vars(method) == {x.name: x.default for x in parameters}
-    assert isinstance(method.at_own_pace().window, int)
+    assert isinstance(method.asynchronous().window, int)
     assert pickle.loads(pickle.dumps(method)) == method
 
 
@@ -186,7 +186,7 @@ def test_clipping_stands_behind_the_aggregation():
 @pytest.mark.parametrize(
     "name, values, message",
     [
-        ("sgd", {}, "`method` must be one of lsgd, easgd"),
+        ("sgd", {}, "`method` must be one of lsgd, budget-lsgd"),
         ("parle", {"anchor_pull": np.inf}, "`method.anchor_pull` must be finite, got"),
         ("lsgd", {"local_pull": np.nan}, "`method.local_pull` must be finite, got"),
     ],

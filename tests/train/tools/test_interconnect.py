@@ -58,8 +58,18 @@ def test_the_report_holds_the_arithmetic():
     assert "would take 5.00 times as long" in text
 
 
-def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "pulls",
+    [
+        {("leader", "float32"): 0.25, ("mean", "float32"): 0.5},
+        pytest.param(None, marks=pytest.mark.slow),
+    ],
+    ids=["pulls as said", "pulls measured"],
+)
+def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys, pulls):
     monkeypatch.chdir(tmp_path)
+    if pulls is not None:
+        monkeypatch.setattr(interconnect, "pull_seconds", lambda *_: pulls)
     tiny.install(tiny.Wide, set=monkeypatch.setattr)
     options = "--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1".split()
     assert interconnect.main(["digits", *options]) == 0
@@ -69,6 +79,8 @@ def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
     assert "to wait for exchanges at most 10 % of the time" in output
     assert output.count("--method lsgd") == output.count("--method diloco") == 3
+    if pulls is not None:
+        assert "pauses of 500.0 ms" in output  # of a leader in the node, then of all
     assert not list(tmp_path.iterdir())
 
 

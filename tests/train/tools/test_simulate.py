@@ -59,7 +59,7 @@ def test_methods_are_compared_under_one_network(small, tmp_path, capsys):
 def test_the_same_seed_writes_the_same_files(monkeypatch, tmp_path):
     """In small, with a problem that compiles fast."""
     monkeypatch.setattr(simulate, "consensus", lambda config, workers: {"error": 50.0})
-    monkeypatch.setattr(simulate.own_pace, "training", lambda config, warn: LINE)
+    monkeypatch.setattr(simulate.asynchronous, "training", lambda config, warn: LINE)
     monkeypatch.setattr(simulate.compilation_cache, "use", lambda say: None)
     monkeypatch.setattr(simulate, "draw", lambda runs, path: None)
     for out in ("a", "b"):
@@ -76,7 +76,7 @@ def test_synchronous_methods_are_simulated(small, monkeypatch):
     plan = simulate.parse(
         [*COMMON, "--network", "ethernet-100m", *(f"--method={name}" for name in names)]
     )
-    training = simulate.own_pace.training(simulate._alone(plan.configs["sgp"]))
+    training = simulate.asynchronous.training(simulate._alone(plan.configs["sgp"]))
     waiting = {}
     for name, config in plan.configs.items():
         found = simulate.simulate(name, config, plan, training)

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from lsgd_jax.asynchronous import memory
-from train.task import methods, own_pace
+from train.task import asynchronous, methods
 from train.task.experiment import Experiment
 
 
@@ -41,8 +41,8 @@ def test_in_lock_step_they_are_the_synchronous_trainers(delay, shard, monkeypatc
 
     seen = [[] for _ in range(4)]
     workers = memory.run(
-        own_pace.training(config),
-        config.method.at_own_pace(),
+        asynchronous.training(config),
+        config.method.asynchronous(),
         nodes=2,
         locals=2,
         steps=6,

@@ -10,15 +10,15 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.config import Config
+from train.task.asynchronous import Own
 from train.task.experiment import Experiment, first_variables
-from train.task.own_pace import Own
 from train.task.state import TrainState
 
 
 State = dict[str, Any]  # of one worker, as an engine gives and takes it
 
 
-class Paced(NamedTuple):
+class AsynchronousState(NamedTuple):
     """What a `TrainState` holds besides, of workers at their own pace; leaves [W, ...].
 
     Attributes:
@@ -36,7 +36,7 @@ class Paced(NamedTuple):
     sent: Any
 
 
-class SideBySide(Experiment):
+class AsynchronousExperiment(Experiment):
     """An experiment whose workers train elsewhere, each at its own pace.
 
     The arguments are those of `Experiment`; the attribute `step` is not to be called.
@@ -46,7 +46,7 @@ class SideBySide(Experiment):
     """
 
     def __init__(self, config: Config, *args: Any, **options: Any):
-        self.method = config.method.at_own_pace()
+        self.method = config.method.asynchronous()
         super().__init__(config, *args, **options)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class SideBySide(Experiment):
         stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
         column = lambda name: [state[name] for state in states]
         put = lambda trees: self.workers.put(jax.tree.map(stack, *trees))
-        paced = Paced(
+        kept = AsynchronousState(
             base=put(column("opt_state")),
             method=put([jax.tree.leaves(tree) for tree in column("method")]),
             count=self.workers.put(np.asarray(column("count"), np.int32)),
@@ -95,7 +95,7 @@ class SideBySide(Experiment):
         return TrainState(
             params=put(column("params")),
             stats=put([own.stats for own in column("own")]),
-            opt_state=paced,
+            opt_state=kept,
             key=self.workers.put(self.worker_keys()),
             step=self.workers.share(jnp.int32(step)),
         )
@@ -109,11 +109,11 @@ class SideBySide(Experiment):
 
     def apart(self, state: TrainState) -> list[State]:
         """Each worker's own part of a state: what `stacked` was made of."""
-        paced, host = state.opt_state, self.workers.fetch
+        kept, host = state.opt_state, self.workers.fetch
         params, stats, base, leaves = map(
-            host, (state.params, state.stats, paced.base, paced.method)
+            host, (state.params, state.stats, kept.base, kept.method)
         )
-        counts, numbers = host((paced.count, paced.number))
+        counts, numbers = host((kept.count, kept.number))
         method = jax.tree.structure(self._first["method"])
         row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
         return [

@@ -35,7 +35,7 @@ class Claims:
         return claim
 
 
-class OwnPace:
+class FreeRunning:
     """One worker that takes its share of the W · steps of all, as fast as it can.
 
     Args:

@@ -13,7 +13,7 @@ from train import cli
 from train.__main__ import main
 from train.config import WorkersConfig
 from train.metrics import log
-from train.run import loop, own_pace
+from train.run import asynchronous, loop
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
@@ -114,7 +114,9 @@ def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, x in methods.METHODS.items() if x.paced])
+@pytest.mark.parametrize(
+    "name", [name for name, x in methods.METHODS.items() if x.is_asynchronous]
+)
 def test_every_method_trains_and_goes_on_with_other_workers(name, tmp_path, monkeypatch):
     small = {"period": 4, "local_period": 2, "global_period": 4, "delay": 1}
     small |= {"local_steps": 4, "sync_period": 4}
@@ -152,7 +154,7 @@ def test_an_engine_that_cannot_go_on_is_one_line(tmp_path, monkeypatch, capsys):
         raise RuntimeError("worker 1 was lost 4 times in a row")
 
     memory_engine.install(monkeypatch.setattr)
-    monkeypatch.setattr(own_pace.engine(), "run", fails)
+    monkeypatch.setattr(asynchronous.engine(), "run", fails)
     monkeypatch.setattr(cli, "parse", lambda _: dataclasses.replace(CONFIG, run_dir=folder))
     folder = str(tmp_path / "run")
     assert main([]) == 1

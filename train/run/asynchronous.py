@@ -22,8 +22,8 @@ from train.run.open import Run
 from train.run.reading import Archive
 from train.run.saving import save
 from train.run.testing import run_test
-from train.task.own_pace import Own, of_worker
-from train.task.side_by_side import SideBySide, State
+from train.task.asynchronous import Own, of_worker
+from train.task.asynchronous_experiment import AsynchronousExperiment, State
 
 
 GIB = 2**30
@@ -32,7 +32,7 @@ GIB = 2**30
 def take_steps(run: Run) -> signal.Signals | str | None:
     """Has the steps taken that are left; what stops the run before they are, or None."""
     config, experiment = run.config, run.experiment
-    assert isinstance(experiment, SideBySide)
+    assert isinstance(experiment, AsynchronousExperiment)
     follower = Follower(run, experiment)
     options, chosen = config.ray, engine()
     store = options.object_store
@@ -77,7 +77,7 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
     """
     try:
         archive = Archive(folder / CHECKPOINTS)
-        experiment = SideBySide(config)
+        experiment = AsynchronousExperiment(config)
         like = experiment.init()
     except (OSError, ValueError):
         return None
@@ -103,12 +103,13 @@ class Follower:
       stopped_by: what stops the run before all steps are taken, or None.
     """
 
-    def __init__(self, run: Run, experiment: SideBySide):
+    def __init__(self, run: Run, experiment: AsynchronousExperiment):
         self._run, self._experiment = run, experiment
         self._counts = [state["count"] for state in experiment.apart(run.state)]
         self._sent = experiment.sent(run.state)
         self._states: list[State | None] = [None] * len(self._counts)
         self._reported, self._present = run.step, set(range(len(self._counts)))
+        self._missing: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
         recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
@@ -196,11 +197,13 @@ class Follower:
         """Says which workers are down, and which are back."""
         progress, counts = self._run.progress, self._counts
         present = set(standing.present) | set(remote.ended)
-        for i in sorted(self._present - present):
+        missing = self._present - present
+        down, self._missing = missing & self._missing, missing  # not who has just ended
+        for i in sorted(down):
             progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
             progress.say(f"worker {i} is back")
-        self._present = present
+        self._present = (self._present | present) - down
 
     # What is kept
 
