@@ -9,13 +9,14 @@ step sleeps for --step-ms, so that what is compared is the waiting, not the spee
 shared CPU; the parameters are one vector of --megabytes.
 
 What the simulator is told is measured apart from what it predicts: the time of a step in a
-run without exchanges, the software's part of a message in a run without a limit, and the
-bandwidth by TCP streams from each host to the next.
+run without exchanges, the software's part of a message in a run of each engine's first
+method without a limit, and the bandwidth by TCP streams from each host to the next.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -117,11 +118,6 @@ def make_training(size, seconds):
         return {"w": u}, opt_state, (begun, now, t), loss
 
     return lj.asynchronous.Training(init, step)
-
-
-def least(measure, times):
-    """The run that a shared machine has disturbed least."""
-    return min(measure() for _ in range(times))
 
 
 def per_100_steps(owns):
@@ -315,40 +311,34 @@ def main():
         return role_driver(job) if job["host"] is None else role_process(job)
     size = int(options.megabytes * 1e6 / 4)
     job = {"size": size, "seconds": options.step_ms / 1e3, "steps": options.steps}
-    real = {"processes": real_processes, "ray": real_ray}
     engines = options.engines.split(",")
     methods = [name for name, (engine, *_) in METHODS.items() if engine in engines]
-    told = {}
-    with hosts("none", engines):
-        bandwidth = bandwidth_of("none")
-        steps = {
-            engine: real[engine]({**job, "method": "none"}) / 100 for engine in engines
-        }
-        for name in methods:
-            own, engine = {**job, "method": name}, METHODS[name][0]
-            took = least(lambda e=engine, o=own: real[e](o), options.repeats)
-            told[name] = steps[engine], calibrated(own, steps[engine], bandwidth, took)
-            print(
-                f"{name}: {took:.2f} s without a limit; step {steps[engine]:.4f} s, ",
-                end="",
-            )
-            print(f"overhead {1e3 * told[name][1]:.2f} ms", flush=True)
+
+    def real(engine, method):
+        run = {"processes": real_processes, "ray": real_ray}[engine]
+        return min(run({**job, "method": method}) for _ in range(options.repeats))
+
+    took = {}
+    for rate in ("none", *options.rates.split(",")):
+        with hosts(rate, engines):
+            took[rate] = {name: real(METHODS[name][0], name) for name in methods}
+            took[rate]["stream"] = bandwidth_of(rate)
+            if rate == "none":
+                steps = {engine: real(engine, "none") / 100 for engine in engines}
+        print(rate, took[rate], steps, flush=True)
     print("| method | network | real, s / 100 steps | predicted | difference |")
     print("| --- | --- | --- | --- | --- |")
-    for rate in options.rates.split(","):
-        with hosts(rate, engines):
-            bandwidth = bandwidth_of(rate)
-            print(f"(a stream: {bandwidth / 1e6:.1f} MB/s)", file=sys.stderr, flush=True)
-            for name in methods:
-                own = {**job, "method": name}
-                measure = real[METHODS[name][0]]
-                took = least(lambda m=measure, o=own: m(o), options.repeats)
-                found = simulated(own, *told[name], bandwidth)
-                difference = 100 * (found - took) / took
-                print(
-                    f"| {name} | {rate} | {took:.2f} | {found:.2f} | {difference:+.0f} % |",
-                    flush=True,
-                )
+    overheads = {}
+    for rate, name in itertools.product(took, methods):
+        engine, own = METHODS[name][0], {**job, "method": name}
+        found, bandwidth = took[rate][name], took[rate]["stream"]
+        if engine not in overheads:  # measured with the first method, without a limit
+            overheads[engine] = calibrated(own, steps[engine], bandwidth, found)
+        predicted = simulated(own, steps[engine], overheads[engine], bandwidth)
+        difference = f"{100 * (predicted - found) / found:+.0f} %"
+        print(f"| {name} | {rate} | {found:.2f} | {predicted:.2f} | {difference} |")
+    told = {k: f"{1e3 * v:.1f} ms" for k, v in overheads.items()}
+    print(f"steps: {steps}; overhead of a message: {told}")
 
 
 if __name__ == "__main__":
