@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     with hosts(PROCESSES, options.rate) as names:
         again = [sys.executable, *sys.argv]
         processes = [

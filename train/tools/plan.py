@@ -43,8 +43,8 @@ class Link(NamedTuple):
     def given(cls, mbit: float, latency_ms: float, workers: int) -> "Link":
         """From what each worker can send, in Mbit/s, as a ring all-reduce uses it.
 
-        >>> Link.given(mbit=120, latency_ms=5, workers=4)
-        Link(latency=0.005, rate=10000000.0, workers=4, measured={})
+        >>> Link.given(mbit=120, latency_ms=5, workers=4).rate
+        10000000.0
         """
         rate = mbit * 1e6 / 8 * workers / (2 * max(workers - 1, 1))
         return cls(latency_ms / 1e3, rate, workers)
