@@ -143,7 +143,7 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, t
     """The run goes on from the checkpoint before."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER)
-    unfinished = lambda: list((run / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+    unfinished = lambda: list((run / "checkpoints").glob("[0-9]*.orbax-checkpoint-tmp*"))
     trainers.until(lambda: checkpoints(run) and unfinished())
     trainers.send(signal.SIGKILL, 0)
     assert_named(trainers, {1}, 0, run)
