@@ -26,6 +26,7 @@ from train.task.methods import METHODS, ROWS
 
 # What a few steps need to show something.
 SMALL = {"lsgd": dict(local_pull=0.5, global_pull=0.5, local_period=2, global_period=4)}
+SMALL["budget-lsgd"] = SMALL["lsgd"]
 SMALL["post-local-sgd"] = dict(period=2, switch_step=4)
 for name in "easgd downpour local-sgd slowmo diloco diloco-leader parle".split():
     SMALL[name] = dict(period=2)
