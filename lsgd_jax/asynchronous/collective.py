@@ -152,17 +152,27 @@ async def _slices(
 ) -> np.ndarray:
     """The givers' sum; each owner adds up a slice."""
     me = ports.place.index
+
+    async def from_peer(i: int, pending: "Pending") -> np.ndarray:
+        try:
+            return await fetched(pending)
+        except Unreachable:
+            await ports.missed(i)  # so that nobody waits for it again
+            raise
+
     bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
     slices = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
     mine = slices[list(owners).index(me)]
     parts = {i: ports.fetch(i, key, mine) for i in givers if i != me}
     total = np.zeros([mine.stop - mine.start], np.float32)
     for i in givers:
-        total = total + (vector[mine] if i == me else await fetched(parts[i]))
+        total = total + (vector[mine] if i == me else await from_peer(i, parts[i]))
     total = ports.mailbox.as_sent(total)
     ports.post((key, "sum"), total)
     sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
-    return np.concatenate([total if i == me else await fetched(sums[i]) for i in owners])
+    return np.concatenate(
+        [total if i == me else await from_peer(i, sums[i]) for i in owners]
+    )
 
 
 async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:

@@ -209,6 +209,9 @@ class MemoryPorts(Ports):
     def claim(self, step: int) -> Pending:
         return self._coordinator(lambda c: c.claim(self.place.index, step))
 
+    def missed(self, peer: int) -> Pending:
+        return self._coordinator(lambda c: c.leave(peer))
+
     def report(self, report: Report) -> Pending:
         report = dataclasses.replace(report)  # as it is now
         return self._coordinator(lambda c: c.report(self.place.index, report))

@@ -138,6 +138,13 @@ class Ports(abc.ABC):
         """
 
     @abc.abstractmethod
+    def missed(self, peer: int) -> Pending:
+        """Tells the coordinator of a peer that did not answer within `grace`.
+
+        It is absent until it is heard of again: rounds do not wait for it once more.
+        """
+
+    @abc.abstractmethod
     def report(self, report: Report) -> Pending:
         """Tells the coordinator how far this worker is: the `Standing` of all."""
 

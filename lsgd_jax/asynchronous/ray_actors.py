@@ -97,15 +97,24 @@ class WorkerActor:
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def fetch(self, key: Hashable, part: slice) -> Any:
+        if self._is_back():
+            return None  # it was asked of the process before
         mailbox = self._ports.mailbox
         found = mailbox.wait(lambda: mailbox.read(key, part), self._job.grace)
         return self._packed(found)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def contribution(self, number: int) -> Any:
+        if self._is_back():
+            return None
         mailbox = self._ports.mailbox
         found = mailbox.wait(lambda: mailbox.contribution(number), self._job.grace)
         return self._packed(found)
+
+    def _is_back(self) -> bool:
+        """Whether it has been started again, and does not take part yet."""
+        worker = self._worker
+        return self._ports.starts > 1 and (worker is None or worker.state() is None)
 
     def _packed(self, content: Any) -> Any:
         return self._ports.wire.pack(content)
@@ -197,6 +206,10 @@ class CoordinatorActor:
         await self._ready()
         self._coordinator.leave(i)
         self._wake()
+
+    async def missed(self, i: int, peer: int) -> None:
+        """Worker i has waited for a peer in vain."""
+        await self.leave(peer)
 
     async def claim(self, i: int, step: int) -> Claim:
         await self._ready()

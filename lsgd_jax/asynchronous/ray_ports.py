@@ -295,6 +295,9 @@ class RayPorts(Ports):
 
         return self.coordinator("round", key, value, list(members), then=noted)
 
+    def missed(self, peer: int) -> Pending:
+        return self.coordinator("missed", peer)
+
     def report(self, report: Report) -> Pending:
         """At most every `EVERY` seconds; in between it gives what is known."""
         if self._standing is not None and time.monotonic() - self._reported < EVERY:

@@ -220,6 +220,9 @@ class SimulatedPorts(Ports):
     def claim(self, step: int) -> Pending:
         return self._coordinator(lambda c: c.claim(self.place.index, step))
 
+    def missed(self, peer: int) -> Pending:
+        return self._coordinator(lambda _: self._simulation.miss(peer))
+
     def report(self, report: Report) -> Pending:
         return self._coordinator(lambda c: c.report(self.place.index, report))
 

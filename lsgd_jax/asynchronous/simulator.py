@@ -141,6 +141,11 @@ class Simulation:
                     after = meeting.conclude(brought)
                     after.callbacks.append(lambda e, m=meeting: m.event.succeed(e.value))
 
+    def miss(self, i: int) -> None:
+        """A worker was asked in vain: rounds do not wait for it."""
+        self.coordinator.leave(i)
+        self._end(list(self._meetings))
+
     def service(self) -> simpy.Event:
         """The coordinator has served one more call, after those that came before."""
         now = self.environment.now
