@@ -3,11 +3,11 @@
     python benchmarks/exchange_cost.py [--processes 4] [--repetitions 7] [--sizes 0.35 24]
 
 Workers hold some million float32 parameters in many leaves. Each repetition times, one
-after the other, AdamW alone, AdamW and lsgd on steps without a pull, and on steps with one;
-printed are medians (and minima) of the milliseconds per step and the ratio to AdamW of the
-same repetition. `--processes N` takes N processes of one device in place of 8 devices of
-one. `--compile N...` times compilation for that many leaves instead. Memory: about 20 bytes
-per parameter and worker.
+after the other, AdamW alone, AdamW and lsgd on steps without a pull ("silent"; "not due":
+compiled for these alone), and on steps with one. Printed are medians (and minima) of the
+milliseconds per step and the ratio to AdamW of the same repetition. `--processes N` takes
+N processes of one device in place of 8 devices of one. `--compile N...` times compilation
+for that many leaves instead. Memory: about 20 bytes per parameter and worker.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def launch(options):
     sys.exit(max(child.wait() for child in children))
 
 
-def build(lj, jax, jnp, optax, base, method, size, leaves, workers):
+def build(lj, jax, jnp, optax, base, method, due, size, leaves, workers):
     """(step, params, state, grads) of a chain on parameters of so many million elements."""
     wanted = int(size * 1e6)
     big = wanted // 2 // 8  # eight large leaves hold half of it
@@ -52,7 +52,7 @@ def build(lj, jax, jnp, optax, base, method, size, leaves, workers):
     tx = optax.chain({"adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3)}[base], *method)
 
     def train_step(x, state, g, loss):
-        u, state = tx.update(g, state, x, value=loss)
+        u, state = tx.update(g, state, x, value=loss, due=due)
         return lj.apply_updates(x, u), state
 
     params = workers.replicate(tree)
@@ -82,9 +82,10 @@ def measure(options):
     workers = lj.Workers(nodes=2, locals=count // 2)
     loss = workers.put(jnp.arange(float(count)))
     methods = {
-        "alone": [],
-        "silent": [lj.lsgd(0.1, 0.1, 1_000_000, 1_000_000)],
-        "one pull": [lj.lsgd(0.1, 0.0, 1, 1)],
+        "alone": ([], None),
+        "silent": ([lj.lsgd(0.1, 0.1, 1_000_000, 1_000_000)], None),
+        "not due": ([lj.lsgd(0.1, 0.1, 1_000_000, 1_000_000)], False),
+        "one pull": ([lj.lsgd(0.1, 0.0, 1, 1)], None),
     }
     if main:
         print(f"jax {jax.__version__}, {workers}")
@@ -95,9 +96,10 @@ def measure(options):
             steps = 20 if size < 2 else 3
             times = {name: [] for name in methods}
             runs = {}
-            for name, method in methods.items():
+            for name, (method, due) in methods.items():
+                leaves = options.leaves
                 runs[name] = list(
-                    build(lj, jax, jnp, optax, base, method, size, options.leaves, workers)
+                    build(lj, jax, jnp, optax, base, method, due, size, leaves, workers)
                 )
             for repetition in range(options.repetitions + 1):
                 for name, run in runs.items():

@@ -142,6 +142,13 @@ class Exchange(optax.GradientTransformationExtraArgs):
 
     pulls: tuple[Pull, ...] = ()
 
+    def is_due(self, step: int) -> bool:
+        """Whether anything is sent or applied at this step: for a loop on the host.
+
+        step: counted from 1, as `ExchangeState.count` is.
+        """
+        return any(step % pull.every in (pull.sends_at, pull.offset) for pull in self.pulls)
+
 
 def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     r"""Pulls a worker towards what it agrees on with others, every so often.
@@ -156,7 +163,12 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
       y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau \\
       u &\leftarrow y - x
 
-    On all other steps u passes and nothing is communicated. The update sets where the
+    On all other steps u passes and nothing is communicated. A loop that counts its steps
+    may compile these by themselves: ``tx.update(grads, state, params, value=loss,
+    due=False)`` leaves the pulls out, where `Exchange.is_due` says that none is due. A pull
+    that was left out is counted as misplaced.
+
+    The update sets where the
     worker will stand, so an exchange stands **last** in its chain: if x is not there at the
     next step, `diagnostics` counts it as misplaced.
 
@@ -209,10 +221,12 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             pulls=tuple(_init(pull, params) for pull in pulls),
         )
 
-    def update(updates, state, params=None, *, value=None, **extra_args) -> Any:
+    def update(updates, state, params=None, *, value=None, due=None, **extra_args) -> Any:
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
+        if due is not None and not isinstance(due, bool):
+            raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
         x, u = params, trees.widen(updates)
         t = jnp.asarray(optax.safe_increment(state.count.value))
         u, pull_states, fits = step_rules(pulls, u, x, state.pulls, value, t)
@@ -239,18 +253,22 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         def keep(u, pull_states):
             return u, pull_states, sick
 
-        any_due = any_of(*(due.sends for due in dues), *(due.lands for due in dues))
-        u, pull_states, sick = cond(any_due, run_pulls, keep, u, pull_states)
-        traffic = [
-            state.traffic.add(
-                due.group.bytes_sent, due.sends, due.pull.every, due.pull.sends_at
-            )
-            for due, state in zip(dues, state.pulls)
-        ]
+        any_due = any_of(*(each.sends for each in dues), *(each.lands for each in dues))
+        runs = any_due if due is None else due
+        u, pull_states, sick = cond(runs, run_pulls, keep, u, pull_states)
+        traffic = [before.traffic for before in state.pulls]
+        if runs is not False:
+            traffic = [
+                before.add(
+                    each.group.bytes_sent, each.sends, each.pull.every, each.pull.sends_at
+                )
+                for each, before in zip(dues, traffic)
+            ]
+        missed = any_due if runs is False else False
         return u, ExchangeState(
             count=Shared(t),
             sick=sick,
-            misplaced=state.misplaced + misplaced(state.expected, x),
+            misplaced=state.misplaced + (misplaced(state.expected, x) | missed),
             expected=sample_after(x, u),
             pulls=tuple(
                 PullState(rule, pending, restored, sent, wire)

@@ -1,7 +1,6 @@
 """The kernel: offsets, delays, parts, health, places in the chain, states, counts."""
 
 import functools
-import re
 
 import chex
 import flax.serialization
@@ -274,36 +273,6 @@ def test_messages_in_flight_are_not_for_other_workers():
     assert found.all() and target.tolist() == [[0], [0]]
     _, found = lj.resize(state, [1, 1, 0]).pulls[0].pending
     assert found.shape == (3,) and not found.any()
-
-
-# Many leaves
-
-
-def test_a_step_of_many_leaves_grows_in_proportion():
-    """By the size of what XLA compiles; 400 leaves took minutes when it grew with n²."""
-
-    def instructions(leaves):
-        workers = pair()
-        tree = workers.replicate({str(i): jnp.ones(3 + i % 2) for i in range(leaves)})
-        tx = optax.chain(optax.adam(0.1), lj.lsgd(0.1, 0.1, 2, 4))
-        step = workers.map(lambda x, s, v: tx.update(x, s, x, value=v))
-        state = jax.eval_shape(workers.map(tx.init), tree)
-        text = step.lower(tree, state, workers.put(jnp.ones(2))).compile().as_text()
-        return len(re.findall(r"^\s+(?:ROOT )?%", text, re.M))
-
-    few, many = instructions(20), instructions(60)
-    assert many < 3.3 * few
-
-
-def test_small_leaves_travel_together_and_large_ones_alone():
-    small = {str(i): jnp.ones([2, 2], [jnp.float32, jnp.bfloat16][i % 2]) for i in range(6)}
-    tree = small | {"large": jnp.ones([2**10, 2**11])}
-    packing = lj.packing.Packing(tree)
-    buffers = packing.pack(tree)
-    assert sorted(b.size for b in buffers) == [12, 12, 2**21]
-    chex.assert_trees_all_equal(packing.unpack(buffers), tree)
-    again = jax.jit(lambda buffers, t: packing.unpack(buffers, t=t))(buffers, jnp.int32(1))
-    chex.assert_trees_all_equal(again, tree)
 
 
 # What is refused

@@ -1,0 +1,108 @@
+"""What steps cost: those of many leaves, and those at which nothing is due."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import exchanges
+
+import lsgd_jax as lj
+
+
+# Many leaves
+
+
+@pytest.mark.slow
+def test_a_step_of_many_leaves_grows_in_proportion():
+    """By the size of what XLA compiles; 400 leaves took minutes when it grew with n²."""
+
+    def instructions(leaves):
+        workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+        tree = workers.replicate({str(i): jnp.ones(3 + i % 2) for i in range(leaves)})
+        tx = optax.chain(optax.adam(0.1), lj.lsgd(0.1, 0.1, 2, 4))
+        step = workers.map(lambda x, s, v: tx.update(x, s, x, value=v))
+        state = jax.eval_shape(workers.map(tx.init), tree)
+        text = step.lower(tree, state, workers.put(jnp.ones(2))).compile().as_text()
+        return len(re.findall(r"^\s+(?:ROOT )?%", text, re.M))
+
+    few, many = instructions(20), instructions(60)
+    assert many < 3.3 * few
+
+
+def test_small_leaves_travel_together_and_large_ones_alone():
+    small = {str(i): jnp.ones([2, 2], [jnp.float32, jnp.bfloat16][i % 2]) for i in range(6)}
+    tree = small | {"large": jnp.ones([2**10, 2**11])}
+    packing = lj.packing.Packing(tree)
+    buffers = packing.pack(tree)
+    assert sorted(b.size for b in buffers) == [12, 12, 2**21]
+    chex.assert_trees_all_equal(packing.unpack(buffers), tree)
+    again = jax.jit(lambda buffers, t: packing.unpack(buffers, t=t))(buffers, jnp.int32(1))
+    chex.assert_trees_all_equal(again, tree)
+
+
+# A loop that knows on the host when nothing is due
+
+PULLS = {
+    "lsgd": lambda: lj.lsgd(0.3, 0.2, 2, 3),
+    "lsgd_delayed": lambda: lj.lsgd(0.0, 0.2, 3, 3, delay=1),
+    "diloco_streaming": lambda: lj.diloco(6, fragments=2, delay=1, mixing=0.5),
+    "sgp_in_nodes": lambda: lj.exchange(lj.sgp(axes="local"), lj.local_sgd(4, axes="node")),
+    "nothing": lambda: lj.lsgd(0.0, 0.0),
+}
+
+
+def stepping(pulls, workers):
+    """(step of a due, parameters, state, gradients, losses)."""
+    tx, rng = optax.chain(optax.sgd(0.1), pulls), np.random.default_rng(0)
+
+    def step(x, state, g, loss, due=None):
+        u, state = tx.update(g, state, x, value=loss, due=due)
+        return lj.apply_updates(x, u), state
+
+    tree = lambda: {
+        name: rng.normal(size=(workers.num_workers, 5)).astype(np.float32) for name in "ab"
+    }
+    x, g = workers.put(tree()), workers.put(tree())
+    loss = workers.put(jnp.arange(float(workers.num_workers)))
+    of = lambda due: workers.map(functools.partial(step, due=due))
+    return of, x, workers.map(tx.init)(x), g, loss
+
+
+LIKE_ANOTHER = ("lsgd", "diloco_streaming")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in LIKE_ANOTHER)) for x in PULLS],
+)
+def test_a_step_compiled_without_pulls_is_a_step_at_which_none_is_due(name):
+    pulls = PULLS[name]()
+    of, x, state, *rest = stepping(pulls, lj.Workers(2, 2))
+    usual, step = of(None), {due: of(due) for due in (True, False)}
+    expected = (x, state)
+    for t in range(1, 9):
+        expected = usual(*expected, *rest)
+        x, state = step[pulls.is_due(t)](x, state, *rest)
+    chex.assert_trees_all_close((x, state), expected, rtol=1e-6)
+    text = step[False].lower(x, state, *rest).compile().as_text()
+    assert exchanges(text) == (0, []) and " conditional(" not in text
+
+
+def test_a_pull_that_was_left_out_is_reported():
+    of, x, state, *rest = stepping(lj.local_sgd(2), lj.Workers(1, 2))
+    step = of(False)
+    for _ in range(4):
+        x, state = step(x, state, *rest)
+    (level,) = lj.diagnostics(state)
+    assert level.exchanges == 0 and level.misplaced.tolist() == [2, 2]
+
+
+def test_due_is_known_while_tracing():
+    of, *given = stepping(lj.local_sgd(2), lj.Workers(1, 2))
+    with pytest.raises(ValueError, match="`due` must be a bool while tracing, or None"):
+        of(jnp.asarray(True))(*given)
