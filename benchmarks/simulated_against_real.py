@@ -16,87 +16,36 @@ method without a limit, and the bandwidth by TCP streams from each host to the n
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from limited_hosts import limited_hosts, ray_on
 
 import lsgd_jax as lj
 
 
 HOSTS, WARM = 4, 8  # steps at the start that are not counted: they compile
-BURST = {"100mbit": "256kbit", "1gbit": "2mbit"}
-NAME = "lsgdsim"
 METHODS = {
     "all-reduce, every step": ("processes", lj.local_sgd(1), False),
     "lsgd, period 8": ("processes", lj.lsgd(0, 0.1, 8, 8), False),
     "async-lsgd, period 8": ("ray", lj.lsgd(0, 0.1, 8, 8), True),
     "overlapped lsgd, period 8, delay 4": ("ray", lj.lsgd(0, 0.1, 8, 8, delay=4), False),
 }
+AGAIN = [sys.executable, __file__, "--role"]
+PIPES: Any = dict(stdout=subprocess.PIPE, text=True)
 NONE = {"processes": lj.local_sgd(10**6), "ray": lj.local_sgd(10**6)}
-
-
-# Hosts
-
-
-def hosts_up(rate):
-    run = lambda line: subprocess.run(line.split(), check=True)
-    run(f"ip link add {NAME} type bridge")
-    run(f"ip link set {NAME} up")
-    for i in range(HOSTS):
-        host, address = f"{NAME}{i}", f"10.87.0.{i + 1}"
-        run(f"ip netns add {host}")
-        run(f"ip link add {NAME}v{i} type veth peer name {NAME}e{i}")
-        run(f"ip link set {NAME}e{i} netns {host}")
-        run(f"ip link set {NAME}v{i} master {NAME}")
-        run(f"ip link set {NAME}v{i} up")
-        inside = f"ip netns exec {host}"
-        run(f"{inside} ip addr add {address}/24 dev {NAME}e{i}")
-        run(f"{inside} ip link set {NAME}e{i} up")
-        run(f"{inside} ip link set lo up")
-        if rate != "none":
-            limit = f"root tbf rate {rate} burst {BURST[rate]} latency 200ms"
-            run(f"{inside} tc qdisc add dev {NAME}e{i} {limit}")
-        folder = pathlib.Path("/etc/netns") / host
-        folder.mkdir(parents=True, exist_ok=True)
-        names = f"127.0.0.1 localhost\n{address} {os.uname().nodename}\n"
-        (folder / "hosts").write_text(names)
-
-
-def hosts_down():
-    run = lambda line: subprocess.run(line.split(), check=False, capture_output=True)
-    for i in range(HOSTS):
-        run(f"ip netns del {NAME}{i}")
-        run(f"ip link del {NAME}v{i}")
-        run(f"rm -rf /etc/netns/{NAME}{i}")
-    run(f"ip link del {NAME}")
-
-
-@contextlib.contextmanager
-def hosts(rate, engines):
-    hosts_down()
-    hosts_up(rate)
-    with contextlib.ExitStack() as stack:
-        stack.callback(hosts_down)
-        if "ray" in engines:
-            stack.enter_context(ray_on_all_hosts())
-        yield
-
-
-def on_host(i, command, **options):
-    return subprocess.Popen(
-        ["ip", "netns", "exec", f"{NAME}{i}", *command], start_new_session=True, **options
-    )
 
 
 # What is trained
@@ -128,10 +77,8 @@ def per_100_steps(owns):
 
 
 def role_process(job):
-    """One of the synchronous processes; the first prints seconds per 100 steps."""
-    import jax as jax_
-
-    jax_.distributed.initialize("10.87.0.1:7001", HOSTS, job["host"])
+    """One of the synchronous processes; prints seconds per 100 steps."""
+    jax.distributed.initialize(f"{job['addresses'][0]}:7001", HOSTS, job["host"])
     workers = lj.Workers(HOSTS, 1)
     tx = optax.chain(optax.sgd(1e-3), exchange_of(job))
     params = workers.replicate({"w": jnp.zeros(job["size"])})
@@ -145,25 +92,24 @@ def role_process(job):
     step = workers.map(step)
     for t in range(1, job["steps"] + 1):
         params, state, loss = step(params, state)
-        jax_.block_until_ready(params)
+        jax.block_until_ready(params)
         time.sleep(job["seconds"])
         if t == WARM:
             begun = time.time()
-    if job["host"] == 0:
-        print("RESULT", per_100_steps([(begun, time.time(), job["steps"])]), flush=True)
-    jax_.distributed.shutdown()
+    print("RESULT", per_100_steps([(begun, time.time(), job["steps"])]), flush=True)
+    jax.distributed.shutdown()
 
 
 def exchange_of(job):
     return METHODS[job["method"]][1] if job["method"] in METHODS else NONE["processes"]
 
 
-def real_processes(job):
+def on_all(hosts, job):
+    """What each of the hosts prints."""
+    job = {**job, "addresses": [hosts.address(i) for i in range(HOSTS)]}
     jobs = [json.dumps({**job, "host": i}) for i in range(HOSTS)]
-    command = [sys.executable, __file__, "--role"]
-    pipes = dict(stdout=subprocess.PIPE, text=True)
-    started = [on_host(i, [*command, job], **pipes) for i, job in enumerate(jobs)]
-    return result_of([p.communicate(timeout=900)[0] for p in started][0])
+    started = [hosts.start(i, [*AGAIN, job], **PIPES) for i, job in enumerate(jobs)]
+    return [result_of(process.communicate(timeout=900)[0]) for process in started]
 
 
 def role_driver(job):
@@ -179,50 +125,24 @@ def role_driver(job):
         HOSTS,
         1,
         job["steps"],
-        options=ray_engine.Options(address="10.87.0.1:6379", grace=60),
+        options=ray_engine.Options(address=job["ray"], grace=60),
     )
     owns = [tuple(map(float, state["own"])) for state in outcome.states]
     print("RESULT", per_100_steps(owns), flush=True)
 
 
-def real_ray(job):
-    command = [sys.executable, __file__, "--role", json.dumps({**job, "host": None})]
-    driver = on_host(0, command, stdout=subprocess.PIPE, text=True)
+def real_ray(hosts, address, job):
+    command = [*AGAIN, json.dumps({**job, "ray": address, "host": None})]
+    driver = hosts.start(0, command, **PIPES)
     return result_of(driver.communicate(timeout=900)[0])
 
 
-@contextlib.contextmanager
-def ray_on_all_hosts():
-    """One cluster of Ray over the hosts."""
-    ray = str(pathlib.Path(sys.executable).parent / "ray")
-    store = f"--object-store-memory={500 * 2**20}"
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    started = []
-    try:
-        for i in range(HOSTS):
-            where = ["--head", "--port=6379"] if i == 0 else ["--address=10.87.0.1:6379"]
-            address = f"--node-ip-address=10.87.0.{i + 1}"
-            line = [ray, "start", *where, address, "--num-cpus=1", store, "--block"]
-            line += ["--include-dashboard=false"] if i == 0 else []
-            started.append(joined(i, line, quiet))
-        yield
-    finally:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 15)
-        for process in started:
-            process.wait(60)
-
-
-def joined(i, line, options):
-    """Ray on a host; tried again as long as the first host's is not there yet."""
-    for _ in range(6):
-        process = on_host(i, line, **options)
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            return process
-    raise RuntimeError(f"Ray does not start on host {i}: {' '.join(line)}")
+def fastest(hosts, address, job, repeats, engine, method):
+    """Seconds per 100 steps of the fastest of several real runs."""
+    job = {**job, "method": method}
+    if engine == "ray":
+        return min(real_ray(hosts, address, job) for _ in range(repeats))
+    return min(on_all(hosts, job)[0] for _ in range(repeats))
 
 
 def result_of(output):
@@ -232,9 +152,9 @@ def result_of(output):
 def role_stream(job):
     """Sends to the next host while the one before sends to this: bytes per second."""
     me, count = job["host"], job["bytes"]
-    listener = socket.create_server((f"10.87.0.{me + 1}", 7002))
+    listener = socket.create_server((job["addresses"][me], 7002))
     time.sleep(2)
-    out = socket.create_connection((f"10.87.0.{(me + 1) % HOSTS + 1}", 7002))
+    out = socket.create_connection((job["addresses"][(me + 1) % HOSTS], 7002))
     into, _ = listener.accept()
     begun = time.time()
     sender = threading.Thread(target=out.sendall, args=(bytes(count),))
@@ -246,14 +166,9 @@ def role_stream(job):
     print("RESULT", count / (time.time() - begun), flush=True)
 
 
-def bandwidth_of(rate):
+def bandwidth_of(hosts, rate):
     count = {"100mbit": 20_000_000}.get(rate, 100_000_000)
-    job = {"stream": True, "bytes": count}
-    jobs = [json.dumps({**job, "host": i}) for i in range(HOSTS)]
-    pipes = dict(stdout=subprocess.PIPE, text=True)
-    command = [sys.executable, __file__, "--role"]
-    started = [on_host(i, [*command, job], **pipes) for i, job in enumerate(jobs)]
-    return float(np.mean([result_of(p.communicate(timeout=300)[0]) for p in started]))
+    return float(np.mean(on_all(hosts, {"stream": True, "bytes": count})))
 
 
 # The simulation
@@ -314,15 +229,15 @@ def main():
     engines = options.engines.split(",")
     methods = [name for name, (engine, *_) in METHODS.items() if engine in engines]
 
-    def real(engine, method):
-        run = {"processes": real_processes, "ray": real_ray}[engine]
-        return min(run({**job, "method": method}) for _ in range(options.repeats))
-
     took = {}
     for rate in ("none", *options.rates.split(",")):
-        with hosts(rate, engines):
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(limited_hosts(HOSTS, rate))
+            ray = stack.enter_context(ray_on(hosts)) if "ray" in engines else None
+
+            real = functools.partial(fastest, hosts, ray, job, options.repeats)
             took[rate] = {name: real(METHODS[name][0], name) for name in methods}
-            took[rate]["stream"] = bandwidth_of(rate)
+            took[rate]["stream"] = bandwidth_of(hosts, rate)
             if rate == "none":
                 steps = {engine: real(engine, "none") / 100 for engine in engines}
         print(rate, took[rate], steps, flush=True)

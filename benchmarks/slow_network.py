@@ -10,23 +10,18 @@ least of several times: other work on the machine only adds to them.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
-import os
-import pathlib
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from limited_hosts import limited_hosts
 
 import lsgd_jax as lj
 from train import cli
@@ -36,48 +31,8 @@ from train.config import DistributedConfig
 from train.tools import interconnect, plan
 
 
-TAG = os.getpid() % 10_000  # in the names of what is made
-ADDRESS = "10.77.0.{}"
 PROCESSES, LEAVES = 4, 16
 BASE = ["digits"]
-
-
-def ip(*words: object) -> None:
-    """Runs `ip` with these words."""
-    subprocess.run(["ip", *map(str, words)], check=True)
-
-
-@contextlib.contextmanager
-def hosts(count: int, rate: str) -> Iterator[list[str]]:
-    """Namespaces on one bridge, each of which sends at a rate at most (tc's words)."""
-    bridge, names = f"lsgd{TAG}", [f"lsgd{TAG}-{i}" for i in range(count)]
-    folders = [pathlib.Path("/etc/netns") / name for name in names]
-    try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("link", "set", bridge, "up")
-        for i, (name, folder) in enumerate(zip(names, folders)):
-            outside, inside, within = f"v{TAG}-{i}", f"e{TAG}-{i}", ("-n", name)
-            ip("netns", "add", name)
-            ip("link", "add", outside, "type", "veth", "peer", "name", inside)
-            ip("link", "set", inside, "netns", name)
-            ip("link", "set", outside, "master", bridge, "up")
-            ip(*within, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", inside)
-            ip(*within, "link", "set", inside, "up")
-            ip(*within, "link", "set", "lo", "up")
-            limit = f"root tbf rate {rate} burst 256kbit latency 200ms".split()
-            if rate != "none":
-                ip("netns", "exec", name, "tc", "qdisc", "add", "dev", inside, *limit)
-            folder.mkdir(parents=True)  # gloo listens where the host's name leads
-            own = f"127.0.0.1 localhost\n{ADDRESS.format(i + 1)} {socket.gethostname()}\n"
-            (folder / "hosts").write_text(own)
-        yield names
-    finally:
-        for name, folder in zip(names, folders):
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
-            (folder / "hosts").unlink(missing_ok=True)
-            if folder.exists():
-                folder.rmdir()
-        subprocess.run(["ip", "link", "del", bridge], stderr=subprocess.DEVNULL)
 
 
 class Timed:
@@ -113,7 +68,7 @@ class Timed:
 def work(options: argparse.Namespace) -> None:
     """What each process does: measures, plans, and compares the plan with training."""
     distributed = DistributedConfig(
-        coordinator=f"{ADDRESS.format(1)}:{options.port}",
+        coordinator=options.coordinator,
         num_processes=PROCESSES,
         process_id=options.worker,
     )
@@ -156,18 +111,15 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
     parser.add_argument("--mb", type=float, default=1.0, help="of float32 parameters")
     parser.add_argument("--periods", type=int, default=5, help="of each are measured")
-    parser.add_argument("--port", type=int, default=29400, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
-    with hosts(PROCESSES, options.rate) as names:
-        again = [sys.executable, *sys.argv]
-        processes = [
-            subprocess.Popen(["ip", "netns", "exec", name, *again, "--worker", str(i)])
-            for i, name in enumerate(names)
-        ]
+    with limited_hosts(PROCESSES, options.rate) as hosts:
+        again = [sys.executable, *sys.argv, "--coordinator", f"{hosts.address(0)}:29400"]
+        processes = [hosts.start(i, [*again, "--worker", str(i)]) for i in range(PROCESSES)]
         try:
             failed = [process.wait() for process in processes]
         finally:

@@ -1,0 +1,247 @@
+"""Workers at their own pace against workers in lock step: the same rules, on Ray.
+
+Command:   python benchmarks/asynchronous.py [--slow 3] [--rate 100mbit]
+Hardware:  any CPU; with --rate Linux, root, iproute2
+Prints:    a row per method, medians over the repetitions: steps of all workers per second,
+           samples per second, steps in percent of those without communication, seconds
+           until the mean of the workers had a test error of at most --error, mean staleness
+           in steps, and MB sent per worker and 100 of its steps
+
+Four workers train a network of 0.3 M parameters on scikit-learn's digits, with each method
+in turn. A step takes --step-ms, most of it asleep, in place of an accelerator's work, so
+that the workers do not compete for cores. With --slow 3 worker 0 takes three times as long.
+With --rate each worker has a host of its own, a namespace whose link has this rate.
+
+Speeds are counted from the first exchange on, which compiles. What is tested are snapshots
+that every worker keeps for itself until it has ended: they cost the network nothing.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from limited_hosts import limited_hosts, ray_on
+from sklearn.datasets import load_digits
+
+import lsgd_jax as lj
+from lsgd_jax import asynchronous as at
+
+
+WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
+SNAPSHOT = 10  # steps between two of what is tested
+ALONE = "no communication"
+
+
+def methods(period, delay):
+    """Those that are compared, all of one period."""
+    lsgd = lambda **more: lj.lsgd(0.0, 0.1, period, period, **more)
+    return {
+        ALONE: at.Pulls(lj.local_sgd(10**6)),
+        "lsgd, in lock step": at.Pulls(lsgd()),
+        f"lsgd, overlapped (delay {delay})": at.Pulls(lsgd(delay=delay)),
+        "async-lsgd, blocking": at.Pulls(lsgd(), budget=True),
+        "async-lsgd": at.LSGD(0.0, 0.1, period, period),
+        "async-dpwa": at.Pairwise(fetch_probability=1 / period),
+        "async-adpsgd": at.ADPSGD(),
+        "async-wagma": at.WAGMA(group_size=2, sync_period=period),
+        "diloco, in lock step": at.Pulls(lj.diloco(period)),
+        f"diloco, overlapped (delay {delay})": at.Pulls(lj.diloco(period, delay=delay)),
+        "async-diloco": at.DiLoCo(local_steps=period),
+    }
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=320, help="mean steps per worker")
+    parser.add_argument("--step-ms", type=float, default=50)
+    parser.add_argument("--period", type=int, default=24, help="steps between exchanges")
+    parser.add_argument("--delay", type=int, default=16, help="steps of overlap")
+    parser.add_argument("--slow", type=float, default=1, help="how much slower worker 0 is")
+    parser.add_argument("--rate", help="of each host's link, as tc says it: 100mbit")
+    parser.add_argument("--error", type=float, default=0.04)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="some of the methods")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
+    parser.add_argument("--address", help=argparse.SUPPRESS)  # of the hosts' Ray
+    return parser.parse_args()
+
+
+# What is trained
+
+
+def digits():
+    """Training images and labels, test images and labels."""
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x, y = data.data[order].astype(np.float32) / 16, data.target[order]
+    return x[:1437], y[:1437], x[1437:], y[1437:]
+
+
+def forward(params, x):
+    for weights, bias in params[:-1]:
+        x = jax.nn.relu(x @ weights + bias)
+    weights, bias = params[-1]
+    return x @ weights + bias
+
+
+def start():
+    sizes = (64, WIDTH, WIDTH, 10)
+    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    layer = lambda key, a, b: (
+        jax.random.normal(key, (a, b)) * (2 / a) ** 0.5,
+        jnp.zeros(b),
+    )
+    return [layer(key, a, b) for key, a, b in zip(keys, sizes, sizes[1:])]
+
+
+def training(seconds):
+    """Of worker i what it trains; a step takes seconds[i].
+
+    What is its own: its key, when each of its steps ended, and its snapshots.
+    """
+
+    def make(index):
+        x, y, *_ = map(jnp.asarray, digits())
+        tx = optax.sgd(RATE, momentum=0.9)
+
+        @jax.jit
+        def learn(params, opt_state, key, t):
+            chosen = jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(x))
+
+            def loss_of(params):
+                logits = forward(params, x[chosen])
+                losses = optax.softmax_cross_entropy_with_integer_labels
+                return losses(logits, y[chosen]).mean()
+
+            loss, grads = jax.value_and_grad(loss_of)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return updates, opt_state, loss
+
+        def step(params, opt_state, own, t):
+            begun, (key, ends, snapshots) = time.perf_counter(), own
+            updates, opt_state, loss = learn(params, opt_state, key, t)
+            if t % SNAPSHOT == 1:
+                seen = ravel_pytree(params)[0].astype(jnp.float16)
+                snapshots = (*snapshots, np.asarray(seen))
+            loss.block_until_ready()
+            time.sleep(max(0.0, seconds[index] - (time.perf_counter() - begun)))
+            return updates, opt_state, (key, np.append(ends, time.time()), snapshots), loss
+
+        params, key = start(), jax.random.key(index)
+        first = params, tx.init(params), (key, np.zeros(0), ())
+        jax.block_until_ready(learn(*first[:2], key, jnp.int32(1)))  # compiles
+        ravel_pytree(params)[0].astype(jnp.float16).block_until_ready()
+        return at.Training(lambda i: first, step)
+
+    return make
+
+
+# One run
+
+
+def seconds_to(error, begun, owns):
+    """When the mean of the workers' newest snapshots was as good as that; None: never."""
+    unravel, (*_, x, y) = ravel_pytree(start())[1], digits()
+
+    @jax.jit
+    def error_of(vector):
+        return jnp.mean(jnp.argmax(forward(unravel(vector), x), axis=1) != y)
+
+    # A snapshot is of what a step starts from: of the time when the one before ended.
+    times = [np.r_[begun, ends][::SNAPSHOT] for _, ends, _ in owns]
+    for now in sorted(np.concatenate(times)):
+        newest = [np.searchsorted(when, now, side="right") - 1 for when in times]
+        seen = [own[2][max(0, i)] for own, i in zip(owns, newest)]
+        if error_of(np.mean(seen, axis=0, dtype=np.float32)) <= error:
+            return float(now - begun)
+    return None
+
+
+def measure(method, options):
+    """One run: the cells of its row."""
+    seconds = [options.step_ms / 1000] * WORKERS
+    seconds[0] *= options.slow
+    outcome = at.ray_engine.run(
+        training(seconds),
+        method,
+        nodes=1,
+        locals=WORKERS,
+        steps=options.steps,
+        options=at.ray_engine.Options(address=options.address, grace=30),
+    )
+    owns, reports = [s["own"] for s in outcome.states], outcome.standing.reports
+    warm = options.period + options.delay  # all has been compiled then
+    begun = max(ends[warm] for _, ends, _ in owns)
+    ended = min(ends[-1] for _, ends, _ in owns)
+    steps = sum(np.sum((ends > begun) & (ends <= ended)) for _, ends, _ in owns)
+    first = max(ends[0] for _, ends, _ in owns)
+    mean = lambda values: float(statistics.mean(values))
+    return {
+        "steps/s": float(steps / (ended - begun)),
+        "samples/s": float(steps * BATCH / (ended - begun)),
+        f"s to {100 * options.error:g} %": seconds_to(options.error, first, owns),
+        "staleness": mean(r.staleness for r in reports.values()),
+        "MB / 100 steps": mean(r.bytes_sent / r.steps for r in reports.values()) / 1e4,
+    }
+
+
+def compare(options):
+    """Runs all methods in turn, several times, and prints the table."""
+    known = methods(options.period, options.delay)
+    chosen = {k: m for k, m in known.items() if k in (options.only or known)}
+    rows = {name: [] for name in chosen}
+    with at.ray_engine.cluster(at.ray_engine.Options(address=options.address), WORKERS):
+        for _ in range(options.repetitions):
+            for name, method in chosen.items():
+                rows[name].append(measure(method, options))
+                print(name, rows[name][-1], file=sys.stderr, flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=1))
+    say(rows)
+
+
+def say(rows):
+    """The table: medians."""
+    for i, alone in enumerate(rows.get(ALONE, ())):  # of the same repetition
+        for found in rows.values():
+            found[i]["% of " + ALONE] = 100 * found[i]["steps/s"] / alone["steps/s"]
+    columns = list(next(iter(rows.values()))[0])
+    print("| method | " + " | ".join(columns) + " |")
+    print("| --- " * (len(columns) + 1) + "|")
+    for name, found in rows.items():
+        cells = []
+        for column in columns:
+            values = [run[column] for run in found]
+            reached = all(value is not None for value in values)
+            cells.append(f"{statistics.median(values):.3g}" if reached else "not reached")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main():
+    options = parse()
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    if not options.rate or options.address:
+        return compare(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
+    with limited_hosts(WORKERS, options.rate) as hosts, ray_on(hosts) as address:
+        again = hosts.start(0, [sys.executable, *sys.argv, "--address", address])
+        try:
+            sys.exit(again.wait())
+        finally:
+            again.kill()
+
+
+if __name__ == "__main__":
+    main()

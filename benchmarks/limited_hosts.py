@@ -1,0 +1,108 @@
+"""Hosts of this machine, joined by links of a limited rate: Linux, root, iproute2.
+
+Each host is a network namespace on one bridge, and what it sends passes tc's token bucket.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+TAG = os.getpid() % 10_000  # in the names of what is made
+RAY_PORT = 6379
+
+
+class Hosts:
+    """Hosts that are up."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = names
+
+    def address(self, i: int) -> str:
+        """Where host i is found by the others."""
+        return f"10.77.0.{i + 1}"
+
+    def start(self, i: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        """Starts a command on host i."""
+        inside = ["ip", "netns", "exec", self.names[i]]
+        return subprocess.Popen([*inside, *command], start_new_session=True, **options)
+
+
+@contextlib.contextmanager
+def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
+    """Hosts each of which sends at a rate at most, in tc's words, or "none"."""
+    hosts, bridge = Hosts([f"lsgd{TAG}-{i}" for i in range(count)]), f"lsgd{TAG}"
+    folders = [pathlib.Path("/etc/netns") / name for name in hosts.names]
+    # The bucket holds what the link sends between two ticks of the kernel's clock.
+    burst = "2mbit" if rate.endswith("gbit") else "256kbit"
+    limit = f"root tbf rate {rate} burst {burst} latency 200ms".split()
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for i, (name, folder) in enumerate(zip(hosts.names, folders)):
+            outside, inside, within = f"v{TAG}-{i}", f"e{TAG}-{i}", ("-n", name)
+            _ip("netns", "add", name)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
+            _ip("link", "set", inside, "netns", name)
+            _ip("link", "set", outside, "master", bridge, "up")
+            _ip(*within, "addr", "add", f"{hosts.address(i)}/24", "dev", inside)
+            _ip(*within, "link", "set", inside, "up")
+            _ip(*within, "link", "set", "lo", "up")
+            if rate != "none":
+                _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", inside, *limit)
+            folder.mkdir(parents=True)  # gloo listens where the host's name leads
+            own = f"127.0.0.1 localhost\n{hosts.address(i)} {socket.gethostname()}\n"
+            (folder / "hosts").write_text(own)
+        yield hosts
+    finally:
+        for name, folder in zip(hosts.names, folders):
+            _ip("netns", "del", name, check=False)
+            shutil.rmtree(folder, ignore_errors=True)
+        _ip("link", "del", bridge, check=False)
+
+
+@contextlib.contextmanager
+def ray_on(hosts: Hosts) -> Iterator[str]:
+    """One cluster of Ray over all hosts, one CPU each: its address."""
+    address, started = f"{hosts.address(0)}:{RAY_PORT}", []
+    try:
+        for i in range(len(hosts.names)):
+            first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+            words = first if i == 0 else [f"--address={address}"]
+            words += [f"--node-ip-address={hosts.address(i)}", "--num-cpus=1", "--block"]
+            started.append(_joined(hosts, i, [*words, "--object-store-memory=500000000"]))
+        yield address
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 15)
+        for process in started:
+            process.wait(60)
+
+
+def _joined(hosts: Hosts, i: int, words: Sequence[str]) -> subprocess.Popen:
+    """Ray on host i; tried again as long as the first host's is not there yet."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+    own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    for _ in range(6):
+        process = hosts.start(i, ray, env=os.environ | own, **quiet)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+            time.sleep(2)
+            continue
+        return process
+    raise RuntimeError(f"Ray does not start on host {i}: {' '.join(ray)}")
+
+
+def _ip(*words: object, check: bool = True) -> None:
+    """Runs `ip` with these words; quiet where it may fail."""
+    errors = None if check else subprocess.DEVNULL
+    subprocess.run(["ip", *map(str, words)], check=check, stderr=errors)
