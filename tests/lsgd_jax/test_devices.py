@@ -33,6 +33,7 @@ import lsgd_jax as lj
         ("import jax, lsgd_jax", {}, 1),
     ],
 )
+@pytest.mark.slow
 def test_threads_for_every_way_to_ask_for_devices(code, settings, expected):
     names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     clean = {name: value for name, value in os.environ.items() if name not in names}

@@ -109,7 +109,7 @@ def one_group(name, W):
     "devices",
     [pytest.param(8, marks=pytest.mark.slow), 2, pytest.param(1, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("axes", ["local", "node"])
+@pytest.mark.parametrize("axes", ["local", pytest.param("node", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_run_by_themselves(name, axes, devices):
     """Inside the nodes, or across them; each has a center of its own."""
@@ -315,7 +315,7 @@ CHANGING = graph.exponential(4).then(2, UNEQUAL).then(5, graph.exponential(4, pe
 
 
 @pytest.mark.parametrize("topology", [UNEQUAL, CHANGING], ids=["unequal", "changing"])
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_push_sum_conserves_mass(topology, staleness):
     tx = lj.osgp(topology, staleness) if staleness else lj.sgp(topology)
     run = make(tx, 4)
@@ -612,7 +612,7 @@ def test_refuses_another_number_of_workers(tx, message):
         workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((4, 2))))
 
 
-@pytest.mark.parametrize("method", [lj.dpsgd, lj.adpsgd, lj.sgp, lj.osgp])
+@pytest.mark.parametrize("method", [lj.dpsgd, lj.sgp])
 def test_a_graph_may_be_built_for_the_workers_at_hand(method):
     build = graph.bipartite_exponential
     built, given = (make(method(g), 4).train()[0] for g in (build, build(4)))

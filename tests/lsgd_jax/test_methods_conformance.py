@@ -18,10 +18,11 @@ import lsgd_jax as lj
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
 
 
-def rows_of(names):
-    slow = lambda name: "+" in name and name not in FAST_WIRES
+def rows_of(names, fast=None):
+    if fast is None:
+        fast = [name for name in names if "+" not in name or name in FAST_WIRES]
     marked = lambda name: pytest.param(name, marks=pytest.mark.slow)
-    return [marked(name) if slow(name) else name for name in names]
+    return [name if name in fast else marked(name) for name in names]
 
 
 def method_of(name):
@@ -29,6 +30,11 @@ def method_of(name):
 
 
 every_method = pytest.mark.parametrize("name", rows_of(METHODS))
+# One of each kind of exchange: where a test takes long, the others are slow.
+KINDS = (
+    "lsgd lsgd_delayed easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
+)
+a_method_of_each_kind = pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 SICK = 1
 
@@ -59,7 +65,7 @@ def momentum_alone():
     return Run(optax.sgd(0.1, momentum=0.9, nesterov=True), 1, 1, 1).train()[0]
 
 
-@every_method
+@a_method_of_each_kind
 def test_the_same_numbers_on_every_executor(name):
     """One worker per device, and nodes that are split with four workers per device."""
     one, other = (run_of(name, 4, 2, devices).train()[0] for devices in (8, 2))
@@ -68,7 +74,7 @@ def test_the_same_numbers_on_every_executor(name):
     check_comes_together(name, one)
 
 
-@every_method
+@a_method_of_each_kind
 def test_one_node_or_one_local_and_an_odd_number_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 1))
     if 5 in METHODS[name].refuses:
@@ -226,7 +232,7 @@ def test_communicates_on_due_steps_only_and_what_it_says(name):
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
 
 
-@every_method
+@a_method_of_each_kind
 def test_predicates_of_communication_are_the_same_on_all_workers(name):
     """By type: whatever decides on a branch with collectives varies over no axis."""
     tx = METHODS[name].chain(8, optax.sgd(0.1))
@@ -274,7 +280,7 @@ def _equations(jaxpr):
                 yield from _equations(inner)
 
 
-@every_method
+@a_method_of_each_kind
 def test_ignores_extra_arguments_and_needs_parameters(name):
     method = METHODS[name]
     tx = method.make(1)

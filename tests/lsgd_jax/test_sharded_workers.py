@@ -91,11 +91,19 @@ def check_equal_to_unsharded(method, grid):
         assert moment.sharding.spec[-1] == "fsdp"
 
 
-@pytest.mark.parametrize("method", ["lsgd", "diloco", "sgp", "median"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "lsgd",
+        "median",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("diloco", "sgp")),
+    ],
+)
 def test_numbers_are_those_of_unsharded_workers(method):
     check_equal_to_unsharded(method, (2, 2, 2))
 
 
+@pytest.mark.slow
 def test_several_workers_on_a_group_of_devices():
     check_equal_to_unsharded("lsgd", GRIDS[-1])
 

@@ -118,8 +118,8 @@ WRAPPED = {
 }
 
 
-# It takes long to compile.
-SLOW = {"MultiSteps": pytest.mark.slow}
+# The first takes long to compile; the others are like one that is not slow.
+SLOW = dict.fromkeys(("MultiSteps", "masked", "named_chain"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def kept_in(folder):
     return sorted(path for path in folder.rglob("*-cache"))
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_once_and_damage_is_of_no_account(tmp_path):
     folder = tmp_path / "cache" / "lsgd_jax" / "jax"
     size = compilation_cache.MAX_BYTES

@@ -257,7 +257,7 @@ def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
 # How far ahead, and how it ends
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_is_read_ahead_is_bounded(folder, ahead, read):
     reader = make_stream(folder, ahead=ahead)
     read.clear()

@@ -39,6 +39,7 @@ def test_a_run_on_text_is_refused(tmp_path, capsys):
     assert "is a run on text; only runs on images" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_with_other_workers(run, tmp_path):
     """Each checkpoint is read with its own workers; trajectories begin where they did."""
     folder = tmp_path / "run"

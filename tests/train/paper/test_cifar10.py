@@ -28,6 +28,7 @@ def made_up(monkeypatch):
     monkeypatch.setattr(experiment, "MODELS", MODELS | {"cnn7": tiny.Tiny})
 
 
+@pytest.mark.slow
 def test_tables_beside_the_published_figures(made_up, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["--methods", "lsgd,sgd", "--out", str(out), *OPTIONS]

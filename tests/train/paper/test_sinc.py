@@ -100,6 +100,7 @@ def test_instances_do_not_see_one_another():
             )
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     """With the full 300 random starts: 40 % and 10 % of them reach the global ring."""
     assert paper.main(["sinc", "--out", str(tmp_path)]) == 0

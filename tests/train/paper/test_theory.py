@@ -75,10 +75,12 @@ def test_one_step_is_the_equation():
     np.testing.assert_allclose(one_step.step_heights(c)[lead], wanted[lead], rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_noisy_leader():
     assert all_hold(noisy_leader.check(seed=3, groups=20, steps=400))
 
 
+@pytest.mark.slow
 def test_without_a_pull_the_noise_is_that_of_sgd():
     """E f = Σ h_k/2 · (ησ)²/d / (1 − (1 − ηh_k)²) in the end, exactly."""
     rate, sigma, groups = 0.05, 2.0, 200
@@ -92,6 +94,7 @@ def test_without_a_pull_the_noise_is_that_of_sgd():
     assert abs(heights.mean() - wanted) < 4 * error
 
 
+@pytest.mark.slow
 def test_decreasing_steps():
     assert all_hold(decreasing_steps.check(seed=3, groups=10, steps=4000))
 
@@ -102,6 +105,7 @@ def test_constant_steps_have_no_rate(monkeypatch):
     assert not all_hold(decreasing_steps.check(groups=10, steps=2000))
 
 
+@pytest.mark.slow
 def test_newton_direction():
     assert all_hold(newton_direction.check(radii=100, turns=200, angles=7))
 

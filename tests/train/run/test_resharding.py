@@ -199,7 +199,7 @@ def check_resized(method, before, restored):
 
 # Each has a state like that of a method which is not slow.
 ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm".split()
-ALIKE += ["coordinate-median", "allreduce"]
+ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,17 @@ def configured(method, optimizer, workers=(1, 2), steps=8):
     )
 
 
-@pytest.mark.parametrize("name", IN_LOCK_STEP)
+# Each is like one that is not slow: a rule with other settings.
+ALIKE = "local-sgd diloco-leader adpsgd osgp gosgd licm cge".split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE))
+        for name in IN_LOCK_STEP
+    ],
+)
 def test_a_method_trains(name):
     """Linear regression, the workers with data of their own, from different starts."""
     method = methods.make(name, **SMALL.get(name, {}))
