@@ -17,6 +17,8 @@ from typing import Any
 
 TAG = os.getpid() % 10_000  # in the names of what is made
 RAY_PORT = 6379
+# What is larger goes through the object store, where pulls of several at once stall for 1 s.
+INLINE = '--system-config={"max_direct_call_object_size": 8000000}'
 
 
 class Hosts:
@@ -74,7 +76,7 @@ def ray_on(hosts: Hosts) -> Iterator[str]:
     address, started = f"{hosts.address(0)}:{RAY_PORT}", []
     try:
         for i in range(len(hosts.names)):
-            first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+            first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", INLINE]
             words = first if i == 0 else [f"--address={address}"]
             words += [f"--node-ip-address={hosts.address(i)}", "--num-cpus=1", "--block"]
             started.append(_joined(hosts, i, [*words, "--object-store-memory=500000000"]))

@@ -1,6 +1,6 @@
 """What a group agrees on through ports: who leads, what the leader sends, sums, pushes."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,26 +153,28 @@ async def _slices(
     """The givers' sum; each owner adds up a slice."""
     me = ports.place.index
 
-    async def from_peer(i: int, pending: "Pending") -> np.ndarray:
-        try:
-            return await fetched(pending)
-        except Unreachable:
-            await ports.missed(i)  # so that nobody waits for it again
-            raise
+    async def from_peers(pending: Mapping[int, "Pending"]) -> dict[int, np.ndarray]:
+        """What comes from all. Each begins with another one, so that no link is crowded."""
+        arrived = {}
+        for i in sorted(pending, key=lambda i: (i < me, i)):
+            try:
+                arrived[i] = await fetched(pending[i])
+            except Unreachable:
+                await ports.missed(i)  # so that nobody waits for it again
+                raise
+        return arrived
 
     bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
     slices = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
     mine = slices[list(owners).index(me)]
-    parts = {i: ports.fetch(i, key, mine) for i in givers if i != me}
+    parts = await from_peers({i: ports.fetch(i, key, mine) for i in givers if i != me})
     total = np.zeros([mine.stop - mine.start], np.float32)
     for i in givers:
-        total = total + (vector[mine] if i == me else await from_peer(i, parts[i]))
+        total = total + (vector[mine] if i == me else parts[i])
     total = ports.mailbox.as_sent(total)
     ports.post((key, "sum"), total)
-    sums = {i: ports.fetch(i, (key, "sum")) for i in owners if i != me}
-    return np.concatenate(
-        [total if i == me else await from_peer(i, sums[i]) for i in owners]
-    )
+    sums = await from_peers({i: ports.fetch(i, (key, "sum")) for i in owners if i != me})
+    return np.concatenate([total if i == me else sums[i] for i in owners])
 
 
 async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:

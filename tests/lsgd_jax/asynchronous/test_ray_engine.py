@@ -28,6 +28,7 @@ from lsgd_jax.asynchronous.ray_ports import Wire
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 BUDGET = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
+IN_LOCK_STEP = Pulls(lj.diloco(period=2))
 GRACE = 10.0
 
 
@@ -182,8 +183,12 @@ def test_a_worker_that_dies_at_its_first_step_ends_the_run(on_ray):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hangs", ["stopped", "hung"])
-def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs):
+@pytest.mark.parametrize(
+    "hangs, method",
+    [("stopped", BUDGET), ("hung", BUDGET), ("stopped", IN_LOCK_STEP)],
+    ids=["stopped", "hung", "stopped in lock step"],
+)
+def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs, method):
     def act(standing, remote):
         pid = remote.processes.get(1, (None, None))[1]
         steps = standing.reports[1].steps
@@ -200,7 +205,7 @@ def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs):
     stopped, watching = [], Watching(act)
     step = fault_at(21, lambda: time.sleep(1000)) if hangs == "hung" else pause
     options = Options(grace=GRACE, stall=60 if hangs == "hung" else 1000)
-    out = run(training(step), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
+    out = run(training(step), method, 1, 3, 10**5, options=options, on_standing=watching)
     assert (out.restarts[1] > 0) == (hangs == "hung")
     assert [s for s in watching.seen if s.present == [0, 2]]
     assert watching.longest(0, 2) < GRACE + 1
