@@ -17,7 +17,7 @@ from typing import Any
 
 TAG = os.getpid() % 10_000  # in the names of what is made
 RAY_PORT = 6379
-# What is larger goes through the object store, where pulls of several at once stall for 1 s.
+# What is larger goes through the object stores, where pulls that cross stall for a second.
 INLINE = '--system-config={"max_direct_call_object_size": 8000000}'
 
 
