@@ -10,7 +10,8 @@ Prints:    a row per method, medians over the repetitions: steps of all workers 
 Four workers train a network of 0.3 M parameters on scikit-learn's digits, with each method
 in turn. A step takes --step-ms, most of it asleep, in place of an accelerator's work, so
 that the workers do not compete for cores. With --slow 3 worker 0 takes three times as long.
-With --rate each worker has a host of its own, a namespace whose link has this rate.
+With --rate each worker has a host of its own, a namespace whose link has this rate; what
+travels is in Ray's answers or, with --store, in its object stores.
 
 Speeds are counted from the first exchange on, which compiles. What is tested are snapshots
 that every worker keeps for itself until it has ended: they cost the network nothing.
@@ -70,6 +71,9 @@ def parse():
     parser.add_argument("--delay", type=int, default=16, help="steps of overlap")
     parser.add_argument("--slow", type=float, default=1, help="how much slower worker 0 is")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 100mbit")
+    parser.add_argument(
+        "--store", action="store_true", help="with --rate: Ray's default way"
+    )
     parser.add_argument("--error", type=float, default=0.04)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="some of the methods")
@@ -235,7 +239,10 @@ def main():
     if not options.rate or options.address:
         return compare(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
-    with limited_hosts(WORKERS, options.rate) as hosts, ray_on(hosts) as address:
+    with (
+        limited_hosts(WORKERS, options.rate) as hosts,
+        ray_on(hosts, options.store) as address,
+    ):
         again = hosts.start(0, [sys.executable, *sys.argv, "--address", address])
         try:
             sys.exit(again.wait())

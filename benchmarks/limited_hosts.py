@@ -71,12 +71,16 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
 
 
 @contextlib.contextmanager
-def ray_on(hosts: Hosts) -> Iterator[str]:
-    """One cluster of Ray over all hosts, one CPU each: its address."""
+def ray_on(hosts: Hosts, store: bool = False) -> Iterator[str]:
+    """One cluster of Ray over all hosts, one CPU each: its address.
+
+    store: whether large messages go through the object stores, as is Ray's default.
+    """
     address, started = f"{hosts.address(0)}:{RAY_PORT}", []
     try:
         for i in range(len(hosts.names)):
-            first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", INLINE]
+            first = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+            first += [] if store else [INLINE]
             words = first if i == 0 else [f"--address={address}"]
             words += [f"--node-ip-address={hosts.address(i)}", "--num-cpus=1", "--block"]
             started.append(_joined(hosts, i, [*words, "--object-store-memory=500000000"]))

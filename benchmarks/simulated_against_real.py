@@ -244,7 +244,7 @@ def main():
     for rate in ("none", *options.rates.split(",")):
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(limited_hosts(HOSTS, rate))
-            ray = stack.enter_context(ray_on(hosts)) if "ray" in engines else None
+            ray = stack.enter_context(ray_on(hosts, store=True)) if "ray" in engines else None
 
             real = functools.partial(fastest, hosts, ray, job, options.repeats)
             took[rate] = {name: real(METHODS[name][0], name) for name in methods}
