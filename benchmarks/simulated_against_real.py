@@ -244,8 +244,9 @@ def main():
     for rate in ("none", *options.rates.split(",")):
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(limited_hosts(HOSTS, rate))
-            ray = stack.enter_context(ray_on(hosts, store=True)) if "ray" in engines else None
-
+            ray = None
+            if "ray" in engines:
+                ray = stack.enter_context(ray_on(hosts, store=True))
             real = functools.partial(fastest, hosts, ray, job, options.repeats)
             took[rate] = {name: real(METHODS[name][0], name) for name in methods}
             took[rate]["stream"] = bandwidth_of(hosts, rate)

@@ -160,7 +160,7 @@ async def _slices(
             try:
                 arrived[i] = await fetched(pending[i])
             except Unreachable:
-                await ports.missed(i)  # so that nobody waits for it again
+                await ports.missed(i)  # so that no worker waits for it again
                 raise
         return arrived
 
