@@ -112,9 +112,12 @@ class WorkerActor:
         return self._packed(found)
 
     def _is_back(self) -> bool:
-        """Whether it has been started again, and does not take part yet."""
+        """Whether it has been started again, and does not take part yet.
+
+        `starts` is 0 until the coordinator has told; no peer asks a first process so early.
+        """
         worker = self._worker
-        return self._ports.starts > 1 and (worker is None or worker.state() is None)
+        return self._ports.starts != 1 and (worker is None or worker.state() is None)
 
     def _packed(self, content: Any) -> Any:
         return self._ports.wire.pack(content)
