@@ -168,9 +168,8 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     due=False)`` leaves the pulls out, where `Exchange.is_due` says that none is due. A pull
     that was left out is counted as misplaced.
 
-    The update sets where the
-    worker will stand, so an exchange stands **last** in its chain: if x is not there at the
-    next step, `diagnostics` counts it as misplaced.
+    The update sets where the worker will stand, so an exchange stands **last** in its
+    chain: if x is not there at the next step, `diagnostics` counts it as misplaced.
 
     A worker whose loss or y is not finite is left out of the target and takes the target
     whole, y ← z. If there is no target, because no worker of the group is finite, y stays;

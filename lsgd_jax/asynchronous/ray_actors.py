@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,19 +97,17 @@ class WorkerActor:
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def fetch(self, key: Hashable, part: slice) -> Any:
-        if self._is_back():
-            return None  # it was asked of the process before
-        mailbox = self._ports.mailbox
-        found = mailbox.wait(lambda: mailbox.read(key, part), self._job.grace)
-        return self._packed(found)
+        return self._found(lambda: self._ports.mailbox.read(key, part))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def contribution(self, number: int) -> Any:
+        return self._found(lambda: self._ports.mailbox.contribution(number))
+
+    def _found(self, ask: Callable[[], Any]) -> Any:
+        """What a peer asks for, once it is there; None if the process before was asked."""
         if self._is_back():
             return None
-        mailbox = self._ports.mailbox
-        found = mailbox.wait(lambda: mailbox.contribution(number), self._job.grace)
-        return self._packed(found)
+        return self._packed(self._ports.mailbox.wait(ask, self._job.grace))
 
     def _is_back(self) -> bool:
         """Whether it has been started again, and does not take part yet.
@@ -186,6 +184,8 @@ class CoordinatorActor:
           begins anew, from what can be restored.
         """
         await self._ready()
+        if self._starts[i]:  # nothing else may have told of the loss of the one before
+            await self.leave(i)
         self._going.discard(i)
         if self._coordinator.begun and not self._going:
             self._coordinator, self._lost_all = self._fresh(), True

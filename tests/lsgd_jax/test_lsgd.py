@@ -51,6 +51,7 @@ def draw(workers, steps, seed=0):
         (2, 4, (0.2, 0.4), (2, 3), 3),  # periods that do not divide one another
         (1, 7, (0.3, 0.0), (1, 1), 1),
         (7, 1, (0.3, 0.5), (2, 2), 10),
+        pytest.param(3, 2, (0.0, 0.5), (1, 4), 4, marks=pytest.mark.slow),
         (1, 1, (0.5, 0.5), (1, 2), 2),
         (3, 5, (1.0, 0.1), (3, 5), 4),
     ],

@@ -612,7 +612,14 @@ def test_refuses_another_number_of_workers(tx, message):
         workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((4, 2))))
 
 
-@pytest.mark.parametrize("method", [lj.dpsgd, lj.sgp])
+@pytest.mark.parametrize(
+    "method",
+    [
+        lj.dpsgd,
+        lj.sgp,
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (lj.adpsgd, lj.osgp)),
+    ],
+)
 def test_a_graph_may_be_built_for_the_workers_at_hand(method):
     build = graph.bipartite_exponential
     built, given = (make(method(g), 4).train()[0] for g in (build, build(4)))

@@ -1,0 +1,37 @@
+"""What the coordinator's actor makes of what workers tell it, without Ray."""
+
+import asyncio
+import types
+
+import pytest
+from toys import training
+
+import lsgd_jax as lj
+from lsgd_jax.asynchronous import Pulls, ray_actors
+from lsgd_jax.asynchronous.ray_ports import Job
+
+
+@pytest.fixture
+def coordinator(monkeypatch):
+    context = types.SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray_actors.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_actors.CoordinatorActor, "_watch", lambda self, i: None)
+    method = Pulls(lj.local_sgd(2))
+    job = Job("job", training, method, 1, 2, 8, lambda i: None, 60, 60, "float32", 0)
+    return ray_actors.CoordinatorActor(job)
+
+
+def test_a_round_does_not_wait_for_a_process_that_was_started_again(coordinator):
+    """Even if nothing has told of its loss before it says hello."""
+
+    async def run():
+        for i in range(2):
+            await coordinator.hello(i, ("node", i))
+            await coordinator.enter(i, 0)
+        waiting = asyncio.create_task(coordinator.round(0, "key", 1.0, [0, 1]))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await coordinator.hello(1, ("node", 3)) == (2, False)
+        return await asyncio.wait_for(waiting, 1)
+
+    assert asyncio.run(run()) == {0: 1.0}
