@@ -22,6 +22,7 @@ ROWS = {
     "lsgd": "",  # as the experiment has it
     "lsgd-int8": "--method.wire int8",
     "lsgd-int4": "--method.wire int4",
+    "lsgd-fragments": "--method.fragments 4",
     "diloco-30": "--method diloco --method.period 30",
     "diloco-30-int8": "--method diloco --method.period 30 --method.wire int8",
     "diloco-30-int4": "--method diloco --method.period 30 --method.wire int4",

@@ -12,6 +12,7 @@ from lsgd_jax.consensus import center as center
 from lsgd_jax.consensus import consensus as consensus
 from lsgd_jax.consensus import consensus_distance as consensus_distance
 from lsgd_jax.consensus import healthy as healthy
+from lsgd_jax.devices import choose_kernels as _choose_kernels
 from lsgd_jax.devices import emulate_devices as emulate_devices
 from lsgd_jax.devices import reserve_threads as _reserve_threads
 from lsgd_jax.diagnostics import Diagnostics as Diagnostics
@@ -73,3 +74,4 @@ from lsgd_jax.workers import Workers as Workers
 __version__ = "0.2.0"
 
 _reserve_threads()
+_choose_kernels()

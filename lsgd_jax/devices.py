@@ -8,6 +8,11 @@ import jax
 from lsgd_jax.checks import check_positive_int
 
 
+# What XLA leaves to a library of kernels for CPUs: nothing but products of matrices.
+KERNELS = "--xla_cpu_experimental_ynn_fusion_type"
+PRODUCTS = "LIBRARY_FUSION_TYPE_DOT"
+
+
 def emulate_devices(count: int) -> None:
     """Emulates this machine's CPU as several devices; call it before jax uses a device.
 
@@ -44,3 +49,16 @@ def reserve_threads() -> None:
     if count > 1:
         # Each device may wait in one collective of the step and in one of a diagnosis.
         os.environ.setdefault("PJRT_NPROC", str(2 * count + (os.cpu_count() or 1)))
+
+
+def choose_kernels() -> None:
+    """Has jax below 0.12 compile convolutions for CPUs by XLA's own means.
+
+    The library of kernels that it leaves them to by default takes 1.5 times as long to
+    train a network of large ones. Adds to the environment variable XLA_FLAGS, unless these
+    kernels are named there; without effect once jax has its devices, on GPUs, and from jax
+    0.12 on, whose own choice is as fast. Importing `lsgd_jax` calls this, too.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__ < (0, 12) and KERNELS not in flags:
+        os.environ["XLA_FLAGS"] = f"{KERNELS}={PRODUCTS} {flags}".strip()

@@ -1,7 +1,8 @@
 """Parts of the parameters: what a pull takes of them, by path or as one of n fragments."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,6 +41,39 @@ def fragment(index: int, count: int) -> Fragment:
     check_positive_int("count", count)
     check_period("index", index, count)
     return Fragment(index, count)
+
+
+def in_fragments(pull: Any, count: int, period: str = "period") -> list[Any]:
+    """A pull cut into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
+
+    Args:
+      pull: the `Pull` of all parameters, at offset 0.
+      count: how many fragments, F; 1: the pull itself.
+      period: what the method calls τ.
+
+    Raises:
+      ValueError: fragments that do not divide the period, a delay of τ / F or more.
+
+    >>> import lsgd_jax as lj
+    >>> pull = lj.Pull(lj.average("local"), 1.0, every=8)
+    >>> [(each.part, each.offset) for each in in_fragments(pull, 2)]
+    [(Fragment(index=0, count=2), 4), (Fragment(index=1, count=2), 0)]
+    """
+    check_positive_int("fragments", count)
+    if count == 1:
+        return [pull]
+    if pull.every % count:
+        raise ValueError(
+            f"`{period}` must be divisible by fragments={count}, got {period}={pull.every}"
+        )
+    turn = pull.every // count
+    check_period("delay", pull.delay, turn)
+    return [
+        dataclasses.replace(
+            pull, offset=(i + 1) * turn % pull.every, part=fragment(i, count)
+        )
+        for i in range(count)
+    ]
 
 
 def select(part: Part | None, tree: Tree) -> Tree:

@@ -67,11 +67,11 @@ METHODS = {
         alone=False,
         rounds=lambda W: (1, 1),
     ),
-    "lsgd_delayed": Method(
-        lambda W, **k: lj.lsgd(0.3, 0.2, 2, 4, loss_window=2, delay=1, **k),
+    "lsgd_streaming": Method(
+        lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, **k),
         due=2,
         alone=False,
-        rounds=lambda W: (1, 1),
+        rounds=lambda W: (1, 1, 1, 1),
     ),
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False

@@ -10,12 +10,11 @@ from lsgd_jax import trees
 from lsgd_jax.checks import (
     check_fraction,
     check_not_negative,
-    check_period,
     check_positive_int,
 )
 from lsgd_jax.collectives import Group
 from lsgd_jax.exchange import Check, Pull, exchange
-from lsgd_jax.parts import fragment
+from lsgd_jax.parts import in_fragments
 from lsgd_jax.rule import Rule
 from lsgd_jax.shared import Axes, Shared
 from lsgd_jax.trees import Tree, value_at
@@ -190,19 +189,9 @@ def diloco(
     check_positive_int("period", period)
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    check_positive_int("fragments", fragments)
-    if period % fragments:
-        raise ValueError(f"`period` must be divisible by {fragments=}, got {period=}")
-    turn = period // fragments
-    check_period("delay", delay, turn)
     check_fraction("mixing", mixing)
-
-    def pull(i: int) -> Pull:
-        part = fragment(i, fragments) if fragments > 1 else None
-        offset = (i + 1) * turn % period
-        return Pull(anchored(outer, axes), 1 - mixing, period, offset, delay, part, wire)
-
-    return exchange(*map(pull, range(fragments)), check=check)
+    pull = Pull(anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire)
+    return exchange(*in_fragments(pull, fragments), check=check)
 
 
 def slowmo(

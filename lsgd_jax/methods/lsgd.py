@@ -14,6 +14,7 @@ from jax import Array
 from lsgd_jax import trees
 from lsgd_jax.checks import check_fraction, check_positive_int
 from lsgd_jax.exchange import Check, Exchange, Pull, exchange
+from lsgd_jax.parts import in_fragments
 from lsgd_jax.rule import Order, Rule, in_order
 from lsgd_jax.shared import Axes
 from lsgd_jax.trees import Tree
@@ -115,6 +116,7 @@ def lsgd(
     check: Check = "due",
     axes: tuple[str, str] = ("node", "local"),
     wire: Wire | Format = "float32",
+    fragments: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -130,7 +132,9 @@ def lsgd(
     local pull comes first and the global one starts from its result.
 
     A worker whose loss window or y is not finite is never elected and takes the leader
-    whole at the next pull. Put ``optax.apply_if_finite(base, n)`` around the base optimizer
+    whole at the next pull. With F fragments the parameters are cut into F parts: part i is
+    pulled at steps t ≡ (i + 1) τ / F (mod τ), (i + 1) τ_G / F (mod τ_G), to who leads then.
+    Put ``optax.apply_if_finite(base, n)`` around the base optimizer
     so that its momentum stays finite as well, and use `apply_updates`.
 
     Args:
@@ -151,19 +155,22 @@ def lsgd(
         was elected last, y ← y - (p_G / τ_G) (y - x̃), before the local one. Keeps a copy of
         the parameters.
       delay: how many steps before a pull the leaders send, so that their parameters can
-        travel meanwhile; less than both periods. Keeps a copy of the parameters per level.
+        travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the parameters per
+        level.
       check: when all parameters are checked for being finite: 'due', only at exchanges,
         or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
       wire: the format in which parameters travel, or a `Wire`.
+      fragments: how many fragments take turns, F; must divide both periods.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
       ``value=`` (the worker's loss at x) and the parameters.
 
     Raises:
-      ValueError: pulls outside [0, 1], periods or a window below 1, an unknown order, a
-        delay outside of a period, axes that are not two.
+      ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
+        divide a period or are more than the leaves, a delay of τ / F or more, an unknown
+        order, axes that are not two.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -174,6 +181,7 @@ def lsgd(
     ... )
     """
     check_positive_int("loss_window", loss_window)
+    check_positive_int("fragments", fragments)
     if isinstance(axes, str) or len(axes) != 2:
         raise ValueError(f"`axes` must be two mesh axes, (node, local), got {axes=}")
     levels = (
@@ -189,7 +197,8 @@ def lsgd(
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
         if not off:
             rule = in_order(leader(group, loss_window, proximal / period), order)
-            pulls.append(Pull(rule, strength, every=period, delay=delay, wire=wire))
+            pull = Pull(rule, strength, every=period, delay=delay, wire=wire)
+            pulls += in_fragments(pull, fragments, f"{name}_period")
     if not pulls:
         return Exchange(*optax.with_extra_args_support(optax.identity()))
     return exchange(*pulls, check=check)

@@ -1,12 +1,14 @@
-"""Emulated devices get threads enough, whichever way they are asked for."""
+"""Emulated devices get threads enough, whichever way they are asked for; CPUs' kernels."""
 
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import lsgd_jax as lj
+from lsgd_jax.devices import choose_kernels
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,15 @@ def test_too_late_is_an_error():
     lj.Workers(1, 2)
     with pytest.raises(RuntimeError):
         lj.emulate_devices(3)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax chooses as well itself")
+def test_kernels_are_chosen_unless_the_user_has_chosen(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    for _ in range(2):
+        choose_kernels()
+    chosen = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
+    assert os.environ["XLA_FLAGS"].split() == [chosen, "--xla_mine=1"]
+    monkeypatch.setenv("XLA_FLAGS", mine := "--xla_cpu_experimental_ynn_fusion_type=")
+    choose_kernels()
+    assert os.environ["XLA_FLAGS"] == mine

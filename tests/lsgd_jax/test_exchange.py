@@ -60,26 +60,29 @@ def test_streaming_diloco_by_hand():
     ]
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_delayed_lsgd_by_hand(delay):
+@pytest.mark.parametrize(
+    ("delay", "turns"), [(0, [0]), (1, [0]), (3, [0]), (0, [2, 0]), (1, [2, 0])]
+)
+def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     """z is the leader's y of `delay` steps before, elected then; τ = 4, λ = 0.25."""
     rng = np.random.default_rng(0)
-    start = rng.normal(size=(4, 3)).astype(np.float32)
-    steps = rng.normal(size=(12, 4, 3)).astype(np.float32)
+    start = rng.normal(size=(len(turns), 4, 3)).astype(np.float32)
+    steps = rng.normal(size=(12, len(turns), 4, 3)).astype(np.float32)
     losses = rng.uniform(size=(12, 4))
-    tx = lj.lsgd(0.25, 0.0, local_period=4, loss_window=1, delay=delay)
+    tx = lj.lsgd(0.25, 0.0, 4, loss_window=1, delay=delay, fragments=len(turns))
     workers = lj.Workers(1, 4, devices=jax.devices()[:2])
-    seen, _ = train(tx, workers, start, list(steps), list(losses))
-    x, sent = start, None
-    for t in range(1, 13):
-        x = x + steps[t - 1]
-        if (t + delay) % 4 == 0 and delay == 0:
-            sent = x[losses[t - 1].argmin()]
-        if t % 4 == 0:
-            x = x + 0.25 * (sent - x)
-        if (t + delay) % 4 == 0 and delay:
-            sent = x[losses[t - 1].argmin()]
-        close(seen[t - 1], x)
+    seen, _ = train(tx, workers, list(start), [list(s) for s in steps], list(losses))
+    for part, turn in enumerate(turns):
+        x, sent = start[part], None
+        for t in range(1, 13):
+            x = x + steps[t - 1, part]
+            if (t + delay) % 4 == turn and delay == 0:
+                sent = x[losses[t - 1].argmin()]
+            if t % 4 == turn and sent is not None:
+                x = x + 0.25 * (sent - x)
+            if (t + delay) % 4 == turn and delay:
+                sent = x[losses[t - 1].argmin()]
+            close(seen[t - 1][part], x)
 
 
 def test_a_pull_acts_on_its_part_at_its_offset():
@@ -291,6 +294,10 @@ def test_messages_in_flight_are_not_for_other_workers():
         (lambda: lj.diloco(8, fragments=2, delay=4), r"`delay` must be an int in \[0, 4\)"),
         (lambda: lj.diloco(8, mixing=1.5), "`mixing` must be in"),
         (lambda: lj.lsgd(0.1, 0.1, 4, 8, delay=4), "`delay` must be"),
+        (
+            lambda: lj.lsgd(0.1, 0.1, 8, 9, fragments=2),
+            "`global_period` must be divisible by fragments=2, got global_period=9",
+        ),
     ],
 )
 def test_refuses(build, message):

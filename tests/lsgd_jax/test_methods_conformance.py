@@ -32,7 +32,7 @@ def method_of(name):
 every_method = pytest.mark.parametrize("name", rows_of(METHODS))
 # One of each kind of exchange: where a test takes long, the others are slow.
 KINDS = (
-    "lsgd lsgd_delayed easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
+    "lsgd lsgd_streaming easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 )
 a_method_of_each_kind = pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
@@ -167,7 +167,7 @@ def test_all_workers_sick_at_once_stay_and_go_on(name):
     """What was in flight arrives; otherwise they lose the step."""
     seen, state = all_sick(run_of(name, 4, 2, 8))
     assert not lj.waiting(state).any()
-    if method_of(name) not in ("osgp_delayed", "diloco_streaming", "lsgd_delayed"):
+    if method_of(name) not in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
         close(seen[2], seen[1])
     assert np.abs(seen[4]["w"] - seen[2]["w"]).max() > 1e-4
 
