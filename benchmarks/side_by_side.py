@@ -9,10 +9,13 @@ import jax
 import numpy as np
 
 from configs.cifar10_cnn7 import CONFIG
-from train.config import WorkersConfig
+from train.config import Config, WorkersConfig
 from train.data.arrays import Dataset, Images
 from train.data.transforms import Transforms
 from train.task.experiment import Experiment
+
+
+CNN7_OF_8 = dataclasses.replace(CONFIG, workers=WorkersConfig(nodes=2, locals=4))
 
 
 def made_up(count: int) -> Images:
@@ -23,11 +26,10 @@ def made_up(count: int) -> Images:
 
 
 class Arm:
-    """One of the trainers: CNN7 on made-up images, 2 x 4 workers, and its state."""
+    """One of the trainers: an experiment on made-up images, and its state."""
 
-    def __init__(self, transforms: Transforms, **changes: Any):
-        workers = WorkersConfig(nodes=2, locals=4)
-        config = dataclasses.replace(CONFIG, workers=workers, **changes)
+    def __init__(self, transforms: Transforms, config: Config = CNN7_OF_8, **changes: Any):
+        config = dataclasses.replace(config, **changes)
         dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
         self.experiment = Experiment(config, (dataset, transforms))
         self._state, self._step = self.experiment.init(), 0
@@ -48,7 +50,7 @@ class Arm:
         return (time.perf_counter() - began) / steps
 
 
-def ratios(first: Arm, second: Arm, rounds: int, steps: int) -> list[float]:
+def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:
     """Seconds per step of the first over the second, for pairs of blocks side by side."""
     found = []
     for arm in (first, second):

@@ -63,6 +63,7 @@ class Options:
 
 
 def environment(num_gpus: float) -> dict[str, str]:
+    """What a worker's process is told of its devices: CPUs only, or a share of a GPU."""
     if num_gpus == 0:
         return {"JAX_PLATFORMS": "cpu"}
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if num_gpus % 1 else {}
@@ -150,6 +151,7 @@ def signals(before: Mapping[int, Any]) -> Iterator[threading.Event]:
 
 
 def handlers() -> dict[int, Any]:
+    """What SIGINT and SIGTERM do now; {} outside the main thread, which alone sets it."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from train.task.convolution import conv_general_dilated
 from train.task.resnet50 import ResNet50
 
 
@@ -66,9 +67,12 @@ class CNN7(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
-        x = max_pool_2x2(nn.relu(nn.Conv(64, (5, 5), padding="VALID")(x)))
-        x = max_pool_2x2(nn.relu(nn.Conv(128, (5, 5), padding="VALID")(x)))
-        x = nn.relu(nn.Conv(64, (3, 3), padding="VALID")(x))
+        conv = functools.partial(
+            nn.Conv, padding="VALID", conv_general_dilated=conv_general_dilated
+        )
+        x = max_pool_2x2(nn.relu(conv(64, (5, 5))(x)))
+        x = max_pool_2x2(nn.relu(conv(128, (5, 5))(x)))
+        x = nn.relu(conv(64, (3, 3))(x))
         x = nn.Dense(256)(x.reshape(x.shape[0], -1))
         x = nn.Dropout(0.5, deterministic=not train)(x)
         return nn.Dense(self.num_classes)(x)

@@ -1,0 +1,136 @@
+"""The trainer against PyTorch: images per second of LSGD on the same CPU, taking turns.
+
+    pip install "lsgd_jax[train,benchmark]"
+    python benchmarks/against_pytorch.py [--models cnn7 resnet20] [--rounds 5]
+
+Four workers of 64 images each: the trainer with 4 emulated devices in one process, and four
+processes of `torch_lsgd.py`, joined by gloo. Both train the same network on made-up images
+of CIFAR-10's form with the same crops, flips and pulls, in alternating blocks of steps.
+Prints a Markdown table of images per second (median, and the best) and the median of the
+ratios of neighboring blocks; `--torch PYTHON` takes the PyTorch of another Python.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+
+from side_by_side import Arm, ratios
+
+import lsgd_jax as lj
+from train.config import WorkersConfig
+from train.data import transforms
+
+
+WORKERS, BATCH = 4, 64
+PEER = pathlib.Path(__file__).with_name("torch_lsgd.py")
+
+
+class Peers:
+    """The processes of PyTorch, which wait for their turn."""
+
+    def __init__(self, python: str, model: str, folder: str):
+        threads = max(1, len(os.sched_getaffinity(0)) // WORKERS)
+        settings = dict(
+            model=model,
+            batch_size=BATCH,
+            threads=threads,
+            workers=WORKERS,
+            store=f"{folder}/{model}",
+        )
+        options = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+        # A worker has its threads as it asks for them, whatever this process has.
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self._processes = [
+            subprocess.Popen(
+                [python, str(PEER), *options, f"--rank={rank}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
+            for rank in range(WORKERS)
+        ]
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Runs a block of steps."""
+        for process in self._processes:
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        answers = [process.stdout.readline() for process in self._processes]
+        if not all(answers):
+            sys.exit("a process of PyTorch ended; what it said is above")
+        return max(map(float, answers))
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            process.wait(60)
+
+
+class Recorded:
+    """A trainer, and how long its steps took."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seconds = trainer, []
+
+    def seconds_per_step(self, steps):
+        self.seconds.append(self.trainer.seconds_per_step(steps))
+        return self.seconds[-1]
+
+    @property
+    def rates(self):
+        """Images per second of each block but the first, which compiles."""
+        return [WORKERS * BATCH / seconds for seconds in self.seconds[1:]]
+
+
+def measure(model, options, folder):
+    """(images per second of the trainer, of PyTorch, and the ratios)."""
+    config = import_module(f"configs.cifar10_{model}").CONFIG
+    workers = WorkersConfig(nodes=1, locals=WORKERS)
+    arm = Arm(transforms.cifar10(), config, workers=workers, batch_size=BATCH)
+    peers = Peers(options.torch, model, folder)
+    ours, theirs = Recorded(arm), Recorded(peers)
+    try:
+        # Of seconds per step: theirs over ours is how many times as fast it is.
+        found = ratios(theirs, ours, options.rounds, options.steps)
+    finally:
+        peers.end()
+    return ours.rates, theirs.rates, found
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["cnn7", "resnet20"])
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=32, help="of a block")
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
+    options = parser.parse_args()
+    lj.emulate_devices(WORKERS)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            ours, theirs, found = measure(model, options, folder)
+            rows.append(dict(model=model, lsgd_jax=ours, pytorch=theirs, ratios=found))
+    print("| network | lsgd_jax, images/s | PyTorch, images/s | ratio |")
+    print("| --- | --- | --- | --- |")
+    cell = lambda rates: f"{statistics.median(rates):.0f} ({max(rates):.0f})"
+    for row in rows:
+        each = cell(row["lsgd_jax"]), cell(row["pytorch"])
+        ratio = f"{statistics.median(row['ratios']):.2f}"
+        print("| " + " | ".join((row["model"], *each, ratio)) + " |")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
