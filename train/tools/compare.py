@@ -15,6 +15,7 @@ resumes an interrupted comparison.
 """
 
 import json
+import math
 import pathlib
 import re
 import shlex
@@ -44,10 +45,13 @@ from train.run.open import open_run
 from train.task.methods import find
 
 
+DIVERGED = "nonfinite"  # what a run was stopped by
+
+
 class Curve(NamedTuple):
     """The tests of one run: what the figure and the table are made of.
 
-    values: of the center, by the measure.
+    values: of the center, by the measure; inf at the end of a run that has diverged.
     peak_megabytes: the most that a worker has sent at a step; None if that is not known.
     """
 
@@ -163,7 +167,7 @@ def run(
 
 
 def train(config: Config, session: Session) -> bool:
-    """Trains or resumes, unless the run has ended; whether it may be counted."""
+    """Trains or resumes, unless the run has ended; whether it has then, also diverged."""
     assert config.run_dir is not None
     folder = pathlib.Path(config.run_dir)
     if config.resume and _ended(folder, config.steps):
@@ -172,14 +176,21 @@ def train(config: Config, session: Session) -> bool:
     result = loop.train(run)
     if run.lock is not None:
         run.lock.release()
-    return result.stopped_by is None
+    return result.stopped_by in (None, DIVERGED)
 
 
 def _ended(folder: pathlib.Path, steps: int) -> bool:
     if not (folder / records.METRICS).exists():
         return False  # it was killed before its first line
-    tests = records.read(folder).get("test", [])
-    return bool(tests) and tests[-1]["step"] == steps
+    events = records.read(folder)
+    tests = events.get("test", [])
+    return bool(tests) and tests[-1]["step"] == steps or _has_diverged(events)
+
+
+def _has_diverged(events: dict[str, list[dict[str, Any]]]) -> bool:
+    """Whether a run was given up because no loss was finite any more."""
+    ends = events.get("end", [])
+    return bool(ends) and ends[-1].get("stopped_by") == DIVERGED
 
 
 def read(folder: pathlib.Path) -> Curve:
@@ -189,6 +200,9 @@ def read(folder: pathlib.Path) -> Curve:
     measure = of_events(tests)
     known = {f"center_{measure.key}", "bytes_sent"}
     tests = [test for test in tests if known <= test.keys()]
+    if _has_diverged(events):
+        last = {"bytes_sent": 0} | events.get("train", [{}])[-1] | events["end"][-1]
+        tests.append(last | {f"center_{measure.key}": math.inf})
     if not tests:
         raise ValueError(f"{folder / records.METRICS} holds no test")
     column = lambda name: [event[name] for event in tests]
@@ -208,9 +222,11 @@ def summarize(curves: dict[tuple[str, int], Curve]) -> list[dict[str, Any]]:
     ('lsgd', '10.00', '8.0')
     """
     rows = []
+    # A run that diverged before its first test does not say what it would have measured.
+    finite = lambda curve: any(map(math.isfinite, curve.values))
+    measure = next((x.measure for x in curves.values() if finite(x)), ERROR)
     for method in dict.fromkeys(method for method, _ in curves):
         runs = [curve for (name, _), curve in curves.items() if name == method]
-        measure = runs[0].measure
         digits = measure.digits
         rows.append(
             {
@@ -233,11 +249,13 @@ def _peak(runs: Sequence[Curve]) -> str:
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
-    """The mean ± standard deviation; of a single number itself.
+    """The mean ± standard deviation; of a single number itself; of inf that it diverged.
 
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2)
     ('2.0 ± 1.0', '1.00')
     """
+    if not all(map(math.isfinite, numbers)):
+        return "diverged"
     mean = f"{statistics.mean(numbers):.{digits}f}"
     if len(numbers) == 1:
         return mean
@@ -250,6 +268,11 @@ def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") 
     text = tables.markdown(rows)
     (out / f"{name}.md").write_text(text)
     return text
+
+
+def _known(values: Sequence[float]) -> list[float | None]:
+    """The same for JSON, which has no word for what is not finite."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
@@ -296,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
     if not session.is_main:
         return SUCCESS
     tests = [
-        {"method": name, "seed": seed, **curve._asdict()}
+        {"method": name, "seed": seed, **curve._asdict(), "values": _known(curve.values)}
         for (name, seed), curve in curves.items()
     ]
     try:

@@ -66,6 +66,23 @@ def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
     assert [starts(x) for x in ("often", "allreduce", "independent")] == [1, 1, 1]
 
 
+def test_a_run_that_diverges_is_one_of_the_results(quick, tmp_path, capsys):
+    out = tmp_path / "out"
+    wild = ["--variant", "wild=--method easgd --optimizer.learning-rate 1e38"]
+    steps = ["--steps", "60", "--stop-after-nonfinite", "2"]
+    arguments = [*command(str(out), "easgd"), *wild, *OPTIONS, *steps]
+    for turn in range(2):
+        assert compare.main(arguments) == 0
+        rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
+        assert [row["method"] for row in rows] == ["easgd", "wild"]
+        assert rows[1]["test error, %"] == "diverged"
+        assert float(rows[0]["test error, %"]) < 100
+        trained = "run folder" in capsys.readouterr().out
+        assert trained == (turn == 0)  # the second time there is nothing left to do
+    tests = json.loads((out / "compare.json").read_text())
+    assert tests[1]["values"][-1] is None and tests[1]["steps"][-1] < 60
+
+
 def test_a_variant_has_options_of_its_own(tmp_path):
     variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
     arguments = [*command(str(tmp_path), "slowmo"), *variants, "--steps", "9"]

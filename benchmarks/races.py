@@ -1,0 +1,114 @@
+"""Methods with the same period, each at its best learning rate, in one race.
+
+    python benchmarks/races.py EXPERIMENT --out DIR [--seeds 3] [--rates 0.03 0.1 0.3] \
+        [--periods 16 64] [options of python -m train.compare]
+
+trains every method with seed 0 at each learning rate, chooses the rate with the best center
+at the end, and trains that with the other seeds. DIR gets what `python -m train.compare`
+writes for those chosen, and races.md: the test error of the center (mean ± standard
+deviation) after all steps, and at the last test within the bytes, and within the seconds,
+of the method that took the fewest. The same command goes on where it was interrupted.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from train.metrics import tables
+from train.tools import compare
+
+
+# Pulls as in the paper: one leader, or one center, and a strength of 0.1.
+WITH_PERIOD = {
+    "lsgd": "--method lsgd --method.local-pull 0.1 --method.global-pull 0 "
+    "--method.local-period {0}",
+    "easgd": "--method easgd --method.period {0}",
+    "local-sgd": "--method local-sgd --method.period {0}",
+    "diloco": "--method diloco --method.period {0}",
+}
+AT_EVERY_STEP = {"sgp": "--method sgp", "allreduce": "--method allreduce"}
+
+
+def entrants(periods):
+    """Name -> options of each method."""
+    often = {
+        f"{name}-{period}": options.format(period)
+        for period in periods
+        for name, options in WITH_PERIOD.items()
+    }
+    return often | AT_EVERY_STEP
+
+
+def trained(names, options, rest, seeds):
+    """Runs `train.compare` of (entrant, rate); its tests by name."""
+    arguments = [options.experiment, "--out", options.out, "--seeds", str(seeds), *rest]
+    methods = entrants(options.periods)
+    for name, rate in names:
+        own = f"{methods[name]} --optimizer.learning-rate {rate}"
+        arguments += ["--variant", f"{name}-rate-{rate}={own}"]
+    if status := compare.main(arguments):
+        sys.exit(status)
+    found = {}
+    for run in json.loads((pathlib.Path(options.out) / "compare.json").read_text()):
+        found.setdefault(run["method"], []).append(run)
+    return {(name, rate): found[f"{name}-rate-{rate}"] for name, rate in names}
+
+
+def within(run, measure, limit):
+    """The center's value at the last test within a limit of 'megabytes' or 'seconds'."""
+    inside = [v for v, spent in zip(run["values"], run[measure]) if spent <= limit]
+    return inside[-1] if inside else None
+
+
+def table(races):
+    """A row for each method."""
+    ends = {measure: [] for measure in ("megabytes", "seconds")}
+    for runs in races.values():
+        for measure, seen in ends.items():
+            seen.append(max(run[measure][-1] for run in runs))
+    limits = {measure: min(seen) for measure, seen in ends.items()}
+    rows = []
+    for (name, rate), runs in races.items():
+        _, label, _, digits = runs[0]["measure"]
+        spread = lambda values, digits=digits: (
+            "–" if None in values else compare.spread(values, digits)
+        )
+        each = lambda measure, runs=runs: [
+            within(r, measure, limits[measure]) for r in runs
+        ]
+        rows.append(
+            {
+                "method": name,
+                "learning rate": rate,
+                f"{label} after all steps": spread([r["values"][-1] for r in runs]),
+                f"within {limits['megabytes']:.0f} MB": spread(each("megabytes")),
+                f"within {limits['seconds']:.0f} s": spread(each("seconds")),
+                "MB sent per worker": f"{runs[0]['megabytes'][-1]:.0f}",
+            }
+        )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1, 0.3])
+    parser.add_argument("--periods", type=int, nargs="+", default=[16, 64])
+    options, rest = parser.parse_known_args()
+    all_rates = [(n, r) for n in entrants(options.periods) for r in options.rates]
+    tried = trained(all_rates, options, rest, seeds=1)
+    last = lambda key: tried[key][0]["values"][-1] or float("inf")  # None: diverged
+    names = dict.fromkeys(name for name, _ in tried)
+    best = [min((k for k in tried if k[0] == name), key=last) for name in names]
+    text = tables.markdown(table(trained(best, options, rest, options.seeds)))
+    (pathlib.Path(options.out) / "races.md").write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
