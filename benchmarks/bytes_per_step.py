@@ -34,6 +34,7 @@ VARIANTS = {
     "allreduce": "--method allreduce",
     "local-sgd": "--method local-sgd --method.period 16",
     "lsgd": LSGD,
+    "lsgd-fragments": f"{LSGD} --method.fragments 4",
     "lsgd-delay": f"{LSGD} --method.delay 5",
     "lsgd-int8": f"{LSGD} --method.wire int8",
     "lsgd-int4": f"{LSGD} --method.wire int4",

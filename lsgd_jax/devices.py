@@ -52,13 +52,14 @@ def reserve_threads() -> None:
 
 
 def choose_kernels() -> None:
-    """Has jax below 0.12 compile convolutions for CPUs by XLA's own means.
+    """Has XLA compile convolutions for CPUs by its own means.
 
-    The library of kernels that it leaves them to by default takes 1.5 times as long to
-    train a network of large ones. Adds to the environment variable XLA_FLAGS, unless these
-    kernels are named there; without effect once jax has its devices, on GPUs, and from jax
-    0.12 on, whose own choice is as fast. Importing `lsgd_jax` calls this, too.
+    The library of kernels that it leaves them to by default takes up to 1.5 times as long
+    to train a network of large ones. Adds to the environment variable XLA_FLAGS, unless
+    these kernels are named there; without effect on GPUs, once jax has its devices, and for
+    versions of jax from 0.13 on, which may not know the flag. Importing `lsgd_jax` calls
+    this, too.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if jax.__version_info__ < (0, 12) and KERNELS not in flags:
+    if jax.__version_info__ < (0, 13) and KERNELS not in flags:
         os.environ["XLA_FLAGS"] = f"{KERNELS}={PRODUCTS} {flags}".strip()
