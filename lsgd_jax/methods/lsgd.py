@@ -132,10 +132,11 @@ def lsgd(
     local pull comes first and the global one starts from its result.
 
     A worker whose loss window or y is not finite is never elected and takes the leader
-    whole at the next pull. With F fragments the parameters are cut into F parts: part i is
-    pulled at steps t ≡ (i + 1) τ / F (mod τ), (i + 1) τ_G / F (mod τ_G), to who leads then.
-    Put ``optax.apply_if_finite(base, n)`` around the base optimizer
+    whole at the next pull. Put ``optax.apply_if_finite(base, n)`` around the base optimizer
     so that its momentum stays finite as well, and use `apply_updates`.
+
+    With F fragments the parameters are cut into F parts that take turns: part i is pulled
+    at steps t ≡ (i + 1) τ / F (mod τ) and t ≡ (i + 1) τ_G / F (mod τ_G), to who leads then.
 
     Args:
       local_pull: pull towards the leader of the node, λ in [0, 1] or a schedule of t; 0

@@ -20,6 +20,7 @@ from train.metrics.buffer import Interval
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
 from train.run.reading import Archive
+from train.run.result import NONFINITE
 from train.run.saving import save
 from train.run.testing import run_test
 from train.task.asynchronous import Own, of_worker
@@ -238,6 +239,6 @@ class Follower:
         if run.stop_signals.stop_at(run.step):
             self.stopped_by = run.stop_signals.received
         elif run.buffer.recent.nonfinite_steps >= run.config.stop_after_nonfinite:
-            self.stopped_by = "nonfinite"
+            self.stopped_by = NONFINITE
         if self.stopped_by is not None:
             remote.stop()

@@ -14,7 +14,7 @@ from train.cluster.nodes import Nodes
 from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
-from train.run.result import Result, last_line
+from train.run.result import NONFINITE, Result, last_line
 from train.run.saving import save, saved_if_data_fail
 from train.run.testing import run_test
 
@@ -67,7 +67,7 @@ def take_steps(run: Run) -> Reason | None:
             if comes(config.checkpoint_every) and not is_last:
                 save(run)
             if any(map(divergence.stops_at, steps)):
-                return "nonfinite"
+                return NONFINITE
             if run.stop_signals.stop_at(run.step):
                 return run.stop_signals.received
     return None

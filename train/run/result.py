@@ -11,6 +11,9 @@ from train.run.resuming import resume_command
 from train.task.forward import TestResult
 
 
+NONFINITE = "nonfinite"  # what stops a run of which no loss is finite any more
+
+
 class Tested(NamedTuple):
     """The tests of the center and of the best worker; whether their losses are finite."""
 
@@ -59,7 +62,7 @@ class Result(NamedTuple):
     @property
     def is_good(self) -> bool:
         """Whether training came to what it was meant to, and all of it is saved."""
-        return self.saved and self.stopped_by != "nonfinite" and not self.diverged
+        return self.saved and self.stopped_by != NONFINITE and not self.diverged
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:
@@ -90,7 +93,7 @@ def last_line(result: Result, config: Config) -> str:
     state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
     line = f"stopped at step {result.step} after {after}"
     resume = resume_command(config, result.folder)
-    if result.stopped_by == "nonfinite":
+    if result.stopped_by == NONFINITE:
         return (
             f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "

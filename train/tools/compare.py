@@ -42,10 +42,8 @@ from train.metrics.plots import tidy
 from train.run import folder as run_folder
 from train.run import loop
 from train.run.open import open_run
+from train.run.result import NONFINITE
 from train.task.methods import find
-
-
-DIVERGED = "nonfinite"  # what a run was stopped by
 
 
 class Curve(NamedTuple):
@@ -176,7 +174,7 @@ def train(config: Config, session: Session) -> bool:
     result = loop.train(run)
     if run.lock is not None:
         run.lock.release()
-    return result.stopped_by in (None, DIVERGED)
+    return result.stopped_by in (None, NONFINITE)
 
 
 def _ended(folder: pathlib.Path, steps: int) -> bool:
@@ -190,7 +188,7 @@ def _ended(folder: pathlib.Path, steps: int) -> bool:
 def _has_diverged(events: dict[str, list[dict[str, Any]]]) -> bool:
     """Whether a run was given up because no loss was finite any more."""
     ends = events.get("end", [])
-    return bool(ends) and ends[-1].get("stopped_by") == DIVERGED
+    return bool(ends) and ends[-1].get("stopped_by") == NONFINITE
 
 
 def read(folder: pathlib.Path) -> Curve:
