@@ -32,43 +32,58 @@ class Conversation:
         self._ports, self._group, self._name = ports, list(group), name
         self._peers = Peers(group)
 
-    async def send(self, number: int, n: int, message: Message) -> Any:
-        """The answer to the n-th message of agreement `number`, as in `Message`."""
-        key = (self._name, number, n)
-        return await getattr(self, f"_{message.kind}")(key, message.content, message.static)
+    async def send(self, number: int, here: set[int], n: int, message: Message) -> Any:
+        """The answer to the n-th message of agreement `number`, as in `Message`.
 
-    async def _elect(self, key: Hashable, score: Any, _: Any) -> tuple[Any, Any]:
-        scores = await self._ports.round(key, float(score), self._group)
+        here: the workers that take part. Who turns out to be absent is taken from them, so
+          that nothing that belongs to the same communication waits for one that comes back
+          in its midst: it goes on from before it, or after it.
+        """
+        key, members = (self._name, number, n), [i for i in self._group if i in here]
+        say = getattr(self, f"_{message.kind}")
+        answer, came = await say(key, members, message.content, message.static)
+        here.difference_update(set(members).difference(came))
+        return answer
+
+    async def _elect(self, key: Hashable, members: list[int], score: Any, _: Any) -> Any:
+        scores = await self._ports.round(key, float(score), members)
         if (me := self._ports.place.index) not in scores:
             raise Behind(f"worker {me} came too late for an election")
         leader = lowest(scores)
         position = 0 if leader is None else self._group.index(leader)
-        return np.int32(position), np.bool_(leader is not None)
+        return (np.int32(position), np.bool_(leader is not None)), scores
 
-    async def _choose(self, key: Hashable, r: Any, _: Any) -> int:
-        return int(r)
+    async def _choose(self, key: Hashable, members: list[int], r: Any, _: Any) -> Any:
+        return int(r), members
 
-    async def _broadcast(self, key: Hashable, content: Any, _: Any) -> Tree:
+    async def _broadcast(
+        self, key: Hashable, members: list[int], content: Any, _: Any
+    ) -> Any:
         tree, source = content
         flat, leader = flat_of(tree), self._group[int(source)]
         mine = leader == self._ports.place.index
         vector = flat.vector(tree) if mine else None
-        got = await self._ports.broadcast(key, vector, leader, self._group)
-        return tree if got is vector else flat.tree(got)
+        got = await self._ports.broadcast(key, vector, leader, members)
+        return tree if got is vector else flat.tree(got), members
 
-    async def _sum(self, key: Hashable, content: Any, _: Any) -> tuple[Tree, Any]:
+    async def _sum(self, key: Hashable, members: list[int], content: Any, _: Any) -> Any:
         tree, where = content
         flat, gives = flat_of(widen(tree)), bool(where)
         vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
-        sums, count = await self._ports.total(key, vector, gives, self._group)
-        return flat.tree(sums), np.float32(count)
+        sums, count, came = await self._ports.total(key, vector, gives, members)
+        return (flat.tree(sums), np.float32(count)), came
 
-    async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
+    async def _permute(
+        self, key: Hashable, members: list[int], tree: Tree, permutation: Any
+    ) -> Any:
         flat = flat_of(tree)
         vector = await self._along(key, flat.vector(tree), permutation)
-        return flat.tree(np.zeros([flat.size], np.float32) if vector is None else vector)
+        arrived = np.zeros([flat.size], np.float32) if vector is None else vector
+        return flat.tree(arrived), members
 
-    async def _push(self, key: Hashable, content: Any, rounds: Any) -> tuple[Tree, Any]:
+    async def _push(
+        self, key: Hashable, members: list[int], content: Any, rounds: Any
+    ) -> Any:
         tree, weight, r = content
         flat = flat_of(widen(tree))
         sent = np.append(flat.vector(tree), np.float32(weight))
@@ -77,7 +92,7 @@ class Conversation:
             arrived = await self._along((key, k), sent, permutation)
             if arrived is not None:
                 sums, mass = sums + arrived[-1] * arrived[:-1], mass + arrived[-1]
-        return flat.tree(sums), mass
+        return (flat.tree(sums), mass), members
 
     async def _along(self, key: Hashable, vector: np.ndarray, permutation: Any) -> Any:
         """What this worker's source sends; None without one, or if it does not answer."""
@@ -105,8 +120,10 @@ class Conversation:
 
 async def all_reduce(
     ports: "Ports", key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
-) -> tuple[np.ndarray, int]:
-    """The sum of the vectors of those who give, and how many they are: equal for all.
+) -> tuple[np.ndarray, int, list[int]]:
+    """The sum of the vectors of those who give, how many they are, and who came.
+
+    All of this is equal for all.
 
     Each worker adds up a slice of the vector and sends it to the others, as a ring would:
     2 (W - 1) / W vectors leave each worker. Before and after, all come to a round: what the
@@ -138,7 +155,7 @@ async def all_reduce(
                 ports.post((here, "all"), sums)  # for those who may lack a part of it
             ports.mailbox.drop(here)
             ports.mailbox.drop((here, "sum"))
-            return sums, len(givers)
+            return sums, len(givers), list(done)
         group = list(done)
     raise Unreachable(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
 

@@ -205,6 +205,8 @@ class Coordinator:
     ) -> dict[int, Any] | None:
         """Worker i brings a value to a round: what all have brought, or None as yet.
 
+        The round waits for the members that all who have come so far name.
+
         Raises:
           KeyError: it was held so long ago that it is forgotten.
         """
@@ -213,6 +215,8 @@ class Coordinator:
             raise KeyError(key)
         held = self._rounds.setdefault(key, Round(tuple(members), {}, []))
         if not held.closed:
+            awaited = tuple(set(held.members).intersection(members))
+            held = self._rounds[key] = held._replace(members=awaited)
             held.values[i] = value
             self._close_if_all_are_there(key, held)
         self._forget()

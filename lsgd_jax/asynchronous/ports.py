@@ -100,8 +100,8 @@ class Ports(abc.ABC):
 
     async def total(
         self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
-    ) -> tuple[np.ndarray, int]:
-        """The sum over a group and how many have given: see `collective.all_reduce`."""
+    ) -> tuple[np.ndarray, int, list[int]]:
+        """The sum over a group, how many have given, who came: see `all_reduce`."""
         return await all_reduce(self, key, vector, gives, group)
 
     async def broadcast(
@@ -129,7 +129,8 @@ class Ports(abc.ABC):
     def round(self, key: Hashable, value: Any, members: list[int]) -> Pending:
         """What each of the members brings to a round: {member: value}, equal for all.
 
-        It is closed when all members that are present have come, or at the latest when
+        It is closed when all members that are present have come (of those whom all who
+        have come so far name), or at the latest when
         one of them has waited for `grace` seconds: who has not come by then is absent
         until it is heard of again. Who comes later gets what was closed without it.
 

@@ -131,7 +131,8 @@ class Pulling:
             t = self._worker.count
             sends = [t % pull.every == pull.sends_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
-            await self._communicate(t, sends, lands)
+            here = set(range(self._worker.ports.place.workers))
+            await self._communicate(t, here, sends, lands)
         self._worker.publish()
 
     async def _join(self, number: int) -> None:
@@ -144,13 +145,18 @@ class Pulling:
             return
         taken = (number + 1) * (self._period or 1)
         due = [taken % pull.every == 0 for pull in self._pulls]
-        await self._communicate(number, due, due)
+        await self._communicate(number, set(came), due, due)
         worker.publish()
 
     # When due
 
-    async def _communicate(self, number: int, sends: list[bool], lands: list[bool]) -> None:
-        """All that is due, in order; the rounds of the group have this number."""
+    async def _communicate(
+        self, number: int, here: set[int], sends: list[bool], lands: list[bool]
+    ) -> None:
+        """All that is due, in order, among those who are here.
+
+        number: of the communication, and so of the rounds of its groups.
+        """
         if not any(sends) and not any(lands):
             return
         worker = self._worker
@@ -161,7 +167,8 @@ class Pulling:
             if pull.delay and lands[k] and k in self._in_flight:
                 healthy |= await self._land(k, self._in_flight.pop(k), fit)
             if sends[k]:
-                coming = worker.ports.start(self._agree(k, number, fit))
+                among = set(here) if pull.delay else here  # beside this, it is by itself
+                coming = worker.ports.start(self._agree(k, number, among, fit))
                 if pull.delay:
                     self._in_flight[k] = coming
                 else:
@@ -170,11 +177,13 @@ class Pulling:
                 healthy = not self._sick and bool(self._compiled.finite(worker.params))
         self._sick = not healthy
 
-    def _agree(self, k: int, number: int, fit: bool) -> Coroutine[Any, Any, Any]:
+    def _agree(
+        self, k: int, number: int, here: set[int], fit: bool
+    ) -> Coroutine[Any, Any, Any]:
         """What the group agrees on about the worker as it is now, whenever that travels."""
         pull, worker = self._pulls[k], self._worker
         x, y = (parts.select(pull.part, tree) for tree in (worker.x, worker.params))
-        send = functools.partial(self._conversations[k].send, number)
+        send = functools.partial(self._conversations[k].send, number, here)
         t, state = np.int32(worker.count), self._states[k]
         return self._agreements[k].run(send, x, y, state, np.bool_(fit), t)
 

@@ -165,12 +165,12 @@ class SimulatedPorts(Ports):
 
     async def total(
         self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
-    ) -> tuple[np.ndarray, int]:
+    ) -> tuple[np.ndarray, int, list[int]]:
         """As `Ports.total`, in the time of a ring that begins when the last has come."""
 
-        def add(brought: dict[int, Any]) -> tuple[np.ndarray, int]:
+        def add(brought: dict[int, Any]) -> tuple[np.ndarray, int, list[int]]:
             givers = [given for given in brought.values() if given is not None]
-            return sum(givers, np.zeros_like(vector)), len(givers)
+            return sum(givers, np.zeros_like(vector)), len(givers), list(brought)
 
         given = vector if gives else None
         return await self._collective(("total", key), given, group, add)

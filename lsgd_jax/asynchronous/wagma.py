@@ -150,7 +150,7 @@ class Grouping(FreeRunning):
             raise Behind(f"worker {worker.index} came too late for the mean of all")
         mean = ports.total(("mean", number), worker.vector(), self.fit, list(came))
         try:
-            sums, count = await worker.wait(ports.start(mean))
+            sums, count, _ = await worker.wait(ports.start(mean))
         except Unreachable:
             return
         if count:

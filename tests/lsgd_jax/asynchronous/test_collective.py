@@ -54,8 +54,8 @@ def sums(gives=lambda i: True, late=0.0, lose_after=None, slow_after=None):
 def test_all_get_the_sum_of_those_who_give():
     found, _, ended = sums(gives=lambda i: i != 2)
     assert ended == [0] * WORKERS
-    for total, count in found:
-        assert count == 3
+    for total, count, came in found:
+        assert count == 3 and came == list(range(WORKERS))
         np.testing.assert_array_equal(total, EACH[0] + EACH[1] + EACH[3])
 
 
@@ -67,8 +67,8 @@ def test_with_one_that_fails_at_any_point_all_who_are_left_agree(how):
     for point in range(waits):
         found, _, ended = sums(**{how: point})
         rest = [found[i] for i in (0, 2, 3)]
-        for total, count in rest:
-            assert count == rest[0][1]
+        for total, count, came in rest:
+            assert count == rest[0][1] and came == rest[0][2]
             np.testing.assert_array_equal(total, with_all if count == 4 else without)
         outcomes.add(rest[0][1])
         assert max(ended[i] for i in (0, 2, 3)) <= 10  # none waits for it twice

@@ -38,6 +38,14 @@ def test_a_round_closes_when_the_last_one_that_is_waited_for_leaves():
     assert c.look("sum") == {0: 1.0}
 
 
+def test_a_round_waits_for_those_whom_all_who_have_come_name():
+    c = Coordinator(workers=3, steps=9)
+    for i in range(3):
+        c.claim(i, 1)
+    assert c.arrive("elect", 0, 1.0, [0, 1, 2]) is None
+    assert c.arrive("elect", 2, 3.0, [0, 2]) == {0: 1.0, 2: 3.0}
+
+
 def test_what_is_long_over_is_forgotten_and_said_to_be():
     c = Coordinator(workers=1, steps=9)
     for k in range(KEPT + 1):
