@@ -26,7 +26,7 @@ ROWS = {
     "diloco-30": "--method diloco --method.period 30",
     "diloco-30-int8": "--method diloco --method.period 30 --method.wire int8",
     "diloco-30-int4": "--method diloco --method.period 30 --method.wire int4",
-    "diloco-30-fragments": "--method diloco --method.period 30 --method.fragments 4",
+    "diloco-32-fragments": "--method diloco --method.period 32 --method.fragments 4",
     "diloco-100": "--method diloco --method.period 100",
     "streaming-diloco": "--method diloco --method.period 100 --method.fragments 4 "
     "--method.delay 5",

@@ -8,6 +8,18 @@ from typing import Any, Literal
 from train.config_checks import check
 
 
+# Those of lock step, without importing JAX.
+Wire = Literal[
+    "float32",
+    "bfloat16",
+    "int8",
+    "int4",
+    "bfloat16-stochastic",
+    "int8-stochastic",
+    "int4-stochastic",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
     """The processes of workers that step at their own pace (async-* and overlapped-*)."""
@@ -26,8 +38,8 @@ class RayConfig:
     # Seconds after which a worker that takes no step is started again; more than it takes
     # to compile the first one.
     stall_timeout: float = 300.0
-    # In what form parameters travel between workers.
-    wire: Literal["float32", "bfloat16"] = "float32"
+    # In what form parameters travel between workers; async-wagma: with -stochastic.
+    wire: Wire = "float32"
     # GiB of shared memory for what travels, where Ray is started by the run; by default a
     # share of the memory that Ray chooses.
     object_store: float | None = None
@@ -80,6 +92,10 @@ def check_pace(config: Any) -> None:
     policy = f"keep or reestimate with method.name={config.method.name}"
     holds = config.batch_statistics != "average"
     check(holds, "batch_statistics", policy, config)
+    if config.method.name == "async-wagma":
+        rule = "float32, or one that ends in -stochastic with method.name=async-wagma"
+        nearest = ("bfloat16", "int8", "int4")  # small steps would get lost
+        check(config.ray.wire not in nearest, "ray.wire", rule, config.ray)
 
 
 def _check_default(options: Any, prefix: str, rule: str) -> None:

@@ -103,7 +103,8 @@ class Averaging(FreeRunning):
         worker, ports = self.worker, self.worker.ports
         if not self.fit:
             return Coming(peer, worker.count, None, ports.latest(peer))
-        sent = worker.vector()
+        # What rounding takes away stays here, so that the sum of the two stays what it was.
+        sent = ports.mailbox.rounded(worker.vector())
         return Coming(peer, worker.count, sent, ports.exchange(peer, sent))
 
     async def after_step(self) -> None:

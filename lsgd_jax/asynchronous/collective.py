@@ -1,10 +1,11 @@
 """What a group agrees on through ports: who leads, what the leader sends, sums, pushes."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from lsgd_jax.asynchronous.compression import aligned
 from lsgd_jax.asynchronous.election import lowest
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.group import Message
@@ -31,6 +32,11 @@ class Conversation:
     def __init__(self, ports: "Ports", group: Sequence[int], name: Hashable):
         self._ports, self._group, self._name = ports, list(group), name
         self._peers = Peers(group)
+        self._errors: dict[Hashable, np.ndarray] = {}
+
+    def forget(self) -> None:
+        """The worker has taken over from another one: it owes nothing any more."""
+        self._errors.clear()
 
     async def send(self, number: int, here: set[int], n: int, message: Message) -> Any:
         """The answer to the n-th message of agreement `number`, as in `Message`.
@@ -70,56 +76,81 @@ class Conversation:
         tree, where = content
         flat, gives = flat_of(widen(tree)), bool(where)
         vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
-        sums, count, came = await self._ports.total(key, vector, gives, members)
+        sums, count, came = await self._ports.total(
+            key, vector, gives, members, self._error(key, flat.size)
+        )
         return (flat.tree(sums), np.float32(count)), came
+
+    def _error(self, key: Hashable, size: int) -> np.ndarray | None:
+        """What rounding took away from this message in the agreements before."""
+        if not self._ports.mailbox.wire.is_narrow:
+            return None
+        *_, n = cast(Any, key)
+        return self._errors.setdefault(n, np.zeros([size], np.float32))
+
+    async def _lost(self, key: Hashable, members: list[int], tree: Tree, _: Any) -> Any:
+        flat = flat_of(widen(tree))
+        vector = flat.vector(tree)
+        return flat.tree(vector - self._ports.mailbox.wire.rounded(vector)), members
 
     async def _permute(
         self, key: Hashable, members: list[int], tree: Tree, permutation: Any
     ) -> Any:
         flat = flat_of(tree)
-        vector = await self._along(key, flat.vector(tree), permutation)
-        arrived = np.zeros([flat.size], np.float32) if vector is None else vector
-        return flat.tree(arrived), members
+        arrived = await self._along(key, [flat.vector(tree)], permutation)
+        vector = arrived[0] if arrived else np.zeros([flat.size], np.float32)
+        return flat.tree(vector), members
 
     async def _push(
         self, key: Hashable, members: list[int], content: Any, rounds: Any
     ) -> Any:
         tree, weight, r = content
         flat = flat_of(widen(tree))
-        sent = np.append(flat.vector(tree), np.float32(weight))
+        # The weight by itself, because it must not be rounded.
+        vector, own = flat.vector(tree), np.array([weight], np.float32)
         sums, mass = np.zeros([flat.size], np.float32), np.float32(0)
         for k, permutation in enumerate(rounds[int(r)]):
-            arrived = await self._along((key, k), sent, permutation)
-            if arrived is not None:
-                sums, mass = sums + arrived[-1] * arrived[:-1], mass + arrived[-1]
+            arrived = await self._along((key, k), [vector, own], permutation)
+            if arrived:
+                sums, mass = sums + arrived[1] * arrived[0], mass + arrived[1][0]
         return (flat.tree(sums), mass), members
 
-    async def _along(self, key: Hashable, vector: np.ndarray, permutation: Any) -> Any:
-        """What this worker's source sends; None without one, or if it does not answer."""
+    async def _along(
+        self, key: Hashable, vectors: list[np.ndarray], permutation: Any
+    ) -> list[np.ndarray]:
+        """What this worker's source sends; [] without one, or if it does not answer."""
         mine = self._group.index(self._ports.place.index)
         if any(a == mine for a, _ in permutation):
-            self._ports.post(key, vector)
+            for k, vector in enumerate(vectors):
+                self._ports.post((key, k), vector)
         for a, b in permutation:
             if b == mine:
-                return await self._from(self._group[a], key)
-        return None
+                keys: list[Hashable] = [(key, k) for k in range(len(vectors))]
+                return await self._from(self._group[a], keys)
+        return []
 
-    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
-        """What a peer sends; None if it does not answer, or has not of late."""
+    async def _from(self, peer: int, keys: list[Hashable]) -> list[np.ndarray]:
+        """What a peer sends; [] if it does not answer, or has not of late."""
         self._peers.turn()
         if not self._peers.is_tried(peer):
-            return None
+            return []
+        asked = [self._ports.fetch(peer, key) for key in keys]
         try:
-            vector = await fetched(self._ports.fetch(peer, key))
+            vectors = [await fetched(pending) for pending in asked]
         except Unreachable:
             self._peers.failed(peer)
-            return None
+            return []
         self._peers.answered(peer)
-        return vector
+        return vectors
 
 
 async def all_reduce(
-    ports: "Ports", key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+    ports: "Ports",
+    key: Hashable,
+    vector: np.ndarray,
+    gives: bool,
+    group: Sequence[int],
+    error: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int, list[int]]:
     """The sum of the vectors of those who give, how many they are, and who came.
 
@@ -130,23 +161,34 @@ async def all_reduce(
     sum is made of, and whether it has arrived, is decided there, once for all. If one is
     lost on the way the rest begin anew without it.
 
+    Args:
+      ports: this worker's.
+      key: of this sum; the same for all.
+      vector: float32 [n].
+      gives: whether this worker's vector counts.
+      group: the workers that come.
+      error: float32 [n], what rounding has taken away of what this worker sent to the sums
+        before, from its vectors and from its slices of the sums: it is added to what is
+        sent now, and renewed in place. 0 at first; None: it is lost.
+
     Raises:
       Behind: the others have finished without this worker.
       Unreachable: too many were lost.
     """
     me = ports.place.index
+    owed = vector if error is None else vector + error
+    vector = ports.mailbox.rounded(owed)
     for attempt in range(ATTEMPTS):
         here = (key, attempt)
-        vector = ports.mailbox.as_sent(vector)
         ports.post(here, vector)
         came = await ports.round((here, "came"), gives, list(group))
         if me not in came:
             raise Behind(f"worker {me} came too late for a sum")
         givers = [i for i, gave in came.items() if gave]
         try:
-            sums = await _slices(ports, here, vector, givers, list(came))
+            sums, mine, lost = await _slices(ports, here, vector, givers, list(came))
         except Unreachable:
-            sums = None
+            sums, mine, lost = None, slice(0), np.float32(0)
         done = await ports.round((here, "done"), sums is not None, list(came))
         if all(done.values()):
             if sums is None:
@@ -155,6 +197,9 @@ async def all_reduce(
                 ports.post((here, "all"), sums)  # for those who may lack a part of it
             ports.mailbox.drop(here)
             ports.mailbox.drop((here, "sum"))
+            if error is not None:
+                error[:] = owed - vector if gives else 0
+                error[mine] += lost if gives else 0
             return sums, len(givers), list(done)
         group = list(done)
     raise Unreachable(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
@@ -166,8 +211,8 @@ async def _slices(
     vector: np.ndarray,
     givers: Sequence[int],
     owners: Sequence[int],
-) -> np.ndarray:
-    """The givers' sum; each owner adds up a slice."""
+) -> tuple[np.ndarray, slice, np.ndarray]:
+    """The givers' sum, the slice that this worker adds up, what rounding took of that."""
     me = ports.place.index
 
     async def from_peers(pending: Mapping[int, "Pending"]) -> dict[int, np.ndarray]:
@@ -181,17 +226,16 @@ async def _slices(
                 raise
         return arrived
 
-    bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
-    slices = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
-    mine = slices[list(owners).index(me)]
+    mine = aligned(len(vector), len(owners))[list(owners).index(me)]
     parts = await from_peers({i: ports.fetch(i, key, mine) for i in givers if i != me})
     total = np.zeros([mine.stop - mine.start], np.float32)
     for i in givers:
         total = total + (vector[mine] if i == me else parts[i])
-    total = ports.mailbox.as_sent(total)
+    exact, total = total, ports.mailbox.rounded(total)
     ports.post((key, "sum"), total)
     sums = await from_peers({i: ports.fetch(i, (key, "sum")) for i in owners if i != me})
-    return np.concatenate([total if i == me else sums[i] for i in owners])
+    whole = np.concatenate([total if i == me else sums[i] for i in owners])
+    return whole, mine, exact - total
 
 
 async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:

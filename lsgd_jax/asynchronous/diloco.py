@@ -141,6 +141,9 @@ class Bringing(FreeRunning):
         start = worker.vector()
         rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
         self._turn = Turn(0, np.concatenate([start, rest]))
+        # What rounding took away from the anchors that this worker gave to others: it adds
+        # it to the next one, so that none of what was brought is lost.
+        self._error: Any = np.float32(0)
         self._begun = 0  # the own step after which it started from the anchor
         self._brought = 0  # the own step after which it has last brought something
         self._coming: Coming | None = None
@@ -226,8 +229,9 @@ class Bringing(FreeRunning):
         if (first := min(came)) != me:
             outer = await fetched(ports.fetch(first, ("anchor", number)))
         else:
-            outer = await self._moved(number, gradient, came, holders)
-            outer = ports.mailbox.as_sent(outer)
+            exact = self._error + await self._moved(number, gradient, came, holders)
+            outer = ports.mailbox.rounded(exact)
+            self._error = exact - outer
         ports.mailbox.drop(("brought", number))
         ports.post(("anchor", number), outer)
         self._posted.append(number)
@@ -299,4 +303,4 @@ class Bringing(FreeRunning):
         self._turn = Turn(int(state["turn"]), np.asarray(state["outer"]))
         self.worker.report.rounds = self._turn.number
         self._begun = self._brought = int(state["begun"])
-        self._coming = None
+        self._coming, self._error = None, np.float32(0)

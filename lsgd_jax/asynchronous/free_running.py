@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from lsgd_jax.asynchronous.coordinator import Claim
 from lsgd_jax.asynchronous.mailbox import finite
 from lsgd_jax.asynchronous.mixing import own_step, pulled, shifted
@@ -75,6 +77,18 @@ class FreeRunning:
         worker = self.worker
         worker.params = pulled(worker.flat, worker.params, z, weight, fit)
         return True
+
+    def lost(self) -> Any:
+        """y - Q(y), what rounding takes of this worker where that is sent; 0 if it is sick.
+
+        Added to what comes from a peer, so that equal workers do not move: Q(y) would draw
+        them to itself, and take small steps back.
+        """
+        mailbox = self.worker.ports.mailbox
+        if not mailbox.wire.is_narrow or not self.fit:
+            return np.float32(0)
+        vector = self.worker.vector()
+        return vector - mailbox.rounded(vector)
 
     def shift(self, by: Any) -> None:
         """Adds a vector to the worker."""

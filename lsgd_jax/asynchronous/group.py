@@ -25,7 +25,8 @@ class Message(NamedTuple):
     Attributes:
       kind: 'elect' (score) -> (leader, found); 'broadcast' (tree, source) -> tree;
         'sum' (tree, where) -> (sums, count); 'permute' (tree) -> tree; 'push'
-        (tree, weight, r) -> (sums, mass); 'gather' (x) -> x of all; 'choose' (r) -> int.
+        (tree, weight, r) -> (sums, mass); 'lost' (tree) -> what rounding takes of it;
+        'gather' (x) -> x of all; 'choose' (r) -> int.
       static: what of it is known while tracing, as permutations are.
       content: its arrays.
     """
@@ -51,13 +52,20 @@ class PortGroup(Group):
       size: how many workers are in it.
       index: which one this is.
       answers: to its messages, in order.
+      is_narrow: whether what travels is rounded.
     """
 
     def __init__(
-        self, axes: str | tuple[str, ...], size: int, index: Any, answers: Sequence[Any]
+        self,
+        axes: str | tuple[str, ...],
+        size: int,
+        index: Any,
+        answers: Sequence[Any],
+        is_narrow: bool = False,
     ):
         super().__init__(axes)
         self._size, self._index, self._answers = size, index, list(answers)
+        self._is_narrow = is_narrow
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,6 +109,10 @@ class PortGroup(Group):
         del turn
         return self._say("permute", tree, tuple(permutation))
 
+    def lost(self, tree, turn=0):
+        del turn
+        return self._say("lost", tree) if self._is_narrow else None
+
     def push(self, tree, weight, rounds, r):
         return self._say("push", (tree, weight, jnp.asarray(r)), rounds)
 
@@ -120,11 +132,14 @@ class Agreement:
       rule: the rule.
       group: the indices of the workers of its group, in order.
       place: this worker's.
+      is_narrow: whether what travels is rounded.
     """
 
-    def __init__(self, rule: Rule, group: Sequence[int], place: Place):
+    def __init__(
+        self, rule: Rule, group: Sequence[int], place: Place, is_narrow: bool = False
+    ):
         self._position = np.int32(group.index(place.index))
-        self._stages = _stages(rule, len(group), place.nodes, place.locals)
+        self._stages = _stages(rule, len(group), place.nodes, place.locals, is_narrow)
 
     async def run(
         self,
@@ -161,8 +176,9 @@ class Agreement:
 class _Stages:
     """A rule cut where it talks; compiled once for all workers of a process."""
 
-    def __init__(self, rule: Rule, size: int, nodes: int, locals: int):
+    def __init__(self, rule: Rule, size: int, nodes: int, locals: int, is_narrow: bool):
         self._rule, self._size, self._grid = rule, size, (nodes, locals)
+        self._is_narrow = is_narrow
         self._stages: dict[tuple, tuple[Callable, dict[str, Any]]] = {}
 
     def after(self, chosen: tuple) -> tuple[Callable, dict[str, Any]]:
@@ -175,7 +191,7 @@ class _Stages:
 
     def _stage(self, chosen, told, position, answers, x, y, state, fit, t):
         given = [a if c is None else c for a, c in zip(answers, chosen)]
-        group = PortGroup(self._rule.axes, self._size, position, given)
+        group = PortGroup(self._rule.axes, self._size, position, given, self._is_narrow)
         try:
             z, found, renewed = alone(
                 lambda: self._rule.agree(group, x, y, state, fit, t), *self._grid

@@ -99,11 +99,13 @@ class Coming(NamedTuple):
     Attributes:
       leader: whose.
       since: the worker's own step at which it was asked for.
+      lost: what rounding took of this worker then.
       snapshot: the call.
     """
 
     leader: int
     since: int
+    lost: Any
     snapshot: Pending
 
 
@@ -148,7 +150,7 @@ class Following(FreeRunning):
         if leader is not None and leader != self.worker.index:
             worker = self.worker
             snapshot = worker.ports.latest(leader)
-            self._coming[k] = Coming(leader, worker.count, snapshot)
+            self._coming[k] = Coming(leader, worker.count, self.lost(), snapshot)
 
     async def _land(self, level: Level, coming: Coming) -> None:
         try:
@@ -159,7 +161,7 @@ class Following(FreeRunning):
         self._peers.answered(coming.leader)
         fit = self.fit and bool(jnp.isfinite(self.worker.score.value))
         weight = value_at(level.pull, jnp.int32(self.worker.count))
-        if self.pull(snapshot.vector, jnp.clip(weight, 0, 1), fit):
+        if self.pull(snapshot.vector + coming.lost, jnp.clip(weight, 0, 1), fit):
             self.mixed(coming.since)
 
     def state(self) -> Any:

@@ -3,9 +3,12 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from lsgd_jax.asynchronous.compression import Compression
+from lsgd_jax.asynchronous.snapshot import Snapshot
 
 
 KEPT = 16  # messages that a worker leaves for others before it forgets the first
@@ -18,22 +21,6 @@ def finite(vector: np.ndarray) -> bool:
     return bool(np.isfinite(np.sum(vector, dtype=np.float64)))
 
 
-class Snapshot(NamedTuple):
-    """A worker as others see it.
-
-    Attributes:
-      vector: its parameters, float32 [n].
-      step: how many steps it had taken.
-      measure: what decides how much is taken from it (dpwa: its clock or its loss).
-      loss: its score, the mean of its last losses.
-    """
-
-    vector: np.ndarray
-    step: int
-    measure: float
-    loss: float
-
-
 class Mailbox:
     """Of one worker. Its calls take a lock for as long as a vector is copied or added.
 
@@ -41,20 +28,15 @@ class Mailbox:
     `moved` at the boundary of its steps.
 
     Args:
-      as_sent: float32 [n] -> float32 [n], what becomes of a vector when it is sent.
-      bytes_each: of each element that is sent.
+      wire: how vectors travel; None: in float32.
 
     Attributes:
-      as_sent: as above. Who keeps a copy of what others get keeps this.
+      wire: as above.
       bytes_sent: to others, so far.
     """
 
-    def __init__(
-        self,
-        as_sent: Callable[[np.ndarray], np.ndarray] = lambda vector: vector,
-        bytes_each: int = 4,
-    ):
-        self.as_sent, self._bytes_each = as_sent, bytes_each
+    def __init__(self, wire: Compression | None = None):
+        self.wire = Compression() if wire is None else wire
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, np.ndarray] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
@@ -65,6 +47,7 @@ class Mailbox:
         self._moved: np.ndarray | None = None
         self._closed = False
         self._state: Callable[[], Any] | None = None
+        self._turn = 0  # of what was rounded
         self.bytes_sent = 0
 
     # The worker's own side
@@ -80,6 +63,11 @@ class Mailbox:
         with self._lock:
             self._vector, self._flat, self._about = vector, None, (step, measure, loss)
             self._lock.notify_all()
+
+    def rounded(self, vector: np.ndarray) -> np.ndarray:
+        """What others get of a vector; drawn anew each time if it is rounded at random."""
+        self._turn += 1
+        return self.wire.rounded(vector, self._turn)
 
     def serve_state(self, state: Callable[[], Any]) -> None:
         """Sets what `state` gives."""
@@ -198,7 +186,7 @@ class Mailbox:
         return snapshot
 
     def _count(self, vector: np.ndarray) -> None:
-        self.bytes_sent += vector.size * self._bytes_each
+        self.bytes_sent += self.wire.nbytes(vector.size)
 
     def _snapshot(self) -> Snapshot | None:
         if self._vector is None:
@@ -206,4 +194,4 @@ class Mailbox:
         if self._flat is None:
             self._flat = np.asarray(self._vector())
         vector = self._flat if self._moved is None else self._flat + self._moved
-        return Snapshot(self.as_sent(vector), *self._about)
+        return Snapshot(self.rounded(vector), *self._about)

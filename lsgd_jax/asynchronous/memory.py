@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from lsgd_jax.asynchronous.compression import Compression
 from lsgd_jax.asynchronous.coordinator import Coordinator, Report
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
 from lsgd_jax.asynchronous.mailbox import Mailbox
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training, Worker, work
+from lsgd_jax.wire import Format
 
 
 class Lost(Exception):
@@ -31,6 +33,7 @@ class Memory:
       step_seconds: of each worker, how long a step takes; one for all if it is a number.
       grace: seconds that a worker waits for another one.
       latency: seconds that the answer of a worker takes.
+      wire: how vectors travel: see `Compression`.
 
     Attributes:
       now: seconds since the run began.
@@ -48,11 +51,13 @@ class Memory:
         step_seconds: float | Sequence[float] = 1.0,
         grace: float = 10.0,
         latency: float = 0.0,
+        wire: Format = "float32",
     ):
         count = nodes * locals
         given = isinstance(step_seconds, int | float)
         self.step_seconds = [step_seconds] * count if given else list(step_seconds)
         self.now, self.grace, self.latency = 0.0, grace, latency
+        self.wire = Compression(wire)
         self.coordinator = Coordinator(count, steps, period)
         self.lost: set[int] = set()
         self.hung: set[int] = set()
@@ -172,7 +177,8 @@ class MemoryPorts(Ports):
     """One worker's ports."""
 
     def __init__(self, memory: Memory, place: Place):
-        self.place, self.grace, self.mailbox = place, memory.grace, Mailbox()
+        self.place, self.grace = place, memory.grace
+        self.mailbox = Mailbox(memory.wire)
         self._memory = memory
 
     def now(self) -> float:
@@ -191,7 +197,9 @@ class MemoryPorts(Ports):
         return self._peer(peer, lambda mailbox: mailbox.latest())
 
     def exchange(self, peer: int, vector: np.ndarray) -> Pending:
-        self.mailbox.bytes_sent += vector.nbytes
+        wire = self.mailbox.wire
+        self.mailbox.bytes_sent += wire.nbytes(vector.size)
+        vector = wire.arrived(vector)
         return self._peer(peer, lambda mailbox: mailbox.exchange(vector))
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
@@ -240,7 +248,9 @@ class MemoryPorts(Ports):
 
         def ask():
             there = peer not in memory.lost
-            return _found(call(memory.ports[peer].mailbox)) if there else None
+            if not there:
+                return None
+            return _found(memory.wire.arrived(call(memory.ports[peer].mailbox)))
 
         def late():
             raise Unreachable(f"worker {peer} did not answer within {self.grace:g} s")

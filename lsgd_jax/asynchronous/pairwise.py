@@ -89,11 +89,13 @@ class Coming(NamedTuple):
     Attributes:
       peer: whose.
       since: the worker's own step at which it was asked for.
+      lost: what rounding took of this worker then.
       snapshot: the call.
     """
 
     peer: int
     since: int
+    lost: Any
     snapshot: Pending
 
 
@@ -120,7 +122,8 @@ class Mixing(FreeRunning):
         probability = value_at(self._method.fetch_probability, jnp.int32(worker.count + 1))
         if self._coming is None and self._peers.draw(float(probability)):
             if (peer := self._peers.choose()) is not None:
-                self._coming = Coming(peer, worker.count, worker.ports.latest(peer))
+                snapshot = worker.ports.latest(peer)
+                self._coming = Coming(peer, worker.count, self.lost(), snapshot)
         return True
 
     async def after_step(self) -> None:
@@ -159,7 +162,7 @@ class Mixing(FreeRunning):
             method.divergence_threshold,
         )
         f = float(weight) if fit else 1.0
-        if self.pull(snapshot.vector, f, fit):
+        if self.pull(snapshot.vector + coming.lost, f, fit):
             if method.interpolation == "clock":
                 self._clock += f * (snapshot.measure - self._clock)
             self.mixed(coming.since)

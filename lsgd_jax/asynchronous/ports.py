@@ -99,10 +99,15 @@ class Ports(abc.ABC):
         self.mailbox.post(key, vector)
 
     async def total(
-        self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+        self,
+        key: Hashable,
+        vector: np.ndarray,
+        gives: bool,
+        group: Sequence[int],
+        error: np.ndarray | None = None,
     ) -> tuple[np.ndarray, int, list[int]]:
         """The sum over a group, how many have given, who came: see `all_reduce`."""
-        return await all_reduce(self, key, vector, gives, group)
+        return await all_reduce(self, key, vector, gives, group, error)
 
     async def broadcast(
         self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
@@ -111,7 +116,7 @@ class Ports(abc.ABC):
         del group
         if vector is None:
             return await fetched(self.fetch(source, key))
-        vector = self.mailbox.as_sent(vector)
+        vector = self.mailbox.rounded(vector)
         self.post(key, vector)
         return vector
 

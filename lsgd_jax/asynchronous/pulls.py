@@ -93,7 +93,8 @@ class Pulling:
         place = worker.ports.place
         groups = [place.group(pull.rule.axes) for pull in self._pulls]
         self._agreements = [
-            Agreement(pull.rule, group, place) for pull, group in zip(self._pulls, groups)
+            Agreement(pull.rule, group, place, worker.ports.mailbox.wire.is_narrow)
+            for pull, group in zip(self._pulls, groups)
         ]
         self._conversations = [
             Conversation(worker.ports, group, (k, group[0]))
@@ -209,6 +210,8 @@ class Pulling:
         """Goes on from another worker's; what was in flight was meant for another step."""
         self._states, self._rounds = state["rules"], int(state["rounds"])
         self._in_flight, self._sick = {}, False
+        for conversation in self._conversations:
+            conversation.forget()
 
 
 class _Compiled:

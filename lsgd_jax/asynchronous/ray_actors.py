@@ -91,7 +91,7 @@ class WorkerActor:
         return self._packed(mailbox.wait(mailbox.latest, self._job.grace))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
-    def exchange(self, vector: np.ndarray) -> Any:
+    def exchange(self, vector: Any) -> Any:
         theirs = self._ports.wire.unpack(vector)
         return self._packed(self._ports.mailbox.exchange(theirs))
 

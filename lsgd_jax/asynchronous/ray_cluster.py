@@ -10,9 +10,11 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import ray
+
+from lsgd_jax.wire import Format, Wire
 
 
 END = 30.0  # seconds in which Ray's processes end
@@ -36,7 +38,7 @@ class Options:
       stall: seconds after which a worker that takes no step is started again; more than it
         takes to compile the first one.
       vain: how many times in a row a worker may be lost before it has taken a step.
-      wire: type of the parameters that travel.
+      wire: how parameters travel: see `Compression`.
       env: environment variables of the workers, such as XLA_FLAGS.
       log: whether what the workers and Ray write is written here, too.
     """
@@ -50,7 +52,7 @@ class Options:
     start: float = 300.0
     stall: float = 300.0
     vain: int = 3
-    wire: Literal["float32", "bfloat16"] = "float32"
+    wire: Format = "float32"
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     log: bool = False
 
@@ -58,8 +60,7 @@ class Options:
         for name in ("grace", "start", "stall"):
             if not (limit := getattr(self, name)) > 0:
                 raise ValueError(f"`{name}` must be positive, got {name}={limit}")
-        if self.wire not in (known := ("float32", "bfloat16")):
-            raise ValueError(f"`wire` must be one of {known}, got {self.wire!r}")
+        Wire.of(self.wire)
 
 
 def environment(num_gpus: float) -> dict[str, str]:

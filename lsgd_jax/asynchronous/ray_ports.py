@@ -7,16 +7,16 @@ from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from lsgd_jax.asynchronous.compression import Compression
 from lsgd_jax.asynchronous.coordinator import Claim, Report, Standing
 from lsgd_jax.asynchronous.errors import Behind, Unreachable
-from lsgd_jax.asynchronous.mailbox import Mailbox, Snapshot
+from lsgd_jax.asynchronous.mailbox import Mailbox
 from lsgd_jax.asynchronous.ports import Pending, Place, Ports
 from lsgd_jax.asynchronous.worker import Method, Training
+from lsgd_jax.wire import Format
 
 
 EVERY = 0.05  # seconds between two reports of a worker
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     restore: Callable[[int], Any]
     grace: float
     start: float
-    wire: str
+    wire: Format
     begun: float
 
     def worker(self, i: int) -> str:
@@ -81,41 +81,6 @@ def answer(ref: Any, who: str, limit: float) -> Any:
         raise Unreachable(
             f"{who} did not answer within {limit:g} s ({type(error).__name__})"
         ) from None
-
-
-class Wire(NamedTuple):
-    """How vectors travel.
-
-    Attributes:
-      narrow: as bfloat16 instead of float32.
-    """
-
-    narrow: bool
-
-    def rounded(self, vector: np.ndarray) -> np.ndarray:
-        """The float32 vector that arrives when this one is sent."""
-        return vector.astype(jnp.bfloat16).astype(np.float32) if self.narrow else vector
-
-    def pack(self, content: Any) -> Any:
-        """A vector, or what has one, as it is sent: Ray does not know bfloat16."""
-        if isinstance(content, Snapshot):
-            return content._replace(vector=self.pack(content.vector))
-        if self.narrow and isinstance(content, np.ndarray):
-            return content.astype(jnp.bfloat16).view(np.uint16)
-        return content
-
-    def unpack(self, content: Any) -> Any:
-        """What was packed."""
-        if isinstance(content, Snapshot):
-            return content._replace(vector=self.unpack(content.vector))
-        if self.narrow and isinstance(content, np.ndarray):
-            return content.view(jnp.bfloat16).astype(np.float32)
-        return content
-
-    @property
-    def bytes_each(self) -> int:
-        """Of an element."""
-        return 2 if self.narrow else 4
 
 
 class Call(Pending):
@@ -196,8 +161,8 @@ class RayPorts(Ports):
 
     def __init__(self, job: Job, i: int):
         self.place, self.grace = Place(i, job.nodes, job.locals), job.grace
-        self.wire = Wire(job.wire == "bfloat16")
-        self.mailbox = Mailbox(self.wire.rounded, self.wire.bytes_each)
+        self.wire = Compression(job.wire)
+        self.mailbox = Mailbox(self.wire)
         self._job, self._actors = job, {}
         self._begun = time.monotonic() - (time.time() - job.begun)
         self._steps, self._number, self._in_rounds, self.starts = 0, 0, False, 0
@@ -235,11 +200,8 @@ class RayPorts(Ports):
         return self._peer(peer, "latest")
 
     def exchange(self, peer: int, vector) -> Pending:
-        # The peer moves by what it gets; so does this worker, whatever it moves by itself.
-        lost = vector - self.wire.rounded(vector)
-        there = self.wire.pack(vector)
-        self.mailbox.bytes_sent += there.nbytes
-        return self._peer(peer, "exchange", there, then=lambda theirs: theirs + lost)
+        self.mailbox.bytes_sent += self.wire.nbytes(vector.size)
+        return self._peer(peer, "exchange", self.wire.pack(vector))
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
         return self._peer(peer, "fetch", key, part)
@@ -250,17 +212,11 @@ class RayPorts(Ports):
     def state(self, peer: int) -> Pending:
         return Call(self._ask(peer, "state"), f"worker {peer}", self.grace)
 
-    def _peer(
-        self,
-        peer: int,
-        method: str,
-        *args: Any,
-        then: Callable[[Any], Any] = lambda content: content,
-    ) -> Pending:
+    def _peer(self, peer: int, method: str, *args: Any) -> Pending:
         def found(content: Any) -> Any:
             if content is None:
                 raise Unreachable(f"worker {peer} had nothing within {self.grace:g} s")
-            return then(self.wire.unpack(content))
+            return self.wire.unpack(content)
 
         return Call(self._ask(peer, method, *args), f"worker {peer}", self.grace, found)
 

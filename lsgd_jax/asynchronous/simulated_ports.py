@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from lsgd_jax.asynchronous.compression import Compression
 from lsgd_jax.asynchronous.coordinator import Coordinator, Report
 from lsgd_jax.asynchronous.errors import Unreachable
 from lsgd_jax.asynchronous.mailbox import Mailbox, Snapshot
@@ -62,10 +63,11 @@ class SimulatedMailbox(Mailbox):
 
     Args:
       environment: the simulation's.
+      wire: how vectors travel.
     """
 
-    def __init__(self, environment: Any):
-        super().__init__()
+    def __init__(self, environment: Any, wire: Compression):
+        super().__init__(wire)
         self._environment = environment
         self._awaited: dict[Hashable, Any] = {}
 
@@ -94,7 +96,7 @@ class SimulatedPorts(Ports):
     def __init__(self, simulation: "Simulation", place: Place):
         self.place, self.grace = place, simulation.grace
         self._simulation, self._environment = simulation, simulation.environment
-        self.mailbox = mailbox = SimulatedMailbox(self._environment)
+        self.mailbox = mailbox = SimulatedMailbox(self._environment, simulation.wire)
         self.more = mailbox.more
 
     # Time
@@ -120,9 +122,11 @@ class SimulatedPorts(Ports):
         return self._run(self._ask(peer, lambda mailbox: mailbox.latest()))
 
     def exchange(self, peer: int, vector: np.ndarray) -> Pending:
-        self.mailbox.bytes_sent += vector.nbytes
+        wire = self.mailbox.wire
+        size, vector = wire.nbytes(vector.size), wire.arrived(vector)
+        self.mailbox.bytes_sent += size
         call = lambda mailbox: mailbox.exchange(vector)
-        return self._run(self._ask(peer, call, size=vector.nbytes))
+        return self._run(self._ask(peer, call, size=size))
 
     def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> Pending:
         return self._run(self._ask(peer, lambda mailbox: mailbox.read(key, part), key=key))
@@ -155,18 +159,26 @@ class SimulatedPorts(Ports):
             if timer in (yield there.more(key) | timer):
                 return late
         if answer is not None:
-            back = simulation.links.send(peer, me, _bytes_of(answer), limit)
+            size = _bytes_of(answer, simulation.wire)
+            back = simulation.links.send(peer, me, size, limit)
             if (yield back):
-                return answer
+                return simulation.wire.arrived(answer)
         yield self._environment.timeout(max(limit - self._environment.now, 0))
         return late
 
     # Groups
 
     async def total(
-        self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+        self,
+        key: Hashable,
+        vector: np.ndarray,
+        gives: bool,
+        group: Sequence[int],
+        error: np.ndarray | None = None,
     ) -> tuple[np.ndarray, int, list[int]]:
         """As `Ports.total`, in the time of a ring that begins when the last has come."""
+        if self.mailbox.wire.is_narrow:
+            return await super().total(key, vector, gives, group, error)
 
         def add(brought: dict[int, Any]) -> tuple[np.ndarray, int, list[int]]:
             givers = [given for given in brought.values() if given is not None]
@@ -200,7 +212,8 @@ class SimulatedPorts(Ports):
 
         def conclude(brought: dict[int, Any]) -> Any:
             result, came = combine(brought), list(brought)
-            size = 0 if isinstance(result, Failure) else _bytes_of(result)
+            lost = isinstance(result, Failure)
+            size = 0 if lost else _bytes_of(result, simulation.wire)
             each = round(2 * (len(came) - 1) / len(came) * size)
             for i in came:
                 simulation.ports[i].mailbox.bytes_sent += each
@@ -258,6 +271,8 @@ def _after(event: Any, result: Any, lost: Failure) -> Generator[Any, Any, Any]:
     return result if arrived else lost
 
 
-def _bytes_of(answer: Any) -> int:
-    leaves = jax.tree.leaves(answer.vector if isinstance(answer, Snapshot) else answer)
-    return sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+def _bytes_of(answer: Any, wire: Compression) -> int:
+    content = answer.vector if isinstance(answer, Snapshot) else answer
+    if isinstance(content, np.ndarray):
+        return wire.nbytes(content.size)
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(content))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import simpy
 
+from lsgd_jax.asynchronous.compression import Compression
 from lsgd_jax.asynchronous.coordinator import Coordinator
 from lsgd_jax.asynchronous.errors import Behind
 from lsgd_jax.asynchronous.network import Links, Network
@@ -17,6 +18,7 @@ from lsgd_jax.asynchronous.place import Place
 from lsgd_jax.asynchronous.simulated_ports import Failure, Meeting, SimulatedPorts
 from lsgd_jax.asynchronous.speeds import Speeds
 from lsgd_jax.asynchronous.worker import Method, Training, Worker, work
+from lsgd_jax.wire import Format
 
 
 class Simulated(NamedTuple):
@@ -51,9 +53,11 @@ class Simulation:
         grace: float,
         loss: float,
         collectives: bool,
+        wire: Format,
     ):
         self.environment, self.grace, self.loss = simpy.Environment(), grace, loss
         self.nodes, self.locals, self.collectives = nodes, locals, collectives
+        self.wire = Compression(wire)
         self.coordinator = Coordinator(nodes * locals, steps, period)
         self.links = Links(self.environment, network, nodes, locals)
         self.seconds = [speeds.of(i, seed) for i in range(nodes * locals)]
@@ -179,6 +183,7 @@ def run(
     drops: Mapping[int, float] | None = None,
     joins: Mapping[int, float] | None = None,
     collectives: bool = False,
+    wire: Format = "float32",
     observe: Callable[[Worker], Any] = lambda worker: None,
 ) -> Simulated:
     """Trains with all workers under simulated time.
@@ -198,6 +203,7 @@ def run(
       joins: workers that come, or come back, and when.
       collectives: whether groups elect and broadcast by collectives, as a synchronous
         program does, instead of through the coordinator and from worker to worker.
+      wire: how vectors travel: see `Compression`.
       observe: called with a worker after each of its steps.
     """
     speeds, drops, joins = speeds or Speeds(), drops or {}, joins or {}
@@ -212,6 +218,7 @@ def run(
         grace,
         loss,
         collectives,
+        wire,
     )
     environment = simulation.environment
     workers: dict[int, Worker] = {}

@@ -78,11 +78,19 @@ class Grouping(FreeRunning):
     def __init__(self, method: WAGMA, worker: Worker):
         # A step that is claimed ahead would have all others wait for it at the next mean.
         super().__init__(worker, ahead=False)
+        wire = worker.ports.mailbox.wire
+        if wire.is_narrow and not wire.is_stochastic:
+            raise ValueError(
+                "`wire` must be 'float32' or round at random for WAGMA, whose small steps "
+                f"rounding to nearest takes back, such as '{wire.format}-stochastic'; got "
+                f"wire='{wire.format}'"
+            )
         place = worker.ports.place
         self._hops = hops_of(method.group_size, place.workers)
         self._peers = Peers(range(place.workers))
         self._most = place.workers * method.sync_period + 1  # more than steps of a round
         self._rounds, self._k = 0, 0
+        self._error: np.ndarray | None = None  # see `all_reduce`
 
     @property
     def _number(self) -> int:
@@ -136,7 +144,10 @@ class Grouping(FreeRunning):
             vectors.append(worker.vector())
         if not vectors:
             return
-        self.pull(sum(vectors[1:], vectors[0]) / np.float32(len(vectors)), 1.0, self.fit)
+        mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
+        if self.fit and (mine := parts[worker.index]).measure == self._number:
+            mean = mean + (worker.vector() - mine.vector)  # what rounding took of it
+        self.pull(mean, 1.0, self.fit)
         oldest = min(max(part.measure, first) for part in parts.values())
         worker.report.staleness = max(0, self._number - oldest)
 
@@ -148,7 +159,10 @@ class Grouping(FreeRunning):
         self._rounds, self._k = number + 1, 0
         if worker.index not in came:
             raise Behind(f"worker {worker.index} came too late for the mean of all")
-        mean = ports.total(("mean", number), worker.vector(), self.fit, list(came))
+        vector = worker.vector()
+        if self._error is None and ports.mailbox.wire.is_narrow:
+            self._error = np.zeros_like(vector)
+        mean = ports.total(("mean", number), vector, self.fit, list(came), self._error)
         try:
             sums, count, _ = await worker.wait(ports.start(mean))
         except Unreachable:
@@ -163,5 +177,5 @@ class Grouping(FreeRunning):
 
     def take_over(self, state: Any) -> None:
         """Goes on from another worker's."""
-        self._rounds, self._k = int(state["rounds"]), int(state["k"])
+        self._rounds, self._k, self._error = int(state["rounds"]), int(state["k"]), None
         self.worker.measure = self._number

@@ -129,6 +129,11 @@ def end(process):
             "`batch_statistics` must be keep or reestimate with method.name=async-lsgd",
         ),
         (
+            "digits --method async-wagma --ray.wire int8".split(),
+            "`ray.wire` must be float32, or one that ends in -stochastic with "
+            "method.name=async-wagma, got ray.wire=int8",
+        ),
+        (
             "digits --method async-lsgd --ray.address here".split(),
             "`ray.address` must be HOST:PORT or auto, got ray.address=here",
         ),

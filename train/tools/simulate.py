@@ -227,6 +227,7 @@ def simulate(name: str, config: Config, plan: Plan, training: Any) -> Recorded:
         plan.speeds,
         config.seed,
         collectives=not config.method.is_asynchronous,
+        wire=config.ray.wire,
         observe=observe,
         **plan.options,
     )
