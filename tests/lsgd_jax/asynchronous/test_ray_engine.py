@@ -106,7 +106,7 @@ def test_equals_the_engine_in_memory_also_when_it_is_resumed(on_ray):
 def test_options_are_checked():
     with pytest.raises(ValueError, match="`grace` must be positive, got grace=0"):
         Options(grace=0)
-    with pytest.raises(ValueError, match="`wire` must be one of .* got 'int2'"):
+    with pytest.raises(ValueError, match="`wire` must be one of .*got wire='int2'"):
         Options(wire="int2")
 
 
