@@ -73,13 +73,14 @@ class Compression:
         Wire.of(self.format)
 
     @property
-    def _bits(self) -> str:
-        return Wire.of(self.format).format
-
-    @property
     def is_narrow(self) -> bool:
         """Whether anything is rounded."""
         return self.format != "float32"
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it is rounded at random."""
+        return Wire.of(self.format).rounding == "stochastic"
 
     def nbytes(self, size: int) -> int:
         """Bytes of a vector of so many elements."""
@@ -102,11 +103,6 @@ class Compression:
         """What becomes of content on the way: `unpack` of what `pack` makes of it."""
         return self.unpack(self.pack(content)) if self.is_narrow else content
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether it is rounded at random."""
-        return Wire.of(self.format).rounding == "stochastic"
-
     def pack(self, content: Any, turn: int = 0) -> Any:
         """A vector, or what has one, as it is sent; all else as it is."""
         if isinstance(content, Snapshot):
@@ -119,6 +115,10 @@ class Compression:
         codes, scales = _encoded(content, LEVELS[self._bits], drawn)
         codes = _two_to_a_byte(codes) if self._bits == "int4" else codes
         return Packed(codes, scales, content.size)
+
+    @property
+    def _bits(self) -> str:
+        return Wire.of(self.format).format
 
     def unpack(self, content: Any) -> Any:
         """What was packed."""

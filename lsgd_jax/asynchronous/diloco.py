@@ -229,9 +229,11 @@ class Bringing(FreeRunning):
         if (first := min(came)) != me:
             outer = await fetched(ports.fetch(first, ("anchor", number)))
         else:
-            exact = self._error + await self._moved(number, gradient, came, holders)
-            outer = ports.mailbox.rounded(exact)
-            self._error = exact - outer
+            outer = await self._moved(number, gradient, came, holders)
+            if ports.mailbox.wire.is_narrow:
+                exact = outer + self._error
+                outer = ports.mailbox.rounded(exact)
+                self._error = exact - outer
         ports.mailbox.drop(("brought", number))
         ports.post(("anchor", number), outer)
         self._posted.append(number)

@@ -5,10 +5,10 @@
       --network ethernet-1g --step-ms 20 --slow 0:3x --steps 100 --out DIR
 
 takes real training steps, of all workers in this process, while a simulated clock says how
-long steps, messages and waits take. Options of a method stand behind its --method; all
-other options are those of `python -m train` and hold for every method. DIR gets
-`simulated.json`, `simulated.csv`, `simulated.png` and of each method all its steps as CSV.
-The same seed gives the same numbers and times.
+long steps, messages and waits take. Options of a method stand behind its --method, as
+--ray.wire does; all other options are those of `python -m train` and hold for every method.
+DIR gets `simulated.json`, `simulated.csv`, `simulated.png` and of each method all its steps
+as CSV. The same seed gives the same numbers and times.
 """
 
 import dataclasses
@@ -134,7 +134,8 @@ def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
             own.append([])
             goes_on = own[-1]
         elif argument.startswith("--"):
-            goes_on = own[-1] if option.startswith("--method.") and own else common
+            is_own = option.startswith(("--method.", "--ray."))
+            goes_on = own[-1] if is_own and own else common
         goes_on.append(argument)
     return common, own
 
@@ -263,7 +264,8 @@ def consensus(
 
 def _alone(config: Config) -> Config:
     """The same with the base optimizer alone."""
-    return dataclasses.replace(config, method=methods.make("independent"))
+    alone = methods.make("independent")
+    return dataclasses.replace(config, method=alone, ray=type(config.ray)())
 
 
 def run(plan: Plan, console: rich.console.Console) -> None:

@@ -24,7 +24,7 @@ LINE = lj.asynchronous.Training(
 COMMON = "digits --nodes 2 --locals 2 --steps 4 --batch-size 16 --step-ms 20".split()
 PERIODS = "--method.local-period 2 --method.global-period 4".split()
 LSGD = ["--method", "lsgd", *PERIODS]
-ASYNC = ["--method", "async-lsgd", *PERIODS]
+ASYNC = ["--method", "async-lsgd", *PERIODS, "--ray.wire", "int8"]
 
 
 @pytest.mark.slow
