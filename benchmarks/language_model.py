@@ -5,13 +5,24 @@
 trains the transformer of `python -m train text` with 4 workers and every method, each
 worker the same number of steps of the same batch; `independent` is one worker by itself.
 DIR gets what `python -m train.compare` writes: compare.md (validation loss of the center,
-MB sent per worker, seconds), compare.csv, compare.json and compare.png. The same command
-goes on with a table that was interrupted; `--only NAME...` trains some of the rows.
+MB sent per worker, seconds), compare.csv, compare.json and compare.png, and
+language_model.png, which leaves out the seconds: they mean something only if nothing else
+ran on the machine. The same command goes on with a table that was interrupted;
+`--only NAME...` trains some of the rows. `--speed` trains nothing to the end: it prints the
+milliseconds of a step of each row, over whole periods in turns, median and least.
 """
 
 import argparse
+import json
+import pathlib
+import statistics
 import sys
 
+from side_by_side import Trainer
+
+from train import cli
+from train.cluster import devices
+from train.task.experiment import Experiment
 from train.tools import compare
 
 
@@ -39,20 +50,75 @@ ROWS = {
 }
 
 
-def command(arguments: list[str]) -> list[str]:
-    """The arguments of `train.compare`."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--files", nargs="+", required=True, help="the text")
-    parser.add_argument("--out", required=True, help="the folder for runs and results")
+    parser.add_argument("--out", help="the folder for runs and results")
+    parser.add_argument("--speed", action="store_true", help="time steps instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     options = parser.parse_args(arguments)
+    if not options.speed and options.out is None:
+        parser.error("the following arguments are required: --out")
+    return options
+
+
+def command(options: argparse.Namespace) -> list[str]:
+    """The arguments of `train.compare`."""
     found = ["text", "--out", options.out, "--seeds", str(options.seeds)]
     for name in options.only:
         found += ["--variant", f"{name}={ROWS[name]}"]
     return [*found, "--steps", str(options.steps), "--data.files", *options.files]
 
 
+def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
+    """Prints how long a step of each row takes."""
+    devices.provide(4, 1)
+    taken = {}
+    rows = [(name, ROWS[name].split()) for name in options.only]
+    configs = {
+        name: cli.parse(["text", "--data.files", *options.files, *words])
+        for name, words in rows
+    }
+    trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
+    steps = {name: max(16, period(config)) for name, config in configs.items()}
+    for trainer in trainers.values():
+        trainer.seconds_per_step(16)  # compiles
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            seconds = trainer.seconds_per_step(steps[name])
+            taken.setdefault(name, []).append(1e3 * seconds)
+    print("| method | ms a step, median | least |\n| --- | --- | --- |")
+    for name, found in taken.items():
+        print(f"| {name} | {statistics.median(found):.0f} | {min(found):.0f} |")
+
+
+def period(config) -> int:
+    """The most steps from one exchange of a kind to the next."""
+    names = "period", "local_period", "global_period"
+    return max(getattr(config.method, name, 1) for name in names)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the benchmark."""
+    options = parse(arguments)
+    if options.speed:
+        speeds(options)
+        return 0
+    if status := compare.main(command(options)):
+        return status
+    out = pathlib.Path(options.out)
+    runs = json.loads((out / "compare.json").read_text())
+    curves = {}
+    for run in runs:
+        measure = compare.Measure(*run.pop("measure"))
+        key = run.pop("method"), run.pop("seed")
+        curves[key] = compare.Curve(measure=measure, **run)
+    compare.draw(curves, out / "language_model.png", against=("steps", "megabytes"))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(compare.main(command(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

@@ -25,14 +25,12 @@ def made_up(count: int) -> Images:
     return Images(images, rng.integers(0, 10, size=count, dtype=np.int32))
 
 
-class Arm:
-    """One of the trainers: an experiment on made-up images, and its state."""
+class Trainer:
+    """One of the trainers: an experiment, and its state."""
 
-    def __init__(self, transforms: Transforms, config: Config = CNN7_OF_8, **changes: Any):
-        config = dataclasses.replace(config, **changes)
-        dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
-        self.experiment = Experiment(config, (dataset, transforms))
-        self._state, self._step = self.experiment.init(), 0
+    def __init__(self, experiment: Experiment):
+        self.experiment = experiment
+        self._state, self._step = experiment.init(), 0
 
     def batch(self, step: int) -> jax.Array:
         """What the workers learn from at a step."""
@@ -48,6 +46,15 @@ class Arm:
             self._step += 1
         jax.block_until_ready(self._state)
         return (time.perf_counter() - began) / steps
+
+
+class Arm(Trainer):
+    """One on made-up images."""
+
+    def __init__(self, transforms: Transforms, config: Config = CNN7_OF_8, **changes: Any):
+        config = dataclasses.replace(config, **changes)
+        dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
+        super().__init__(Experiment(config, (dataset, transforms)))
 
 
 def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:

@@ -273,27 +273,43 @@ def _known(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def draw(curves: dict[tuple[str, int], Curve], path: pathlib.Path) -> None:
+AGAINST = {
+    "steps": "step",
+    "seconds": "training time, s",
+    "megabytes": "MB sent per worker",
+}
+
+
+def draw(
+    curves: dict[tuple[str, int], Curve],
+    path: pathlib.Path,
+    against: Sequence[str] = tuple(AGAINST),
+) -> None:
     """What was measured of the center against steps, seconds and bytes; a line per run."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
+    size = 3.5 * len(against) + 2.5, 4
+    figure, panels = plt.subplots(
+        1, len(against), figsize=size, sharey=True, layout="constrained"
+    )
     methods = list(dict.fromkeys(method for method, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     for (method, seed), curve in curves.items():
         label = method if seed == 0 else None
         style = {"color": colors(methods.index(method)), "lw": 1.4, "label": label}
-        for axes, x in zip(panels, (curve.steps, curve.seconds, curve.megabytes)):
-            axes.plot(x, curve.values, **style)
-    labels = ("step", "training time, s", "MB sent per worker")
-    for axes, label in zip(panels, labels):
-        axes.set_xlabel(label)
+        for axes, name in zip(panels, against):
+            axes.plot(getattr(curve, name), curve.values, **style)
+    for axes, name in zip(panels, against):
+        axes.set_xlabel(AGAINST[name])
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
-    panels[2].set_xscale("symlog")  # a method may send nothing
-    panels[2].set_xlim(left=0)
+        if name == "megabytes":
+            axes.set_xscale("symlog")  # a method may send nothing
+            axes.set_xlim(left=0)
     measure = next(iter(curves.values())).measure
     panels[0].set_ylabel(f"{measure.name} of the center, {measure.unit}")
-    panels[0].legend(frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False
+    )
     tidy(figure).savefig(path, dpi=120)
     plt.close(figure)
 
