@@ -41,16 +41,14 @@ def normal(size, seed=0):
 
 
 @pytest.mark.parametrize("format", [*NARROW, *STOCHASTIC])
-@pytest.mark.parametrize("size", [0, 2, 255, 256, 257, 10_001])
-@pytest.mark.parametrize("scale", [0, 1e-42, 1e-3, 1e37])
-def test_what_is_rounded_stays_when_it_is_sent_again_whole_or_in_slices(
-    format, size, scale
-):
-    wire, vector = Compression(format), scale * normal(size)
-    once = wire.rounded(vector)
-    np.testing.assert_array_equal(wire.rounded(once), once)
-    parts = [wire.rounded(once[part]) for part in aligned(size, 3)]
-    np.testing.assert_array_equal(np.concatenate(parts), once)
+def test_what_is_rounded_stays_when_it_is_sent_again_whole_or_in_slices(format):
+    wire = Compression(format)
+    for size in (0, 2, 255, 256, 257, 10_001):
+        for scale in (0, 1e-42, 1e-3, 1e37):
+            once = wire.rounded(np.float32(scale) * normal(size), turn=size)
+            np.testing.assert_array_equal(wire.rounded(once), once)
+            parts = [wire.rounded(once[part]) for part in aligned(size, 3)]
+            np.testing.assert_array_equal(np.concatenate(parts), once)
 
 
 @pytest.mark.parametrize("format, levels", [("int8", 127), ("int4", 7)])
@@ -78,13 +76,13 @@ def test_bytes(format, at_most):
 
 
 @pytest.mark.parametrize("format", [*NARROW, *STOCHASTIC])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_arrives_as_not_finite(format, value):
-    vector = normal(600)
-    vector[300] = value
-    found = Compression(format).rounded(vector)
-    assert not np.isfinite(found[300])
-    assert np.isfinite(found[:256]).all() and np.isfinite(found[512:]).all()
+def test_what_is_not_finite_arrives_as_not_finite(format):
+    for value in (np.nan, np.inf, -np.inf):
+        vector = normal(600)
+        vector[300] = value
+        found = Compression(format).rounded(vector)
+        assert not np.isfinite(found[300])
+        assert np.isfinite(found[:256]).all() and np.isfinite(found[512:]).all()
 
 
 def test_single_numbers_and_what_is_no_vector_travel_as_they_are():
@@ -154,7 +152,7 @@ METHODS = {
 }
 
 
-OFTEN = ["local_sgd", "dpsgd", "adpsgd", "pairwise", "async diloco"]
+OFTEN = ["local_sgd", "adpsgd", "async diloco"]
 
 
 @pytest.mark.parametrize("format", ["int8", slow("int4")])
