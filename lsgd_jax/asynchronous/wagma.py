@@ -145,7 +145,8 @@ class Grouping(FreeRunning):
         if not vectors:
             return
         mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
-        if self.fit and (mine := parts[worker.index]).measure == self._number:
+        mine, is_narrow = parts[worker.index], worker.ports.mailbox.wire.is_narrow
+        if is_narrow and self.fit and mine.measure == self._number:
             mean = mean + (worker.vector() - mine.vector)  # what rounding took of it
         self.pull(mean, 1.0, self.fit)
         oldest = min(max(part.measure, first) for part in parts.values())
