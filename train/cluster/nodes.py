@@ -22,7 +22,7 @@ class Nodes(NamedTuple):
     @classmethod
     def of(cls, workers: lj.Workers) -> "Nodes":
         """Those of a grid of workers."""
-        rows = tuple(map(tuple, workers.mesh.devices))
+        rows = tuple(tuple(row.flat) for row in workers.mesh.devices)
         return cls(rows, workers.nodes // len(rows))
 
     def without(self, processes: Collection[int], lost: bool = True) -> "Nodes":

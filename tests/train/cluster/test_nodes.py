@@ -43,3 +43,11 @@ def test_a_process_of_several_nodes_takes_all_of_them_along():
 def test_one_node_over_all_processes_is_lost_with_any():
     left = Nodes.of(grid(1, [[0, 1]])).without([1])
     assert (left.number, ids(left), left.processes) == (0, [], set())
+
+
+def test_workers_of_several_devices():
+    """Two nodes of two workers, each of which has two devices."""
+    nodes = Nodes.of(grid(2, [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]))
+    assert (nodes.number, ids(nodes)) == (2, list(range(8)))
+    left = nodes.without([0])
+    assert (left.number, ids(left), left.processes) == (1, [7, 6, 5, 4], {1})
