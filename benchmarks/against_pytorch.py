@@ -15,12 +15,12 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from importlib import import_module
 
 from side_by_side import Arm, ratios
+from torch_peers import Peers
 
 import lsgd_jax as lj
 from train.config import WorkersConfig
@@ -28,50 +28,6 @@ from train.data import transforms
 
 
 WORKERS, BATCH = 4, 64
-PEER = pathlib.Path(__file__).with_name("torch_lsgd.py")
-
-
-class Peers:
-    """The processes of PyTorch, which wait for their turn."""
-
-    def __init__(self, python: str, model: str, folder: str):
-        threads = max(1, len(os.sched_getaffinity(0)) // WORKERS)
-        settings = dict(
-            model=model,
-            batch_size=BATCH,
-            threads=threads,
-            workers=WORKERS,
-            store=f"{folder}/{model}",
-        )
-        options = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
-        # A worker has its threads as it asks for them, whatever this process has.
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        self._processes = [
-            subprocess.Popen(
-                [python, str(PEER), *options, f"--rank={rank}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=env,
-            )
-            for rank in range(WORKERS)
-        ]
-
-    def seconds_per_step(self, steps: int) -> float:
-        """Runs a block of steps."""
-        for process in self._processes:
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
-        answers = [process.stdout.readline() for process in self._processes]
-        if not all(answers):
-            sys.exit("a process of PyTorch ended; what it said is above")
-        return max(map(float, answers))
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.stdin.close()
-        for process in self._processes:
-            process.wait(60)
 
 
 class Recorded:
@@ -95,7 +51,10 @@ def measure(model, options, folder):
     config = import_module(f"configs.cifar10_{model}").CONFIG
     workers = WorkersConfig(nodes=1, locals=WORKERS)
     arm = Arm(transforms.cifar10(), config, workers=workers, batch_size=BATCH)
-    peers = Peers(options.torch, model, folder)
+    threads = max(1, len(os.sched_getaffinity(0)) // WORKERS)
+    peers = Peers(
+        options.torch, folder, WORKERS, model=model, batch_size=BATCH, threads=threads
+    )
     ours, theirs = Recorded(arm), Recorded(peers)
     try:
         # Of seconds per step: theirs over ours is how many times as fast it is.

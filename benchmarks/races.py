@@ -1,7 +1,7 @@
 """Methods with the same period, each at its best learning rate, in one race.
 
-    python benchmarks/races.py EXPERIMENT --out DIR [--seeds 3] [--rates 0.03 0.1 0.3] \
-        [--periods 16 64] [options of python -m train.compare]
+    python benchmarks/races.py EXPERIMENT --out DIR [--seeds 3] [--rates 0.05 0.1 0.3] \\
+        [--periods 16 64] [--only lsgd-16 sgp ...] [options of python -m train.compare]
 
 trains every method with seed 0 at each learning rate, chooses the rate with the best center
 at the end, and trains that with the other seeds. DIR gets what `python -m train.compare`
@@ -26,6 +26,8 @@ WITH_PERIOD = {
     "easgd": "--method easgd --method.period {0}",
     "local-sgd": "--method local-sgd --method.period {0}",
     "diloco": "--method diloco --method.period {0}",
+    "streaming-int8": "--method diloco --method.period {0} --method.fragments 4 "
+    "--method.delay 2 --method.wire int8",
 }
 AT_EVERY_STEP = {"sgp": "--method sgp", "allreduce": "--method allreduce"}
 
@@ -97,10 +99,14 @@ def main():
     parser.add_argument("experiment")
     parser.add_argument("--out", required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1, 0.3])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.3])
     parser.add_argument("--periods", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="some of them")
     options, rest = parser.parse_known_args()
-    all_rates = [(n, r) for n in entrants(options.periods) for r in options.rates]
+    methods = entrants(options.periods)
+    if unknown := set(options.only or ()) - set(methods):
+        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(methods)}")
+    all_rates = [(n, r) for n in options.only or methods for r in options.rates]
     tried = trained(all_rates, options, rest, seeds=1)
     last = lambda key: tried[key][0]["values"][-1] or float("inf")  # None: diverged
     names = dict.fromkeys(name for name, _ in tried)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from configs.cifar10_cnn7 import CONFIG
+from train.cluster.session import Session
 from train.config import Config, WorkersConfig
 from train.data.arrays import Dataset, Images
 from train.data.transforms import Transforms
@@ -51,10 +52,16 @@ class Trainer:
 class Arm(Trainer):
     """One on made-up images."""
 
-    def __init__(self, transforms: Transforms, config: Config = CNN7_OF_8, **changes: Any):
+    def __init__(
+        self,
+        transforms: Transforms,
+        config: Config = CNN7_OF_8,
+        session: Session | None = None,
+        **changes: Any,
+    ):
         config = dataclasses.replace(config, **changes)
         dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
-        super().__init__(Experiment(config, (dataset, transforms)))
+        super().__init__(Experiment(config, (dataset, transforms), session=session))
 
 
 def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:

@@ -1,10 +1,11 @@
-"""LSGD in PyTorch: one of the processes that `against_pytorch.py` trains against.
+"""LSGD, local SGD or DDP in PyTorch: one of the processes that we measure ourselves by.
 
 Reads numbers of steps from its standard input, a line each, takes so many, and writes how
 long a step took. The network, the batches, the optimizer and the pulls are those of
 `python -m train cifar10-cnn7` (or cifar10-resnet20) on made-up images, in plain PyTorch:
-one process per worker, gradients of its own, and every PERIOD steps an all-gather of the
-losses and a broadcast of the leader's parameters.
+one process per worker, gradients of its own, and every `--period` steps an all-gather of
+the losses and a broadcast of the leader's parameters (lsgd), or a mean of the parameters
+(local-sgd). ddp is PyTorch's own mean of the gradients at every step.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from torch import nn
 
 
 IMAGES, SIDE, CROP = 2048, 32, 28
-PULL, PERIOD, WINDOW = 0.1, 64, 10
+PULL, WINDOW = 0.1, 10
 
 
 class CNN7(nn.Module):
@@ -100,9 +101,23 @@ def pull(model, losses):
         nn.utils.vector_to_parameters(own.lerp(leader, PULL), model.parameters())
 
 
+def average(model, losses):
+    """y <- the mean of all workers' y."""
+    del losses
+    with torch.no_grad():
+        total = nn.utils.parameters_to_vector(model.parameters())
+        dist.all_reduce(total)
+        nn.utils.vector_to_parameters(total / dist.get_world_size(), model.parameters())
+
+
+EXCHANGES = {"lsgd": pull, "local-sgd": average, "ddp": None}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=["cnn7", "resnet20"], required=True)
+    parser.add_argument("--method", choices=list(EXCHANGES), default="lsgd")
+    parser.add_argument("--period", type=int, default=64)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--store", required=True, help="a file to meet at")
@@ -115,6 +130,9 @@ def main():
 
     torch.manual_seed(0)
     model = {"cnn7": CNN7, "resnet20": ResNet20}[options.model]()
+    exchange = EXCHANGES[options.method]
+    if exchange is None:
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(options.rank)
     shape = (IMAGES, 3, SIDE, SIDE)
@@ -134,8 +152,8 @@ def main():
             optimizer.step()
             losses = [*losses[1 - WINDOW :], loss.item()]
             step += 1
-            if step % PERIOD == 0:
-                pull(model, losses)
+            if exchange and step % options.period == 0:
+                exchange(model, losses)
         dist.barrier()
         print((time.perf_counter() - began) / int(line), flush=True)
     dist.destroy_process_group()

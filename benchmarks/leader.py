@@ -1,0 +1,176 @@
+"""What decides how much a leader helps: λ, τ, when, how many workers, their learning rates.
+
+    python benchmarks/leader.py CIFAR [--seeds 3] [--steps 400]
+
+trains the small network of `python -m train digits` on CIFAR-10 at 8 x 8 pixels by SGD
+without momentum, and changes one thing at a time: from 4 workers, a period of 8 steps, a
+pull of 0.1 towards the best worker, equal learning rates. Learning rates that differ lie
+evenly, on a logarithmic scale, around 0.1. Prints Markdown: test errors, in percent, of the
+center after a quarter of the steps and after all, and of the workers by themselves, mean ±
+sd over the seeds.
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import lsgd_jax as lj
+from train.data import cifar10
+from train.data.arrays import Dataset, Images
+from train.task.models import DigitsCNN
+from train.tools import compare
+
+
+BATCH, RATE = 32, 0.1
+MODEL = DigitsCNN()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run but for its seed.
+
+    pull: λ, or the fractions of the run between which it is 0.1.
+    factor: of the largest learning rate over the least.
+    """
+
+    method: str = "lsgd"
+    workers: int = 4
+    period: int = 8
+    pull: float | tuple[float, float] = 0.1
+    factor: int = 1
+
+    def exchange(self, steps: int) -> optax.GradientTransformationExtraArgs:
+        """What stands behind SGD."""
+        if self.method == "local-sgd":
+            return lj.local_sgd(self.period)
+        if isinstance(self.pull, tuple):
+            first, last = (round(steps * part) for part in self.pull)
+            pull = lambda t: jnp.where((first < t) & (t <= last), 0.1, 0.0)
+        else:
+            pull = self.pull
+        return lj.lsgd(pull, 0.0, local_period=self.period)
+
+    def rates(self) -> np.ndarray:
+        """Learning rates [W]."""
+        return RATE * float(self.factor) ** np.linspace(-0.5, 0.5, self.workers)
+
+
+PULLS = (0.0, 0.03, 0.1, 0.5, 1.0)
+RATES = {
+    "no pull": {"pull": 0.0},
+    "lsgd": {},
+    "lsgd, λ = 0.5": {"pull": 0.5},
+    "local SGD": {"method": "local-sgd"},
+}
+QUESTIONS = {
+    "λ, every 8 steps": {f"{pull:g}": Setting(pull=pull) for pull in PULLS},
+    "τ, λ = 0.1": {str(tau): Setting(period=tau) for tau in (2, 8, 32)},
+    "when is it pulled": {
+        "first half": Setting(pull=(0.0, 0.5)),
+        "second half": Setting(pull=(0.5, 1.0)),
+        "always": Setting(),
+    },
+    "workers": {
+        f"{count}, {label}": Setting(workers=count, **RATES[label])
+        for count in (2, 4, 8)
+        for label in ("no pull", "lsgd")
+    },
+    "largest over least learning rate, 8 workers": {
+        f"{factor}, {label}": Setting(workers=8, factor=factor, **method)
+        for factor in (1, 16, 256)
+        for label, method in RATES.items()
+    },
+}
+
+
+def error(params, images, labels) -> jax.Array:
+    """The test error of a model, in percent."""
+    outputs = MODEL.apply(params, images, train=False)
+    return 100 * (outputs.argmax(-1) != labels).mean()
+
+
+def small(images: Images) -> tuple[np.ndarray, np.ndarray]:
+    """Images [N, 8, 8, 3] from -1 to 1, and labels."""
+    pixels = images.images.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
+    return pixels / 127.5 - 1, images.labels
+
+
+def train(
+    setting: Setting, data: Dataset, seeds: int, steps: int
+) -> list[dict[str, float]]:
+    """Errors of each seed: 'early', 'center' and 'workers'."""
+    workers = lj.Workers(nodes=1, locals=setting.workers)
+    train_set, test_set = small(data.train), small(data.test)
+    tx = optax.chain(optax.sgd(1.0), setting.exchange(steps))
+
+    def loss_of(params, images, labels, key):
+        logits = MODEL.apply(params, images, train=True, rngs={"dropout": key})
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
+
+    def train_step(params, state, rate, key, data):
+        images, labels = data.value
+        draw, dropout = jax.random.split(key)
+        rows = jax.random.randint(draw, [BATCH], 0, len(labels))
+        gradient = lj.unrolled(jax.value_and_grad(loss_of))
+        loss, grads = gradient(params, images[rows], labels[rows], dropout)
+        grads = jax.tree.map(lambda g: rate * g, grads)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    step = workers.map(train_step, donate=(0, 1))
+    test_one = jax.jit(error)
+    test_all = jax.jit(jax.vmap(error, in_axes=(0, None, None)))
+    test_center = lambda params: float(test_one(lj.consensus(params), *test_set))
+    shared = workers.share(train_set)
+    rate = workers.put(setting.rates().astype(np.float32))
+    found = []
+    for seed in range(seeds):
+        start, key = jax.random.split(jax.random.key(seed))
+        params = MODEL.init(start, train_set[0][:1], train=False)
+        params = workers.replicate(params)
+        state, seen = workers.map(tx.init)(params), {}
+        for t in range(1, steps + 1):
+            keys = jax.random.split(jax.random.fold_in(key, t), setting.workers)
+            params, state = step(params, state, rate, workers.put(keys), shared)
+            if t == steps // 4:
+                seen["early"] = test_center(params)
+        seen["center"] = test_center(params)
+        seen["workers"] = float(test_all(params, *test_set).mean())
+        found.append(seen)
+    return found
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("data", metavar="CIFAR", help="cifar-10-batches-bin")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    data = cifar10.load(options.data, accept_other_files=True)
+    lj.emulate_devices(2)
+    columns = {
+        "early": f"center, {options.steps // 4} steps",
+        "center": f"center, {options.steps} steps",
+        "workers": "mean of the workers",
+    }
+    done: dict[Setting, list[dict[str, float]]] = {}
+    for question, settings in QUESTIONS.items():
+        print(f"\n| {question} | {' | '.join(columns.values())} |\n|{' --- |' * 4}")
+        for label, setting in settings.items():
+            if setting not in done:
+                done[setting] = train(setting, data, options.seeds, options.steps)
+            cells = (
+                compare.spread([seen[column] for seen in done[setting]], 1)
+                for column in columns
+            )
+            print(f"| {label} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Time to a test error on slow networks, beside PyTorch's DDP and local SGD.
+
+    python benchmarks/races.py cifar10-cnn7 --data.dir CIFAR --batch-size 32 --steps 768 \\
+        --test-every 128 --out RACES
+    sudo python benchmarks/time_to_error.py RACES --error 55 --batch-size 32
+
+In lock step the network does not change what is computed, so the steps to the error are
+those of the race, between two tests on the line that joins them. Here it is timed what a
+step takes: 4 hosts, network namespaces of this machine that send at a limited rate (Linux,
+root, iproute2), train each method over a few exchanges, on made-up images. PyTorch's DDP is
+taken to need the steps of all-reduce, its local SGD those of ours; both train the same
+network (`torch_lsgd.py`; --torch names a Python that has it). Prints Markdown tables,
+milliseconds of a step and seconds to the error, and writes time_to_error.json and
+time_to_error.png, the seconds against the rate, into RACES.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from limited_hosts import limited_hosts
+from races import entrants
+from side_by_side import Arm
+from torch_peers import Peers
+
+from train import cli
+from train.cluster import devices, rendezvous
+from train.config import Config, DistributedConfig
+from train.data import transforms
+
+
+EXPERIMENT, WORKERS, PORT = "cifar10-cnn7", 4, 29400
+MBITS = {"gbit": 1000, "mbit": 1, "kbit": 0.001}
+TORCH = {"allreduce": ("PyTorch DDP", "ddp"), "local-sgd": ("PyTorch", "local-sgd")}
+
+
+def steps_to(error, races):
+    """Of each method the steps, the mean over its seeds; inf if one does not get there."""
+    found = {}
+    for run in json.loads((races / "compare.json").read_text()):
+        reached = crossing(error, run["steps"], run["values"])
+        found.setdefault(run["method"], []).append(reached)
+    return {name: statistics.mean(steps) for name, steps in found.items()}
+
+
+def crossing(error, steps, values):
+    """Where the values reach the error: between two tests on the line that joins them."""
+    before = None
+    for step, value in zip(steps, values):
+        value = math.inf if value is None else value
+        if value <= error:
+            if before is None or math.isinf(before[1]):
+                return step
+            return step - (step - before[0]) * (error - value) / (before[1] - value)
+        before = step, value
+    return math.inf
+
+
+def config_of(name, batch_size) -> Config:
+    """What an entrant of the race, named ENTRANT-rate-RATE, trains with."""
+    entrant, _, rate = name.partition("-rate-")
+    period = entrant.rpartition("-")[-1]
+    words = entrants([int(period)] if period.isdigit() else [])[entrant]
+    own = f"{words} --optimizer.learning-rate {rate} --batch-size {batch_size}"
+    return cli.parse([EXPERIMENT, *shlex.split(own)])
+
+
+def block_of(method) -> int:
+    """Steps that hold as many exchanges of each kind as any others: at least 8."""
+    return max(8, getattr(method, "local_period", 0), getattr(method, "period", 0))
+
+
+def work(options):
+    """What each host does: trains a block of steps with each method, and times others."""
+    configs = {n: config_of(n, options.batch_size) for n in steps_of(options)}
+    distributed = DistributedConfig(
+        coordinator=options.coordinator,
+        num_processes=WORKERS,
+        process_id=options.worker,
+    )
+    first = next(iter(configs.values()))
+    session = rendezvous.join(dataclasses.replace(first, distributed=distributed))
+    devices.provide(WORKERS, WORKERS)
+    for name, config in configs.items():
+        trainer, steps = Arm(transforms.cifar10(), config, session), block_of(config.method)
+        trainer.seconds_per_step(steps)  # compiles
+        session.wait_for_all()
+        seconds = trainer.seconds_per_step(steps * options.blocks)
+        if session.is_main:
+            print(json.dumps([name, seconds]), flush=True)
+
+
+def ours(hosts, options):
+    """Of each method the seconds of a step."""
+    again = [sys.executable, *sys.argv, "--coordinator", f"{hosts.address(0)}:{PORT}"]
+    processes = [
+        hosts.start(i, [*again, "--worker", str(i)], stdout=subprocess.PIPE, text=True)
+        for i in range(WORKERS)
+    ]
+    try:
+        said, _ = processes[0].communicate()
+        if any(process.wait() for process in processes):
+            sys.exit("a host failed; what it said is above")
+    finally:
+        for process in processes:
+            process.kill()
+    return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
+
+
+def theirs(hosts, options, folder):
+    """The same of PyTorch: (name, whose steps it needs) -> seconds."""
+    found = {}
+    for name in steps_of(options):
+        config = config_of(name, options.batch_size)
+        if config.method.name not in TORCH:
+            continue
+        label, method = TORCH[config.method.name]
+        steps = block_of(config.method)
+        settings = dict(model="cnn7", method=method, batch_size=config.batch_size)
+        settings |= {"period": getattr(config.method, "period", 1), "threads": 1}
+        peers = Peers(options.torch, folder, WORKERS, hosts.start, **settings)
+        try:
+            peers.seconds_per_step(steps)
+            seconds = peers.seconds_per_step(steps * options.blocks)
+        finally:
+            peers.end()
+        entrant = name.partition("-rate-")[0]
+        found[label if method == "ddp" else f"{label} {entrant}", name] = seconds
+    return found
+
+
+def steps_of(options):
+    """Of each method of the race the steps to the error."""
+    return steps_to(options.error, pathlib.Path(options.races))
+
+
+def measure(rate, options):
+    """Of each method, ours and theirs: seconds of a step, and to the error."""
+    needed = steps_of(options)
+    with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        found = {(n.partition("-rate-")[0], n): s for n, s in ours(hosts, options).items()}
+        if not options.no_torch:
+            found |= theirs(hosts, options, folder)
+    return {label: (s, s * needed[name]) for (label, name), s in found.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("races", help="the folder of races.py")
+    parser.add_argument("--error", type=float, required=True, help="in percent")
+    parser.add_argument("--batch-size", type=int, required=True, help="that of the race")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit", "10mbit"])
+    parser.add_argument("--blocks", type=int, default=2, help="exchanges that are timed")
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--no-torch", action="store_true", help="without PyTorch")
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
+    found = {rate: measure(rate, options) for rate in options.rates}
+    for title, index, unit in (("a step, ms", 0, 1e3), ("to the error, s", 1, 1)):
+        print(f"| {title} | {' | '.join(found)} |\n| --- |{' --- |' * len(found)}")
+        for label in found[options.rates[0]]:
+            cells = (f"{unit * found[rate][label][index]:.0f}" for rate in found)
+            print(f"| {label} | {' | '.join(cells)} |")
+        print()
+    out = pathlib.Path(options.races)
+    (out / "time_to_error.json").write_text(json.dumps(found, indent=1))
+    draw(found, out / "time_to_error.png")
+
+
+def draw(found, path):
+    """Seconds to the error against the rate, a line for each method that gets there."""
+    from matplotlib import pyplot as plt
+
+    limited = [rate for rate in found if rate != "none"]
+    mbits = [float(rate[:-4]) * MBITS[rate[-4:]] for rate in limited]
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    colors = plt.get_cmap("tab20").colors
+    for label, color in zip(found[limited[0]], colors):
+        style = "--" if label.startswith("PyTorch") else "-"
+        seconds = [found[rate][label][1] for rate in limited]
+        if all(map(math.isfinite, seconds)):
+            axes.loglog(mbits, seconds, style, marker="o", color=color, label=label)
+    axes.set_xlabel("what a host sends at most, Mbit/s")
+    axes.set_ylabel("seconds to the error")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
