@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import shlex
 import signal
 import statistics
@@ -31,13 +32,14 @@ from races import entrants
 from side_by_side import Arm
 from torch_peers import Peers
 
-from train import cli
+from train import cli, compilation_cache
 from train.cluster import devices, rendezvous
 from train.config import Config, DistributedConfig
 from train.data import transforms
 
 
 EXPERIMENT, WORKERS, PORT = "cifar10-cnn7", 4, 29400
+WARM_UP = 8  # steps
 MBITS = {"gbit": 1000, "mbit": 1, "kbit": 0.001}
 TORCH = {"allreduce": ("PyTorch DDP", "ddp"), "local-sgd": ("PyTorch", "local-sgd")}
 
@@ -74,8 +76,8 @@ def config_of(name, batch_size) -> Config:
 
 
 def block_of(method) -> int:
-    """Steps that hold as many exchanges of each kind as any others: at least 8."""
-    return max(8, getattr(method, "local_period", 0), getattr(method, "period", 0))
+    """Steps that hold as many exchanges as any others in a row."""
+    return max(WARM_UP, getattr(method, "local_period", 0), getattr(method, "period", 0))
 
 
 def work(options):
@@ -89,11 +91,12 @@ def work(options):
     first = next(iter(configs.values()))
     session = rendezvous.join(dataclasses.replace(first, distributed=distributed))
     devices.provide(WORKERS, WORKERS)
+    compilation_cache.use(say=session.is_main)
     for name, config in configs.items():
-        trainer, steps = Arm(transforms.cifar10(), config, session), block_of(config.method)
-        trainer.seconds_per_step(steps)  # compiles
+        trainer = Arm(transforms.cifar10(), config, session)
+        trainer.seconds_per_step(WARM_UP)  # compiles
         session.wait_for_all()
-        seconds = trainer.seconds_per_step(steps * options.blocks)
+        seconds = trainer.seconds_per_step(options.blocks * block_of(config.method))
         if session.is_main:
             print(json.dumps([name, seconds]), flush=True)
 
@@ -123,13 +126,12 @@ def theirs(hosts, options, folder):
         if config.method.name not in TORCH:
             continue
         label, method = TORCH[config.method.name]
-        steps = block_of(config.method)
         settings = dict(model="cnn7", method=method, batch_size=config.batch_size)
         settings |= {"period": getattr(config.method, "period", 1), "threads": 1}
         peers = Peers(options.torch, folder, WORKERS, hosts.start, **settings)
         try:
-            peers.seconds_per_step(steps)
-            seconds = peers.seconds_per_step(steps * options.blocks)
+            peers.seconds_per_step(WARM_UP)
+            seconds = peers.seconds_per_step(options.blocks * block_of(config.method))
         finally:
             peers.end()
         entrant = name.partition("-rate-")[0]
@@ -152,6 +154,13 @@ def measure(rate, options):
     return {label: (s, s * needed[name]) for (label, name), s in found.items()}
 
 
+def rate_of(text) -> str:
+    """A rate in tc's words."""
+    if text != "none" and not re.fullmatch(r"\d+(\.\d+)?(gbit|mbit|kbit)", text):
+        raise argparse.ArgumentTypeError(f"{text} is no rate such as 100mbit, nor none")
+    return text
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,13 +168,24 @@ def main():
     parser.add_argument("races", help="the folder of races.py")
     parser.add_argument("--error", type=float, required=True, help="in percent")
     parser.add_argument("--batch-size", type=int, required=True, help="that of the race")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit", "10mbit"])
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=rate_of,
+        metavar="RATE",
+        default=["1gbit", "100mbit", "10mbit"],
+        help="in tc's words, or none",
+    )
     parser.add_argument("--blocks", type=int, default=2, help="exchanges that are timed")
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--no-torch", action="store_true", help="without PyTorch")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not (pathlib.Path(options.races) / "compare.json").exists():
+        parser.error(
+            f"{options.races} must be the folder of a race: compare.json is missing"
+        )
     if options.worker is not None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
@@ -173,11 +193,14 @@ def main():
     for title, index, unit in (("a step, ms", 0, 1e3), ("to the error, s", 1, 1)):
         print(f"| {title} | {' | '.join(found)} |\n| --- |{' --- |' * len(found)}")
         for label in found[options.rates[0]]:
-            cells = (f"{unit * found[rate][label][index]:.0f}" for rate in found)
+            numbers = (unit * found[rate][label][index] for rate in found)
+            cells = (f"{n:.0f}" if math.isfinite(n) else "–" for n in numbers)
             print(f"| {label} | {' | '.join(cells)} |")
         print()
     out = pathlib.Path(options.races)
-    (out / "time_to_error.json").write_text(json.dumps(found, indent=1))
+    finite = lambda pair: [n if math.isfinite(n) else None for n in pair]
+    kept = {rate: {k: finite(v) for k, v in row.items()} for rate, row in found.items()}
+    (out / "time_to_error.json").write_text(json.dumps(kept, indent=1))
     draw(found, out / "time_to_error.png")
 
 
@@ -186,6 +209,8 @@ def draw(found, path):
     from matplotlib import pyplot as plt
 
     limited = [rate for rate in found if rate != "none"]
+    if not limited:
+        return
     mbits = [float(rate[:-4]) * MBITS[rate[-4:]] for rate in limited]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     colors = plt.get_cmap("tab20").colors
