@@ -20,11 +20,12 @@ import optax
 
 import lsgd_jax as lj
 from train.data import cifar10
-from train.data.arrays import Dataset, Images
+from train.data.arrays import Images
 from train.task.models import DigitsCNN
 from train.tools import compare
 
 
+Arrays = tuple[np.ndarray, np.ndarray]  # images and labels
 BATCH, RATE = 32, 0.1
 MODEL = DigitsCNN()
 
@@ -60,7 +61,7 @@ class Setting:
 
 
 PULLS = (0.0, 0.03, 0.1, 0.5, 1.0)
-RATES = {
+VARIANTS = {
     "no pull": {"pull": 0.0},
     "lsgd": {},
     "lsgd, λ = 0.5": {"pull": 0.5},
@@ -75,14 +76,14 @@ QUESTIONS = {
         "always": Setting(),
     },
     "workers": {
-        f"{count}, {label}": Setting(workers=count, **RATES[label])
+        f"{count}, {label}": Setting(workers=count, **VARIANTS[label])
         for count in (2, 4, 8)
         for label in ("no pull", "lsgd")
     },
     "largest over least learning rate, 8 workers": {
         f"{factor}, {label}": Setting(workers=8, factor=factor, **method)
         for factor in (1, 16, 256)
-        for label, method in RATES.items()
+        for label, method in VARIANTS.items()
     },
 }
 
@@ -93,18 +94,17 @@ def error(params, images, labels) -> jax.Array:
     return 100 * (outputs.argmax(-1) != labels).mean()
 
 
-def small(images: Images) -> tuple[np.ndarray, np.ndarray]:
+def small(images: Images) -> Arrays:
     """Images [N, 8, 8, 3] from -1 to 1, and labels."""
     pixels = images.images.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
     return pixels / 127.5 - 1, images.labels
 
 
 def train(
-    setting: Setting, data: Dataset, seeds: int, steps: int
+    setting: Setting, train_set: Arrays, test_set: Arrays, seeds: int, steps: int
 ) -> list[dict[str, float]]:
     """Errors of each seed: 'early', 'center' and 'workers'."""
     workers = lj.Workers(nodes=1, locals=setting.workers)
-    train_set, test_set = small(data.train), small(data.test)
     tx = optax.chain(optax.sgd(1.0), setting.exchange(steps))
 
     def loss_of(params, images, labels, key):
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
     data = cifar10.load(options.data, accept_other_files=True)
+    sets = small(data.train), small(data.test)
     lj.emulate_devices(2)
     columns = {
         "early": f"center, {options.steps // 4} steps",
@@ -164,7 +165,7 @@ def main() -> None:
         print(f"\n| {question} | {' | '.join(columns.values())} |\n|{' --- |' * 4}")
         for label, setting in settings.items():
             if setting not in done:
-                done[setting] = train(setting, data, options.seeds, options.steps)
+                done[setting] = train(setting, *sets, options.seeds, options.steps)
             cells = (
                 compare.spread([seen[column] for seen in done[setting]], 1)
                 for column in columns

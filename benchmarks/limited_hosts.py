@@ -36,6 +36,18 @@ class Hosts:
         inside = ["ip", "netns", "exec", self.names[i]]
         return subprocess.Popen([*inside, *command], start_new_session=True, **options)
 
+    @contextlib.contextmanager
+    def run_again(self, port: int, **options: Any) -> Iterator[list[subprocess.Popen]]:
+        """This program on every host, with `--coordinator` and `--worker`; ends with it."""
+        again = [sys.executable, *sys.argv, "--coordinator", f"{self.address(0)}:{port}"]
+        hosts = range(len(self.names))
+        processes = [self.start(i, [*again, "--worker", str(i)], **options) for i in hosts]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+
 
 @contextlib.contextmanager
 def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:

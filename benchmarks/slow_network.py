@@ -118,13 +118,8 @@ def main() -> None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     with limited_hosts(PROCESSES, options.rate) as hosts:
-        again = [sys.executable, *sys.argv, "--coordinator", f"{hosts.address(0)}:29400"]
-        processes = [hosts.start(i, [*again, "--worker", str(i)]) for i in range(PROCESSES)]
-        try:
+        with hosts.run_again(29400) as processes:
             failed = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
     sys.exit(max(failed))
 
 

@@ -82,7 +82,8 @@ def block_of(method) -> int:
 
 def work(options):
     """What each host does: trains a block of steps with each method, and times others."""
-    configs = {n: config_of(n, options.batch_size) for n in steps_of(options)}
+    names = steps_to(options.error, pathlib.Path(options.races))
+    configs = {name: config_of(name, options.batch_size) for name in names}
     distributed = DistributedConfig(
         coordinator=options.coordinator,
         num_processes=WORKERS,
@@ -103,25 +104,17 @@ def work(options):
 
 def ours(hosts, options):
     """Of each method the seconds of a step."""
-    again = [sys.executable, *sys.argv, "--coordinator", f"{hosts.address(0)}:{PORT}"]
-    processes = [
-        hosts.start(i, [*again, "--worker", str(i)], stdout=subprocess.PIPE, text=True)
-        for i in range(WORKERS)
-    ]
-    try:
+    with hosts.run_again(PORT, stdout=subprocess.PIPE, text=True) as processes:
         said, _ = processes[0].communicate()
         if any(process.wait() for process in processes):
             sys.exit("a host failed; what it said is above")
-    finally:
-        for process in processes:
-            process.kill()
     return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
 
 
-def theirs(hosts, options, folder):
+def theirs(hosts, names, options, folder):
     """The same of PyTorch: (name, whose steps it needs) -> seconds."""
     found = {}
-    for name in steps_of(options):
+    for name in names:
         config = config_of(name, options.batch_size)
         if config.method.name not in TORCH:
             continue
@@ -139,18 +132,12 @@ def theirs(hosts, options, folder):
     return found
 
 
-def steps_of(options):
-    """Of each method of the race the steps to the error."""
-    return steps_to(options.error, pathlib.Path(options.races))
-
-
-def measure(rate, options):
+def measure(rate, needed, options):
     """Of each method, ours and theirs: seconds of a step, and to the error."""
-    needed = steps_of(options)
     with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as folder:
         found = {(n.partition("-rate-")[0], n): s for n, s in ours(hosts, options).items()}
         if not options.no_torch:
-            found |= theirs(hosts, options, folder)
+            found |= theirs(hosts, needed, options, folder)
     return {label: (s, s * needed[name]) for (label, name), s in found.items()}
 
 
@@ -189,7 +176,9 @@ def main():
     if options.worker is not None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
-    found = {rate: measure(rate, options) for rate in options.rates}
+    out = pathlib.Path(options.races)
+    needed = steps_to(options.error, out)
+    found = {rate: measure(rate, needed, options) for rate in options.rates}
     for title, index, unit in (("a step, ms", 0, 1e3), ("to the error, s", 1, 1)):
         print(f"| {title} | {' | '.join(found)} |\n| --- |{' --- |' * len(found)}")
         for label in found[options.rates[0]]:
@@ -197,7 +186,6 @@ def main():
             cells = (f"{n:.0f}" if math.isfinite(n) else "–" for n in numbers)
             print(f"| {label} | {' | '.join(cells)} |")
         print()
-    out = pathlib.Path(options.races)
     finite = lambda pair: [n if math.isfinite(n) else None for n in pair]
     kept = {rate: {k: finite(v) for k, v in row.items()} for rate, row in found.items()}
     (out / "time_to_error.json").write_text(json.dumps(kept, indent=1))
