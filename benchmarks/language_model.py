@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import sys
 
-from side_by_side import Trainer
+from side_by_side import Trainer, longest_period
 
 from train import cli
 from train.cluster import devices
@@ -83,7 +83,9 @@ def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
         for name, words in rows
     }
     trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
-    steps = {name: max(16, period(config)) for name, config in configs.items()}
+    steps = {
+        name: max(16, longest_period(config.method)) for name, config in configs.items()
+    }
     for trainer in trainers.values():
         trainer.seconds_per_step(16)  # compiles
     for _ in range(rounds):
@@ -93,12 +95,6 @@ def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
     print("| method | ms a step, median | least |\n| --- | --- | --- |")
     for name, found in taken.items():
         print(f"| {name} | {statistics.median(found):.0f} | {min(found):.0f} |")
-
-
-def period(config) -> int:
-    """The most steps from one exchange of a kind to the next."""
-    names = "period", "local_period", "global_period"
-    return max(getattr(config.method, name, 1) for name in names)
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,9 @@
 Each host is a network namespace on one bridge, and what it sends passes tc's token bucket.
 """
 
+import argparse
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -14,7 +16,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from train.cluster import devices, rendezvous
+from train.cluster.session import Session
+from train.config import Config, DistributedConfig
 
+
+PORT = 29400  # where processes meet
 TAG = os.getpid() % 10_000  # in the names of what is made
 RAY_PORT = 6379
 # What is larger goes through the object stores, where pulls that cross stall for a second.
@@ -37,9 +44,9 @@ class Hosts:
         return subprocess.Popen([*inside, *command], start_new_session=True, **options)
 
     @contextlib.contextmanager
-    def run_again(self, port: int, **options: Any) -> Iterator[list[subprocess.Popen]]:
-        """This program on every host, with `--coordinator` and `--worker`; ends with it."""
-        again = [sys.executable, *sys.argv, "--coordinator", f"{self.address(0)}:{port}"]
+    def run_again(self, **options: Any) -> Iterator[list[subprocess.Popen]]:
+        """This program on every host, where it is to `join`; ends with the context."""
+        again = [sys.executable, *sys.argv, "--coordinator", f"{self.address(0)}:{PORT}"]
         hosts = range(len(self.names))
         processes = [self.start(i, [*again, "--worker", str(i)], **options) for i in hosts]
         try:
@@ -47,6 +54,22 @@ class Hosts:
         finally:
             for process in processes:
                 process.kill()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options by which `run_again` tells a program its host."""
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+
+
+def join(config: Config, options: argparse.Namespace, hosts: int) -> Session:
+    """Joins the processes of `run_again`, one device each."""
+    distributed = DistributedConfig(
+        coordinator=options.coordinator, num_processes=hosts, process_id=options.worker
+    )
+    session = rendezvous.join(dataclasses.replace(config, distributed=distributed))
+    devices.provide(hosts, hosts)
+    return session
 
 
 @contextlib.contextmanager

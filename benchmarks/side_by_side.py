@@ -64,6 +64,12 @@ class Arm(Trainer):
         super().__init__(Experiment(config, (dataset, transforms), session=session))
 
 
+def longest_period(method: Any) -> int:
+    """The most steps from one exchange of a kind to the next, of a method's options."""
+    names = "period", "local_period", "global_period"
+    return max(getattr(method, name, 1) for name in names)
+
+
 def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:
     """Seconds per step of the first over the second, for pairs of blocks side by side."""
     found = []

@@ -10,7 +10,6 @@ least of several times: other work on the machine only adds to them.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import signal
@@ -21,13 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from limited_hosts import limited_hosts
+from limited_hosts import add_options, join, limited_hosts
 
 import lsgd_jax as lj
 from train import cli
-from train.cluster import devices, rendezvous
 from train.cluster.session import Session
-from train.config import DistributedConfig
 from train.tools import interconnect, plan
 
 
@@ -67,13 +64,7 @@ class Timed:
 
 def work(options: argparse.Namespace) -> None:
     """What each process does: measures, plans, and compares the plan with training."""
-    distributed = DistributedConfig(
-        coordinator=options.coordinator,
-        num_processes=PROCESSES,
-        process_id=options.worker,
-    )
-    session = rendezvous.join(dataclasses.replace(cli.parse(BASE), distributed=distributed))
-    devices.provide(PROCESSES, PROCESSES)
+    session = join(cli.parse(BASE), options, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
     session.connections.make(workers)
     say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
@@ -111,14 +102,13 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
     parser.add_argument("--mb", type=float, default=1.0, help="of float32 parameters")
     parser.add_argument("--periods", type=int, default=5, help="of each are measured")
-    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     with limited_hosts(PROCESSES, options.rate) as hosts:
-        with hosts.run_again(29400) as processes:
+        with hosts.run_again() as processes:
             failed = [process.wait() for process in processes]
     sys.exit(max(failed))
 

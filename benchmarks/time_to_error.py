@@ -2,7 +2,7 @@
 
     python benchmarks/races.py cifar10-cnn7 --data.dir CIFAR --batch-size 32 --steps 768 \\
         --test-every 128 --out RACES
-    sudo python benchmarks/time_to_error.py RACES --error 55 --batch-size 32
+    sudo python benchmarks/time_to_error.py RACES --error 55
 
 In lock step the network does not change what is computed, so the steps to the error are
 those of the race, between two tests on the line that joins them. Here it is timed what a
@@ -15,39 +15,50 @@ time_to_error.png, the seconds against the rate, into RACES.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import pathlib
 import re
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 
-from limited_hosts import limited_hosts
-from races import entrants
-from side_by_side import Arm
+from limited_hosts import add_options, join, limited_hosts
+from side_by_side import Arm, longest_period
 from torch_peers import Peers
 
-from train import cli, compilation_cache
-from train.cluster import devices, rendezvous
-from train.config import Config, DistributedConfig
+from train import compilation_cache
+from train import config as configuration
+from train.config import Config
 from train.data import transforms
+from train.run import folder
 
 
-EXPERIMENT, WORKERS, PORT = "cifar10-cnn7", 4, 29400
+WORKERS = 4
 WARM_UP = 8  # steps
 MBITS = {"gbit": 1000, "mbit": 1, "kbit": 0.001}
 TORCH = {"allreduce": ("PyTorch DDP", "ddp"), "local-sgd": ("PyTorch", "local-sgd")}
 
 
+def runs_of(races):
+    """The runs of a race: 'method', 'seed', 'steps' and 'values' of each."""
+    return json.loads((races / "compare.json").read_text())
+
+
+def configs_of(races) -> dict[str, Config]:
+    """What each method was trained with, as its run folders say."""
+    paths = {
+        run["method"]: races / f"{run['method']}-{run['seed']}" for run in runs_of(races)
+    }
+    return {name: configuration.read(path / folder.CONFIG) for name, path in paths.items()}
+
+
 def steps_to(error, races):
     """Of each method the steps, the mean over its seeds; inf if one does not get there."""
     found = {}
-    for run in json.loads((races / "compare.json").read_text()):
+    for run in runs_of(races):
         reached = crossing(error, run["steps"], run["values"])
         found.setdefault(run["method"], []).append(reached)
     return {name: statistics.mean(steps) for name, steps in found.items()}
@@ -66,65 +77,47 @@ def crossing(error, steps, values):
     return math.inf
 
 
-def config_of(name, batch_size) -> Config:
-    """What an entrant of the race, named ENTRANT-rate-RATE, trains with."""
-    entrant, _, rate = name.partition("-rate-")
-    period = entrant.rpartition("-")[-1]
-    words = entrants([int(period)] if period.isdigit() else [])[entrant]
-    own = f"{words} --optimizer.learning-rate {rate} --batch-size {batch_size}"
-    return cli.parse([EXPERIMENT, *shlex.split(own)])
-
-
-def block_of(method) -> int:
-    """Steps that hold as many exchanges as any others in a row."""
-    return max(WARM_UP, getattr(method, "local_period", 0), getattr(method, "period", 0))
+def steps_of(config, blocks) -> int:
+    """Steps of blocks that hold as many exchanges as any others in a row."""
+    return blocks * max(WARM_UP, longest_period(config.method))
 
 
 def work(options):
     """What each host does: trains a block of steps with each method, and times others."""
-    names = steps_to(options.error, pathlib.Path(options.races))
-    configs = {name: config_of(name, options.batch_size) for name in names}
-    distributed = DistributedConfig(
-        coordinator=options.coordinator,
-        num_processes=WORKERS,
-        process_id=options.worker,
-    )
-    first = next(iter(configs.values()))
-    session = rendezvous.join(dataclasses.replace(first, distributed=distributed))
-    devices.provide(WORKERS, WORKERS)
+    configs = configs_of(pathlib.Path(options.races))
+    session = join(next(iter(configs.values())), options, WORKERS)
     compilation_cache.use(say=session.is_main)
     for name, config in configs.items():
         trainer = Arm(transforms.cifar10(), config, session)
         trainer.seconds_per_step(WARM_UP)  # compiles
         session.wait_for_all()
-        seconds = trainer.seconds_per_step(options.blocks * block_of(config.method))
+        seconds = trainer.seconds_per_step(steps_of(config, options.blocks))
         if session.is_main:
             print(json.dumps([name, seconds]), flush=True)
 
 
 def ours(hosts, options):
     """Of each method the seconds of a step."""
-    with hosts.run_again(PORT, stdout=subprocess.PIPE, text=True) as processes:
+    with hosts.run_again(stdout=subprocess.PIPE, text=True) as processes:
         said, _ = processes[0].communicate()
         if any(process.wait() for process in processes):
             sys.exit("a host failed; what it said is above")
     return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
 
 
-def theirs(hosts, names, options, folder):
+def theirs(hosts, options, meeting):
     """The same of PyTorch: (name, whose steps it needs) -> seconds."""
     found = {}
-    for name in names:
-        config = config_of(name, options.batch_size)
+    for name, config in configs_of(pathlib.Path(options.races)).items():
         if config.method.name not in TORCH:
             continue
         label, method = TORCH[config.method.name]
-        settings = dict(model="cnn7", method=method, batch_size=config.batch_size)
+        settings = dict(model=config.model, method=method, batch_size=config.batch_size)
         settings |= {"period": getattr(config.method, "period", 1), "threads": 1}
-        peers = Peers(options.torch, folder, WORKERS, hosts.start, **settings)
+        peers = Peers(options.torch, meeting, WORKERS, hosts.start, **settings)
         try:
             peers.seconds_per_step(WARM_UP)
-            seconds = peers.seconds_per_step(options.blocks * block_of(config.method))
+            seconds = peers.seconds_per_step(steps_of(config, options.blocks))
         finally:
             peers.end()
         entrant = name.partition("-rate-")[0]
@@ -134,10 +127,10 @@ def theirs(hosts, names, options, folder):
 
 def measure(rate, needed, options):
     """Of each method, ours and theirs: seconds of a step, and to the error."""
-    with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as folder:
+    with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as meeting:
         found = {(n.partition("-rate-")[0], n): s for n, s in ours(hosts, options).items()}
         if not options.no_torch:
-            found |= theirs(hosts, needed, options, folder)
+            found |= theirs(hosts, options, meeting)
     return {label: (s, s * needed[name]) for (label, name), s in found.items()}
 
 
@@ -154,7 +147,6 @@ def main():
     )
     parser.add_argument("races", help="the folder of races.py")
     parser.add_argument("--error", type=float, required=True, help="in percent")
-    parser.add_argument("--batch-size", type=int, required=True, help="that of the race")
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -166,8 +158,7 @@ def main():
     parser.add_argument("--blocks", type=int, default=2, help="exchanges that are timed")
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--no-torch", action="store_true", help="without PyTorch")
-    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    add_options(parser)
     options = parser.parse_args()
     if not (pathlib.Path(options.races) / "compare.json").exists():
         parser.error(

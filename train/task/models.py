@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from train.task.batch_norm import BatchNorm
 from train.task.convolution import conv_general_dilated
 from train.task.resnet50 import ResNet50
 
@@ -50,7 +51,7 @@ class DigitsBatchNormCNN(nn.Module):
     def __call__(self, x: Array, train: bool) -> Array:
         for features in (32, 64):
             x = nn.Conv(features, (3, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+            x = nn.relu(BatchNorm(use_running_average=not train)(x))
         x = max_pool_2x2(x).reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(128)(x))
         return nn.Dense(self.num_classes)(x)
@@ -91,7 +92,7 @@ class BasicBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
         conv = functools.partial(nn.Conv, self.features, (3, 3), padding=1, use_bias=False)
-        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        norm = functools.partial(BatchNorm, use_running_average=not train)
         y = nn.relu(norm()(conv(strides=self.stride)(x)))
         y = norm()(conv()(y))
         x = x[:, :: self.stride, :: self.stride]
@@ -111,7 +112,7 @@ class ResNet20(nn.Module):
     @nn.compact
     def __call__(self, x: Array, train: bool) -> Array:
         x = nn.Conv(16, (3, 3), padding=1, use_bias=False)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        x = nn.relu(BatchNorm(use_running_average=not train)(x))
         for stage, features in enumerate((16, 32, 64)):
             for block in range(3):
                 stride = 2 if stage > 0 and block == 0 else 1
@@ -134,7 +135,7 @@ class VGG16(nn.Module):
         for features, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
             for _ in range(count):
                 x = nn.Conv(features, (3, 3), padding=1)(x)
-                x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+                x = nn.relu(BatchNorm(use_running_average=not train)(x))
             x = max_pool_2x2(x)
         x = x.reshape(x.shape[0], -1)
         for _ in range(2):

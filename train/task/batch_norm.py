@@ -1,0 +1,115 @@
+"""Batch normalization, whose sums are products with a vector of ones on CPUs."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+EPSILON = 1e-5
+
+
+@jax.custom_vjp
+def normalized(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array]:
+    r"""Each channel with the mean and variance that its scale and bias say, over a batch.
+
+    .. math::
+      \hat x_i = r (x_i - \mu), \quad
+      r = \frac{1}{\sqrt{\sigma^2 + 10^{-5}}}, \quad
+      y_i = \gamma \hat x_i + \beta, \qquad
+      \frac{\partial L}{\partial x_i} = \gamma r \Big( g_i - \frac{1}{n} \sum_j g_j
+      - \frac{\hat x_i}{n} \sum_j g_j \hat x_j \Big)
+
+    with μ and σ² the mean and the variance of x over the n pixels of all images, γ the
+    scale, β the bias, and g the gradient of y. The variance is the mean of the squares less
+    the square of the mean. On CPUs XLA sums over rows slowly, and multiplies fast: taking
+    the gradient of flax's layer, ResNet20 needs 1.1 to 1.4 times as long for a step.
+
+    Args:
+      x: [..., C].
+      scale: [1, …, 1, C], with as many axes as x.
+      bias: as the scale.
+
+    Returns:
+      y, as x; μ and σ², as the scale, at least float32, which no gradient goes through.
+
+    Source: Ioffe and Szegedy, ICML 2015, Algorithm 1.
+
+    >>> y, mean, variance = normalized(jnp.array([[1.0], [3.0]]), *jnp.ones([2, 1, 1]))
+    >>> mean.tolist(), variance.tolist(), y.round(3).tolist()
+    ([[2.0]], [[1.0]], [[0.0], [2.0]])
+    """
+    return _forward(x, scale, bias)[0]
+
+
+def _forward(x: Array, scale: Array, bias: Array):
+    n = x.size // x.shape[-1]
+    mean = _total(x) / n
+    variance = jnp.maximum(_total(jnp.square(x)) / n - jnp.square(mean), 0)
+    y = affine(x, mean, variance, scale, bias)
+    return (y, mean, variance), (x, mean, variance, scale)
+
+
+def _backward(saved: tuple[Array, ...], gradients: tuple[Array, ...]):
+    x, mean, variance, scale = saved
+    g, *_ = gradients
+    n = x.size // x.shape[-1]
+    r = lax.rsqrt(variance + EPSILON)
+    of_bias = _total(g)
+    of_scale = r * (_total(g * x) - mean * of_bias)
+    of_x = scale * r * (g - (of_bias + r * (x - mean) * of_scale) / n)
+    return of_x.astype(x.dtype), of_scale.astype(scale.dtype), of_bias.astype(scale.dtype)
+
+
+normalized.defvjp(_forward, _backward)
+
+
+def affine(x: Array, mean: Array, variance: Array, scale: Array, bias: Array) -> Array:
+    """γ r (x - μ) + β."""
+    slope = scale * lax.rsqrt(variance + EPSILON)
+    return x * slope + (bias - mean * slope)
+
+
+def _total(x: Array) -> Array:
+    """The sum over all axes but the last [1, …, 1, C], at least in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
+    by_product = lambda rows: jnp.ones(len(rows), rows.dtype) @ rows
+    total = lax.platform_dependent(rows, cpu=by_product, default=lambda rows: rows.sum(0))
+    return _beside(total, x)
+
+
+def _beside(values: Array, x: Array) -> Array:
+    """Values of channels [C] as [1, …, 1, C], with as many axes as x."""
+    return jnp.expand_dims(values, range(x.ndim - 1))
+
+
+class BatchNorm(nn.Module):
+    """`flax.linen.BatchNorm` over the last axis, with the same variables.
+
+    Running statistics are renewed as r ← m r + (1 - m) b, with b that of the batch.
+
+    Attributes:
+      use_running_average: whether x is normalized by those, as it is for tests.
+      momentum: m.
+    """
+
+    use_running_average: bool
+    momentum: float = 0.9
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        channels = x.shape[-1:]
+        scale = _beside(self.param("scale", nn.initializers.ones, channels), x)
+        bias = _beside(self.param("bias", nn.initializers.zeros, channels), x)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, channels)
+        variance = self.variable("batch_stats", "var", jnp.ones, channels)
+        if self.use_running_average:
+            kept = _beside(mean.value, x), _beside(variance.value, x)
+            return affine(x, *kept, scale, bias)
+        y, *found = normalized(x, scale, bias)
+        if not self.is_initializing():
+            m = self.momentum
+            for running, batch in zip((mean, variance), found):
+                running.value = m * running.value + (1 - m) * batch.reshape(channels)
+        return y
