@@ -144,7 +144,6 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
     options = Options(grace=grace)
     out = run(training(pause), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
     assert out.stopped and out.restarts == [0, 1, 0]
-    assert [s for s in watching.seen if s.present == [0, 2]]
     assert watching.longest(0, 2) < grace
     counts = [state["count"] for state in out.states]
     assert min(counts) > killed[0]
