@@ -139,11 +139,16 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
             assert remote.states()[1]["own"].dtype == np.uint32
             remote.stop()
 
+    def make(i):
+        time.sleep(2)  # longer than from one `on_standing` to the next
+        return training(pause)(i)
+
     watching = Watching(act)
     grace = 2 * GRACE  # in which the new process starts, even if the machine is busy
     options = Options(grace=grace)
-    out = run(training(pause), BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
+    out = run(make, BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
     assert out.stopped and out.restarts == [0, 1, 0]
+    assert [s for s in watching.seen if s.present == [0, 2]]
     assert watching.longest(0, 2) < grace
     counts = [state["count"] for state in out.states]
     assert min(counts) > killed[0]

@@ -52,10 +52,8 @@ def test_by_running_averages_and_at_the_start():
     ours, flax = both(train=False)
     wanted = flax.apply(variables(), x)
     np.testing.assert_allclose(ours.apply(variables(), x), wanted, rtol=1e-5, atol=1e-6)
-    for train in (True, False):
-        first, second = (
-            layer.init(jax.random.key(0), x) for layer in both(train)
-        )  # the statistics of what a model is made with are not kept
+    for train in (True, False):  # statistics of what a model is made with are not kept
+        first, second = (layer.init(jax.random.key(0), x) for layer in both(train))
         jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
