@@ -244,8 +244,7 @@ class CoordinatorActor:
             except TimeoutError:
                 values = self._coordinator.close(key)
         self._wake()
-        if key == "begin" and i in values:
-            self._going.add(i)
+        self._note_begin(key, values)
         return values
 
     async def overview(self) -> Overview:
@@ -257,6 +256,12 @@ class CoordinatorActor:
         for key in list(self._open):
             if (values := self._coordinator.look(key)) is not None:
                 self._open.pop(key).set_result(values)
+                self._note_begin(key, values)
+
+    def _note_begin(self, key: Hashable, values: dict[int, Any]) -> None:
+        """At once: the next to say hello must not take those for lost who wait in it."""
+        if key == "begin":
+            self._going.update(i for i in values if i in self._coordinator.present)
 
     # Workers that are lost
 

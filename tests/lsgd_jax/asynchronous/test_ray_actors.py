@@ -35,3 +35,20 @@ def test_a_round_does_not_wait_for_a_process_that_was_started_again(coordinator)
         return await asyncio.wait_for(waiting, 1)
 
     assert asyncio.run(run()) == {0: 1.0}
+
+
+def test_one_that_dies_before_all_begin_does_not_make_the_others_lost(coordinator):
+    """Its return closes the round 'begin': the one that waits there goes on."""
+
+    async def run():
+        for i in range(2):
+            await coordinator.hello(i, ("node", i))
+        members, begun = await coordinator.enter(0, 0)
+        waiting = asyncio.create_task(coordinator.round(0, "begin", 0, members))
+        await asyncio.sleep(0)
+        assert not begun and not waiting.done()
+        assert await coordinator.hello(1, ("node", 3)) == (2, False)
+        assert await asyncio.wait_for(waiting, 1) == {0: 0}
+        assert (await coordinator.enter(1, 0))[1]
+
+    asyncio.run(run())
