@@ -1,21 +1,26 @@
 """What an exchange costs: a pull and a silent step of lsgd beside the base optimizer alone.
 
-    python benchmarks/exchange_cost.py [--processes 4] [--repetitions 7] [--sizes 0.35 24]
+    python benchmarks/exchange_cost.py [--repetitions 7] [--sizes 0.35 24]
+    python benchmarks/exchange_cost.py --processes 4 [--torch PYTHON]
 
 Workers hold some million float32 parameters in many leaves. Each repetition times, one
 after the other, AdamW alone, AdamW and lsgd on steps without a pull ("silent"; "not due":
 compiled for these alone), and on steps with one. Printed are medians (and minima) of the
 milliseconds per step and the ratio to AdamW of the same repetition. `--processes N` takes
-N processes of one device in place of 8 devices of one. `--compile N...` times compilation
-for that many leaves instead. Memory: about 20 bytes per parameter and worker.
+N processes of one device, of one node, in place of 8 devices of one process and two nodes;
+with `--torch`, as many of PyTorch take turns with them (`torch_pull.py`). `--compile N...`
+times compilation for that many leaves instead. Memory: about 20 bytes per parameter and
+worker.
 """
 
 import argparse
+import itertools
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 
@@ -27,9 +32,15 @@ def parse():
     parser.add_argument("--leaves", type=int, default=40)
     parser.add_argument("--bases", nargs="+", default=["adamw", "sgd"])
     parser.add_argument("--compile", type=int, nargs="+", default=[])
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="one with PyTorch, of --processes"
+    )
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.torch and options.processes == 1:
+        parser.error("--torch needs --processes")
+    return options
 
 
 def launch(options):
@@ -42,13 +53,49 @@ def launch(options):
     sys.exit(max(child.wait() for child in children))
 
 
+def sizes_of(size, leaves):
+    """Of each leaf, of so many million elements together: eight hold half of them."""
+    wanted = int(size * 1e6)
+    big = wanted // 2 // 8
+    return [big] * 8 + [(wanted - 8 * big) // (leaves - 8)] * (leaves - 8)
+
+
+class Jitted:
+    """A step of ours, and what it goes on from."""
+
+    def __init__(self, jax, step, x, state, grads, loss):
+        self._wait, self._step = jax.block_until_ready, step
+        self._state, self._given = (x, state), (grads, loss)
+
+    def seconds_per_step(self, steps):
+        """Runs a block of steps."""
+        self._wait(self._state)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._state = self._step(*self._state, *self._given)
+            self._wait(self._state)
+        return (time.perf_counter() - began) / steps
+
+
+def peers(options, base, size, folder):
+    """The same in PyTorch, by name."""
+    from torch_peers import Peers
+
+    settings = dict(
+        program="torch_pull.py",
+        sizes=sizes_of(size, options.leaves),
+        base=base,
+        threads=max(1, len(os.sched_getaffinity(0)) // options.processes),
+    )
+    start = lambda **more: Peers(
+        options.torch, folder, options.processes, **settings, **more
+    )
+    return {"PyTorch, alone": start(), "PyTorch, one pull": start(pull=True)}
+
+
 def build(lj, jax, jnp, optax, base, method, due, size, leaves, workers):
     """(step, params, state, grads) of a chain on parameters of so many million elements."""
-    wanted = int(size * 1e6)
-    big = wanted // 2 // 8  # eight large leaves hold half of it
-    small = (wanted - 8 * big) // (leaves - 8)
-    tree = {f"big{i}": jnp.ones(big) for i in range(8)}
-    tree |= {f"small{i:03}": jnp.ones(small) for i in range(leaves - 8)}
+    tree = {f"leaf{i:03}": jnp.ones(n) for i, n in enumerate(sizes_of(size, leaves))}
     tx = optax.chain({"adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3)}[base], *method)
 
     def train_step(x, state, g, loss):
@@ -79,7 +126,8 @@ def measure(options):
     if options.process_id is None:
         lj.emulate_devices(count)
     main = jax.process_index() == 0
-    workers = lj.Workers(nodes=2, locals=count // 2)
+    nodes = 2 if options.process_id is None else 1
+    workers = lj.Workers(nodes, count // nodes)
     loss = workers.put(jnp.arange(float(count)))
     methods = {
         "alone": ([], None),
@@ -91,37 +139,37 @@ def measure(options):
         print(f"jax {jax.__version__}, {workers}")
         print("| base | M parameters | | ms, median (min) | ratio, median (min) |")
         print("| --- | --- | --- | --- | --- |")
-    for base in options.bases:
-        for size in options.sizes:
-            steps = 20 if size < 2 else 3
-            times = {name: [] for name in methods}
-            runs = {}
-            for name, (method, due) in methods.items():
-                leaves = options.leaves
-                runs[name] = list(
-                    build(lj, jax, jnp, optax, base, method, due, size, leaves, workers)
-                )
-            for repetition in range(options.repetitions + 1):
-                for name, run in runs.items():
-                    step, x, state, g = run
-                    jax.block_until_ready((x, state))
-                    started = time.perf_counter()
-                    for _ in range(steps):
-                        x, state = step(x, state, g, loss)
-                        jax.block_until_ready(x)
-                    run[1:3] = x, state
-                    if repetition:  # the first compiles
-                        times[name].append((time.perf_counter() - started) / steps * 1e3)
-            for name, seen in times.items():
-                ratios = [a / b for a, b in zip(seen, times["alone"])]
-                if main:
-                    print(
-                        f"| {base} | {size} | {name} | {statistics.median(seen):.1f} "
-                        f"({min(seen):.1f}) | {statistics.median(ratios):.2f} "
-                        f"({min(ratios):.2f}) |",
-                        flush=True,
-                    )
-            del runs
+    for base, size in itertools.product(options.bases, options.sizes):
+        steps, leaves = 20 if size < 2 else 3, options.leaves
+        arms = {}
+        for name, (method, due) in methods.items():
+            built = build(lj, jax, jnp, optax, base, method, due, size, leaves, workers)
+            arms[name] = Jitted(jax, *built, loss)
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = peers(options, base, size, folder) if options.torch and main else {}
+            times = in_turns(arms | theirs, options.repetitions, steps)
+            for each in theirs.values():
+                each.end()
+        if main:
+            report(base, size, times)
+
+
+def in_turns(arms, repetitions, steps):
+    """Of each arm the milliseconds per step of its blocks but the first, which compiles."""
+    times = {name: [] for name in arms}
+    for _ in range(repetitions + 1):
+        for name, arm in arms.items():
+            times[name].append(1e3 * arm.seconds_per_step(steps))
+    return {name: seen[1:] for name, seen in times.items()}
+
+
+def report(base, size, times):
+    """A row for each of them."""
+    cell = lambda x, digits: f"{statistics.median(x):.{digits}f} ({min(x):.{digits}f})"
+    for name, seen in times.items():
+        ratios = [a / b for a, b in zip(seen, times["alone"])]
+        row = base, size, name, cell(seen, 1), cell(ratios, 2)
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
 def measure_compilation(options):

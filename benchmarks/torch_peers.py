@@ -1,4 +1,4 @@
-"""Processes of `torch_lsgd.py`, which train a block of steps when they are told to."""
+"""Processes of PyTorch, which take a block of steps when they are told to."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-PROGRAM = pathlib.Path(__file__).with_name("torch_lsgd.py")
+HERE = pathlib.Path(__file__).parent
 
 
 def here(i: int, command: list[str], **options: Any) -> subprocess.Popen:
@@ -26,7 +26,8 @@ class Peers:
       folder: where they meet.
       workers: how many.
       start: starts the command of a worker.
-      **settings: options of the program.
+      program: beside this file.
+      **settings: options of the program: a list is several values, True one without.
     """
 
     def __init__(
@@ -35,11 +36,14 @@ class Peers:
         folder: str,
         workers: int,
         start: Callable[..., subprocess.Popen] = here,
+        program: str = "torch_lsgd.py",
         **settings: Any,
     ):
         settings |= {"workers": workers, "store": f"{folder}/{uuid.uuid4().hex}"}
-        command = [python, str(PROGRAM)]
-        command += [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+        command = [python, str(HERE / program)]
+        for name, value in settings.items():
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            command += ["--" + name.replace("_", "-"), *map(str, values)]
         # A worker has its threads as it asks for them, whatever this process has.
         env = os.environ | {"OMP_NUM_THREADS": str(settings["threads"])}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

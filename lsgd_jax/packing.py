@@ -18,7 +18,7 @@ from lsgd_jax.trees import Tree
 
 
 # Leaves of more elements stay as they are: copying them takes longer than what it saves.
-PACKED_BELOW = 2**20
+PACKED_BELOW = 2**17
 
 
 class Packing:
