@@ -100,7 +100,6 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         leaving,
         checkpoint=max(run.checkpoints.steps, default=None),
         finite_checkpoint=run.checkpoints.latest_finite(),
-        has_metrics=run.metrics.is_whole,
     )
 
 
@@ -129,6 +128,8 @@ def conclude(run: Run, result: Result) -> None:
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
     run.write("end", **values, stopped_by=stopped_by)
+    run.metrics.close()  # what cannot be written is known before the last line
+    result = result._replace(has_metrics=run.metrics.is_whole)
     if run.session.is_main:
         try:
             draw(run.folder)

@@ -13,6 +13,7 @@ import tiny
 from harness import exchanges
 
 from train.metrics import log, plots
+from train.metrics.tensorboard import EventFiles
 from train.run import checkpoints
 from train.run.loop import train
 from train.run.open import open_run
@@ -186,9 +187,17 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
     assert len(log.read(result.folder)["test"]) == 2
 
 
-def test_metrics_that_are_missing_are_named_at_the_end(tmp_path, capsys):
+@pytest.mark.parametrize("full", ["from the start", "at the end"])
+def test_metrics_that_are_missing_are_named_at_the_end(full, tmp_path, capsys, monkeypatch):
+    def no_space(files, close=EventFiles.close):
+        close(files)
+        raise OSError(28, "No space left on device")
+
     run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-    (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
+    if full == "at the end":
+        monkeypatch.setattr(EventFiles, "close", no_space)
+    else:
+        (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
     result = train(run)
     assert result.saved and result.is_good
     printed = capsys.readouterr().out
