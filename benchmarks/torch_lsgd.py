@@ -113,12 +113,8 @@ def average(model, losses):
 EXCHANGES = {"lsgd": pull, "local-sgd": average, "ddp": None}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=["cnn7", "resnet20"], required=True)
-    parser.add_argument("--method", choices=list(EXCHANGES), default="lsgd")
-    parser.add_argument("--period", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, required=True)
+def joined(parser):
+    """Parses the options, and those by which the processes meet, which then do."""
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--store", required=True, help="a file to meet at")
     parser.add_argument("--rank", type=int, required=True)
@@ -127,6 +123,28 @@ def main():
     torch.set_num_threads(options.threads)
     meet = f"file://{options.store}"
     dist.init_process_group("gloo", meet, rank=options.rank, world_size=options.workers)
+    return options
+
+
+def take_blocks(step):
+    """Takes as many steps as each line of the standard input says, and says how long."""
+    for line in sys.stdin:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(int(line)):
+            step()
+        dist.barrier()
+        print((time.perf_counter() - began) / int(line), flush=True)
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=["cnn7", "resnet20"], required=True)
+    parser.add_argument("--method", choices=list(EXCHANGES), default="lsgd")
+    parser.add_argument("--period", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, required=True)
+    options = joined(parser)
 
     torch.manual_seed(0)
     model = {"cnn7": CNN7, "resnet20": ResNet20}[options.model]()
@@ -139,24 +157,22 @@ def main():
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (IMAGES,), generator=generator)
 
-    losses, step = [], 0
-    for line in sys.stdin:
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(int(line)):
-            chosen = torch.randint(0, IMAGES, (options.batch_size,), generator=generator)
-            logits = model(augmented(images[chosen], generator))
-            loss = F.cross_entropy(logits, labels[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses = [*losses[1 - WINDOW :], loss.item()]
-            step += 1
-            if exchange and step % options.period == 0:
-                exchange(model, losses)
-        dist.barrier()
-        print((time.perf_counter() - began) / int(line), flush=True)
-    dist.destroy_process_group()
+    losses, taken = [], 0
+
+    def step():
+        nonlocal losses, taken
+        chosen = torch.randint(0, IMAGES, (options.batch_size,), generator=generator)
+        logits = model(augmented(images[chosen], generator))
+        loss = F.cross_entropy(logits, labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses = [*losses[1 - WINDOW :], loss.item()]
+        taken += 1
+        if exchange and taken % options.period == 0:
+            exchange(model, losses)
+
+    take_blocks(step)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def train(run: Run) -> Result:
             stopped_by = take(run)
             result = finish(run, stopped_by)
         if not result.leaving:
-            conclude(run, result)
+            result = conclude(run, result)
     if run.lock is not None:
         run.lock.release()
     return result
@@ -123,8 +123,12 @@ def announce(run: Run) -> None:
         run.write("resized", **run.resizing.event())
 
 
-def conclude(run: Run, result: Result) -> None:
-    """Writes the last event and the figures, and says how the run ended."""
+def conclude(run: Run, result: Result) -> Result:
+    """Writes the last event and the figures, and says how the run ended.
+
+    Returns:
+      The result, and whether all metrics could be written.
+    """
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
     run.write("end", **values, stopped_by=stopped_by)
@@ -136,6 +140,7 @@ def conclude(run: Run, result: Result) -> None:
         except Exception as error:  # whatever metrics.jsonl holds: the run is over
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
     run.progress.say(last_line(result, run.config))
+    return result
 
 
 def draw(folder: pathlib.Path) -> None:

@@ -199,7 +199,7 @@ def test_metrics_that_are_missing_are_named_at_the_end(full, tmp_path, capsys, m
     else:
         (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
     result = train(run)
-    assert result.saved and result.is_good
+    assert result.saved and result.is_good and not result.has_metrics
     printed = capsys.readouterr().out
     assert printed.count("warning: metrics cannot be written any more") == 1
     assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
