@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import tiny
 
-from lsgd_jax.asynchronous.memory import Memory
-from lsgd_jax.asynchronous.worker import Worker, work
+from lsgd_jax._src.asynchronous.memory import Memory
+from lsgd_jax._src.asynchronous.worker import Worker, work
 from train.run import asynchronous as running
 from train.task import asynchronous
 

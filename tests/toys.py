@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lsgd_jax.asynchronous.worker import Training
+from lsgd_jax._src.asynchronous.worker import Training
 
 
 BASE = optax.sgd(0.05, momentum=0.5)

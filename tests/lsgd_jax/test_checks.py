@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from lsgd_jax import checks
+from lsgd_jax._src import checks
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1, np.float32(1), jnp.float32(0.3)])

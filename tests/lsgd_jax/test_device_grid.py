@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from lsgd_jax._device_grid import check_no_process_is_idle, device_grid, pick
+from lsgd_jax._src.device_grid import check_no_process_is_idle, device_grid, pick
 
 
 def _hosts(*counts):

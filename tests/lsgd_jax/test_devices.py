@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax.devices import choose_kernels
+from lsgd_jax._src.devices import choose_kernels
 
 
 @pytest.mark.parametrize(

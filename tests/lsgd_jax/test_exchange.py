@@ -12,6 +12,8 @@ import pytest
 from harness import GUARDED
 
 import lsgd_jax as lj
+from lsgd_jax._src import parts
+from lsgd_jax._src.traffic import Traffic, total
 
 
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
@@ -103,7 +105,7 @@ def test_fragments_are_runs_of_leaves_and_none_is_empty(sizes, count):
     tree = [np.zeros(size) for size in sizes]
     owned = []
     for i in range(count):
-        selected = lj.parts.select(lj.fragment(i, count), tree)
+        selected = parts.select(lj.fragment(i, count), tree)
         inside = lambda leaf: not isinstance(leaf, optax.MaskedNode)
         mine = [k for k, leaf in enumerate(selected) if inside(leaf)]
         assert mine
@@ -261,11 +263,11 @@ def test_a_state_may_be_continued_with_another_period():
 
 
 def test_bytes_are_exact_beyond_what_an_int32_holds():
-    traffic = lj.traffic.Traffic.zero("local", 1, 0)
+    traffic = Traffic.zero("local", 1, 0)
     for _ in range(5):
         traffic = traffic.add(3e9, True, 1, 0)
-    assert lj.traffic.total(traffic.bytes_sent.value) == 15_000_000_000
-    assert lj.traffic.total(traffic.bytes_each.value) == 3_000_000_000
+    assert total(traffic.bytes_sent.value) == 15_000_000_000
+    assert total(traffic.bytes_each.value) == 3_000_000_000
 
 
 def test_messages_in_flight_are_not_for_other_workers():

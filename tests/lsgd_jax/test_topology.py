@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lsgd_jax import topology
+from lsgd_jax._src import topology
 
 
 BUILDERS = {

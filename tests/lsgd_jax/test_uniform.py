@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import lsgd_jax as lj
-from lsgd_jax import _uniform
+from lsgd_jax._src import uniform
 
 
 ALL = ("node", "local")
@@ -224,5 +224,5 @@ def test_the_walk_is_linear_in_the_program(workers):
         return call(x)
 
     sizes = {"node": 2, "local": 2}
-    out = _uniform.trace(deep, (jax.ShapeDtypeStruct((3,), jnp.float32),), sizes)
+    out = uniform.trace(deep, (jax.ShapeDtypeStruct((3,), jnp.float32),), sizes)
     assert out.shape == (3,)

@@ -11,7 +11,7 @@ import pytest
 from harness import exchanges
 
 import lsgd_jax as lj
-from lsgd_jax.wire import LEVELS, decode, encode
+from lsgd_jax._src.wire import LEVELS, decode, encode
 
 
 FORMATS = ("bfloat16", "int8", "int4")

@@ -46,9 +46,10 @@ def lsgd_oracle(folder, session):
 
 def lsgd_oracle_on_pretended_hosts(folder, session):
     """The same, ranks dealt out to two hosts in turn."""
-    from lsgd_jax import _device_grid
 
-    _device_grid._host = lambda device: device.process_index % 2
+    from lsgd_jax._src import device_grid
+
+    device_grid._host = lambda device: device.process_index % 2
     return lsgd_oracle(folder, session)
 
 

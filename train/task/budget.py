@@ -26,7 +26,7 @@ def lsgd(
     local_period: int = 64,
     global_period: int = 128,
     loss_window: int = 10,
-    wire: lj.wire.Format = "float32",
+    wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.OnBudget:
     """LSGD on a budget of steps that all workers share, without waiting in between.
 

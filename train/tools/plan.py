@@ -7,7 +7,7 @@ from typing import NamedTuple
 import lsgd_jax as lj
 
 
-WIRES: tuple[lj.wire.Format, ...] = ("float32", "int8", "int4")
+WIRES: tuple[lj.WireFormat, ...] = ("float32", "int8", "int4")
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 MOST_FRAGMENTS = 16
 OVERHEAD = 0.1  # what fragments may add to an exchange by their latencies
@@ -70,7 +70,7 @@ class Proposal(NamedTuple):
     method: str
     local: int | None
     period: int | None
-    wire: lj.wire.Format
+    wire: lj.WireFormat
     fragments: int
     delay: int
     wait: float
@@ -88,7 +88,7 @@ class Proposal(NamedTuple):
         return " ".join([f"--method {self.method}", *given, f"--method.wire {self.wire}"])
 
 
-def size(wire: lj.wire.Format, payload: int) -> float:
+def size(wire: lj.WireFormat, payload: int) -> float:
     """Bytes that a float32 payload has in a wire format, with its scales.
 
     >>> size("int8", 4096), size("float32", 4096)
@@ -99,19 +99,19 @@ def size(wire: lj.wire.Format, payload: int) -> float:
     return elements * BITS[wire] / 8 + scales
 
 
-def messages(wire: lj.wire.Format) -> int:
+def messages(wire: lj.WireFormat) -> int:
     """In how many parameters travel, one after the other: the scales go by themselves."""
     return 2 if BITS[wire] <= 8 else 1
 
 
-def leader_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> float:
+def leader_seconds(link: Link, payload: int, wire: lj.WireFormat = "float32") -> float:
     """Seconds of a pull towards a leader: the election, then the leader's parameters."""
     if ("leader", wire) in link.measured:
         return link.measured["leader", wire]
     return (1 + messages(wire)) * link.latency + size(wire, payload) / link.rate
 
 
-def mean_seconds(link: Link, payload: int, wire: lj.wire.Format = "float32") -> float:
+def mean_seconds(link: Link, payload: int, wire: lj.WireFormat = "float32") -> float:
     """Seconds of a mean: of float32 an all-reduce, of fewer bits a gather of all.
 
     An all-reduce brings each worker 2 (W - 1) / W payloads, a gather W - 1.
@@ -178,7 +178,7 @@ def lsgd(
     step: float,
     payload: int,
     share: float,
-    wire: lj.wire.Format = "float32",
+    wire: lj.WireFormat = "float32",
 ) -> Proposal:
     """LSGD's periods for a share of the time."""
     seconds = [
@@ -211,7 +211,7 @@ def diloco(
     step: float,
     payload: int,
     share: float,
-    wire: lj.wire.Format = "float32",
+    wire: lj.WireFormat = "float32",
     leaves: int = MOST_FRAGMENTS,
 ) -> Proposal:
     """DiLoCo's period for a share of the time, and fragments as short as latency lets."""

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import toys
 
-from lsgd_jax.asynchronous import ADPSGD, memory
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax.asynchronous import ADPSGD
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from lsgd_jax._src.asynchronous.collective import all_reduce
+from lsgd_jax._src.asynchronous.memory import Memory
 from lsgd_jax.asynchronous import Behind, Unreachable
-from lsgd_jax.asynchronous.collective import all_reduce
-from lsgd_jax.asynchronous.memory import Memory
 
 
 WORKERS = 4

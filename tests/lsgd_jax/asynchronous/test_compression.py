@@ -7,7 +7,12 @@ import optax
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax import wire as lock_step
+from lsgd_jax._src import wire as lock_step
+from lsgd_jax._src.asynchronous.collective import all_reduce
+from lsgd_jax._src.asynchronous.compression import BLOCK, Compression, aligned
+from lsgd_jax._src.asynchronous.network import Network
+from lsgd_jax._src.asynchronous.snapshot import Snapshot
+from lsgd_jax._src.asynchronous.worker import Training
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
@@ -18,11 +23,6 @@ from lsgd_jax.asynchronous import (
     memory,
     simulator,
 )
-from lsgd_jax.asynchronous.collective import all_reduce
-from lsgd_jax.asynchronous.compression import BLOCK, Compression, aligned
-from lsgd_jax.asynchronous.network import Network
-from lsgd_jax.asynchronous.snapshot import Snapshot
-from lsgd_jax.asynchronous.worker import Training
 
 
 NARROW = ["bfloat16", "int8", "int4"]

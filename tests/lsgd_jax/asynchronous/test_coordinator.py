@@ -2,8 +2,8 @@
 
 import pytest
 
+from lsgd_jax._src.asynchronous.coordinator import KEPT, Coordinator
 from lsgd_jax.asynchronous import Report
-from lsgd_jax.asynchronous.coordinator import KEPT, Coordinator
 
 
 def test_a_step_that_is_claimed_again_counts_once_and_fast_workers_take_more():

@@ -8,7 +8,8 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import DiLoCo, Pulls, memory
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax.asynchronous import DiLoCo, Pulls
 
 
 OUTER = dict(learning_rate=0.5, momentum=0.6)
@@ -49,7 +50,7 @@ def test_together_and_equally_fast_it_is_diloco_in_lock_step():
 
 def test_momentum_is_renewed_with_the_mean_of_the_last_n():
     """By hand, with g = 4, 8, 4, 8, η = 1/2, β = 1/2, N = 2."""
-    from lsgd_jax.asynchronous.mixing import delayed_nesterov
+    from lsgd_jax._src.asynchronous.mixing import delayed_nesterov
 
     outer, path = (jnp.zeros(1), jnp.zeros(1), jnp.zeros(1)), []
     for turn, g in enumerate([4.0, 8.0, 4.0, 8.0], start=1):

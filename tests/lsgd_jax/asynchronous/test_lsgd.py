@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import toys
 
-from lsgd_jax.asynchronous import LSGD, memory
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax.asynchronous import LSGD
 
 
 FOLLOW = LSGD(local_pull=0.5, global_pull=0.25, local_period=2, global_period=4)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import toys
 
-from lsgd_jax.asynchronous import Pairwise, memory
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax.asynchronous import Pairwise
 
 
 @pytest.fixture

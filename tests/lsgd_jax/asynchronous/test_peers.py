@@ -2,7 +2,7 @@
 
 import collections
 
-from lsgd_jax.asynchronous.peers import MOST, Peers
+from lsgd_jax._src.asynchronous.peers import MOST, Peers
 
 
 def test_all_are_chosen_about_as_often_and_the_same_from_the_same_seed():

@@ -8,7 +8,8 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Pulls, Unreachable, memory
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax.asynchronous import Pulls, Unreachable
 
 
 LEVELS = dict(local_pull=0.3, global_pull=0.2, local_period=2, global_period=4)

@@ -7,8 +7,9 @@ import pytest
 from toys import training
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Pulls, ray_actors
-from lsgd_jax.asynchronous.ray_ports import Job
+from lsgd_jax._src.asynchronous import ray_actors
+from lsgd_jax._src.asynchronous.ray_ports import Job
+from lsgd_jax.asynchronous import Pulls
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import pytest
 import ray
 
 import lsgd_jax as lj
+from lsgd_jax._src.asynchronous.memory import run as run_in_memory
+from lsgd_jax._src.asynchronous.ray_engine import Options, run
 from lsgd_jax.asynchronous import Pulls, Training
-from lsgd_jax.asynchronous.memory import run as run_in_memory
-from lsgd_jax.asynchronous.ray_engine import Options, run
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -275,7 +275,7 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     import jax.numpy as jnp
     import lsgd_jax as lj
     from lsgd_jax.asynchronous import Pulls, Training
-    from lsgd_jax.asynchronous.ray_engine import run
+    from lsgd_jax._src.asynchronous.ray_engine import run
 
     # What a shell starts in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,10 +7,11 @@ import pytest
 import simpy
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import memory, simulator
-from lsgd_jax.asynchronous.network import Links, Network
-from lsgd_jax.asynchronous.speeds import Speeds
-from lsgd_jax.asynchronous.worker import Training
+from lsgd_jax._src.asynchronous import memory
+from lsgd_jax._src.asynchronous.network import Links, Network
+from lsgd_jax._src.asynchronous.speeds import Speeds
+from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax.asynchronous import simulator
 
 
 SIZE = 4000

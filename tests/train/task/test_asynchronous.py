@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from lsgd_jax.asynchronous import memory
+from lsgd_jax._src.asynchronous import memory
 from train.task import asynchronous, methods
 from train.task.experiment import Experiment
 

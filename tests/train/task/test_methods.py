@@ -42,7 +42,9 @@ IN_LOCK_STEP = [name for name, method in METHODS.items() if not method.is_asynch
 def factories():
     """The factories of methods that the library has: what returns a transformation."""
     for name, value in vars(lj).items():
-        if inspect.isfunction(value) and value.__module__.startswith("lsgd_jax.methods"):
+        if inspect.isfunction(value) and value.__module__.startswith(
+            "lsgd_jax._src.methods"
+        ):
             returned = typing.get_type_hints(value)["return"]
             if inspect.isclass(returned) and issubclass(
                 returned, optax.GradientTransformation

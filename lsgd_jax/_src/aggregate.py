@@ -1,0 +1,117 @@
+"""aggregate: replace each worker's gradient by something made of all workers' gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.branch import cond
+from lsgd_jax._src.collectives import Group
+from lsgd_jax._src.placement import misplaced, sample, sample_after
+from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.traffic import Traffic
+from lsgd_jax._src.trees import Tree
+
+
+class AggregateState(NamedTuple):
+    """The state of `aggregate`.
+
+    Attributes:
+      count: int32 scalar, steps taken; shared.
+      restored: int32 scalar, how often this worker's gradient was not finite and was left
+        out; per worker.
+      misplaced: int32 scalar, how often the aggregate itself was added to x, which means
+        that it stood last in the chain; per worker.
+      expected: float32 [k], where some elements of x would then be; per worker.
+      own: the rule's state; per worker.
+      traffic: what was sent, when; shared.
+    """
+
+    count: Shared[Array]
+    restored: Array
+    misplaced: Array
+    expected: Array
+    own: Any
+    traffic: Traffic
+
+
+def aggregate(
+    rule: Callable[[Group, Tree, Any, Array], tuple[Tree, Any]],
+    axes: Axes = ("node", "local"),
+    init_own: Callable[[Tree], Any] = lambda params: (),
+    until: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Replaces each worker's gradient by something made of all workers' gradients.
+
+    .. math:: g_i \leftarrow \text{rule}(g_1, \ldots, g_W) \quad \text{on the first until}
+      \text{ steps}
+
+    It stands **first** in a chain, before clipping and the base optimizer.
+
+    Args:
+      rule: (group, g, own, finite) -> (aggregate, own), for one worker; the one place that
+        communicates, through `group`. g: its gradients; own: its state; finite: bool
+        scalar, whether all of g is finite; aggregate: a tree like g, cast to its dtypes.
+      axes: the mesh axes of the group.
+      init_own: params -> own.
+      until: the last step on which to communicate; None: on all.
+
+    Returns:
+      A gradient transformation for one worker. Its state is an `AggregateState`.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> first = lambda group, g, own, finite: (group.broadcast(g, 0), own)
+    >>> tx = lj.aggregate(first, axes="local")
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> follow = workers.map(lambda g: tx.update(g, tx.init(g))[0])
+    >>> follow(workers.put(jnp.array([1.0, 2.0]))).tolist()
+    [1.0, 1.0]
+    """
+
+    def init(params: Tree) -> Any:
+        return AggregateState(
+            count=Shared(jnp.zeros([], jnp.int32)),
+            restored=jnp.zeros([], jnp.int32),
+            misplaced=jnp.zeros([], jnp.int32),
+            expected=jnp.full_like(sample(params), jnp.nan),
+            own=init_own(params),
+            traffic=Traffic.zero(axes, 1, 0),
+        )
+
+    def update(updates, state, params=None, **extra_args) -> Any:
+        del extra_args
+        group, count = Group(axes), state.count.value
+
+        def communicate(g, own):
+            group.bytes_sent = 0.0  # this may be traced more than once
+            finite = trees.all_finite(g)
+            total, own = rule(group, g, own, finite)
+            return jax.tree.map(lambda a, g: a.astype(g.dtype), total, g), own, ~finite
+
+        def keep(g, own):
+            return g, own, jnp.asarray(False)
+
+        due = True if until is None else count < until
+        g, own, excluded = cond(due, communicate, keep, updates, state.own)
+        last, expected = jnp.int32(0), state.expected
+        if params is not None:
+            known = jnp.isfinite(expected).all()
+            last = jnp.where(known, 1 - misplaced(expected, params), 0)
+            after = sample_after(params, g)
+            # An aggregate that moves nothing tells nothing.
+            expected = jnp.where(misplaced(after, params) == 1, after, jnp.nan)
+        return g, AggregateState(
+            count=Shared(jnp.asarray(optax.safe_increment(count))),
+            restored=state.restored + excluded,
+            misplaced=state.misplaced + last,
+            expected=expected,
+            own=own,
+            traffic=state.traffic.add(group.bytes_sent, due, 1, 0),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,1 @@
+"""Not public: import from `lsgd_jax.asynchronous`."""

@@ -1,0 +1,262 @@
+"""Workers at their own pace on Ray: processes on this machine, or on a cluster.
+
+Only this module and the others whose names begin with `ray_` import Ray.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from lsgd_jax._src.asynchronous.coordinator import Standing
+from lsgd_jax._src.asynchronous.errors import Unreachable
+from lsgd_jax._src.asynchronous.mailbox import Snapshot
+from lsgd_jax._src.asynchronous.ray_actors import CoordinatorActor, Overview, WorkerActor
+from lsgd_jax._src.asynchronous.ray_cluster import (
+    Options,
+    cluster,
+    environment,
+    handlers,
+    signals,
+)
+from lsgd_jax._src.asynchronous.ray_ports import RETURN, Job, answer
+from lsgd_jax._src.asynchronous.worker import Method, Training
+
+
+EVERY = 1.0  # seconds between two looks at how all workers are doing
+
+
+class Outcome(NamedTuple):
+    """What a run ends with.
+
+    Attributes:
+      states: of each worker what it ends with: a dictionary with params, opt_state, own,
+        count and method, its arrays NumPy's; `run` takes them to go on from there.
+      standing: how all were doing at the end.
+      restarts: of each worker how many times it was started again.
+      stopped: whether the run was ended before its time.
+    """
+
+    states: list[Any]
+    standing: Standing
+    restarts: list[int]
+    stopped: bool
+
+
+class Remote:
+    """The workers, as `on_standing` sees them while they train.
+
+    Attributes:
+      restarts: of each worker how many times it was started again.
+      ended: what each worker has ended with, of those that have; they are not present.
+      stopped: whether the run is being stopped.
+      processes: of each worker that has started, its node and the process there.
+    """
+
+    def __init__(self, workers: Sequence[Any], grace: float):
+        self._workers, self._grace = workers, grace
+        self.restarts, self.stopped = [0] * len(workers), False
+        self.ended: dict[int, Any] = {}
+        self.processes: dict[int, tuple[str, int]] = {}
+
+    def latest(self, i: int) -> Snapshot | None:
+        """Worker i's parameters as one vector; None if it does not answer."""
+        return self._answers([i], "latest")[0]
+
+    def states(self, own: bool = True) -> list[Any]:
+        """What each worker can be resumed from, at the last step it has taken.
+
+        None: it does not answer, or has not begun.
+        """
+        return self._answers(range(len(self._workers)), "state", own)
+
+    def stop(self) -> None:
+        """Ends the run: each worker stops when it has taken the step that it is in."""
+        self.stopped = True
+        for i, worker in enumerate(self._workers):
+            if i not in self.ended:
+                worker.stop.remote()
+
+    def _answers(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
+        calls = [(i, getattr(self._workers[i], method).remote(*args)) for i in workers]
+        until = time.monotonic() + self._grace
+        return [self._answer(ref, i, until - time.monotonic()) for i, ref in calls]
+
+    def _answer(self, ref: Any, i: int, limit: float) -> Any:
+        try:
+            return answer(ref, f"worker {i}", max(limit, 0.1))
+        except Unreachable:
+            return None
+
+
+def run(
+    make_training: Callable[[int], Training],
+    method: Method,
+    nodes: int,
+    locals: int,
+    steps: int,
+    *,
+    options: Options | None = None,
+    states: Sequence[Any] | None = None,
+    restore: Callable[[int], Any] = lambda i: None,
+    on_standing: Callable[[Standing, Remote], Any] = lambda standing, remote: None,
+) -> Outcome:
+    """Trains with nodes x locals workers, each an actor of Ray.
+
+    A worker that is lost is started again, and goes on from the state of a peer. SIGINT and
+    SIGTERM, unless this process handles them itself, stop the run as `Remote.stop` does.
+
+    Args:
+      make_training: index -> what this worker trains. Called in the worker's process, for
+        which it is pickled; devices are used only there.
+      method: when a worker speaks to others, such as `Pulls`.
+      nodes, locals: the grid of workers.
+      steps: mean steps per worker.
+      options: where, and with which limits.
+      states: `Outcome.states` or `Remote.states()` of a run that is resumed; one that is
+        None begins as in `make_training`.
+      restore: index -> one of those states, or None. Called in a worker's process if it
+        was started again and no peer has a state for it.
+      on_standing: (standing, remote); called here about every second, and at the end, when
+        all workers are still there to be asked.
+
+    Raises:
+      RuntimeError: a worker's code has raised an error, a worker is lost again and again
+        before it gets to a step, or not all could be started; with the reason.
+
+    For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
+    steps=1000)`` where ``make_training(i)`` gives a `Training`.
+    """
+    options = Options() if options is None else options
+    before = handlers()
+    with cluster(options, nodes * locals), signals(before) as signaled:
+        job = Job(
+            name=f"lsgd-{uuid.uuid4().hex[:8]}",
+            make_training=make_training,
+            method=method,
+            nodes=nodes,
+            locals=locals,
+            steps=steps,
+            restore=restore,
+            grace=options.grace,
+            start=options.start,
+            wire=options.wire,
+            begun=time.time(),
+        )
+        actors = _Actors(job, options)
+        try:
+            return actors.train(states, on_standing, signaled)
+        finally:
+            actors.kill()
+
+
+class _Actors:
+    """The actors of one run, as the driver sees them."""
+
+    def __init__(self, job: Job, options: Options):
+        self._job, self._options = job, options
+        count = job.nodes * job.locals
+        env = {**environment(options.num_gpus), **options.env}
+        groups = {"serve": min(4 * count + 4, 64), "watch": 3}
+        remote: Any = ray.remote  # its types do not know groups
+        worker = remote(concurrency_groups=groups)(WorkerActor)
+        placed = {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "max_restarts": -1,
+            "runtime_env": {"env_vars": env},
+        }
+        coordinator = remote(CoordinatorActor).options(
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=1000,
+            name=job.coordinator,
+            runtime_env={"env_vars": environment(0)},
+        )
+        self.workers = [
+            worker.options(name=job.worker(i), **placed).remote(job, i)
+            for i in range(count)
+        ]
+        self.coordinator = coordinator.remote(job)
+        self.remote = Remote(self.workers, options.grace)
+        self._marks: dict[int, Any] = {}
+        self._moved: dict[int, float] = {}
+
+    def kill(self) -> None:
+        for actor in (*self.workers, self.coordinator):
+            ray.kill(actor)
+
+    def train(
+        self,
+        states: Sequence[Any] | None,
+        on_standing: Callable[[Standing, Remote], Any],
+        signaled: threading.Event,
+    ) -> Outcome:
+        given = states or [None] * len(self.workers)
+        refs = {w.run.remote(s): i for i, (w, s) in enumerate(zip(self.workers, given))}
+        told = time.monotonic()
+        self._until = told + self._options.start
+        while len(self.remote.ended) < len(refs):
+            left = [ref for ref, i in refs.items() if i not in self.remote.ended]
+            for ref in ray.wait(left, timeout=EVERY)[0]:
+                self.remote.ended[refs[ref]] = self._result(ref, refs[ref])
+            overview = self._overview()
+            self._check(overview)
+            self._restart_who_hangs(overview)
+            if signaled.is_set() or self.remote.stopped:
+                self.remote.stop()  # again: one that was started again has not heard it
+            if time.monotonic() - told >= EVERY:
+                told = time.monotonic()
+                on_standing(overview.standing, self.remote)
+        overview = self._overview()
+        on_standing(overview.standing, self.remote)
+        ends = [self.remote.ended[i] for i in range(len(self.workers))]
+        return Outcome(ends, overview.standing, self.remote.restarts, self.remote.stopped)
+
+    def _result(self, ref: Any, i: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            kind = type(cause).__name__
+            raise RuntimeError(f"worker {i} has raised {kind}: {cause}") from error
+        except RayError as error:
+            raise RuntimeError(f"worker {i} cannot be run: {error}") from error
+
+    def _overview(self) -> Overview:
+        limit = RETURN + max(self._until - time.monotonic(), 0)
+        overview = answer(self.coordinator.overview.remote(), "the coordinator", limit)
+        self.remote.restarts = [max(n - 1, 0) for n in overview.starts]
+        self.remote.processes = overview.processes
+        return overview
+
+    def _check(self, overview: Overview) -> None:
+        for i, times in enumerate(overview.vain):
+            if times > self._options.vain:
+                raise RuntimeError(
+                    f"worker {i} was lost {times - 1} times in a row before it had taken a "
+                    "step: its process hangs or ends without an error, for want of memory "
+                    "perhaps; its last output is in Ray's log"
+                )
+        missing = [i for i, n in enumerate(overview.starts) if n == 0]
+        if missing and time.monotonic() > self._until:
+            raise RuntimeError(
+                f"workers {missing} were not started within {self._options.start:g} s; "
+                f"each needs {self._options.num_cpus:g} CPUs and "
+                f"{self._options.num_gpus:g} GPUs of {ray.cluster_resources()}"
+            )
+
+    def _restart_who_hangs(self, overview: Overview) -> None:
+        now = time.monotonic()
+        for i, starts in enumerate(overview.starts):
+            mark = starts, overview.standing.reports[i].steps
+            if not starts or i in self.remote.ended or mark != self._marks.get(i):
+                self._marks[i], self._moved[i] = mark, now
+            elif now - self._moved[i] > self._options.stall:
+                self._moved[i] = now
+                ray.kill(self.workers[i], no_restart=False)

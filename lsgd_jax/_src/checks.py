@@ -1,0 +1,88 @@
+"""What factories refuse, in one wording: the name, the rule, the value.
+
+Numbers that are traced have no value to check and pass: `optax.inject_hyperparams` calls
+the factories with such numbers.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+
+def check_positive_int(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is an int of at least 1."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"`{name}` must be a positive int known before tracing, got the traced "
+            f"{name}={value}; with `optax.inject_hyperparams` name it in `static_args`"
+        )
+    try:
+        valid = not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"`{name}` must be a positive int, got {name}={value!r}")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a number in [0, 1], or traced."""
+    if not _holds(lambda: 0 <= value <= 1, value):
+        raise ValueError(
+            f"`{name}` must be in [0, 1] (or a schedule), got {name}={value!r}"
+        )
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a number of at least 0, or traced."""
+    if not _holds(lambda: 0 <= value < float("inf"), value):
+        raise ValueError(
+            f"`{name}` must be at least 0 and finite (or a schedule), got {name}={value!r}"
+        )
+
+
+def check_option(name: str, value: Any, options: Sequence[str]) -> None:
+    """Raises ValueError unless the value is one of the options."""
+    if value not in options:
+        known = ", ".join(repr(option) for option in options)
+        raise ValueError(f"`{name}` must be one of {known}, got {name}={value!r}")
+
+
+def check_period(name: str, value: Any, period: int) -> None:
+    """Raises ValueError unless the value is an int in [0, period)."""
+    try:
+        valid = not isinstance(value, bool) and 0 <= operator.index(value) < period
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")
+
+
+def check_auto_mesh() -> None:
+    """Raises ValueError where traced on a mesh that has an `AxisType.Explicit` axis.
+
+    Exchanges flatten leaves and join them, which has no sharding of its own to name.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        names = ", ".join(map(repr, explicit))
+        raise ValueError(
+            f"every axis of a mesh of your own must be AxisType.Auto, but {names} is "
+            "Explicit: use `jax.make_mesh(shape, names, "
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`"
+        )
+
+
+def _holds(rule: Callable[[], Any], value: Any) -> bool:
+    """Whether the value follows the rule; a traced one is taken to."""
+    try:
+        return isinstance(value, jax.core.Tracer) or bool(rule())
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,125 @@
+"""What the exchanges of an optimizer did, read from its state without communication."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src import traffic
+from lsgd_jax._src.aggregate import AggregateState
+from lsgd_jax._src.exchange import ExchangeState
+from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.traffic import Traffic
+from lsgd_jax._src.trees import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diagnostics:
+    """What one pull of an exchange, or one aggregation of gradients, did so far.
+
+    Attributes:
+      steps: int32 scalar, steps taken.
+      restored: int32 [W], how often each worker took its target whole (of an aggregation:
+        how often its gradient was left out).
+      misplaced: int32 [W], at how many steps the parameters were not where they ought to
+        be: something else has changed the updates behind the exchange.
+      leader: int32 [W], who led each worker at the last election, an index in the group of
+        `axes`; -1 before the first; None if no leader is elected.
+      score: float [W], each worker's mean loss over its window; None likewise.
+      traffic: what was sent, as it stands in the state.
+      axes: the mesh axes of the group.
+    """
+
+    steps: Array
+    restored: Array
+    misplaced: Array
+    leader: Array | None
+    score: Array | None
+    traffic: Traffic
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def exchanges(self) -> int:
+        """How often the workers have communicated."""
+        return int(self.traffic.exchanges.value)
+
+    @property
+    def period(self) -> int:
+        """The steps between exchanges."""
+        return int(self.traffic.every.value)
+
+    @property
+    def sends_at(self) -> int:
+        """At which step of its period it communicates, 0 for the last one."""
+        return int(self.traffic.sends_at.value)
+
+    @property
+    def payload(self) -> int:
+        """Bytes that each worker sends at one exchange; 0 before a step."""
+        return traffic.total(self.traffic.bytes_each.value)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that each worker has sent so far."""
+        return traffic.total(self.traffic.bytes_sent.value)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the workers communicate at this step, t = 1, 2, …."""
+        return step % self.period == self.sends_at
+
+
+def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
+    """What each pull or aggregation in an optimizer's state did, in the order of the chain.
+
+    Reads the state as `Workers.map` returns it; works under `jax.jit` as well, which
+    copies what is needed before the state's buffers are donated to the next step.
+
+    Args:
+      opt_state: the state of a chain with `lsgd` or other methods, leaves [W, ...].
+
+    Returns:
+      One `Diagnostics` per pull; for `lsgd` the local level, then the global one.
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, locals=2)
+    >>> tx = optax.chain(optax.sgd(0.1), lj.lsgd(local_period=2, global_period=4))
+    >>> state = workers.map(tx.init)(workers.put(jnp.ones((4, 3))))
+    >>> [(level.axes, level.period) for level in lj.diagnostics(state)]
+    [(('local',), 2), (('node', 'local'), 4)]
+    """
+    found = []
+    for node in _nodes(opt_state):
+        if isinstance(node, AggregateState):
+            found.append(_of(node, node, None))
+        else:
+            found += [_of(node, pull, pull.rule) for pull in node.pulls]
+    return tuple(found)
+
+
+def _of(node, pull, rule) -> Diagnostics:
+    place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+    return Diagnostics(
+        steps=node.count.value,
+        restored=pull.restored,
+        misplaced=node.misplaced,
+        leader=getattr(rule, "leader", None),
+        score=getattr(rule, "score", None),
+        traffic=pull.traffic,
+        axes=tuple(sorted(pull.traffic.axes, key=place)),
+    )
+
+
+def waiting(opt_state: Tree) -> Array:
+    """bool [W]: which workers are not finite and wait for an exchange to restore them."""
+    nodes = _nodes(opt_state)
+    sick = [node.sick for node in nodes if isinstance(node, ExchangeState)]
+    return jnp.stack(sick).any(axis=0) if sick else jnp.zeros([], bool)
+
+
+def _nodes(opt_state: Tree) -> list:
+    ours = lambda node: isinstance(node, ExchangeState | AggregateState)
+    return list(filter(ours, jax.tree.leaves(opt_state, is_leaf=ours)))

@@ -1,0 +1,254 @@
+"""Averaging methods: the workers' mean every τ steps, as it is or through an outer step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_not_negative,
+    check_positive_int,
+)
+from lsgd_jax._src.collectives import Group
+from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.parts import in_fragments
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.trees import Tree, value_at
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+def average(axes: Axes = ("node", "local")) -> Rule:
+    r"""The mean of the group's workers, as a rule of a pull.
+
+    .. math:: z = \frac{1}{|H|} \sum_{i \in H} y_i
+
+    with H the workers of the group whose y and loss are finite. Sums run in float32 at
+    least.
+
+    Args:
+      axes: the mesh axes of the group.
+
+    >>> import lsgd_jax as lj
+    >>> lj.average("local").axes
+    'local'
+    """
+
+    def agree(group, x, y, state, fit, t):
+        mean, count = group.masked_mean(y, fit)
+        return mean, count > 0, state
+
+    return Rule(axes, lambda params: (), agree, keeps=("reference", "error"))
+
+
+class AnchorState(NamedTuple):
+    """The state of `anchored`.
+
+    Attributes:
+      anchor: a, where the workers stood together after the last exchange; a tree like the
+        parameters, in float32 at least; shared.
+      outer: the outer optimizer's state; shared.
+    """
+
+    anchor: Shared[Tree]
+    outer: Shared[Any]
+
+
+def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")) -> Rule:
+    r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
+
+    .. math::
+      \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
+      a \leftarrow a + \text{outer}(\Delta), \qquad z = a
+
+    with H the workers of the group whose y and loss are finite. The anchor starts as the
+    mean of the workers' starts.
+
+    Args:
+      outer: any optax transformation; its learning rate counts exchanges, not steps.
+      axes: the mesh axes of the group.
+
+    >>> import optax
+    >>> import lsgd_jax as lj
+    >>> lj.anchored(optax.sgd(0.7)).axes
+    ('node', 'local')
+    """
+    outer = optax.with_extra_args_support(outer)
+
+    def init(params: Tree) -> AnchorState:
+        group = Group(axes)
+        anchor, _ = group.masked_mean(params, trees.all_finite(params))
+        return AnchorState(group.shared(anchor), group.shared(outer.init(anchor)))
+
+    def agree(group, x, y, state, fit, t):
+        anchor, outer_state = state.anchor.value, state.outer.value
+        mean, count = group.masked_mean(y, fit, reference=anchor)
+        pseudo_gradient = jax.tree.map(jnp.subtract, anchor, mean)
+        step, moved = outer.update(pseudo_gradient, outer_state, anchor)
+        renewed = (optax.apply_updates(anchor, step), moved)
+        renewed = trees.where(count > 0, renewed, (anchor, outer_state))
+        # The anchor is there to be pulled to even if no worker is finite.
+        return renewed[0], jnp.asarray(True), AnchorState(*map(group.shared, renewed))
+
+    return Rule(axes, init, agree, keeps=("error",))
+
+
+def local_sgd(
+    period: int = 16,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Local SGD, or model averaging: the workers' mean every so many steps.
+
+    With y = x + u the worker's parameters after its own step t = 1, 2, …:
+
+    .. math:: y_i \leftarrow \frac{1}{W} \sum_j y_j \quad \text{if } t \bmod \tau = 0,
+
+    τ the `period`. A worker whose y or loss is not finite is left out of the mean and
+    takes it whole. Post-local SGD is
+    ``optax.chain(allreduce(until=s), base, local_sgd(period))``.
+
+    Args:
+      period: steps between exchanges, τ.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a period below 1.
+
+    Reference: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019,
+    arXiv:1805.09767; Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020,
+    arXiv:1808.07217 (post-local).
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
+    """
+    check_positive_int("period", period)
+    return exchange(Pull(average(axes), 1.0, every=period, wire=wire), check=check)
+
+
+def diloco(
+    period: int = 64,
+    outer: optax.GradientTransformation | None = None,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
+
+    .. math::
+      \Delta = a - \frac{1}{W} \sum_j y_j, \qquad a \leftarrow a + \text{outer}(\Delta),
+      \qquad y_i \leftarrow m y_i + (1 - m) a \quad \text{if } t \bmod \tau = 0,
+
+    with y = x + u, Δ the pseudo-gradient, a the anchor (the mean of the starts at first), τ
+    the `period` and m the `mixing`. The inner optimizers' states stay with their workers.
+    Outer SGD with rate 1 and no momentum is local SGD.
+
+    With F fragments and a delay d this is Streaming DiLoCo: the parameters are cut into F
+    fragments, each with an anchor and an outer state of its own. Fragment i is sent at
+    steps t ≡ (i + 1) τ / F - d (mod τ) and taken d steps later.
+
+    Args:
+      period: steps between exchanges of a fragment, τ; 500 in the paper.
+      outer: any optax transformation; None: ``optax.sgd(0.7, momentum=0.9,
+        nesterov=True)``.
+      fragments: how many fragments take turns, F; must divide the period.
+      delay: steps that a fragment has to travel, d < τ / F.
+      mixing: how much of its own parameters a worker keeps, m in [0, 1).
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. The anchor and the
+      outer state are kept once, in float32 at least.
+
+    Raises:
+      ValueError: a period below 1, fragments that do not divide it or are more than the
+        leaves, a delay of τ / F or more, a mixing outside [0, 1].
+
+    Reference: Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Douillard et al.,
+    Streaming DiLoCo with overlapping communication, 2025, arXiv:2501.18512.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.adamw(1e-3), lj.diloco(period=500))
+    """
+    check_positive_int("period", period)
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    check_fraction("mixing", mixing)
+    pull = Pull(anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire)
+    return exchange(*in_fragments(pull, fragments), check=check)
+
+
+def slowmo(
+    period: int = 16,
+    alpha: float = 1.0,
+    beta: float = 0.5,
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""SlowMo: averaging with a slow momentum.
+
+    .. math::
+      m \leftarrow \beta m + \frac{1}{\eta_t} \Bigl(a - \frac{1}{W} \sum_j y_j \Bigr),
+      \qquad
+      a \leftarrow a - \alpha \eta_t m, \qquad
+      y_i \leftarrow a \quad \text{if } t \bmod \tau = 0,
+
+    with y = x + u, a the anchor (the mean of the starts at first), m the slow momentum
+    (0 at first), η the base optimizer's learning rate and τ the `period`. α = 1, β = 0 is
+    local SGD; α = 1, β > 0 is BMUF.
+
+    Args:
+      period: steps between exchanges, τ.
+      alpha: the slow learning rate, α.
+      beta: the slow momentum, β in [0, 1].
+      learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
+        one cancels. Schedules of optax count from 0: for s(step) of the base pass
+        ``lambda t: s(t - 1)``.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. Anchor and momentum
+      are kept once, in float32 at least.
+
+    Raises:
+      ValueError: a period below 1, a momentum outside [0, 1].
+
+    Reference: Wang, Tantia, Ballas, Rabbat, SlowMo, ICLR 2020, arXiv:1910.00643.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.slowmo(period=12, beta=0.6, learning_rate=0.1))
+    """
+    check_positive_int("period", period)
+    check_fraction("beta", beta)
+    check_not_negative("alpha", alpha)
+    if not callable(learning_rate):
+        check_not_negative("learning_rate", learning_rate)
+    eta = lambda exchanges: value_at(learning_rate, period * (exchanges + 1))
+    outer = optax.chain(
+        optax.scale_by_schedule(lambda k: 1 / eta(k)),
+        optax.trace(decay=beta),
+        optax.scale_by_schedule(lambda k: -alpha * eta(k)),
+    )
+    pull = Pull(anchored(outer, axes), 1.0, every=period, wire=wire)
+    return exchange(pull, check=check)

@@ -1,0 +1,177 @@
+"""Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src.collectives import Group
+from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.rule import Order, Rule, in_order
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.topology import (
+    Graph,
+    Topology,
+    bipartite_exponential,
+    check_balanced,
+    check_paired,
+    for_group,
+    ring,
+)
+from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
+    r"""The weighted mean of a worker and its neighbors in a graph, as a rule of a pull.
+
+    .. math::
+      z_i = \sum_j P_{ij} y_j
+
+    with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
+    is not finite is left out, and its share stays with the receiver. With a narrow wire
+    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which keeps the sum over all workers.
+
+    Args:
+      topology: the graph, or a function of W that builds it; every worker sends to as
+        many as it receives from.
+      axes: the mesh axes of the group, whose W workers the graph joins.
+
+    Raises:
+      ValueError: a graph that is not balanced; in `update`, one of another size.
+
+    >>> import lsgd_jax as lj
+    >>> from lsgd_jax._src.topology import ring
+    >>> lj.neighbors(ring(4), axes="local").axes
+    'local'
+    """
+    graph = for_group(topology, check_balanced)
+
+    def agree(group, x, y, state, fit, t):
+        sums, mass, lost = send(group, y, jnp.float32(1), fit, graph(group.size), t)
+        own = jnp.where(fit, 1 - mass, 0)
+        return blend(y, own, sums, mass, lost, mass), fit | (mass > 0), state
+
+    return Rule(axes, lambda params: (), agree, keeps=())
+
+
+def send(
+    group: Group, y: Tree, weight: Array, fit: Array, topology: Topology, t: Array
+) -> tuple[Tree, Array, Tree | None]:
+    """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
+
+    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit. The
+    third is what a narrow wire format took away of this worker's own y, see `Group.lost`.
+    """
+    r = topology.round_at(t)
+    given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)
+    message = jax.tree.map(lambda y: jnp.where(fit, y, 0), y)
+    sums, mass = group.push(message, given, topology.rounds, r)
+    return sums, mass, group.lost(message)
+
+
+def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Array:
+    """p = 1 / (out-degree + 1) of this worker in round r: a scalar."""
+    return jnp.asarray(1 / (topology.out_degrees + 1), dtype)[r, group.index]
+
+
+def blend(
+    y: Tree, own: Array, sums: Tree, mass: Array, lost: Tree | None, given: Array
+) -> Tree:
+    """(own · y + sums + given · lost) / (own + mass), in float32 at least.
+
+    y does not count if own = 0. What was lost of the weight that was given away stays with
+    its sender, so that the sum over all workers is what it was.
+    """
+
+    def leaf(y: Array, sent: Array, *lost: Array) -> Array:
+        # The weights may be wider than y: a worker that counts for nothing may hold nan.
+        mine = own.astype(sent.dtype) * jnp.where(own > 0, widened(y), 0)
+        for rest in lost:
+            mine += given.astype(sent.dtype) * jnp.where(own > 0, rest, 0)
+        return (mine + sent) / (own + mass).astype(sent.dtype)
+
+    return jax.tree.map(leaf, y, sums, *(() if lost is None else (lost,)))
+
+
+def dpsgd(
+    topology: Graph = ring,
+    order: Order = "combine_then_adapt",
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
+
+    .. math::
+      x_i \leftarrow \sum_j P_{ij} x_j + u_i
+
+    with x the parameters before the step, u the update and P the doubly stochastic mixing
+    matrix of the step's round; on a ring 1/3 for a worker and each of its neighbors. A
+    neighbor whose x + u or loss is not finite is left out, its share staying with the
+    receiver; it takes the mean of its own neighbors whole.
+
+    Args:
+      topology: a graph with equal degrees, or a function of W that builds it.
+      order: 'adapt_then_combine' mixes x + u instead of x.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a graph whose mixing matrices are not doubly stochastic, an unknown
+        order; in `update`, a graph that is not one of the group's W workers.
+
+    Reference: Lian et al., Can Decentralized Algorithms Outperform Centralized
+    Algorithms?, NeurIPS 2017, arXiv:1705.09056.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.dpsgd(lj.topology.ring(8)))
+    """
+    rule = in_order(neighbors(topology, axes), order)
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+
+
+def adpsgd(
+    topology: Graph = bipartite_exponential,
+    order: Order = "combine_then_adapt",
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""AD-PSGD in lock-step: the workers meet in pairs and both take the average.
+
+    .. math::
+      x_i \leftarrow \tfrac{1}{2} (x_i + x_j) + u_i
+
+    with j the worker that i meets in the step's round of the graph, x the parameters
+    before the step and u the update, whose gradient was taken before the exchange. Who
+    meets no other keeps x + u. Workers that are not finite are treated as in `dpsgd`.
+
+    Args:
+      topology: a graph of pairs in each round, or a function of W that builds it.
+      order: 'adapt_then_combine' averages x + u instead of x.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a graph in which some worker meets two others in a round or is not met
+        by whom it meets, an unknown order; in `update`, a graph of another size.
+
+    Reference: Lian, Zhang, Zhang, Liu, Asynchronous Decentralized Parallel Stochastic
+    Gradient Descent, ICML 2018, arXiv:1710.06952.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
+    """
+    rule = in_order(neighbors(for_group(topology, check_paired), axes), order)
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)

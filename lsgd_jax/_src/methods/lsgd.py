@@ -1,0 +1,205 @@
+"""Leader SGD: workers are pulled to the best worker of their node and to the best of all.
+
+Teng, Gao, Chalus, Choromanska, Goldfarb, Weller. Leader Stochastic Gradient Descent for
+Distributed Training of Deep Learning Models. NeurIPS 2019, arXiv:1905.10395.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.checks import check_fraction, check_positive_int
+from lsgd_jax._src.exchange import Check, Exchange, Pull, exchange
+from lsgd_jax._src.parts import in_fragments
+from lsgd_jax._src.rule import Order, Rule, in_order
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+class LeaderState(NamedTuple):
+    """What a worker knows of its group's leader.
+
+    Attributes:
+      losses: float [window], the last losses, a ring; per worker.
+      score: float scalar, the mean of the losses measured so far; per worker.
+      leader: int32 scalar, who led at the last election, an index in the group; -1 before
+        the first; per worker, equal within the group.
+      elected: the leader's parameters at the last election, or None if no pull needs them;
+        per worker, equal within the group.
+    """
+
+    losses: Array
+    score: Array
+    leader: Array
+    elected: Tree | None
+
+    def resized(self) -> "LeaderState":
+        """For `resize`: losses go with their worker, and no leader was elected yet."""
+        return self._replace(leader=jnp.full_like(self.leader, -1))
+
+
+def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
+    r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
+
+    .. math::
+      \text{score}_i(t) = \frac{1}{\min(t, w)} \sum_{s > t - w} f_i(x_i(s)), \qquad
+      z = y_l, \quad l = \arg\min_i \text{score}_i
+
+    with w the window and f_i(x_i(s)) the loss (`value`) of worker i at step s, before
+    that step. Ties go to the lowest index; a worker whose score or y is not finite is
+    never elected.
+
+    Args:
+      axes: the mesh axes of the group that elects.
+      window: w, the number of losses that a score is the mean of.
+      proximal: how hard every step pulls towards the leader elected last. Keeps a copy of
+        its parameters if it is not 0.
+
+    Raises:
+      ValueError: a window below 1; in `update`, no `value`, or one that is no scalar.
+
+    >>> import lsgd_jax as lj
+    >>> lj.leader("local", window=3).axes
+    'local'
+    """
+    check_positive_int("window", window)
+
+    def init(params: Tree) -> LeaderState:
+        return LeaderState(
+            losses=jnp.zeros([window], jnp.result_type(float)),
+            score=jnp.asarray(jnp.inf, jnp.result_type(float)),
+            leader=jnp.int32(-1),
+            elected=params if proximal else None,
+        )
+
+    def step(u, x, state, loss, t):
+        if not hasattr(loss, "shape") and not isinstance(loss, float) or jnp.shape(loss):
+            raise ValueError(
+                "the leader is elected by each worker's loss, a scalar: call "
+                f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
+            )
+        losses = state.losses.at[(t - 1) % window].set(loss)
+        score = losses.sum() / jnp.minimum(t, window)  # never what was not measured
+        if proximal:
+            weight = proximal * (state.leader >= 0).astype(jnp.float32)
+            y = trees.plus(x, u)
+            pull = lambda u, y, z: u + weight * (trees.widened(z) - trees.widened(y))
+            u = jax.tree.map(pull, u, y, state.elected)
+        return u, state._replace(losses=losses, score=score), jnp.isfinite(score)
+
+    def agree(group, x, y, state, fit, t):
+        first, found = group.elect(jnp.where(fit, state.score, jnp.inf))
+        z = group.broadcast(y, first)
+        state = state._replace(leader=jnp.where(found, first, state.leader))
+        if proximal:
+            state = state._replace(elected=trees.where(found, z, state.elected))
+        return z, found, state
+
+    return Rule(axes, init, agree, step, keeps=("reference",))
+
+
+def lsgd(
+    local_pull: optax.ScalarOrSchedule = 0.1,
+    global_pull: optax.ScalarOrSchedule = 0.1,
+    local_period: int = 64,
+    global_period: int = 128,
+    loss_window: int = 10,
+    order: Order = "adapt_then_combine",
+    local_proximal: float = 0.0,
+    global_proximal: float = 0.0,
+    delay: int = 0,
+    check: Check = "due",
+    axes: tuple[str, str] = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+    fragments: int = 1,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
+
+    With y = x + u the worker's parameters after its own step t = 1, 2, …:
+
+    .. math::
+      y &\leftarrow y - \lambda (y - \tilde x^j) && \text{if } t \bmod \tau = 0, \\
+      y &\leftarrow y - \lambda_G (y - \tilde x) && \text{if } t \bmod \tau_G = 0,
+
+    where λ, λ_G are `local_pull`, `global_pull`; τ, τ_G are `local_period`,
+    `global_period`; :math:`\tilde x^j` is the y of the best worker in this worker's node
+    and :math:`\tilde x` that of the best worker of all (see `leader`). If both are due the
+    local pull comes first and the global one starts from its result.
+
+    A worker whose loss window or y is not finite is never elected and takes the leader
+    whole at the next pull. Put ``optax.apply_if_finite(base, n)`` around the base optimizer
+    so that its momentum stays finite as well, and use `apply_updates`.
+
+    With F fragments the parameters are cut into F parts that take turns: part i is pulled
+    at steps t ≡ (i + 1) τ / F (mod τ) and t ≡ (i + 1) τ_G / F (mod τ_G), to who leads then.
+
+    Args:
+      local_pull: pull towards the leader of the node, λ in [0, 1] or a schedule of t; 0
+        switches the level off, communication included.
+      global_pull: pull towards the leader of all workers, λ_G in [0, 1] or a schedule of
+        t; 0 switches the level off.
+      local_period: steps between pulls towards the node's leader, τ.
+      global_period: steps between pulls towards the leader of all, τ_G; need not be a
+        multiple of τ.
+      loss_window: how many of the last losses a worker is judged by (the paper: 10 on
+        CIFAR-10, 64 on ImageNet).
+      order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
+        equation (2): both pulls are worked out at x, before the step, and added.
+      local_proximal: p; if not 0, every step also pulls towards the node's leader as it
+        was elected last, y ← y - (p / τ) (y - x̃ʲ). Keeps a copy of the parameters.
+      global_proximal: p_G; if not 0, every step also pulls towards the leader of all as it
+        was elected last, y ← y - (p_G / τ_G) (y - x̃), before the local one. Keeps a copy of
+        the parameters.
+      delay: how many steps before a pull the leaders send, so that their parameters can
+        travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the parameters per
+        level.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes over nodes and over the workers of a node.
+      wire: the format in which parameters travel, or a `Wire`.
+      fragments: how many fragments take turns, F; must divide both periods.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. `update` needs
+      ``value=`` (the worker's loss at x) and the parameters.
+
+    Raises:
+      ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
+        divide a period or are more than the leaves, a delay of τ / F or more, an unknown
+        order, axes that are not two.
+
+    Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(
+    ...     optax.sgd(0.1, momentum=0.9, nesterov=True),
+    ...     lj.lsgd(local_pull=0.1, global_pull=0.1, local_period=16, global_period=64),
+    ... )
+    """
+    check_positive_int("loss_window", loss_window)
+    check_positive_int("fragments", fragments)
+    if isinstance(axes, str) or len(axes) != 2:
+        raise ValueError(f"`axes` must be two mesh axes, (node, local), got {axes=}")
+    levels = (
+        ("local", axes[1], local_pull, local_period, local_proximal),
+        ("global", axes, global_pull, global_period, global_proximal),
+    )
+    pulls = []
+    for name, group, strength, period, proximal in levels:
+        check_positive_int(f"{name}_period", period)
+        check_fraction(f"{name}_proximal", proximal)
+        if not callable(strength):
+            check_fraction(f"{name}_pull", strength)
+        off = isinstance(strength, int | float) and strength == 0 and proximal == 0
+        if not off:
+            rule = in_order(leader(group, loss_window, proximal / period), order)
+            pull = Pull(rule, strength, every=period, delay=delay, wire=wire)
+            pulls += in_fragments(pull, fragments, f"{name}_period")
+    if not pulls:
+        return Exchange(*optax.with_extra_args_support(optax.identity()))
+    return exchange(*pulls, check=check)

@@ -1,0 +1,242 @@
+"""Pairwise averaging: every worker takes from one peer (dpwa, GoSGD)."""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from chex import Numeric
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
+from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.methods.gossip import blend, send, share
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
+from lsgd_jax._src.trees import value_at, widened
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+Interpolation = Literal["constant", "clock", "loss"]
+
+
+class PairwiseState(NamedTuple):
+    """The state of `pairwise`.
+
+    Attributes:
+      measure: float32 scalar, this worker's clock, or its loss at this step, or 0, by
+        the kind of interpolation; per worker.
+    """
+
+    measure: Array
+
+
+def pairwise(
+    interpolation: Interpolation = "constant",
+    value: optax.ScalarOrSchedule = 0.5,
+    divergence_threshold: float = 0.0,
+    topology: Graph = exponential,
+    fetch_probability: optax.ScalarOrSchedule = 1.0,
+    seed: int = 0,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
+
+    .. math:: y_i \leftarrow f y_j + (1 - f) y_i \quad \text{with probability } p,
+
+    with y = x + u, j the one worker that sends to i in the step's round of the graph, p
+    the `fetch_probability` and f by `interpolation`:
+
+    - 'constant': f = `value`;
+    - 'clock': :math:`f = c_j / (c_i + c_j)`, c the clock, which counts steps from 0 and
+      is mixed as y is: :math:`c_i \leftarrow f c_j + (1 - f) c_i`;
+    - 'loss': :math:`f = v_i / (v_i + v_j)`, v the loss at this step: the worse worker
+      takes more. If :math:`v_i < \theta`, the `divergence_threshold`, then
+      :math:`f \leftarrow f v_i / \theta`.
+
+    0 / 0 is 1/2, and f is kept within [0, 1]. If the peer's y or loss is not finite a
+    worker keeps its own y; if its own is not, it takes the peer's whole.
+
+    Args:
+      interpolation: how the weight f of the peer is found.
+      value: the peer's weight with 'constant', f in [0, 1], or a schedule of t.
+      divergence_threshold: loss below which less is taken from the peer with 'loss', θ ≥ 0.
+      topology: a graph in which each worker sends to one, or a function of W that builds
+        it; with `exponential` i takes from i - hop.
+      fetch_probability: probability p of taking from the peer, in [0, 1], or a schedule
+        of t; drawn anew per worker and step.
+      seed: seed of the draws.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. With 'loss', `update`
+      needs ``value=`` (the worker's loss at x).
+
+    Raises:
+      ValueError: an unknown interpolation, a fraction outside [0, 1], a negative
+        threshold, a graph with more than one peer; in `update`, a graph of another size,
+        or no loss where one is needed.
+
+    Reference: the dpwa library (pair-wise averaging), after Jin, Yuan, Iandola, Keutzer,
+    How to Scale Distributed Deep Learning?, 2016, arXiv:1611.04581.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.pairwise("loss", divergence_threshold=0.1))
+    """
+    check_option("interpolation", interpolation, get_args(Interpolation))
+    if not callable(value):
+        check_fraction("value", value)
+    if not callable(fetch_probability):
+        check_fraction("fetch_probability", fetch_probability)
+    check_not_negative("divergence_threshold", divergence_threshold)
+    graph = for_group(topology, check_one_peer)
+
+    def step(u, x, state, loss, t):
+        measure = state.measure
+        if interpolation == "clock":
+            measure = measure + 1
+        if interpolation == "loss":
+            if loss is None or jnp.shape(loss) != ():
+                raise ValueError(
+                    "`interpolation='loss'` needs each worker's loss, a scalar: call "
+                    f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
+                )
+            measure = jnp.asarray(loss, jnp.float32)
+        return u, PairwiseState(measure), True
+
+    def agree(group, x, y, state, fit, t):
+        mine, here = state.measure, graph(group.size)
+        message = jax.tree.map(lambda a: jnp.where(fit, a, 0), (y, mine))
+        arrived = group.push(
+            message, fit.astype(jnp.float32), here.rounds, here.round_at(t)
+        )
+        (z, theirs), there = arrived[0], arrived[1] > 0
+        lost = group.lost(message)
+        if lost is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
+            z = jax.tree.map(jnp.add, z, lost[0])
+
+        constant = value_at(value, t)
+        f = part_taken(interpolation, mine, theirs, constant, divergence_threshold)
+        drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
+        f = jnp.where(drawn, f, 0)
+        f = jnp.where(there, jnp.where(fit, f, 1), 0)
+        if interpolation == "clock":
+            mine = mine + f * (theirs - mine)
+        own = jax.tree.map(lambda a: jnp.where(fit, widened(a), 0), y)
+        return trees.step_towards(own, z, f), fit | there, PairwiseState(mine)
+
+    rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+
+
+def part_taken(
+    interpolation: Interpolation,
+    mine: Array,
+    theirs: Array,
+    value: Numeric,
+    divergence_threshold: float,
+) -> Numeric:
+    """The weight f of the peer in `pairwise`, from the measures of the two.
+
+    >>> part_taken("loss", jnp.float32(3), jnp.float32(1), 0.5, 6.0).item()
+    0.375
+    """
+    if interpolation == "clock":
+        return _part(theirs, mine + theirs)
+    if interpolation == "constant":
+        return value
+    f = _part(mine, mine + theirs)
+    if not divergence_threshold:
+        return f
+    less = jnp.clip(f * mine / divergence_threshold, 0, 1)
+    return jnp.where(mine < divergence_threshold, less, f)
+
+
+class SumWeightState(NamedTuple):
+    """The state of `gosgd`.
+
+    Attributes:
+      weight: float32 scalar, this worker's weight, 1 at first; per worker.
+    """
+
+    weight: Array
+
+    def resized(self) -> "SumWeightState":
+        """For `resize`: y stays, and with w = 1 for all workers Σ w = W holds again."""
+        return self._replace(weight=jnp.ones_like(self.weight))
+
+
+def gosgd(
+    topology: Graph = exponential,
+    send_probability: optax.ScalarOrSchedule = 0.5,
+    seed: int = 0,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
+
+    With probability p worker j sends :math:`(y_j, w_j / 2)` to its peer and keeps
+    :math:`w_j / 2`. Who receives takes the weighted mean:
+
+    .. math::
+      y_i \leftarrow \frac{w_i y_i + (w_j / 2) y_j}{w_i + w_j / 2}, \qquad
+      w_i \leftarrow w_i + w_j / 2,
+
+    with y = x + u, w the weight (1 at first) as it stands after i's own sending, j the
+    one worker that sends to i in the step's round of the graph and p the
+    `send_probability`. Σ w and Σ w y are conserved. A worker whose y or loss is not
+    finite sends nothing, takes what arrives whole and keeps its weight.
+
+    Args:
+      topology: a graph in which each worker sends to one, or a function of W that builds
+        it.
+      send_probability: probability p of sending to the peer, in [0, 1], or a schedule of
+        t; drawn anew per worker and step.
+      seed: seed of the draws.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a probability outside [0, 1], a graph with more than one peer; in
+        `update`, a graph of another size.
+
+    Reference: Blot, Picard, Cord, Thome, Gossip Training for Deep Learning, 2016,
+    arXiv:1611.09726.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.gosgd(send_probability=0.1))
+    """
+    if not callable(send_probability):
+        check_fraction("send_probability", send_probability)
+    graph = for_group(topology, check_one_peer)
+
+    def agree(group, x, y, state, fit, t):
+        w, here = state.weight, graph(group.size)
+        sends = fit & group.bernoulli(value_at(send_probability, t), seed, t)
+        kept = share(group, here, here.round_at(t))  # 1/2, or all where there is no peer
+        own = jnp.where(sends, kept * w, w)
+        sums, mass, lost = send(group, y, jnp.where(sends, w, 0), fit, here, t)
+        z = blend(y, jnp.where(fit, own, 0), sums, mass, lost, w - own)
+        return z, fit | (mass > 0), SumWeightState(own + mass)
+
+    rule = Rule(axes, lambda params: SumWeightState(jnp.float32(1)), agree, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+
+
+def _part(a: Array, whole: Array) -> Array:
+    """a / whole within [0, 1]; 0 / 0 is 1/2."""
+    part = a / jnp.where(whole == 0, 1, whole)
+    return jnp.where(whole == 0, 0.5, jnp.clip(part, 0, 1))

@@ -1,0 +1,170 @@
+"""Push-sum: gossip on any directed graph, with weights that take the bias out again."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.methods.gossip import blend, send, share
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.topology import Graph, exponential, for_group
+from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+class PushSumState(NamedTuple):
+    """What a worker of push-sum knows beside its parameters.
+
+    Attributes:
+      weight: w, scalar in float32 at least, its push-sum weight; 1 at first; per worker.
+      in_flight: what was sent to it and has not arrived, the next to arrive first: pairs
+        of a numerator (a tree like the parameters, in float32 at least) and a weight; per
+        worker; empty if nothing is delayed.
+    """
+
+    weight: Array
+    in_flight: tuple[tuple[Tree, Array], ...]
+
+    def resized(self) -> "PushSumState":
+        """For `resize`: x stays, and with w = 1 for all workers Σ w = W holds again."""
+        if self.in_flight:
+            raise ValueError(
+                "the workers must stay the same while messages are in flight to them "
+                f"(`staleness` above 1), got staleness={len(self.in_flight) + 1}"
+            )
+        return self._replace(weight=jnp.ones_like(self.weight))
+
+
+def sgp(
+    topology: Graph = exponential,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
+
+    .. math::
+      s_i = w_i x_i + u_i, \qquad s_i \leftarrow \sum_j P_{ij} s_j, \qquad
+      w_i \leftarrow \sum_j P_{ij} w_j, \qquad x_i \leftarrow s_i / w_i
+
+    with u the update, w the push-sum weight (1 at first), s the numerator and
+    P_ij = 1 / (out-degree of j + 1) for i = j and every i that j sends to. The parameters
+    x that a user sees are the de-biased ones. Out-degrees may differ between workers and
+    from step to step (`Topology.then`): Σ s and Σ w are conserved.
+
+    From a worker whose x + u or loss is not finite neither numerator nor weight arrives.
+    It takes what its neighbors sent whole and keeps its weight.
+
+    Args:
+      topology: any graph, or a function of W that builds it.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: in `update`, a graph that is not one of the group's W workers.
+
+    Reference: Assran, Loizou, Ballas, Rabbat, Stochastic Gradient Push, ICML 2019,
+    arXiv:1811.10792.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.sgp(lj.topology.exponential(8)))
+    """
+    return exchange(Pull(push_sum(topology, 0, axes), 1.0, wire=wire), check=check)
+
+
+def osgp(
+    topology: Graph = exponential,
+    staleness: int = 1,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    wire: Wire | WireFormat = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
+
+    .. math::
+      s_i \leftarrow P_{ii}(t) w_i x_i + u_i
+        + \sum_{j \ne i} P_{ij}(r) w_j(r) x_j(r), \quad r = t - \sigma + 1,
+
+    and likewise for the weights without u; then x = s / w. x and w are those before the
+    step, u is the update and σ the `staleness`: with σ = 1 messages carry the parameters
+    before this step's gradient, with σ = 2 those of the step before, …. What is in flight
+    carries numerator and weight: counted in, Σ s and Σ w are conserved. All else as in
+    `sgp`.
+
+    Args:
+      topology: any graph, or a function of W that builds it.
+      staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
+        parameters.
+      check: when all parameters are checked for being finite: 'due', only at exchanges,
+        or 'every_step'.
+      axes: the mesh axes of the group.
+      wire: the format in which parameters travel, or a `Wire`.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain.
+
+    Raises:
+      ValueError: a staleness below 1; in `update`, a graph of another size.
+
+    Reference: Assran et al., ICML 2019, arXiv:1811.10792, section 4 (overlap).
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.sgd(0.1), lj.osgp(lj.topology.exponential(8), staleness=2))
+    """
+    check_positive_int("staleness", staleness)
+    pull = Pull(push_sum(topology, staleness, axes), 1.0, wire=wire)
+    return exchange(pull, check=check)
+
+
+def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
+    """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
+
+    A message is the de-biased x in the parameters' dtype and a weight, so that numerators
+    are formed by the receiver, in float32 at least. With a narrow wire format the sender
+    keeps what rounding took away of the mass that it sent, so that Σ s is conserved.
+
+    Args:
+      topology: any graph, or a function of W that builds it.
+      staleness: σ; 0: the step travels as well.
+      axes: the mesh axes of the group.
+    """
+    graph = for_group(topology)
+
+    def init(params: Tree) -> PushSumState:
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params)
+        # As exact as the parameters that it divides.
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        in_flight = tuple((nothing, jnp.zeros([], dtype)) for _ in range(staleness - 1))
+        return PushSumState(jnp.ones([], dtype), in_flight)
+
+    def step(u, x, state, loss, t):
+        return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
+
+    def agree(group, x, y, state, fit, t):  # y = (w x + u) / w
+        here, w = graph(group.size), state.weight
+        traveling = x if staleness else y
+        *sent, lost = send(group, traveling, w, fit, here, t)
+        (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
+        kept = share(group, here, here.round_at(t), w.dtype) * w
+        z = blend(traveling, jnp.where(fit, kept, 0), sums, mass, lost, w - kept)
+        weight = jnp.where(fit, kept, w) + mass
+        if staleness:
+
+            def add_step(z, x, y):  # u / weight
+                step = (widened(y) - widened(x)) * (w / weight).astype(z.dtype)
+                return z + jnp.where(fit, step.astype(z.dtype), 0)
+
+            z = jax.tree.map(add_step, z, x, y)
+        return z, fit | (mass > 0), PushSumState(weight, tuple(in_flight))
+
+    return Rule(axes, init, agree, step, keeps=())

@@ -1,0 +1,56 @@
+"""Whether parameters are where an exchange has left them, seen by a few of their elements.
+
+An exchange sets where a worker will stand. What changes its updates afterwards (an
+optimizer or a clipping behind it in the chain) trains something else, while all else looks
+healthy. A sample of the parameters shows it at the next step at next to no cost, whatever
+changed them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.layouts import element
+from lsgd_jax._src.trees import Tree
+
+
+ELEMENTS = 8  # at most
+ROUNDINGS = 4  # x + u may be compiled in other ways here and there
+
+
+def sample(x: Tree) -> Array:
+    """The middle elements of some leaves: float32 [k]."""
+    return _stack([leaf.astype(jnp.float32) for leaf in _picked(x)])
+
+
+def sample_after(x: Tree, u: Tree) -> Array:
+    """`sample` of what x + u will be, in the dtypes of x."""
+    moved = [
+        (trees.finite_part(x) + u).astype(x.dtype).astype(jnp.float32)
+        for x, u in zip(_picked(x), _picked(u))
+    ]
+    return _stack(moved)
+
+
+def misplaced(expected: Array, x: Tree) -> Array:
+    """Whether x is somewhere else: int32 scalar, 1 or 0. What is not finite matches all."""
+    found = sample(x)
+    eps = [jnp.finfo(leaf.dtype).eps for leaf in _picked(x)]
+    slack = ROUNDINGS * jnp.array(eps, jnp.float32) * jnp.maximum(abs(found), abs(expected))
+    return (jnp.abs(found - expected) > slack).any().astype(jnp.int32)
+
+
+def _picked(tree: Tree) -> list[Array]:
+    leaves = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    stride = max(1, -(-len(leaves) // ELEMENTS))
+    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
+    return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]
+
+
+def _stack(elements: list[Array]) -> Array:
+    return jnp.stack(elements) if elements else jnp.zeros([0], jnp.float32)

@@ -1,0 +1,78 @@
+"""resize: the state of some workers as that of others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.trees import Tree
+
+
+def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
+    r"""The state of other workers, each of which goes on from one of those before.
+
+    .. math:: x_i \leftarrow x_{s(i)}
+
+    for all that a worker has of its own; what stands in a `Shared` stays as it is. A node
+    whose fields mean nothing to other workers (an index in the group, a push-sum weight)
+    has a method ``resized()``, which is called once its rows are taken and returns the
+    node as it is right for the new workers, or raises if there is no such thing.
+
+    Args:
+      tree: parameters or a state over W workers: host or device arrays, leaves [W, ...].
+      sources: s, of each new worker the worker of before, in 0..W-1; at least one, also
+        repeated.
+
+    Returns:
+      The same tree with leaves [len(sources), ...].
+
+    Raises:
+      ValueError: sources that are empty, no integers or not in 0..W-1; messages in flight
+        to a worker; a `Shared` of some workers only, of whom it is not known any more
+        which of them form a group.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> state = {"x": jnp.array([10.0, 20.0]), "center": lj.Shared(jnp.float32(15))}
+    >>> other = lj.resize(state, sources=[1, 1, 0])
+    >>> other["x"].tolist(), float(other["center"].value)
+    ([20.0, 20.0, 10.0], 15.0)
+    """
+    rows = np.asarray(sources)
+    if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(
+            f"`sources` must be a list of at least one worker index, got sources={sources}"
+        )
+
+    def take(x: Any) -> Any:
+        if isinstance(x, Shared):
+            return _kept(x)
+        # Indexing a jax array would clamp an index that is too large.
+        if rows.min() < 0 or rows.max() >= len(x):
+            raise ValueError(
+                f"`sources` must be in 0..{len(x) - 1} for {len(x)} workers, "
+                f"got sources={rows.tolist()}"
+            )
+        return x[rows]
+
+    taken = jax.tree.map(take, tree, is_leaf=lambda node: isinstance(node, Shared))
+    return _resized(taken)
+
+
+def _resized(tree: Tree) -> Tree:
+    """Calls the method of every node that has one, then those of the nodes inside it."""
+    own = lambda node: hasattr(node, "resized")
+    tree = tree.resized() if own(tree) else tree
+    within = lambda node: node is not tree and own(node)
+    return jax.tree.map(lambda x: _resized(x) if own(x) else x, tree, is_leaf=within)
+
+
+def _kept(node: Shared) -> Shared:
+    if node.axes is not None:
+        raise ValueError(
+            "the workers must stay the same if groups of them, and not all, have something "
+            f"in common (a `Shared` over {' and '.join(map(repr, node.axes))} only)"
+        )
+    return node

@@ -1,0 +1,73 @@
+"""Rule: to what a pull pulls a worker, and at which parameters that is worked out."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.checks import check_option
+from lsgd_jax._src.collectives import Group
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import Tree
+
+
+Order = Literal["adapt_then_combine", "combine_then_adapt"]
+Kept = Literal["reference", "error"]
+
+
+def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
+    """`Rule.step` of a rule that does nothing between its exchanges."""
+    del x, loss, t
+    return u, state, True
+
+
+class Rule(NamedTuple):
+    """To what a pull pulls: three pure functions for one worker, and their group.
+
+    x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
+    t = 1, 2, … the step, loss the worker's loss at x or None.
+
+    Attributes:
+      axes: the mesh axes of the group.
+      init: params -> state.
+      agree: (group, x, y, state, fit, t) -> (z, found, state), on due steps; the one place
+        that communicates, through `group`. fit: bool scalar, whether this worker may count:
+        its loss and y are finite, and `step` says so. z: the target, a tree like y; found:
+        bool scalar, whether there is a target.
+      step: (u, x, state, loss, t) -> (u, state, fit), on every step; never communicates.
+      keeps: what the kernel must remember for `agree` where the parameters travel in a
+        narrow wire format: 'reference', the last target, if it calls `broadcast`, or
+        `masked_mean` without a reference of its own; 'error' if it calls `masked_mean` or
+        `masked_sum`; () if it only permutes and pushes. None: they travel in float32 only.
+    """
+
+    axes: Axes
+    init: Callable[[Tree], Any]
+    agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
+    step: Callable[[Tree, Tree, Any, Array | None, Array], tuple[Tree, Any, Any]] = silent
+    keeps: tuple[Kept, ...] | None = None
+
+
+def combine_then_adapt(rule: Rule) -> Rule:
+    """The rule worked out at x, with the step y - x added: z + (y - x)."""
+
+    def agree(group, x, y, state, fit, t):
+        z, found, state = rule.agree(group, x, x, state, fit, t)
+
+        def add_step(z, x, y):
+            wide = trees.widened(z)
+            step = trees.widened(y) - trees.widened(x)
+            return wide + jnp.where(fit, step.astype(wide.dtype), 0)
+
+        return jax.tree.map(add_step, z, x, y), found, state
+
+    return rule._replace(agree=agree)
+
+
+def in_order(rule: Rule, order: Order) -> Rule:
+    """The rule as it is, or worked out at x."""
+    check_option("order", order, get_args(Order))
+    return combine_then_adapt(rule) if order == "combine_then_adapt" else rule

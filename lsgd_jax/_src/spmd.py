@@ -1,0 +1,155 @@
+"""A function written for one worker as a jitted one over the grid of workers."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src import layouts, uniform
+from lsgd_jax._src.device_grid import Slots, leading_axis_over, worker_axes_of
+from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.transfer import check_rows, map_flagged, of_one, shared_flags
+from lsgd_jax._src.trees import Tree
+
+
+class Grid(NamedTuple):
+    """Where workers stand: the mesh of devices, and the slots inside a device.
+
+    Attributes:
+      mesh: its first two axes are those of the workers, the others are inside a worker.
+      slots: names and sizes of the vmapped axes.
+      nodes, locals: the sizes of the grid of workers.
+      inside: names and sizes of the axes inside a worker.
+    """
+
+    mesh: Mesh
+    slots: Slots
+    nodes: int
+    locals: int
+    inside: Mapping[str, int]
+
+    def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
+        """Of leaves [W, ...], or of shared ones [...], that lie by `spec` in a worker."""
+        own, leading = spec or Spec(), leading_axis_over(self.mesh)
+        if not shared:
+            own = Spec(*(leading or (None,)), *own) if own else leading
+        return NamedSharding(self.mesh, own)
+
+    def check(self, tree: Tree) -> None:
+        """Raises ValueError unless what is not shared has a leading axis of W."""
+        workers = f"W = {self.nodes} nodes x {self.locals} locals"
+        check_rows(tree, self.nodes * self.locals, workers)
+
+    def spec_of(self, sharding: Any, shared: bool) -> Spec | None:
+        """How an array with that sharding lies in a worker; None if not on this mesh."""
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        return Spec(*sharding.spec[0 if shared else 1 :])
+
+
+def compiled(fn: Callable, grid: Grid, donate: tuple[int, ...]) -> Callable:
+    """The jitted function over all workers; see `Workers.map`."""
+
+    def as_arrays(*args):
+        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return jax.tree.map(to_array, fn(*args))
+
+    def over_workers(shardings, *args):
+        grid.check(args)
+        leaves, structure = jax.tree.flatten(args)
+        one = map_flagged(lambda x, shared: of_one(x, 0 if shared else 1), args)
+        flags = shared_flags(args)
+        found = layouts.of_arguments(one, map(grid.spec_of, shardings, flags))
+        flat = lambda *leaves: jax.tree.leaves(as_arrays(*structure.unflatten(leaves)))
+        with layouts.known(found):
+            sizes = dict(zip(WORKER_AXES, (grid.nodes, grid.locals)))
+            outputs = uniform.trace(as_arrays, one, sizes, grid.inside)
+            specs = found.of_leaves(outputs)
+            spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
+            return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
+
+    @functools.lru_cache
+    def jitted(shardings: tuple) -> Callable:
+        bound = functools.wraps(fn)(functools.partial(over_workers, shardings))
+        return jax.jit(bound, donate_argnums=donate)
+
+    return _PerSharding(fn, jitted) if grid.inside else jitted(())
+
+
+class _PerSharding:
+    """A jitted function that is traced anew where its arguments are sharded in other ways.
+
+    jit does not tell a function how its arguments lie on automatic axes.
+    """
+
+    def __init__(self, fn: Callable, jitted: Callable[[tuple], Any]):
+        functools.update_wrapper(self, fn)
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        return self._of(args)(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """As `jax.jit(...).lower`."""
+        return self._of(args).lower(*args)
+
+    def _of(self, args: Tree) -> Any:
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+        return self._jitted(tuple(shardings))
+
+
+def _spmd(
+    fn: Callable,
+    grid: Grid,
+    shared: list[bool],
+    shared_out: list[bool],
+    specs_out: Sequence[Spec | None],
+) -> Callable:
+    """fn over all workers: shard_map over the devices, vmap over a device's slots.
+
+    Types are not checked for varying (`check_vma`): a function written for one worker
+    must not need to cast what it carries through its scans and conds.
+
+    Args:
+      fn: from arrays to a list of arrays, for one worker.
+      grid: where the workers stand.
+      shared: of each argument whether it is the same for all workers.
+      shared_out: likewise of each result.
+      specs_out: of each result how it is to lie in a worker; None: as XLA likes.
+    """
+    shapes = tuple(size for _, size in grid.slots)
+    specs = lambda shared: grid.sharding(shared=shared).spec
+
+    def unstack(x, shared):
+        return x if shared else x.reshape(shapes + x.shape[1:])
+
+    def stack(x, shared, spec):
+        # A wrapper's `where` may have made rows of what is equal on all workers: one
+        # of them is all. XLA drops the copies of what had none.
+        rows = x.reshape((-1,) + x.shape[len(shapes) :])
+        stacked = rows[0] if shared else rows
+        if spec is None:
+            return stacked
+        whole = spec if shared else Spec(None, *spec)
+        return jax.lax.with_sharding_constraint(stacked, whole)
+
+    def on_device(*leaves):
+        one = fn
+        for name, size in reversed(grid.slots):
+            axes = tuple(None if is_shared else 0 for is_shared in shared)
+            one = jax.vmap(one, axes, 0, axis_name=name, axis_size=size)
+        results = one(*map(unstack, leaves, shared))
+        return list(map(stack, results, shared_out, specs_out))
+
+    return jax.shard_map(
+        on_device,
+        mesh=grid.mesh,
+        in_specs=tuple(map(specs, shared)),
+        out_specs=list(map(specs, shared_out)),
+        axis_names=set(worker_axes_of(grid.mesh)),
+        check_vma=False,
+    )

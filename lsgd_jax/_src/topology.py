@@ -1,0 +1,342 @@
+"""Gossip graphs: who sends to whom at which step, as rounds of permutations.
+
+A graph changes from step to step: round (t - 1) mod m of its m rounds is used at step t.
+The edges of a round are colored, so that each color is a (partial) permutation: every
+worker sends at most one message and receives at most one. A permutation is one call of
+`Group.permute`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.coloring import Edge, Round, color
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Topology:
+    """A directed graph over W workers, in rounds. Built and checked by the functions below.
+
+    Attributes:
+      name: what to call it.
+      num_workers: W.
+      rounds: of each round its permutations, and of each of these its edges
+        (source, destination). No self-loops, no edge twice in a round.
+      phases: pairs (steps before the phase, its number of rounds); one phase unless the
+        graph was put together with `then`.
+    """
+
+    name: str
+    num_workers: int
+    rounds: tuple[Round, ...]
+    phases: tuple[tuple[int, int], ...]
+
+    @functools.cached_property
+    def out_degrees(self) -> np.ndarray:
+        """int [rounds, W]: to how many workers each one sends."""
+        degrees = np.zeros((len(self.rounds), self.num_workers), int)
+        for r, round in enumerate(self.rounds):
+            for source, _ in _edges(round):
+                degrees[r, source] += 1
+        return degrees
+
+    @functools.cached_property
+    def mixing(self) -> np.ndarray:
+        """float [rounds, W, W]: P[r, i, j], the share that i gets of what j holds.
+
+        p = 1 / (out-degree of j + 1) for j itself and every worker it sends to: every
+        column sums to 1. Where all rows do as well the graph is `balanced`.
+        """
+        matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
+        for r, round in enumerate(self.rounds):
+            shares = 1 / (self.out_degrees[r] + 1)
+            matrices[r] = np.diag(shares)
+            for source, destination in _edges(round):
+                matrices[r, destination, source] = shares[source]
+        return matrices
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every round's mixing matrix is doubly stochastic."""
+        return bool(np.allclose(self.mixing.sum(axis=2), 1))
+
+    @property
+    def paired(self) -> bool:
+        """Whether in every round each worker meets at most one other, both ways."""
+        return all(
+            len(round) <= 1 and all((j, i) in _edges(round) for i, j in _edges(round))
+            for round in self.rounds
+        )
+
+    @functools.cached_property
+    def spectral_gap(self) -> float:
+        r"""How fast gossip on the graph agrees, per step.
+
+        .. math:: 1 - |\lambda_2(P_m \cdots P_1)|^{1 / m}
+
+        with λ₂ the second largest eigenvalue in size. 1: the m rounds give the exact mean;
+        0: the workers never agree. With several phases: that of the last.
+        """
+        rounds = self.phases[-1][1]
+        product = functools.reduce(lambda a, b: b @ a, self.mixing[-rounds:])
+        sizes = np.sort(np.abs(np.linalg.eigvals(product)))
+        second = sizes[-2] if self.num_workers > 1 else 0.0
+        # The mean has eigenvalues 0, which come out as up to 1e-8 and have large roots.
+        second = 0.0 if second < 1e-6 else min(second, 1.0)
+        return float(1 - second ** (1 / rounds))
+
+    def round_at(self, step: jax.Array) -> jax.Array:
+        """The round used at step t = 1, 2, …: int32, an index into `rounds`."""
+        r = jnp.zeros_like(step)
+        first = 0
+        for before, rounds in self.phases:
+            r = jnp.where(step > before, (step - 1 - before) % rounds + first, r)
+            first += rounds
+        return r
+
+    def then(self, steps: int, other: "Topology") -> "Topology":
+        """This graph for the first `steps` steps, and another one from then on.
+
+        Raises:
+          ValueError: not a positive number of steps, another number of workers.
+
+        >>> import lsgd_jax as lj
+        >>> later = lj.topology.exponential(4, peers=2)
+        >>> lj.topology.exponential(4).then(100, later).phases
+        ((0, 2), (100, 1))
+        """
+        check_positive_int("steps", steps)
+        check_size(other, self.num_workers)
+        if steps <= self.phases[-1][0]:
+            raise ValueError(
+                f"`steps` must lie after the last change at {self.phases[-1][0]}, "
+                f"got {steps=}"
+            )
+        later = tuple((steps + before, rounds) for before, rounds in other.phases)
+        return Topology(
+            name=f"{self.name} for {steps} steps, then {other.name}",
+            num_workers=self.num_workers,
+            rounds=self.rounds + other.rounds,
+            phases=self.phases + later,
+        )
+
+    def __repr__(self) -> str:
+        degrees = np.unique(self.out_degrees)
+        sends = "-".join(map(str, sorted({degrees.min(), degrees.max()})))
+        return (
+            f"Topology({self.name}: {self.num_workers} workers, {len(self.rounds)} "
+            f"round{'s' * (len(self.rounds) != 1)}, {sends} "
+            f"peer{'s' * (sends != '1')} each, spectral gap {self.spectral_gap:.3f})"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        for r, round in enumerate(self.rounds):
+            edges = " ".join(f"{i}→{j}" for i, j in sorted(_edges(round)))
+            lines.append(f"  round {r}: {edges or 'no worker sends'}")
+        return "\n".join(lines)
+
+
+Graph = Topology | Callable[[int], Topology]
+
+
+def ring(num_workers: int) -> Topology:
+    """Every worker sends to both neighbors, at every step.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.ring(4))
+    Topology(ring: 4 workers, 1 round, 2 peers each, spectral gap 0.667)
+      round 0: 0→1 0→3 1→0 1→2 2→1 2→3 3→0 3→2
+    """
+    check_positive_int("num_workers", num_workers)
+    return _circulant("ring", num_workers, [{1, num_workers - 1}])
+
+
+def exponential(num_workers: int, peers: int = 1) -> Topology:
+    """Worker i sends to i + hop mod W, where hop takes turns: 1, 2, 4, …, 2^(m-1).
+
+    m = max(1, ceil(log2 W)). With one peer and W = 2^m, m steps give the exact mean.
+
+    Args:
+      num_workers: W, any number.
+      peers: to how many workers each one sends per step: that many hops, the next ones
+        at the next step.
+
+    Raises:
+      ValueError: more peers than there are hops.
+
+    >>> import lsgd_jax as lj
+    >>> lj.topology.exponential(6).out_degrees.tolist()
+    [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+    """
+    check_positive_int("num_workers", num_workers)
+    check_positive_int("peers", peers)
+    hops = [2**k for k in range(max(1, math.ceil(math.log2(num_workers))))]
+    if peers > len(hops):
+        raise ValueError(
+            f"`peers` must be at most {len(hops)}, the number of hops of an exponential "
+            f"graph of {num_workers} workers, got {peers=}"
+        )
+    count = math.lcm(len(hops), peers) // peers
+    turn = lambda r: {hops[(r * peers + k) % len(hops)] for k in range(peers)}
+    name = "exponential" + f" ({peers} peers)" * (peers > 1)
+    return _circulant(name, num_workers, [turn(r) for r in range(count)])
+
+
+def bipartite_exponential(num_workers: int) -> Topology:
+    """Even workers meet odd ones in pairs: i with i + hop, hop = 1, 3, 5, 9, 17, ….
+
+    With an odd number of workers one of them sits out in each round.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.bipartite_exponential(4))
+    Topology(bipartite exponential: 4 workers, 2 rounds, 1 peer each, spectral gap 1.000)
+      round 0: 0→1 1→0 2→3 3→2
+      round 1: 0→3 1→2 2→1 3→0
+    """
+    check_positive_int("num_workers", num_workers)
+    even = num_workers + num_workers % 2  # with a stand-in, that meets no worker
+    hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
+    rounds = []
+    for hop in hops:
+        pairs = [(i, (i + hop) % even) for i in range(0, even, 2)]
+        there = [pair for pair in pairs if max(pair) < num_workers]
+        rounds.append(there + [(j, i) for i, j in there])
+    return _build("bipartite exponential", num_workers, rounds)
+
+
+def complete(num_workers: int) -> Topology:
+    """Every worker sends to every other one, at every step.
+
+    >>> import lsgd_jax as lj
+    >>> lj.topology.complete(3).spectral_gap
+    1.0
+    """
+    check_positive_int("num_workers", num_workers)
+    return _circulant("complete", num_workers, [set(range(1, num_workers))])
+
+
+def from_edges(
+    rounds: Sequence[Iterable[Edge]], num_workers: int | None = None
+) -> Topology:
+    """A graph of your own.
+
+    Args:
+      rounds: of each round its edges (source, destination), indices of workers.
+        Out-degrees may differ from worker to worker and from round to round.
+      num_workers: W; None: one more than the largest index.
+
+    Raises:
+      ValueError: no rounds, a round without edges, a self-loop, an edge twice in a round,
+        an index outside 0..W-1.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
+    Topology(from edges: 3 workers, 1 round, 1-2 peers each, spectral gap 0.500)
+      round 0: 0→1 0→2 1→0 2→0
+    """
+    edges = [[(int(i), int(j)) for i, j in round] for round in rounds]
+    if not edges:
+        raise ValueError(f"`rounds` must hold at least one round, got {rounds=}")
+    for r, round in enumerate(edges):
+        if not round:
+            raise ValueError(f"every round must have an edge, got none in round {r}")
+    if num_workers is None:
+        num_workers = 1 + max(index for round in edges for edge in round for index in edge)
+    check_positive_int("num_workers", num_workers)
+    return _build("from edges", num_workers, edges)
+
+
+def check_size(topology: Topology, num_workers: int) -> None:
+    """Raises ValueError unless the topology is one of that many workers."""
+    if topology.num_workers != num_workers:
+        raise ValueError(
+            f"`topology` must be one of {num_workers} workers, got {topology!r}"
+        )
+
+
+def for_group(
+    topology: Graph, check: Callable[[Topology], None] = lambda topology: None
+) -> Callable[[int], Topology]:
+    """The graph as a function of the number of workers, which is known at trace time only.
+
+    Args:
+      topology: a graph, or a function that builds one for a number of workers (`ring`).
+      check: raises ValueError if the graph will not do; early for a graph that is given.
+    """
+    if isinstance(topology, Topology):
+        check(topology)
+
+    def build(num_workers: int) -> Topology:
+        graph = topology if isinstance(topology, Topology) else topology(num_workers)
+        check_size(graph, num_workers)
+        check(graph)
+        return graph
+
+    return build
+
+
+def check_balanced(topology: Topology) -> None:
+    """Raises ValueError unless the mixing matrices are doubly stochastic."""
+    if not topology.balanced:
+        raise ValueError(
+            "`topology` must be balanced (each worker sends to as many as it receives "
+            f"from, with equal weights); push-sum (`sgp`) takes any graph; got {topology!r}"
+        )
+
+
+def check_paired(topology: Topology) -> None:
+    """Raises ValueError unless the workers meet in pairs."""
+    if not topology.paired:
+        raise ValueError(
+            "`topology` must pair the workers: in every round each meets at most one "
+            f"other, both ways; got {topology!r}"
+        )
+
+
+def check_one_peer(topology: Topology) -> None:
+    """Raises ValueError unless each worker sends and receives at most once in a round."""
+    if any(len(round) > 1 for round in topology.rounds):
+        raise ValueError(
+            "`topology` must have one peer: in every round each worker sends to at most "
+            f"one and receives from at most one; got {topology!r}"
+        )
+
+
+def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topology:
+    """The graph where i sends to i + hop mod W for each hop of the round."""
+    rounds = [
+        [(i, (i + hop) % num_workers) for hop in sorted(turn) for i in range(num_workers)]
+        for turn in hops
+    ]
+    return _build(name, num_workers, rounds if num_workers > 1 else [[]])
+
+
+def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Topology:
+    """Checks the edges and colors them."""
+    for r, edges in enumerate(rounds):
+        for edge in edges:
+            if not all(0 <= index < num_workers for index in edge):
+                raise ValueError(
+                    f"edges must join workers in 0..{num_workers - 1}, got {edge} in "
+                    f"round {r}"
+                )
+            if edge[0] == edge[1]:
+                raise ValueError(
+                    f"a worker must not send to itself, got {edge} in round {r}"
+                )
+        if len(set(edges)) < len(edges):
+            twice = sorted({edge for edge in edges if list(edges).count(edge) > 1})
+            raise ValueError(f"an edge may occur once in a round, got {twice} in round {r}")
+    colored = tuple(color(edges, num_workers) for edges in rounds)
+    return Topology(name, num_workers, colored, phases=((0, len(colored)),))
+
+
+def _edges(round: Round) -> list[Edge]:
+    return [edge for permutation in round for edge in permutation]

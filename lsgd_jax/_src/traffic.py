@@ -1,0 +1,67 @@
+"""What a pull has sent so far, counted exactly, as part of its state."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src.shared import Axes, Shared
+
+
+LIMB = 2**30  # bytes are counted in two int32: an exchange may send more than 2**31
+
+
+class Traffic(NamedTuple):
+    """What a pull has sent so far. All of it is the same on all workers.
+
+    Attributes:
+      exchanges: int32 scalar, how often.
+      bytes_sent: int32 [2], bytes that each worker has sent: 2**30 times the first plus
+        the second; bytes_each: the same of one exchange, 0 before the first.
+      every, sends_at: int32 scalars: it communicates at t = sends_at (mod every).
+      axes: the mesh axes of the group, as the keys of a dictionary without leaves.
+    """
+
+    exchanges: Shared[Array]
+    bytes_sent: Shared[Array]
+    bytes_each: Shared[Array]
+    every: Shared[Array]
+    sends_at: Shared[Array]
+    axes: dict[str, None]
+
+    @classmethod
+    def zero(cls, axes: Axes, every: int, sends_at: int) -> "Traffic":
+        """Before the first step."""
+        names = (axes,) if isinstance(axes, str) else axes
+        return cls(
+            exchanges=Shared(jnp.int32(0)),
+            bytes_sent=Shared(jnp.zeros([2], jnp.int32)),
+            bytes_each=Shared(jnp.zeros([2], jnp.int32)),
+            every=Shared(jnp.int32(every)),
+            sends_at=Shared(jnp.int32(sends_at)),
+            axes=dict.fromkeys(names),
+        )
+
+    def add(self, bytes_each: float, sent: Any, every: int, sends_at: int) -> "Traffic":
+        """After a step at which so much was sent, if it was.
+
+        What a pull is like now takes the place of what it was like when the state was made.
+        """
+        limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
+        high, low = self.bytes_sent.value + jnp.where(sent, limbs, 0)
+        return self._replace(
+            exchanges=Shared(self.exchanges.value + jnp.asarray(sent, jnp.int32)),
+            bytes_sent=Shared(jnp.stack([high + low // LIMB, low % LIMB])),
+            bytes_each=Shared(limbs),
+            every=Shared(jnp.int32(every)),
+            sends_at=Shared(jnp.int32(sends_at)),
+        )
+
+
+def total(limbs: Any) -> int:
+    """The number that two limbs stand for.
+
+    >>> total([3, 5])
+    3221225477
+    """
+    return int(limbs[0]) * LIMB + int(limbs[1])

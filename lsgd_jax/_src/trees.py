@@ -1,0 +1,130 @@
+"""Arithmetic on whole pytrees, in float32 at least."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from chex import Numeric
+from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.layouts import known_axes, shard_by_shard
+
+
+Tree = Any  # a pytree of arrays
+
+
+def widened(x: Array) -> Array:
+    """x in float32 at least: what sums run in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def widen(tree: Tree) -> Tree:
+    """`widened` leaf by leaf."""
+    return jax.tree.map(widened, tree)
+
+
+def plus(x: Tree, u: Tree) -> Tree:
+    """y = x + u as the worker will hold it: in the dtypes of x."""
+    return jax.tree.map(lambda x, u: (x + u).astype(x.dtype), x, u)
+
+
+def step_towards(y: Tree, target: Tree, weight: Numeric) -> Tree:
+    """y + weight · (target - y), worked out in float32 at least, in the dtypes of y."""
+
+    def leaf(y: Array, z: Array) -> Array:
+        wide = widened(y)
+        return (wide + weight * (z.astype(wide.dtype) - wide)).astype(y.dtype)
+
+    return jax.tree.map(leaf, y, target)
+
+
+def where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
+    """`jnp.where` leaf by leaf, in the dtypes of `otherwise`."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(condition, a.astype(b.dtype), b), tree, otherwise
+    )
+
+
+def mean_of(sums: Tree, count: Array) -> Tree:
+    """sums / count, in the dtypes of the sums."""
+    return jax.tree.map(lambda s: s / count.astype(s.dtype), sums)
+
+
+# Called for every leaf: `lax.select` in place of `jnp.where`, which is a jitted function
+# and takes a multiple of the time to trace, to lower and to partition.
+
+
+def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
+    """x where `tested` is finite, the scalar `other` elsewhere, in the dtype of x."""
+    if not jnp.issubdtype(tested.dtype, jnp.inexact):
+        return x
+    return lax.select(lax.is_finite(tested), x, jnp.full_like(x, other))
+
+
+def finite_part(x: Array) -> Array:
+    """x, with zeros in place of what is not finite."""
+    return where_finite(x, x, 0)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Adds updates to parameters, and lets an exchange replace what is not finite.
+
+    x ← x + u where x is finite, x ← u elsewhere; `optax.apply_updates` gives nan + u = nan
+    there. The two agree on finite parameters.
+
+    Args:
+      params: parameters x, any shapes and dtypes.
+      updates: updates u, a tree like `params`.
+
+    Returns:
+      A tree like `params`, of the same dtypes.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
+    [1.5, 2.0]
+    """
+    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)
+
+
+def all_finite(tree: Tree) -> Array:
+    """Whether every element of the tree is finite, on all of a worker's devices: a bool."""
+    axes = known_axes()
+
+    def everywhere(tree: Tree) -> Array:
+        finite = _all_finite(tree)
+        return lax.pmin(finite, axes) if axes else finite
+
+    return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
+
+
+def _all_finite(tree: Tree) -> Array:
+    """1 or 0."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    if not finite:
+        return jnp.int8(1)
+    # The lowest of them by a sort, so that they are not fused; see `materialized`.
+    return lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
+
+
+def materialized(*scalars: Any) -> list[Array]:
+    """The same scalars, worked out once.
+
+    XLA fuses what scalars are made of into every consumer. With n leaves in the making of a
+    scalar, and n that it is used on, compile time grows with n². It fuses nothing across a
+    sort (and removes an optimization barrier before it fuses).
+    """
+    values = jnp.stack([jnp.asarray(scalar) for scalar in scalars])
+    return list(lax.sort((jnp.arange(len(scalars)), values), num_keys=1)[1])
+
+
+def nbytes(tree: Tree) -> int:
+    """The size of all leaves together, in bytes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def value_at(schedule: optax.ScalarOrSchedule, t: Array) -> Any:
+    """A number, or a schedule's value at step t."""
+    return schedule(t) if callable(schedule) else schedule

@@ -1,0 +1,192 @@
+"""Wire formats: how parameters travel in fewer bits than they have."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.packing import joined
+
+
+Bits = Literal["float32", "bfloat16", "int8", "int4"]
+# A `Wire` by name, with the defaults for the rest.
+WireFormat = Literal[Bits, "bfloat16-stochastic", "int8-stochastic", "int4-stochastic"]
+Rounding = Literal["nearest", "stochastic"]
+
+LEVELS = {"int8": 127, "int4": 7}  # codes are integers from -levels to levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    r"""A wire format: the form in which a pull's parameters travel.
+
+    'int8' and 'int4' are integers with a scale per block of b elements of a leaf:
+
+    .. math::
+      s = \max_{k \in \text{block}} |x_k| / L, \qquad c_k = \text{round}(x_k / s), \qquad
+      Q(x)_k = s \, c_k, \qquad L = 127 \text{ or } 7
+
+    so that :math:`|Q(x)_k - x_k| \le s / 2` (rounded to nearest). A leaf never shares a
+    block with another one. What is not finite counts as 0. 'bfloat16' has no scales. Leaves
+    of one element, of integers and of bools travel as they are.
+
+    Args:
+      format: 'float32' (the parameters as they are), 'bfloat16', 'int8' or 'int4'.
+      rounding: 'nearest' (ties to even), or 'stochastic': up or down at random, so that
+        the mean of Q(x) is x. Draws depend on seed, step, worker and leaf only, so that
+        they are the same on every layout of devices.
+      seed: seed of the draws.
+      block: elements that share a scale, b.
+
+    Raises:
+      ValueError: an unknown format or rounding, a block below 1.
+
+    >>> import lsgd_jax as lj
+    >>> tx = lj.local_sgd(period=8, wire=lj.Wire("int8", rounding="stochastic", seed=1))
+    """
+
+    format: Bits = "float32"
+    rounding: Rounding = "nearest"
+    seed: int = 0
+    block: int = 256
+
+    def __post_init__(self):
+        check_option("wire", self.format, get_args(Bits))
+        check_option("rounding", self.rounding, get_args(Rounding))
+        check_positive_int("block", self.block)
+
+    @classmethod
+    def of(cls, wire: "Wire | WireFormat") -> "Wire":
+        """A `Wire`, also by its name: its format, or its format and rounding.
+
+        >>> import lsgd_jax as lj
+        >>> lj.Wire.of("int8-stochastic") == lj.Wire("int8", rounding="stochastic")
+        True
+        """
+        if isinstance(wire, Wire):
+            return wire
+        check_option("wire", wire, get_args(WireFormat))
+        return cls(*cast(Any, wire.split("-")))
+
+
+Runs = Sequence[tuple[int, int]]
+
+
+class Coded(NamedTuple):
+    """What travels of an array of n elements.
+
+    Attributes:
+      codes: int8 [n]; with 'int4' uint8 [ceil(n / 2)], two codes to a byte; with
+        'bfloat16' uint8 [2 n], its bytes: sums of bytes with zeros are exact on every
+        backend, while CPUs add bfloat16 in float32.
+      scales: float32, one for each block; None with 'bfloat16'.
+    """
+
+    codes: Array
+    scales: Array | None
+
+
+def encode(
+    x: Array, wire: Wire, key: Array | None = None, runs: Runs | None = None
+) -> Coded:
+    """An array of floats of any shape as it travels.
+
+    Args:
+      x: the array, flattened in row-major order.
+      wire: any format but 'float32'.
+      key: random key of the draws; None with rounding to nearest.
+      runs: (start, size) of several leaves that lie side by side in a flat x, each from the
+        start of a block on: what is between them does not travel. None: all of x does.
+
+    >>> import jax.numpy as jnp
+    >>> encode(jnp.array([0.5, -1.0, 0.1]), Wire("int8")).codes.tolist()
+    [64, -127, 13]
+    """
+    flat = x.ravel().astype(jnp.float32)
+    flat = jnp.where(jnp.isfinite(flat), flat, 0)
+    if wire.format == "bfloat16":
+        rounded = _only(_to_bfloat16(flat, key), runs)
+        return Coded(lax.bitcast_convert_type(rounded, jnp.uint8).ravel(), None)
+    levels = LEVELS[wire.format]
+    blocks = jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
+    scales = jnp.abs(blocks).max(axis=1) / levels
+    steps = flat / _of_elements(jnp.where(scales > 0, scales, 1), flat.size, wire)
+    if key is None:
+        steps = jnp.round(steps)
+    else:
+        steps = jnp.floor(steps + jax.random.uniform(key, flat.shape))
+    codes = _only(jnp.clip(steps, -levels, levels).astype(jnp.int8), runs)
+    return Coded(_two_to_a_byte(codes) if wire.format == "int4" else codes, scales)
+
+
+def decode(
+    coded: Coded, wire: Wire, shape: tuple[int, ...], runs: Runs | None = None
+) -> Array:
+    """The array Q(x), in float32, of what `encode` made of an x of this shape.
+
+    >>> import jax.numpy as jnp
+    >>> coded = encode(jnp.array([0.5, -1.0, 0.1]), Wire("bfloat16"))
+    >>> decode(coded, Wire("bfloat16"), (3,)).tolist()
+    [0.5, -1.0, 0.10009765625]
+    """
+    codes, scales = coded
+    size = math.prod(shape)
+    travels = size if runs is None else sum(n for _, n in runs)
+    if scales is None:
+        pairs = codes.reshape(-1, 2)
+        values = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+        return _spread(values, runs, 1).reshape(shape)
+    if wire.format == "int4":
+        codes = _out_of_bytes(codes, travels)
+    steps = _spread(codes, runs, wire.block).astype(jnp.float32)
+    return (steps * _of_elements(scales, size, wire)).reshape(shape)
+
+
+def _only(x: Array, runs: Runs | None) -> Array:
+    """What travels of a flat x."""
+    if runs is None:
+        return x
+    return jnp.concatenate([x[start : start + size] for start, size in runs])
+
+
+def _spread(x: Array, runs: Runs | None, align: int) -> Array:
+    """The flat array that `_only` made x of, with zeros where nothing has traveled."""
+    if runs is None:
+        return x
+    ends = np.cumsum([size for _, size in runs])
+    return joined([x[end - size : end] for (_, size), end in zip(runs, ends)], align)
+
+
+def _of_elements(scales: Array, size: int, wire: Wire) -> Array:
+    """Of each element the scale of its block."""
+    return jnp.broadcast_to(scales[:, None], (scales.size, wire.block)).ravel()[:size]
+
+
+def _to_bfloat16(x: Array, key: Array | None) -> Array:
+    """Finite float32 as bfloat16, rounded to nearest, or at random with a key."""
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
+    x = jnp.clip(x, -largest, largest)
+    if key is not None:
+        # The upper half of the bits stays; the lower one, by chance, carries into it.
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits += jax.random.bits(key, x.shape, jnp.uint16)
+        x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return x.astype(jnp.bfloat16)
+
+
+def _two_to_a_byte(codes: Array) -> Array:
+    """Codes from -8 to 7 as bytes: the first half of them below, the second one above."""
+    half = -(-codes.size // 2)
+    nibbles = jnp.pad(codes, (0, 2 * half - codes.size)).astype(jnp.uint8) & 15
+    return nibbles[:half] | nibbles[half:] << 4
+
+
+def _out_of_bytes(packed: Array, size: int) -> Array:
+    nibbles = jnp.concatenate([packed & 15, packed >> 4])[:size]
+    return (nibbles ^ 8).astype(jnp.int8) - 8

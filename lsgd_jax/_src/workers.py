@@ -1,0 +1,298 @@
+"""Workers: a node × local grid of workers over the devices at hand.
+
+`Workers.map` refuses, while tracing, a function in which workers would wait for each other
+forever, and a `Shared` output that may differ between workers; `lsgd_jax._uniform` tells
+how it knows. One of its rules is optimistic: integer and bool SCALARS that each worker has
+of its own are taken to be equal on all workers, because wrappers such as
+`optax.MultiSteps` and `optax.conditionally_transform` count their steps in such leaves; so
+are the scalars that `optax.inject_hyperparams` keeps.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.axis_names import DEVICE, SLOT
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.debug import check_not_misplaced
+from lsgd_jax._src.device_grid import (
+    check_no_process_is_idle,
+    device_grid,
+    named_mesh,
+)
+from lsgd_jax._src.devices import reserve_threads
+from lsgd_jax._src.shared import WORKER_AXES, Shared
+from lsgd_jax._src.specs import Specs, check_inside, spread
+from lsgd_jax._src.spmd import Grid, compiled
+from lsgd_jax._src.transfer import (
+    check_rows,
+    gathered,
+    is_key,
+    map_flagged,
+    of_one,
+    place,
+    read,
+    shared_flags,
+)
+from lsgd_jax._src.trees import Tree
+
+
+# What an axis inside a worker cannot be called.
+RESERVED = (
+    *WORKER_AXES,
+    *(form.format(axis) for form in (DEVICE, SLOT) for axis in WORKER_AXES),
+)
+
+
+class Workers:
+    """W = nodes × locals workers, laid over the devices of all processes.
+
+    Worker i is local worker i mod locals of node i // locals. A tree of the workers has a
+    leading axis of W on every leaf, sharded over the devices; what is equal on all
+    workers stands in a `Shared` and has none. With fewer devices than workers each device
+    holds several workers in a row, and the numbers stay the same.
+
+    Args:
+      nodes: how many groups of close-by workers (hosts, as a rule).
+      locals: how many workers in each; None: as many as there are devices for.
+      devices: the devices to use, all of them. None: the largest grid of all processes'
+        devices that divides nodes × locals, each node's devices on one host if possible.
+      inside: workers that are sharded: names and sizes of further mesh axes, such as
+        ``{"fsdp": 4}``; each worker then has 4 devices. These axes are automatic: the
+        function of one worker is written as for one large device, with
+        `jax.lax.with_sharding_constraint` or none, and `put` says where leaves lie.
+      debug: whether mapped functions look at the states they return, after each call, for
+        an exchange whose parameters were changed behind it (`misplaced`). It waits for
+        every step to end, so steps no longer overlap with the host's work.
+
+    Attributes:
+      nodes, locals, num_workers: the grid and W.
+      inside: names and sizes of the axes inside a worker.
+      mesh: the grid of devices, with axes 'node' and 'local' and those inside a worker; an
+        axis along which devices hold several workers is called 'node_device' or
+        'local_device'.
+      sharding: of per-worker leaves (leading axis W); `replicated`: of shared ones.
+      workers_per_device: how many workers each device (or group of devices) holds.
+      owned: the workers of whom a device belongs to this process, as a range.
+
+    Raises:
+      ValueError: a count below 1, devices that the workers do not divide over, a process
+        that would have no worker, an axis inside a worker with the name of another one.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, locals=4)
+    >>> workers
+    Workers(nodes=2, locals=4) on 8 cpu devices (2 x 4), 1 worker per device
+    >>> params = workers.replicate({"w": jnp.ones(3)})
+    >>> params["w"].shape
+    (8, 3)
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        locals: int | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        inside: Mapping[str, int] | None = None,
+        debug: bool = False,
+    ):
+        check_positive_int("nodes", nodes)
+        reserve_threads()
+        self.inside = check_inside(inside, taken=RESERVED)
+        each = math.prod(self.inside.values())
+        if locals is None:
+            available = len(jax.devices() if devices is None else devices)
+            locals = max(1, available // (nodes * each))
+        check_positive_int("locals", locals)
+        self.nodes, self.locals = int(nodes), int(locals)
+        self.num_workers = self.nodes * self.locals
+        self.debug = debug
+        sizes = tuple(self.inside.values())
+        grid = device_grid(self.nodes, self.locals, devices, sizes)
+        if devices is None:
+            check_no_process_is_idle(grid, jax.process_count())
+        self.mesh, slots = named_mesh(grid, self.nodes, self.locals, self.inside)
+        self._grid = Grid(self.mesh, slots, self.nodes, self.locals, self.inside)
+        self.sharding = self._grid.sharding()
+        self.replicated = self._grid.sharding(shared=True)
+        self.workers_per_device = self.num_workers * each // grid.size
+        of_process = [d.process_index == jax.process_index() for d in grid.flat]
+        mine = np.reshape(of_process, [-1, each]).any(axis=1)
+        rows = np.repeat(mine, self.workers_per_device).nonzero()[0]
+        self.owned = range(rows[0], rows[-1] + 1) if rows.size else range(0)
+        if len(self.owned) != rows.size:
+            raise ValueError(
+                "the devices of a process must stand next to one another in the grid, "
+                f"got processes {[d.process_index for d in grid.flat]}"
+            )
+        self._pass_on = self._compile(lambda tree: tree)
+        self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
+
+    def __repr__(self) -> str:
+        per_device, each = self.workers_per_device, math.prod(self.inside.values())
+        inside = f", inside={self.inside}" if self.inside else ""
+        return (
+            f"Workers(nodes={self.nodes}, locals={self.locals}{inside}) on "
+            f"{self.mesh.size} {self.mesh.devices.flat[0].platform} "
+            f"device{'s' * (self.mesh.size > 1)} "
+            f"({' x '.join(map(str, self.mesh.devices.shape))}), "
+            f"{per_device} worker{'s' * (per_device > 1)} per "
+            f"{f'{each} devices' if each > 1 else 'device'}"
+        )
+
+    # Placing trees
+
+    def put(self, stacked: Tree, specs: Specs = None) -> Tree:
+        """Places a tree with leading axis W: row i goes to the devices of worker i.
+
+        With several processes every process passes the whole tree, or uses `put_owned`.
+
+        Args:
+          stacked: arrays (host or device, any dtype) of shape [W, ...]; a `Shared`
+            inside is copied to every worker whole.
+          specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
+            own axes (``P(None, "fsdp")`` for one of shape [W, a, b]), a prefix tree of
+            them, or a function of (path, leaf) with the path written 'dense/kernel' and
+            the leaf of one worker, such as `largest_dimension`. None: not at all. What
+            `map` makes of the tree follows: an optimizer's moments lie as parameters do.
+
+        Returns:
+          The same tree, placed on the devices; never the same buffers as the argument.
+
+        Raises:
+          ValueError: a leaf without a leading axis of W; specs that name no axis inside a
+            worker or do not fit a leaf.
+        """
+        self._grid.check(stacked)
+        return self._placed(stacked, specs, place)
+
+    def put_owned(self, rows: Tree, specs: Specs = None) -> Tree:
+        """Places a tree of which each process passes only its own workers' rows.
+
+        Args:
+          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. A
+            worker that is spread over several processes comes whole from each of them.
+          specs: as for `put`.
+
+        Returns:
+          The placed tree with leading axis W.
+
+        Raises:
+          ValueError: a leaf without a leading axis of len(owned); specs as for `put`.
+        """
+        check_rows(rows, len(self.owned), "the workers of this process")
+
+        def place_rows(x: Any, sharding: NamedSharding) -> jax.Array:
+            shape = (self.num_workers, *np.shape(x)[1:])
+            local = np.array(x)
+            return jax.make_array_from_process_local_data(sharding, local, shape)
+
+        return self._placed(rows, specs, place_rows)
+
+    def replicate(self, tree: Tree, specs: Specs = None) -> Tree:
+        """Gives every worker a copy of one tree: leaves [...] become [W, ...].
+
+        What stands in a `Shared` stays one. `specs` as for `put`.
+        """
+
+        def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
+            return place(self._copies(x), sharding)
+
+        return self._placed(tree, specs, place_copies, leading_axes=0)
+
+    def share(self, tree: Tree, specs: Specs = None) -> Shared:
+        """Puts one tree on every worker, as it is, for all workers to read."""
+        return self.put(Shared(tree), specs)
+
+    def fetch(self, tree: Tree) -> Tree:
+        """The tree as host arrays, all workers' rows, in every process.
+
+        Random keys come as key arrays, which `put` takes back. Communicates if there are
+        several processes, which then must all call it.
+        """
+        if jax.process_count() > 1:
+            tree = gathered(tree, self._replicate_rows)
+        return jax.tree.map(read, tree)
+
+    # Running per-worker functions
+
+    def map(self, fn: Callable, donate: int | Iterable[int] = ()) -> Callable:
+        """Turns a function written for one worker into a jitted one over all workers.
+
+        Args:
+          fn: takes and returns trees of ONE worker's arrays. The axis names 'node' and
+            'local' are bound inside, so that `lsgd_jax` transformations and collectives
+            work. A `Shared` argument arrives as `Shared`.
+          donate: the positions of arguments whose buffers may be reused.
+
+        Returns:
+          A `jax.jit` function of the same signature (positional arguments): every array
+          has a leading axis of W, in and out, except those in a `Shared`. Python scalars
+          that fn returns become arrays. `fn` is traced twice per compilation: once for
+          one worker, to see what it returns and that it cannot hang.
+
+        Raises:
+          ValueError: at the call, an argument without a leading axis of W; a branch or a
+            loop that depends on a worker's own values and contains collectives; a
+            `Shared` output that may differ between workers; with `debug`, parameters that
+            are not where an exchange left them.
+
+        >>> import jax.numpy as jnp
+        >>> import lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=3)
+        >>> square = workers.map(lambda x: x * x)
+        >>> square(workers.put(jnp.arange(3.0))).tolist()
+        [0.0, 1.0, 4.0]
+        """
+
+        mapped = self._compile(fn, donate)
+        if not self.debug:
+            return mapped
+
+        @functools.wraps(mapped)
+        def checked(*args):
+            outputs = mapped(*args)
+            check_not_misplaced(outputs, self.fetch)
+            return outputs
+
+        return checked
+
+    def _compile(self, fn: Callable, donate: int | Iterable[int] = ()) -> Callable:
+        donate = (donate,) if isinstance(donate, int) else tuple(donate)
+        return compiled(fn, self._grid, donate)
+
+    def _copies(self, x: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
+
+    def _placed(
+        self,
+        tree: Tree,
+        specs: Specs,
+        place_rows: Callable[[Any, NamedSharding], jax.Array],
+        leading_axes: int = 1,
+    ) -> Tree:
+        """The tree on the devices, random keys by the numbers they hold."""
+
+        def place_leaf(x: Any, shared: bool, spec: Spec | None = None) -> jax.Array:
+            if not is_key(x):
+                sharding = self._grid.sharding(spec, shared)
+                return place(x, sharding) if shared else place_rows(x, sharding)
+            numbers = place_leaf(jax.random.key_data(x), shared)
+            keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+            # jit notes the sharding of its results' keys in a way of its own: through a
+            # jit once, so that results fed back are of the same type.
+            return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
+
+        leaves, treedef = jax.tree.flatten(tree)
+        one = map_flagged(lambda x, shared: of_one(x, 0 if shared else leading_axes), tree)
+        return treedef.unflatten(
+            map(place_leaf, leaves, shared_flags(tree), spread(specs, one, self.inside))
+        )
