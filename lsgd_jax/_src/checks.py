@@ -62,7 +62,7 @@ def check_period(name: str, value: Any, period: int) -> None:
 
 
 def check_same_tree(name: str, tree: Any, like: Any) -> None:
-    """Raises ValueError unless a tree has the structure and the shapes of the parameters."""
+    """Raises ValueError unless a tree has the parameters' structure and shapes."""
     structures = jax.tree.structure(tree), jax.tree.structure(like)
     if structures[0] != structures[1]:
         raise ValueError(

@@ -320,7 +320,7 @@ class NarrowLine(Line):
         *others: Any,
         out: Callable = lambda specs, *_: specs,
     ) -> Any:
-        """fn(tree, *others) by `shard_by_shard`; keys are made of the step and the shard."""
+        """fn(tree, *others) shard by shard; keys are made of the step and the shard."""
         axes, before = known_axes(), (self._t, self._shard)
 
         def on_shard(tree: Tree, t: Array, *others: Any) -> Any:

@@ -308,8 +308,8 @@ def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
 def _check_state(state: Any, pulls: int) -> None:
     if not isinstance(state, ExchangeState) or len(state.pulls) != pulls:
         raise ValueError(
-            f"`state` must be what this exchange's `init` returned, with {pulls} pulls, got "
-            f"{type(state).__name__}"
+            "`state` must be what the `init` of this exchange returned, with "
+            f"{pulls} pulls, got {type(state).__name__}"
         )
 
 

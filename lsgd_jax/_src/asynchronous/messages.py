@@ -1,9 +1,9 @@
 """The message form of a group: the kernel's rules, cut where they speak.
 
 A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
-`kernel.send` up to the first message, compiles that part, has the message travel, and traces
-again with the answer up to the next message. So every rule runs as it is, on any engine, and
-a message is encoded and decoded inside of the compiled parts, on the worker's device.
+`kernel.send` up to the first message, compiles that part, has the message travel, and
+traces again with the answer up to the next message. So every rule runs as it is, on any
+engine, and messages are encoded and decoded in the compiled parts, on the worker's device.
 """
 
 import functools
