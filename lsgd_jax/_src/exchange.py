@@ -144,11 +144,21 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             raise ValueError(NO_PARAMS)
         if due is not None and not isinstance(due, bool):
             raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
-        _check_state(state, len(pulls))
         check_same_tree("updates", updates, params)
+        try:
+            return step(updates, state, params, _loss(value, loss), due)
+        except Exception as error:
+            expected = jax.tree.structure(jax.eval_shape(init, params))
+            if jax.tree.structure(state) == expected:
+                raise
+            raise ValueError(
+                "`state` must be what the `init` of this exchange returned for these "
+                f"parameters, {expected}, got {jax.tree.structure(state)}"
+            ) from error
+
+    def step(updates, state, params, loss, due) -> Any:
         x, u = trees.floats(params), trees.widen(trees.floats(updates))
         t = jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
-        loss = _loss(value, loss)
         u, states, counts, is_finite = kernel.local(
             pulls, x, u, loss, state.pulls, state.is_finite, t, check
         )
@@ -303,14 +313,6 @@ def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
                     f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; leave it "
                     "out by `part=`"
                 )
-
-
-def _check_state(state: Any, pulls: int) -> None:
-    if not isinstance(state, ExchangeState) or len(state.pulls) != pulls:
-        raise ValueError(
-            "`state` must be what the `init` of this exchange returned, with "
-            f"{pulls} pulls, got {type(state).__name__}"
-        )
 
 
 def _loss(value: Any, loss: Any) -> Any:

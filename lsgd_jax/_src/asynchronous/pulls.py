@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import kernel, parts, trees
-from lsgd_jax._src.asynchronous.collective import Conversation
+from lsgd_jax._src.asynchronous.conversation import Conversation
 from lsgd_jax._src.asynchronous.free_running import Claims
 from lsgd_jax._src.asynchronous.messages import Agreement, alone
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
