@@ -154,7 +154,8 @@ class Worker:
         The next report leaves when this one has been answered.
         """
         report = self.report
-        report.steps, report.loss = self.count, self.loss
+        report.steps = self.count
+        report.loss = self.loss if self.fit else math.nan
         report.score = self.score.value if self.fit else math.inf
         report.bytes_sent = self.ports.mailbox.bytes_sent
         if self._told is not None:
