@@ -1,6 +1,6 @@
 """Leader-based and communication-efficient training as optax transformations."""
 
-# ASYNC from lsgd_jax import asynchronous as asynchronous
+from lsgd_jax import asynchronous as asynchronous
 from lsgd_jax import checks as checks
 from lsgd_jax import topology as topology
 from lsgd_jax._src.aggregate import AggregateState as AggregateState

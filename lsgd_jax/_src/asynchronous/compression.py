@@ -8,9 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.snapshot import Snapshot
 from lsgd_jax._src.codec import Codec, draws
 from lsgd_jax._src.wire import Wire, WireFormat
+
+
+class Snapshot(NamedTuple):
+    """A worker as others see it.
+
+    Attributes:
+      vector: its parameters, float32 [n].
+      step: steps that it had taken.
+      measure: decides how much is taken from it (dpwa: its clock or its loss).
+      loss: its score, the mean of its last losses.
+    """
+
+    vector: Any
+    step: int
+    measure: float
+    loss: float
 
 
 class Packed(NamedTuple):
@@ -74,14 +89,8 @@ class Compression:
         """
         return self.unpack(self.pack(vector, turn))
 
-    def arrived(self, content: Any) -> Any:
-        """The content that arrives: `unpack` of `pack`."""
-        return self.unpack(self.pack(content)) if self.is_narrow else content
-
     def pack(self, content: Any, turn: int = 0) -> Any:
-        """A float32 vector, or a snapshot's, as it is sent; all else as it is."""
-        if isinstance(content, Snapshot):
-            return content._replace(vector=self.pack(content.vector, turn))
+        """A float32 vector as it is sent; all else as it is."""
         is_vector = isinstance(content, np.ndarray) and content.dtype == np.float32
         if not self.is_narrow or not is_vector or content.size == 1 or not finite(content):
             return content

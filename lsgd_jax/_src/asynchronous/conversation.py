@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce, fetched
-from lsgd_jax._src.asynchronous.free_running import Peers
+from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce, broadcast
 from lsgd_jax._src.asynchronous.messages import Message
+from lsgd_jax._src.asynchronous.peers import Peers
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
@@ -92,9 +92,9 @@ class Conversation:
         tree, source = content
         leader = self._group[int(source)]
         if leader == self._transport.position.index:
-            await self._transport.broadcast(key, as_bytes(tree), leader, members)
+            await broadcast(self._transport, key, as_bytes(tree), leader, members)
             return tree, members
-        got = await self._transport.broadcast(key, None, leader, members)
+        got = await broadcast(self._transport, key, None, leader, members)
         return of_bytes(got, tree), members
 
     async def _sum(self, key: Hashable, members: list[int], content: Any, _: Any) -> Any:
@@ -132,7 +132,7 @@ class Conversation:
         if not self._peers.is_tried(peer):
             return None
         try:
-            buffer = await fetched(self._transport.fetch(peer, key))
+            buffer = await self._transport.fetch(peer, key)
         except UnreachableError:
             self._peers.failed(peer)
             return None

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.collective import fetched
-from lsgd_jax._src.asynchronous.errors import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.asynchronous.mailbox import finite
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -20,6 +19,7 @@ from lsgd_jax._src.checks import (
     check_option,
     check_positive_int,
 )
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 Weights = Literal["steps", "equal"]
@@ -68,6 +68,7 @@ class DiLoCo:
         'equal' sets w to 1.
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
@@ -89,10 +90,12 @@ class DiLoCo:
     weights: Weights = "steps"
     delay: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_positive_int("local_steps", self.local_steps)
         check_not_negative("learning_rate", self.learning_rate)
         check_fraction("momentum", self.momentum)
@@ -219,7 +222,7 @@ class DiLoCoWorker(FreeRunningWorker):
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = await fetched(transport.fetch(first, ("anchor", number)))
+            outer = await transport.fetch(first, ("anchor", number))
         else:
             outer = await self._moved(number, gradient, came, holders)
             if transport.mailbox.wire.is_narrow:
@@ -251,7 +254,7 @@ class DiLoCoWorker(FreeRunningWorker):
         }
         for i, request in asked.items():
             try:
-                arrived.append((came[i], await fetched(request)))
+                arrived.append((came[i], await request))
             except (UnreachableError, StaleWorkerError):
                 continue  # the worker has failed or has given up waiting
         if not arrived:
@@ -276,7 +279,7 @@ class DiLoCoWorker(FreeRunningWorker):
             if number <= self.turn:
                 break
             try:
-                return await fetched(self.transport.fetch(holder, ("anchor", number)))
+                return await self.transport.fetch(holder, ("anchor", number))
             except (UnreachableError, StaleWorkerError):
                 continue
         return self.outer

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Claim
-from lsgd_jax._src.asynchronous.errors import UnreachableError
-from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.peers import Peers
+from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Flat
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.trees import Tree, all_finite, finite_part, plus, widened

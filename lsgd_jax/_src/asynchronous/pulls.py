@@ -52,6 +52,8 @@ class Pulls:
     budget: bool = False
     window: int = 10
 
+    wire = "float32"  # of whole vectors; each pull names its own
+
     def __post_init__(self):
         if not isinstance(self.exchange, Exchange) or not self.exchange.pulls:
             raise ValueError(
