@@ -29,7 +29,7 @@ class Claims:
 
     def __init__(self, worker: Worker, ahead: bool):
         self._worker, self._ahead = worker, ahead
-        self._asked: tuple[int, asyncio.Future[Claim]] | None = None
+        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
 
     async def next(self) -> Claim:
         """Returns what the worker does next."""
@@ -54,7 +54,7 @@ class InFlight(NamedTuple):
       quantization_error: y - Q(y) of the worker when the request left.
     """
 
-    answer: asyncio.Future[Any]
+    answer: asyncio.Task[Any]
     peer: int | None
     since: int
     sent: np.ndarray | None
@@ -125,7 +125,7 @@ class FreeRunningWorker:
 
     def ask(
         self,
-        answer: asyncio.Future[Any],
+        answer: asyncio.Task[Any],
         peer: int | None = None,
         slot: int = 0,
         sent: np.ndarray | None = None,
