@@ -1,17 +1,17 @@
-"""Asynchronous DiLoCo: pseudo-gradients move an anchor as they come."""
+"""Asynchronous DiLoCo: pseudo-gradients move an anchor as they arrive."""
 
 import dataclasses
+import functools
 import itertools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.collective import fetched
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
-from lsgd_jax._src.asynchronous.free_running import FreeRunning
-from lsgd_jax._src.asynchronous.mixing import delayed_nesterov
-from lsgd_jax._src.asynchronous.ports import Pending
+from lsgd_jax._src.asynchronous.compression import finite
+from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -19,6 +19,7 @@ from lsgd_jax._src.checks import (
     check_option,
     check_positive_int,
 )
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 Weights = Literal["steps", "equal"]
@@ -26,44 +27,48 @@ Weights = Literal["steps", "equal"]
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo:
-    r"""DiLoCo with workers that bring their pseudo-gradients when they have them.
+    r"""DiLoCo whose workers send their pseudo-gradients without waiting for each other.
 
-    A worker starts from the anchor a, takes :math:`H_i = H v_i / \max_j v_j` local steps,
-    v its measured speed, brings :math:`g = w_i (a_i - y_i)`, with a_i the anchor it started
-    from, and goes on from the anchor as it is then. The t-th that comes moves the anchor by
-    delayed Nesterov: by plain SGD, and every N-th time the momentum, too, which is renewed
-    with the mean of the last N:
+    Worker i starts from the anchor a and takes :math:`H_i = H v_i / \max_j v_j` local
+    steps, with v its measured speed. It then sends the pseudo-gradient
+    :math:`g = w_i (a_i - y_i)`, where a_i is the anchor it started from, and continues from
+    the current anchor. The t-th pseudo-gradient moves the anchor by delayed Nesterov: plain
+    SGD on every turn, and the momentum on every N-th turn, after it has been renewed with
+    the mean of the last N pseudo-gradients:
 
     .. math::
       m &\leftarrow \beta m + \tfrac1N \sum_{s > t - N} g_s
         && \text{if } t \bmod N = 0 \\
       a &\leftarrow a - \eta \, (g_t / N + \beta m \, [t \bmod N = 0]).
 
-    N = 1 is Nesterov's outer SGD. With `together` the pseudo-gradients come in rounds: one
-    closes when all workers that are there have come, or when one has waited for the grace
-    time, goes on with who is there, and g is their mean, weighted with w.
+    N = 1 is outer SGD with Nesterov momentum. With `together`, pseudo-gradients are
+    combined in rounds: g is the mean over the round's workers, weighted with w. A round
+    closes once all live workers have arrived, or once one of them has waited for the
+    timeout.
 
-    The coordinator gives out the turns t, and no worker serves the anchor: who has turn t
-    asks who had turn t - 1 for anchor and momentum, moves them, and keeps them for who has
-    turn t + 1. So they pass from worker to worker, once a turn, all that was lost with a
-    worker is its own last turn, and who is asked after it builds on the turn before. With a
-    `delay` the worker takes local steps meanwhile and keeps them:
-    :math:`y \leftarrow y + (a - y')`, y' what it was when it brought g. Who is not finite
-    brings nothing and takes the anchor whole.
+    The coordinator numbers the turns t. There is no parameter server: the worker with turn
+    t fetches anchor and momentum from the worker with turn t - 1, moves them, and keeps
+    them for the worker with turn t + 1. If a worker fails, only its own last turn is lost,
+    and the next worker builds on the turn before. With a `delay` a worker takes local steps
+    during the exchange and keeps them: :math:`y \leftarrow y + (a - y')`, with y' its
+    parameters when it sent g. A worker that is not finite contributes nothing and restarts
+    from the anchor. If the anchor itself is not finite, training has diverged, and all
+    workers that receive it report a loss that is not finite.
 
-    Anchors are stale here by about W turns. Where local steps go far towards a minimum, a
-    rate and momentum that are stable in lock step may be too much.
+    Anchors are stale by about W turns. An outer learning rate and momentum that are stable
+    in lock step may be too large where local steps go far towards a minimum.
 
     Args:
-      local_steps: H, those of the fastest worker.
+      local_steps: H, the local steps of the fastest worker.
       learning_rate: η ≥ 0, of the outer steps.
       momentum: β in [0, 1].
-      momentum_every: N; None: W, or 1 if they come together.
-      together: whether they come in rounds.
-      weights: w is 'steps', the worker's steps / H, so that every sample counts as much
-        as another, or 'equal', 1.
-      delay: how many steps a worker takes at most before it waits for the anchor.
-      window: losses in a worker's score, as others are told it.
+      momentum_every: N. Defaults to W, or to 1 with `together`.
+      together: whether pseudo-gradients are combined in rounds.
+      weights: 'steps' sets w to the worker's steps / H, so that all samples count equally;
+        'equal' sets w to 1.
+      delay: local steps that a worker takes at most before it waits for the anchor.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
@@ -85,10 +90,12 @@ class DiLoCo:
     weights: Weights = "steps"
     delay: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_positive_int("local_steps", self.local_steps)
         check_not_negative("learning_rate", self.learning_rate)
         check_fraction("momentum", self.momentum)
@@ -98,148 +105,136 @@ class DiLoCo:
         check_not_negative("delay", self.delay)
         check_positive_int("window", self.window)
 
-    def bind(self, worker: Worker, steps: int) -> "Bringing":
-        """The method in one worker."""
+    def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
+        """Returns the method in one worker."""
         del steps
-        return Bringing(self, worker)
+        return DiLoCoWorker(self, worker)
 
 
-class Turn(NamedTuple):
-    """The anchor after a turn.
-
-    Attributes:
-      number: which; 0: as all start.
-      outer: anchor, momentum and what came since that was renewed, one after the other.
-    """
-
-    number: int
-    outer: np.ndarray
-
-
-class Coming(NamedTuple):
-    """A turn that is in flight.
+class DiLoCoWorker(FreeRunningWorker):
+    """Asynchronous DiLoCo in one worker.
 
     Attributes:
-      since: the worker's own step after which it brought its pseudo-gradient.
-      sent: its parameters then.
-      turn: the call.
+      turn: the last turn that the worker knows; 0 is the start.
+      outer: the outer state after it, see `delayed_nesterov`.
+      begun: own step after which the worker started from that anchor.
     """
 
-    since: int
-    sent: np.ndarray
-    turn: Pending
-
-
-class Bringing(FreeRunning):
-    """Asynchronous DiLoCo in one worker."""
+    kept = ("turn", "outer", "begun")
 
     def __init__(self, method: DiLoCo, worker: Worker):
         super().__init__(worker)
-        workers = worker.ports.place.workers
+        workers = worker.transport.position.workers
         self._method = method
         self._every = method.momentum_every or (1 if method.together else workers)
         start = worker.vector()
         rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
-        self._turn = Turn(0, np.concatenate([start, rest]))
-        # What rounding took away from the anchors that this worker gave to others: it adds
-        # it to the next one, so that none of what was brought is lost.
+        self._set(0, np.concatenate([start, rest]))
+        # Quantization error of the outer states that this worker gave to others. It is
+        # added to the next one, so that no pseudo-gradient is lost.
         self._error: Any = np.float32(0)
-        self._begun = 0  # the own step after which it started from the anchor
-        self._brought = 0  # the own step after which it has last brought something
-        self._coming: Coming | None = None
+        self.begun = 0
+        self._sent = 0  # own step after which it last sent a pseudo-gradient
         self._posted: list[int] = []
+
+    def _set(self, turn: int, outer: np.ndarray) -> None:
+        self.turn, self.outer, self.worker.report.rounds = turn, outer, turn
+        self._has_diverged = not finite(outer)
 
     @property
     def _anchor(self) -> np.ndarray:
-        return self._turn.outer[: self.worker.flat.size]
+        return self.outer[: self.worker.flat.size]
+
+    def step(self, x: Any, u: Any, loss: Any, t: int) -> Any:
+        """Returns the parameters after the worker's own step."""
+        y = super().step(x, u, loss, t)
+        if self._has_diverged:
+            self.worker.is_finite = False
+        return y
 
     async def after_step(self) -> None:
-        """Lands what has arrived, brings what is due."""
+        """Lands the anchor that has arrived and sends the pseudo-gradient that is due."""
         count = self.worker.count
-        if self._coming is None and count - self._brought >= self._local_steps:
-            self._bring()
-        if (coming := self._coming) is not None:
-            if coming.turn.done or count - coming.since >= self._method.delay:
-                await self._land(coming)
+        if not self.in_flight and count - self._sent >= self._local_steps:
+            self._send()
+        for request in list(self.in_flight.values()):
+            if request.answer.done() or count - request.since >= self._method.delay:
+                await self.land()
         self.worker.publish()
 
     @property
     def _local_steps(self) -> int:
-        """H_i, by the speeds that are known."""
-        mine, standing = self.worker.report.speed, self.worker.standing
-        known = [standing.reports[i].speed for i in standing.present] if standing else []
+        """H_i, from the speeds known so far."""
+        mine, status = self.worker.report.speed, self.worker.status
+        known = [status.reports[i].speed for i in status.present] if status else []
         fastest = max([mine, *known])
-        part = mine / fastest if fastest else 1.0
-        return max(1, round(self._method.local_steps * part))
+        share = mine / fastest if fastest else 1.0
+        return max(1, round(self._method.local_steps * share))
 
-    def _bring(self) -> None:
-        worker, method = self.worker, self._method
+    def _send(self) -> None:
+        worker, method, status = self.worker, self._method, self.worker.status
         sent, weight = worker.vector(), 0.0
-        if self.fit:
-            taken = worker.count - self._begun
+        if self.is_finite:
+            taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
-        standing = worker.standing
-        turns = {worker.index: self._turn.number}
-        if standing is not None:
-            turns |= {i: standing.reports[i].rounds for i in standing.present}
-        turns[worker.index] = self._turn.number
+        known = {i: status.reports[i].rounds for i in status.present} if status else {}
+        turns = {worker.index: self.turn}
+        turns |= {i: turn for i, turn in known.items() if i not in turns}
         holder = max(turns, key=turns.__getitem__)
-        going = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
-        self._coming = Coming(worker.count, sent, worker.ports.start(going))
-        self._brought = worker.count
+        turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
+        self.ask(self.transport.start(turn), sent=sent)
+        self._sent = worker.count
 
-    async def _land(self, coming: Coming) -> None:
-        worker, before = self.worker, self._turn.number
-        self._coming = None
-        try:
-            turn = await worker.wait(coming.turn)
-        except Unreachable:
-            return  # its steps since the old anchor stay, and are brought the next time
-        self._turn, self._begun = turn, coming.since
-        if worker.count == coming.since or not self.fit:
-            self.pull(self._anchor, 1.0, self.fit)
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Continues from an anchor. Without one, the local steps are sent the next time."""
+        worker, before = self.worker, self.turn
+        self._set(*answer)
+        self.begun = request.since
+        worker.report.staleness = self.turn - 1 - before
+        if self._has_diverged:
+            worker.is_finite = False
+        elif worker.count == request.since or not self.is_finite:
+            self.pull(self._anchor, 1.0, self.is_finite)
         else:
-            self.shift(self._anchor - coming.sent)
-        worker.report.rounds = turn.number
-        worker.report.staleness = turn.number - 1 - before
+            self.shift(self._anchor - request.sent)
 
-    # A turn, while the worker goes on
+    # A turn, while the worker takes local steps
 
     async def _take_turn(
         self, gradient: np.ndarray, weight: float, known: int, holder: int
-    ) -> Turn:
-        """Brings a pseudo-gradient: the anchor after the turn in which it has come.
+    ) -> tuple[int, np.ndarray]:
+        """Contributes a pseudo-gradient and returns (turn, outer state) of its turn.
 
         Args:
-          gradient, weight: the pseudo-gradient and its w; 0: it brings none.
-          known, holder: a turn that was over, and who has the anchor after it.
+          gradient, weight: the pseudo-gradient and its w; 0 contributes nothing.
+          known, holder: a turn that is over, and the worker that keeps its outer state.
         """
-        ports, me = self.worker.ports, self.worker.index
-        everyone = list(range(ports.place.workers))
+        transport, me = self.transport, self.worker.index
+        everyone = list(range(transport.position.workers))
         holders = {known: holder}
         for number in itertools.count(known + 1):
             if self._method.together:
-                ports.post(("brought", number), gradient)
+                transport.post(("brought", number), gradient)
             members = everyone if self._method.together else [me]
-            came = await ports.round(("turn", number), weight, members)
+            came = await transport.round(("turn", number), weight, members)
             if me in came:
                 break
-            ports.mailbox.drop(("brought", number))
+            transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = await fetched(ports.fetch(first, ("anchor", number)))
+            outer = await transport.fetch(first, ("anchor", number))
         else:
             outer = await self._moved(number, gradient, came, holders)
-            if ports.mailbox.wire.is_narrow:
+            if transport.mailbox.wire.is_narrow:
                 exact = outer + self._error
-                outer = ports.mailbox.rounded(exact)
+                outer = transport.mailbox.rounded(exact)
                 self._error = exact - outer
-        ports.mailbox.drop(("brought", number))
-        ports.post(("anchor", number), outer)
+        transport.mailbox.drop(("brought", number))
+        transport.post(("anchor", number), outer)
         self._posted.append(number)
-        if len(self._posted) > 2:  # of use only to whoever had no answer from the last one
-            ports.mailbox.drop(("anchor", self._posted.pop(0)))
-        return Turn(number, outer)
+        if len(self._posted) > 2:  # the older one serves if the last one's holder fails
+            transport.mailbox.drop(("anchor", self._posted.pop(0)))
+        return number, outer
 
     async def _moved(
         self,
@@ -248,61 +243,75 @@ class Bringing(FreeRunning):
         came: dict[int, float],
         holders: dict[int, int],
     ) -> np.ndarray:
-        """The anchor, moved by what has come to a turn."""
-        ports, me = self.worker.ports, self.worker.index
+        """Returns the outer state after the pseudo-gradients of a turn."""
+        transport, me, method = self.transport, self.worker.index, self._method
         outer = await self._latest(holders)
+        arrived = [(came[me], gradient)] if came[me] > 0 else []
         asked = {
-            i: ports.fetch(i, ("brought", number))
+            i: transport.fetch(i, ("brought", number))
             for i, weight in came.items()
             if weight > 0 and i != me
         }
-        brought = [(came[me], gradient)] if came[me] > 0 else []
-        for i, pending in asked.items():
+        for i, request in asked.items():
             try:
-                brought.append((came[i], await fetched(pending)))
-            except (Unreachable, Behind):
-                continue  # lost, or it has given up waiting
-        if not brought:
+                arrived.append((came[i], await request))
+            except (UnreachableError, StaleWorkerError):
+                continue  # the worker has failed or has given up waiting
+        if not arrived:
             return outer
-        total = sum(weight * vector for weight, vector in brought)
-        if self._method.together:
-            total = total / sum(weight for weight, _ in brought)
-        return self._step(outer, np.asarray(total, np.float32), number)
+        total = sum(weight * vector for weight, vector in arrived)
+        if method.together:
+            total = total / sum(weight for weight, _ in arrived)
+        return np.asarray(
+            delayed_nesterov(
+                outer,
+                np.asarray(total, np.float32),
+                np.int32(number),
+                np.float32(method.learning_rate),
+                np.float32(method.momentum),
+                every=self._every,
+            )
+        )
 
     async def _latest(self, holders: dict[int, int]) -> np.ndarray:
-        """The anchor after the last turn whose holder answers, at worst this worker's."""
+        """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
-            if number <= self._turn.number:
+            if number <= self.turn:
                 break
             try:
-                return await fetched(self.worker.ports.fetch(holder, ("anchor", number)))
-            except (Unreachable, Behind):
+                return await self.transport.fetch(holder, ("anchor", number))
+            except (UnreachableError, StaleWorkerError):
                 continue
-        return self._turn.outer
-
-    def _step(self, outer: np.ndarray, gradient: np.ndarray, number: int) -> np.ndarray:
-        size, method = gradient.size, self._method
-        anchor, m, gathered = outer[:size], outer[size : 2 * size], outer[2 * size :]
-        moved = delayed_nesterov(
-            (anchor, m, gathered if gathered.size else np.zeros_like(m)),
-            gradient,
-            np.int32(number),
-            np.float32(method.learning_rate),
-            np.float32(method.momentum),
-            every=self._every,
-        )
-        return np.asarray(jnp.concatenate(moved))[: outer.size]
-
-    # What passes to a worker that starts again
-
-    def state(self) -> Any:
-        """The anchor, its momentum, and which turn they are of."""
-        number, outer = self._turn
-        return {"turn": number, "outer": outer, "begun": self._begun}
+        return self.outer
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's."""
-        self._turn = Turn(int(state["turn"]), np.asarray(state["outer"]))
-        self.worker.report.rounds = self._turn.number
-        self._begun = self._brought = int(state["begun"])
-        self._coming, self._error = None, np.float32(0)
+        """Continues from another worker's outer state."""
+        super().take_over(state)
+        self._set(self.turn, self.outer)
+        self._sent, self._error = self.begun, np.float32(0)
+
+
+@functools.partial(jax.jit, static_argnames="every")
+def delayed_nesterov(
+    outer: Any, gradient: Any, turn: Any, learning_rate: Any, momentum: Any, every: int
+) -> Any:
+    r"""Returns the outer state after pseudo-gradient g of turn t = 1, 2, ….
+
+    .. math::
+      s &\leftarrow s + g \\
+      m &\leftarrow \beta m + s / N, \quad s \leftarrow 0 && \text{if } t \bmod N = 0 \\
+      a &\leftarrow a - \eta \, (g / N + \beta m \, [t \bmod N = 0])
+
+    Args:
+      outer: anchor a, momentum m and the sum s since m was renewed, concatenated: float32
+        [3 n], or [2 n] for N = 1, where s is always 0.
+      gradient: g, float32 [n].
+      turn, learning_rate, momentum, every: t, η, β, N.
+    """
+    anchor, m, s = jnp.split(outer, [gradient.size, 2 * gradient.size])
+    s = s + gradient if s.size else gradient
+    renewed = turn % every == 0
+    m = jnp.where(renewed, momentum * m + s / every, m)
+    step = gradient / every + jnp.where(renewed, momentum * m, 0)
+    moved = [anchor - learning_rate * step, m, jnp.where(renewed, 0, s)]
+    return jnp.concatenate(moved)[: outer.size]

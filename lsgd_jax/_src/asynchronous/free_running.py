@@ -1,99 +1,240 @@
-"""What methods have in common whose workers take their steps without waiting."""
+"""Workers that never wait for each other: ask a peer, go on computing, land its answer."""
 
-from typing import Any
+import asyncio
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Claim
-from lsgd_jax._src.asynchronous.mailbox import finite
-from lsgd_jax._src.asynchronous.mixing import own_step, pulled, shifted
-from lsgd_jax._src.asynchronous.ports import Pending
+from lsgd_jax._src.asynchronous.peers import Peers
+from lsgd_jax._src.asynchronous.transport import UnreachableError
+from lsgd_jax._src.asynchronous.vectors import Flat
 from lsgd_jax._src.asynchronous.worker import Worker
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.trees import Tree, all_finite, finite_part, plus, widened
 
 
 class Claims:
     """A worker's claims to its next steps.
 
     Args:
-      worker: whose.
-      ahead: whether to ask for a step while the one before it is computed, so that no step
-        waits for the answer.
+      worker: the worker.
+      ahead: whether to claim a step while the previous one is computed, so that no step
+        waits for the coordinator.
     """
 
     def __init__(self, worker: Worker, ahead: bool):
         self._worker, self._ahead = worker, ahead
-        self._asked: tuple[int, Pending] | None = None
+        self._asked: tuple[int, asyncio.Future[Claim]] | None = None
 
     async def next(self) -> Claim:
-        """What the worker does next."""
+        """Returns what the worker does next."""
         worker, step = self._worker, self._worker.count + 1
         asked, self._asked = self._asked, None
-        if asked is None or asked[0] != step:  # it has taken over another one's count
-            asked = step, worker.ports.claim(step)
+        if asked is None or asked[0] != step:  # it has taken over another worker's count
+            asked = step, worker.transport.claim(step)
         claim = await worker.wait(asked[1])
         if self._ahead and claim.go == "step":
-            self._asked = step + 1, worker.ports.claim(step + 1)
+            self._asked = step + 1, worker.transport.claim(step + 1)
         return claim
 
 
-class FreeRunning:
-    """One worker that takes its share of the W · steps of all, as fast as it can.
+class InFlight(NamedTuple):
+    """A request that travels while the worker computes its next steps.
+
+    Attributes:
+      answer: the future answer.
+      peer: the worker that was asked; None for a request to several.
+      since: own steps taken when the request left.
+      sent: own parameters that the request carried, or None.
+      quantization_error: y - Q(y) of the worker when the request left.
+    """
+
+    answer: asyncio.Future[Any]
+    peer: int | None
+    since: int
+    sent: np.ndarray | None
+    quantization_error: Any
+
+
+class FreeRunningWorker:
+    """One worker that takes steps until all workers together have taken W · steps.
+
+    A method says whom it asks (`ask`, `ask_snapshot`), how an answer moves the worker
+    (`landed`), and which attributes a restarted worker needs (`kept`).
 
     Args:
-      worker: which one.
+      worker: the worker.
+      peers: workers that it may ask.
+      seed: seed of the choice among them.
       ahead: see `Claims`.
     """
 
-    def __init__(self, worker: Worker, ahead: bool = True):
-        self.worker, self._claims = worker, Claims(worker, ahead)
+    kept: tuple[str, ...] = ()
 
-    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
-        """Where the worker stands after its own step."""
-        del t
-        y, self.worker.fit = own_step(x, u, loss)
-        return y
+    def __init__(
+        self,
+        worker: Worker,
+        peers: Iterable[int] = (),
+        seed: Sequence[int] = (),
+        ahead: bool = True,
+    ):
+        self.worker, self.transport = worker, worker.transport
+        self.peers = Peers(list(peers), seed)
+        self.in_flight: dict[int, InFlight] = {}
+        self._claims = Claims(worker, ahead)
 
     @property
-    def fit(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the last loss and the parameters after that step are finite."""
-        return bool(self.worker.fit)
+        return bool(self.worker.is_finite)
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
+        """Returns the parameters after the worker's own step."""
+        del t
+        y, self.worker.is_finite = _own_step(x, u, loss)
+        return y
 
     async def before_step(self) -> bool:
-        """Whether there is another step to take; joins the rounds that are called."""
+        """Returns whether there is another step to take, after any barrier that is due."""
         while (claim := await self._claims.next()).go == "join":
             await self.join(claim.number)
         return claim.go == "step"
 
     async def join(self, number: int) -> None:
-        """A round that the coordinator calls, where the method has any."""
+        """Takes part in barrier `number` of the coordinator, in methods that have any."""
 
-    # How it is moved
+    def state(self) -> Any:
+        """Returns the attributes that a restarted worker needs."""
+        return {name: getattr(self, name) for name in self.kept}
 
-    def pull(self, z: Any, weight: Any, fit: bool) -> bool:
-        """Moves the worker towards a vector; whether that is finite."""
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's state; discards what is in flight."""
+        for name in self.kept:
+            own = getattr(self, name)
+            setattr(self, name, jax.tree.map(_in_type_of, own, state[name]))
+        for request in self.in_flight.values():
+            request.answer.cancel()
+        self.in_flight.clear()
+
+    # Requests
+
+    def ask(
+        self,
+        answer: asyncio.Future[Any],
+        peer: int | None = None,
+        slot: int = 0,
+        sent: np.ndarray | None = None,
+        quantization_error: Any = 0,
+    ) -> None:
+        """Notes a request that has just left. A slot holds one request at a time."""
+        self.in_flight[slot] = InFlight(
+            answer, peer, self.worker.count, sent, quantization_error
+        )
+
+    def ask_snapshot(self, peer: int, slot: int = 0) -> None:
+        """Asks for a peer's latest snapshot.
+
+        The worker's own quantization error of that moment is kept, to be added to the
+        snapshot. Equal workers then do not move, whereas Q(y) alone would draw them towards
+        itself and take small steps back.
+        """
+        error: Any = np.float32(0)
+        if self.transport.mailbox.wire.is_narrow and self.is_finite:
+            vector = self.worker.vector()
+            error = vector - self.transport.mailbox.rounded(vector)
+        self.ask(self.transport.latest(peer), peer, slot, quantization_error=error)
+
+    async def answer(self, slot: int = 0) -> Any:
+        """Waits for an answer; returns None if the peer has not answered in time."""
+        request = self.in_flight.pop(slot)
+        try:
+            answer = await self.worker.wait(request.answer)
+        except UnreachableError:
+            if request.peer is not None:
+                self.peers.failed(request.peer)
+            return None
+        if request.peer is not None:
+            self.peers.answered(request.peer)
+        return answer
+
+    async def land(self, slot: int = 0) -> None:
+        """Waits for an answer and moves the worker by it."""
+        request = self.in_flight[slot]
+        if (answer := await self.answer(slot)) is not None:
+            self.landed(slot, request, answer)
+
+    async def land_arrived(self) -> None:
+        """Lands all answers that have arrived."""
+        for slot, request in sorted(self.in_flight.items()):
+            if request.answer.done():
+                await self.land(slot)
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Moves the worker by the answer to a request."""
+
+    # Moving the worker
+
+    def pull(self, z: Any, weight: Any, is_finite: bool) -> bool:
+        """Pulls y to y + λ (z - y), or to z itself if `is_finite` is False.
+
+        Args:
+          z: vector to move towards.
+          weight: λ.
+          is_finite: whether the worker is finite.
+
+        Returns:
+          Whether z is finite. Otherwise the worker stays where it is.
+        """
         if not finite(z):
             return False
         worker = self.worker
-        worker.params = pulled(worker.flat, worker.params, z, weight, fit)
+        worker.params = _pulled(worker.flat, worker.params, z, weight, is_finite)
         return True
 
-    def lost(self) -> Any:
-        """y - Q(y), what rounding takes of this worker where that is sent; 0 if it is sick.
-
-        Added to what comes from a peer, so that equal workers do not move: Q(y) would draw
-        them to itself, and take small steps back.
-        """
-        mailbox = self.worker.ports.mailbox
-        if not mailbox.wire.is_narrow or not self.fit:
-            return np.float32(0)
-        vector = self.worker.vector()
-        return vector - mailbox.rounded(vector)
-
     def shift(self, by: Any) -> None:
-        """Adds a vector to the worker."""
-        self.worker.params = shifted(self.worker.flat, self.worker.params, by)
+        """Adds a vector to the parameters, which keeps steps taken in the meantime."""
+        self.worker.params = _shifted(self.worker.flat, self.worker.params, by)
 
-    def mixed(self, since: int) -> None:
-        """Notes that the worker was mixed with what left at its own step `since`."""
-        self.worker.report.staleness = self.worker.count - since
+    def note_staleness(self, request: InFlight) -> None:
+        """Reports how many own steps were taken while a request was in flight."""
+        self.worker.report.staleness = self.worker.count - request.since
+
+
+def _in_type_of(own: Any, new: Any) -> Any:
+    return np.asarray(new) if isinstance(own, np.ndarray) else type(own)(new)
+
+
+@jax.jit
+def _own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
+    """Returns x + u, and whether it and the loss are finite.
+
+    If the loss is not finite, only the finite part of u is applied.
+    """
+    is_trusted = jnp.isfinite(loss)
+    y = plus(x, jax.tree.map(lambda u: jnp.where(is_trusted, u, finite_part(u)), u))
+    return y, is_trusted & all_finite(y)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
+    """Returns y + λ (z - y), or z itself if y is not finite or λ is 1."""
+    whole = ~jnp.asarray(is_finite) | (weight == 1)
+
+    def leaf(y, z):
+        if not jnp.issubdtype(y.dtype, jnp.inexact):
+            return y
+        near = widened(y)
+        # Exactly z, so that all workers that take the same z are bit-identical.
+        return jnp.where(whole, z, near + weight * (z - near)).astype(y.dtype)
+
+    return jax.tree.map(leaf, y, flat.wide(z))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
+    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), y, flat.wide(shift))

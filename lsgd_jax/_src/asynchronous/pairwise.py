@@ -1,17 +1,14 @@
-"""Pairwise averaging without waiting (dpwa): a random peer is fetched meanwhile."""
+"""Asynchronous pairwise averaging (dpwa): a random peer is fetched during each step."""
 
 import dataclasses
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lsgd_jax._src.asynchronous.errors import Unreachable
-from lsgd_jax._src.asynchronous.free_running import FreeRunning
-from lsgd_jax._src.asynchronous.peers import Peers
-from lsgd_jax._src.asynchronous.ports import Pending
+from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -21,32 +18,36 @@ from lsgd_jax._src.checks import (
 )
 from lsgd_jax._src.methods.pairwise import Interpolation, part_taken
 from lsgd_jax._src.trees import value_at
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairwise:
-    r"""Pairwise averaging (dpwa) at each worker's own pace.
+    r"""Asynchronous pairwise averaging (dpwa).
 
     Before a step, with probability p, a worker asks a random peer j for its latest
-    parameters and takes its step meanwhile. After the first step at whose end they have
-    arrived,
+    parameters and computes its step in the meantime. After the first step by whose end they
+    have arrived,
 
-    .. math:: y_i \leftarrow f y_j + (1 - f) y_i,
+    .. math:: y_i \leftarrow f y_j + (1 - f) y_i.
 
-    with f by `interpolation` as in `lsgd_jax.pairwise`: 'constant', 'clock' or 'loss', from
-    this worker's clock or loss as it is then and the peer's as it was with the snapshot.
-    With 'clock' the clocks are mixed with the same f. A peer that does not answer is asked
-    less and less often, until it answers again. If what arrives is not finite a worker
-    keeps its own; if its own is not, it takes the peer's whole.
+    The weight f follows from `interpolation` as in `lsgd_jax.pairwise`: 'constant', 'clock'
+    or 'loss'. It compares this worker's current clock or loss with the peer's clock or loss
+    at the time of the snapshot. With 'clock' the clocks are mixed with the same f.
+
+    A peer that does not answer is asked less and less often, until it answers again. A
+    snapshot that is not finite is ignored. A worker that is not finite takes the peer's
+    parameters as they are.
 
     Args:
-      interpolation: how the weight f of the peer is found.
+      interpolation: rule for the peer's weight f.
       value: the peer's weight with 'constant', f in [0, 1], or a schedule of the worker's
         own steps.
       divergence_threshold: loss below which less is taken from the peer with 'loss', θ ≥ 0.
       fetch_probability: probability p of asking a peer, in [0, 1], or a schedule.
-      seed: of the choices.
-      window: losses in a worker's score, as others are told it.
+      seed: seed of the random choices.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: an unknown interpolation, a fraction outside [0, 1], a negative threshold,
@@ -66,10 +67,12 @@ class Pairwise:
     fetch_probability: optax.ScalarOrSchedule = 1.0
     seed: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_option("interpolation", self.interpolation, get_args(Interpolation))
         for name in ("value", "fetch_probability"):
             if not callable(given := getattr(self, name)):
@@ -77,101 +80,70 @@ class Pairwise:
         check_not_negative("divergence_threshold", self.divergence_threshold)
         check_positive_int("window", self.window)
 
-    def bind(self, worker: Worker, steps: int) -> "Mixing":
-        """The method in one worker."""
+    def bind(self, worker: Worker, steps: int) -> "PairwiseWorker":
+        """Returns the method in one worker."""
         del steps
-        return Mixing(self, worker)
-
-
-class Coming(NamedTuple):
-    """A peer's snapshot that is in flight.
-
-    Attributes:
-      peer: whose.
-      since: the worker's own step at which it was asked for.
-      lost: what rounding took of this worker then.
-      snapshot: the call.
-    """
-
-    peer: int
-    since: int
-    lost: Any
-    snapshot: Pending
+        return PairwiseWorker(self, worker)
 
 
 _weight = jax.jit(part_taken, static_argnums=(0, 4))
 
 
-class Mixing(FreeRunning):
+class PairwiseWorker(FreeRunningWorker):
     """Pairwise averaging in one worker."""
 
+    kept = ("clock",)
+
     def __init__(self, method: Pairwise, worker: Worker):
-        super().__init__(worker)
-        place = worker.ports.place
-        others = [i for i in range(place.workers) if i != place.index]
-        self._method, self._peers = method, Peers(others, (method.seed, place.index))
-        self._clock = 0.0
-        self._coming: Coming | None = None
+        index, workers = worker.index, worker.transport.position.workers
+        others = [i for i in range(workers) if i != index]
+        super().__init__(worker, others, seed=(method.seed, index))
+        self._method, self.clock = method, 0.0
         worker.measure = self._measure
-
-    async def before_step(self) -> bool:
-        """Whether there is another step to take; asks a peer."""
-        if not await super().before_step():
-            return False
-        worker = self.worker
-        probability = value_at(self._method.fetch_probability, jnp.int32(worker.count + 1))
-        if self._coming is None and self._peers.draw(float(probability)):
-            if (peer := self._peers.choose()) is not None:
-                snapshot = worker.ports.latest(peer)
-                self._coming = Coming(peer, worker.count, self.lost(), snapshot)
-        return True
-
-    async def after_step(self) -> None:
-        """Mixes in what has arrived."""
-        self._clock += 1
-        if self._coming is not None and self._coming.snapshot.done:
-            coming, self._coming = self._coming, None
-            await self._land(coming)
-        self._show()
-
-    def _show(self) -> None:
-        self.worker.measure = self._measure
-        self.worker.publish()
 
     @property
     def _measure(self) -> float:
-        """The clock, or the loss; nan before the first one."""
-        measures = {"clock": self._clock, "loss": self.worker.loss, "constant": 0.0}
+        """The clock, or the loss, which is nan before the first step."""
+        measures = {"clock": self.clock, "loss": self.worker.loss, "constant": 0.0}
         return measures[self._method.interpolation]
 
-    async def _land(self, coming: Coming) -> None:
-        try:
-            snapshot = await coming.snapshot
-        except Unreachable:
-            self._peers.failed(coming.peer)
-            return
-        self._peers.answered(coming.peer)
-        method, mine, fit = self._method, self._measure, self.fit
-        if not np.isfinite(snapshot.measure):
-            return  # its loss is not finite, or it has none yet
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take; asks a peer."""
+        if not await super().before_step():
+            return False
+        t = jnp.int32(self.worker.count + 1)
+        probability = float(value_at(self._method.fetch_probability, t))
+        if not self.in_flight and self.peers.draw(probability):
+            if (peer := self.peers.choose()) is not None:
+                self.ask_snapshot(peer)
+        return True
+
+    async def after_step(self) -> None:
+        """Mixes in the snapshot that has arrived."""
+        self.clock += 1
+        await self.land_arrived()
+        self.worker.measure = self._measure
+        self.worker.publish()
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Mixes in a peer's snapshot."""
+        if not np.isfinite(answer.measure):
+            return  # the peer's loss is not finite, or not known yet
+        method, is_finite = self._method, self.is_finite
         weight = _weight(
             method.interpolation,
-            jnp.float32(mine),
-            jnp.float32(snapshot.measure),
+            jnp.float32(self._measure),
+            jnp.float32(answer.measure),
             jnp.float32(value_at(method.value, jnp.int32(self.worker.count))),
             method.divergence_threshold,
         )
-        f = float(weight) if fit else 1.0
-        if self.pull(snapshot.vector + coming.lost, f, fit):
+        f = float(weight) if is_finite else 1.0
+        if self.pull(answer.vector + request.quantization_error, f, is_finite):
             if method.interpolation == "clock":
-                self._clock += f * (snapshot.measure - self._clock)
-            self.mixed(coming.since)
-
-    def state(self) -> Any:
-        """What passes to a worker that starts again."""
-        return {"clock": self._clock}
+                self.clock += f * (answer.measure - self.clock)
+            self.note_staleness(request)
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's."""
-        self._clock, self._coming = float(state["clock"]), None
+        """Continues from another worker's clock."""
+        super().take_over(state)
         self.worker.measure = self._measure

@@ -1,47 +1,50 @@
-"""WAGMA without waiting: means of changing groups, which whoever comes first makes."""
+"""Asynchronous WAGMA: means of changing groups, made by the first member that arrives."""
 
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
-from lsgd_jax._src.asynchronous.free_running import FreeRunning
-from lsgd_jax._src.asynchronous.mailbox import Snapshot, finite
-from lsgd_jax._src.asynchronous.peers import Peers
+from lsgd_jax._src.asynchronous.collective import all_reduce
+from lsgd_jax._src.asynchronous.compression import finite
+from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.methods.group import check_group_size, hops_of
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
 class WAGMA:
     r"""Wait-avoiding group model averaging.
 
-    After its step k = 1, 2, … since the last mean of all, a worker makes the mean of the
-    group of S workers that `lsgd_jax.butterfly` gives it for k. It does not wait for the
-    others: those who have not taken their step k yet contribute what they showed last, and
-    have then contributed to this mean: all who come later find the same parts in it. If its
-    own fresh y is not among them, because others were there before, a worker takes
+    After its step k = 1, 2, … since the last mean of all workers, a worker averages the
+    group of S workers that `lsgd_jax.butterfly` gives for k. It does not wait for the other
+    members: workers that have not reached step k contribute their most recently published
+    parameters y'. A contribution to a mean is fixed, so that all members average the same
+    parameters. If other members arrived first, a worker's fresh y is not among them. It
+    then takes
 
-    .. math:: y \leftarrow \left(\sum_{j \in \text{group}} y'_j + y\right) / (S + 1),
+    .. math:: y \leftarrow \left(\sum_{j \in \text{group}} y'_j + y\right) / (S + 1).
 
-    with y' what the members have contributed. Once all workers together have taken W τ
-    steps since the last time, τ the `sync_period`, all come together and take the mean of
-    all; who has not come within the grace time takes over from one who has. Parts from
-    before that mean count no more, so that it bounds the staleness.
+    Every W τ steps of all workers together, with τ the `sync_period`, all workers take the
+    mean of all. A worker that has not come within the timeout takes over from one that has.
+    Contributions from before that mean no longer count, which bounds the staleness.
 
-    A group with a member that does not answer makes no mean, and for a while no group with
-    this member does. Who is not finite is left out and takes the mean whole.
+    A group with a member that does not answer takes no mean, and groups with this member
+    are skipped for a while. A worker that is not finite contributes nothing and takes the
+    mean as it is.
 
     Args:
       group_size: S, a power of two.
-      sync_period: steps per worker between means of all, τ.
-      window: losses in a worker's score, as others are told it.
+      sync_period: steps per worker between means of all workers, τ.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
-      ValueError: a size that is no power of two, a period or window below 1; when it is
-        bound, W is no power of two.
+      ValueError: a size that is not a power of two, a period or window below 1; at `bind`,
+        a number of workers W that is not a power of two.
 
     Reference: Li, Ben-Nun, Dryden, Di Girolamo, Hoefler, Breaking (Global) Barriers in
     Parallel Stochastic Optimization with Wait-Avoiding Group Averaging, 2020,
@@ -55,128 +58,124 @@ class WAGMA:
     group_size: int = 2
     sync_period: int = 10
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_group_size(self.group_size)
         check_positive_int("sync_period", self.sync_period)
         check_positive_int("window", self.window)
 
     @property
     def period(self) -> int:
-        """Steps per worker between the rounds that the coordinator calls."""
+        """Steps per worker between barriers of the coordinator."""
         return self.sync_period
 
-    def bind(self, worker: Worker, steps: int) -> "Grouping":
-        """The method in one worker."""
+    def bind(self, worker: Worker, steps: int) -> "WAGMAWorker":
+        """Returns the method in one worker."""
         del steps
-        return Grouping(self, worker)
+        return WAGMAWorker(self, worker)
 
 
-class Grouping(FreeRunning):
+class WAGMAWorker(FreeRunningWorker):
     """WAGMA in one worker."""
 
+    kept = ("rounds", "k")
+
     def __init__(self, method: WAGMA, worker: Worker):
-        # A step that is claimed ahead would have all others wait for it at the next mean.
-        super().__init__(worker, ahead=False)
-        wire = worker.ports.mailbox.wire
+        workers, wire = worker.transport.position.workers, worker.transport.mailbox.wire
         if wire.is_narrow and not wire.is_stochastic:
             raise ValueError(
-                "`wire` must be 'float32' or round at random for WAGMA, whose small steps "
-                f"rounding to nearest takes back, such as '{wire.format}-stochastic'; got "
-                f"wire='{wire.format}'"
+                "`wire` must be 'float32' or round stochastically for WAGMA, because "
+                "rounding to nearest takes its small steps back, such as "
+                f"'{wire.wire.format}-stochastic'; got wire='{wire.wire.format}'"
             )
-        place = worker.ports.place
-        self._hops = hops_of(method.group_size, place.workers)
-        self._peers = Peers(range(place.workers))
-        self._most = place.workers * method.sync_period + 1  # more than steps of a round
-        self._rounds, self._k = 0, 0
-        self._error: np.ndarray | None = None  # see `all_reduce`
+        self._hops = hops_of(method.group_size, workers)
+        # A step claimed ahead would keep all other workers waiting at the next barrier.
+        super().__init__(worker, range(workers), ahead=False)
+        self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
+        self.rounds, self.k = 0, 0
+        self._error: np.ndarray | None = None  # quantization error, see `all_reduce`
 
     @property
     def _number(self) -> int:
-        """Of the step: all that comes after a mean of all has higher ones."""
-        return self._rounds * self._most + self._k
+        """Number of this worker's current mean, which increases across barriers."""
+        return self.rounds * self._most + self.k
 
     async def after_step(self) -> None:
-        """The mean of the group."""
-        self._k += 1
-        self._show()
+        """Takes the mean of the group."""
+        self.k += 1
+        self._publish()
         group = self._group()
-        self._peers.turn()
-        if len(group) > 1 and all(map(self._peers.is_tried, group)):
-            parts = await self._parts(group)
-            if parts is not None:
-                self._mix(parts)
-        self._show()
+        self.peers.turn()
+        if len(group) > 1 and all(map(self.peers.is_tried, group)):
+            self._mix(await self._contributions(group))
+        self._publish()
 
-    def _show(self) -> None:
+    def _publish(self) -> None:
         self.worker.measure = self._number
         self.worker.publish()
 
     def _group(self) -> list[int]:
         group = {self.worker.index}
-        for hop in self._hops[(self._k - 1) % len(self._hops)]:
+        for hop in self._hops[(self.k - 1) % len(self._hops)]:
             group |= {i ^ hop for i in group}
         return sorted(group)
 
-    async def _parts(self, group: list[int]) -> dict[int, Snapshot] | None:
-        """What each member has contributed; None if one of them does not answer."""
-        ports, me, number = self.worker.ports, self.worker.index, self._number
-        asked = {i: ports.contribution(i, number) for i in group if i != me}
-        parts: dict[int, Any] = {me: ports.mailbox.contributed(number)}
-        for i in asked:
-            try:
-                parts[i] = await self.worker.wait(asked[i])
-                self._peers.answered(i)
-            except Unreachable:
-                self._peers.failed(i)
-                return None
-        return dict(sorted(parts.items()))
+    async def _contributions(self, group: list[int]) -> dict[int, Any]:
+        """Contribution of each member; None for a member that does not answer."""
+        me, number = self.worker.index, self._number
+        for i in group:
+            if i != me:
+                self.ask(self.transport.contribution(i, number), peer=i, slot=i)
+        mine = self.transport.mailbox.contributed(number)
+        return {i: mine if i == me else await self.answer(i) for i in group}
 
-    def _mix(self, parts: dict[int, Snapshot]) -> None:
-        worker, first = self.worker, self._rounds * self._most
+    def _mix(self, contributions: dict[int, Any]) -> None:
+        if None in contributions.values():
+            return
+        worker, first = self.worker, self.rounds * self._most
+        mine, given = contributions[worker.index], list(contributions.values())
         vectors = [
-            part.vector
-            for part in parts.values()
-            if part.measure >= first and finite(part.vector)
+            each.vector for each in given if each.measure >= first and finite(each.vector)
         ]
-        if self.fit and parts[worker.index].measure != self._number:
+        is_fresh = mine.measure == self._number
+        if self.is_finite and not is_fresh:
             vectors.append(worker.vector())
         if not vectors:
             return
         mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
-        mine, is_narrow = parts[worker.index], worker.ports.mailbox.wire.is_narrow
-        if is_narrow and self.fit and mine.measure == self._number:
-            mean = mean + (worker.vector() - mine.vector)  # what rounding took of it
-        self.pull(mean, 1.0, self.fit)
-        oldest = min(max(part.measure, first) for part in parts.values())
+        if self.transport.mailbox.wire.is_narrow and self.is_finite and is_fresh:
+            mean = mean + (worker.vector() - mine.vector)  # its quantization error
+        self.pull(mean, 1.0, self.is_finite)
+        oldest = min(max(each.measure, first) for each in given)
         worker.report.staleness = max(0, self._number - oldest)
 
     async def join(self, number: int) -> None:
-        """The mean of all."""
-        worker, ports = self.worker, self.worker.ports
-        everyone = list(range(ports.place.workers))
-        came = await worker.wait(ports.round(("join", number), None, everyone))
-        self._rounds, self._k = number + 1, 0
+        """Takes the mean of all workers."""
+        worker, transport = self.worker, self.transport
+        everyone = list(range(transport.position.workers))
+        came = await worker.wait(transport.round(("join", number), None, everyone))
+        self.rounds, self.k = number + 1, 0
         if worker.index not in came:
-            raise Behind(f"worker {worker.index} came too late for the mean of all")
+            raise StaleWorkerError(
+                f"worker {worker.index} came too late for the mean of all workers"
+            )
         vector = worker.vector()
-        if self._error is None and ports.mailbox.wire.is_narrow:
+        if self._error is None and transport.mailbox.wire.is_narrow:
             self._error = np.zeros_like(vector)
-        mean = ports.total(("mean", number), vector, self.fit, list(came), self._error)
+        total = all_reduce(
+            transport, ("mean", number), vector, self.is_finite, list(came), self._error
+        )
         try:
-            sums, count, _ = await worker.wait(ports.start(mean))
-        except Unreachable:
+            sums, count, _ = await worker.wait(transport.start(total))
+        except UnreachableError:
             return
         if count:
-            self.pull(sums / np.float32(count), 1.0, self.fit)
-        self._show()
-
-    def state(self) -> Any:
-        """What passes to a worker that starts again."""
-        return {"rounds": self._rounds, "k": self._k}
+            self.pull(sums / np.float32(count), 1.0, self.is_finite)
+        self._publish()
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's."""
-        self._rounds, self._k, self._error = int(state["rounds"]), int(state["k"]), None
-        self.worker.measure = self._number
+        """Continues from another worker's barriers and steps."""
+        super().take_over(state)
+        self._error, self.worker.measure = None, self._number
