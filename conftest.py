@@ -22,10 +22,11 @@ os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 jax.config.update("jax_enable_compilation_cache", False)
 
-from lsgd_jax._src.devices import emulate_devices  # noqa: E402
+from lsgd_jax._src.devices import emulate_devices, tune_cpu  # noqa: E402
 
 
 emulate_devices(8)
+tune_cpu()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.devices()  # made here and now: a command that is tested must not ask for others
 

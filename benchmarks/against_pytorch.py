@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
     options = parser.parse_args()
     lj.emulate_devices(WORKERS)
+    lj.tune_cpu()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models:

@@ -109,6 +109,7 @@ def main(arguments: list[str]) -> int:
     variants = dict(given) or VARIANTS
     configs = [cli.parse([*TEXT, *shlex.split(options)]) for options in variants.values()]
     lj.emulate_devices(max(config.workers.devices for config in configs))
+    lj.tune_cpu()
     shapes = jax.tree.leaves(parameters(configs[0]))
     print(f"{sum(math.prod(x.shape) for x in shapes):,} parameters, {len(shapes)} leaves\n")
     rows = [row(name, options) for name, options in variants.items()]

@@ -47,6 +47,7 @@ def in_jax(side, inputs, outputs, size, padding):
     from train.task import convolution
 
     lj.emulate_devices(1)
+    lj.tune_cpu()
     x = jnp.ones((BATCH, side, side, inputs))
     kernel = jnp.ones((size, size, inputs, outputs))
 

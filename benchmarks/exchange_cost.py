@@ -125,6 +125,7 @@ def measure(options):
 
     if options.process_id is None:
         lj.emulate_devices(count)
+        lj.tune_cpu()
     main = jax.process_index() == 0
     nodes = 2 if options.process_id is None else 1
     workers = lj.Workers(nodes, count // nodes)
@@ -179,6 +180,7 @@ def measure_compilation(options):
     import lsgd_jax as lj
 
     lj.emulate_devices(2)
+    lj.tune_cpu()
     import jax.numpy as jnp
     import optax
 

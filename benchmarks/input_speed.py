@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker")
     options = parser.parse_args()
     lj.emulate_devices(8)
+    lj.tune_cpu()
     real = Arm(transforms.cifar10(), batch_size=options.batch_size)
     constant = ConstantBatch(options.batch_size)
     print("a step with a constant batch, with real batches:")

@@ -156,6 +156,7 @@ def main() -> None:
     data = cifar10.load(options.data, accept_other_files=True)
     sets = small(data.train), small(data.test)
     lj.emulate_devices(2)
+    lj.tune_cpu()
     columns = {
         "early": f"center, {options.steps // 4} steps",
         "center": f"center, {options.steps} steps",

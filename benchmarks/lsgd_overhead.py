@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker")
     options = parser.parse_args()
     lj.emulate_devices(8)
+    lj.tune_cpu()
     lsgd, without = (
         Arm(
             transforms.cifar10(),

@@ -93,6 +93,7 @@ def main():
     import lsgd_jax as lj
 
     lj.emulate_devices(max(options.devices))
+    lj.tune_cpu()
     print("| network | devices | vmapped, images/s | unrolled | ratio | compile, s |")
     print("|---|---|---|---|---|---|", flush=True)
     found = []

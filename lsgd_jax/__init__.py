@@ -8,10 +8,9 @@ from lsgd_jax._src.aggregate import aggregate as aggregate
 from lsgd_jax._src.consensus import center as center
 from lsgd_jax._src.consensus import consensus as consensus
 from lsgd_jax._src.consensus import consensus_distance as consensus_distance
-from lsgd_jax._src.consensus import healthy as healthy
-from lsgd_jax._src.devices import choose_kernels as _choose_kernels
+from lsgd_jax._src.consensus import is_finite as is_finite
 from lsgd_jax._src.devices import emulate_devices as emulate_devices
-from lsgd_jax._src.devices import reserve_threads as _reserve_threads
+from lsgd_jax._src.devices import tune_cpu as tune_cpu
 from lsgd_jax._src.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax._src.diagnostics import diagnostics as diagnostics
 from lsgd_jax._src.diagnostics import waiting as waiting
@@ -72,6 +71,3 @@ from lsgd_jax._src.workers import Workers as Workers
 
 
 __version__ = "0.2.0"
-
-_reserve_threads()
-_choose_kernels()

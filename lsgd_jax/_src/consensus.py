@@ -19,8 +19,8 @@ def _has_mean(x: Array) -> bool:
 
 
 @jax.jit
-def healthy(params: Tree) -> Array:
-    """Which workers have finite parameters only. Works outside of `Workers.map`.
+def is_finite(params: Tree) -> Array:
+    """Returns which workers have finite parameters. Works outside of `Workers.map`.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -30,17 +30,17 @@ def healthy(params: Tree) -> Array:
 
     >>> import lsgd_jax as lj
     >>> import jax.numpy as jnp
-    >>> lj.healthy(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    >>> lj.is_finite(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     [True, True, False]
     """
-    return _healthy(params)
+    return _is_finite(params)
 
 
-def _healthy(params: Tree) -> Array:
+def _is_finite(params: Tree) -> Array:
     leaves = jax.tree.leaves(params)
     floats = filter(_has_mean, leaves)
-    finite = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
-    return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *finite]).all(axis=0)
+    rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
+    return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *rows]).all(axis=0)
 
 
 def _own_axes(x: Array) -> tuple[int, ...]:
@@ -53,14 +53,14 @@ def _rows(where: Array, x: Array) -> Array:
     return where.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _means(leaves: Sequence[Array], healthy: Array, packed: bool) -> list[Array]:
-    """Of each leaf [W, ...] of floats its mean over the healthy workers."""
-    masked = [jnp.where(_rows(healthy, x), widened(x), 0) for x in leaves]
+def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
+    """Of each leaf [W, ...] of floats its mean over the finite workers."""
+    masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
     if not packed:
-        return [x.sum(axis=0) / healthy.sum() for x in masked]
+        return [x.sum(axis=0) / finite.sum() for x in masked]
     rows = [x.reshape(x.shape[0], -1) for x in masked]
     dtype = jnp.result_type(*rows, jnp.float32)
-    together = jnp.concatenate([*rows, healthy[:, None]], axis=1, dtype=dtype).sum(axis=0)
+    together = jnp.concatenate([*rows, finite[:, None]], axis=1, dtype=dtype).sum(axis=0)
     ends = list(itertools.accumulate(row.shape[1] for row in rows))
     parts = jnp.split(together[:-1] / together[-1], ends[:-1])
     return [m.reshape(x.shape[1:]).astype(x.dtype) for m, x in zip(parts, masked)]
@@ -101,10 +101,10 @@ def consensus(params: Tree) -> Tree:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus(params: Tree, packed: bool) -> Tree:
-    healthy = _healthy(params)
-    first = jnp.argmax(healthy)
+    finite = _is_finite(params)
+    first = jnp.argmax(finite)
     leaves, treedef = jax.tree.flatten(params)
-    means = iter(_means(list(filter(_has_mean, leaves)), healthy, packed))
+    means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
     return treedef.unflatten(
         next(means).astype(x.dtype) if _has_mean(x) else x[first] for x in leaves
     )
@@ -131,17 +131,17 @@ def consensus_distance(params: Tree) -> Array:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus_distance(params: Tree, packed: bool) -> Array:
-    healthy = _healthy(params)
+    finite = _is_finite(params)
     floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
-    means = _means(floats, healthy, packed)
+    means = _means(floats, finite, packed)
 
     def squares(x: Array, c: Array) -> Array:
-        gap = jnp.where(_rows(healthy, x), widened(x) - c[None], 0)
+        gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
         return jnp.square(gap).sum(axis=_own_axes(x))
 
     gaps = jnp.sqrt(sum(map(squares, floats, means)))
     norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))
-    total, count = jnp.stack([gaps, healthy.astype(gaps.dtype)]).sum(axis=1)
+    total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
     distance = total / count / norm
     return jnp.where(total == 0, 0, distance).astype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""One CPU emulated as several devices, for trying out and for tests."""
+"""Settings of XLA for CPUs: emulated devices, their threads, fast kernels."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import jax
 from lsgd_jax._src.checks import check_positive_int
 
 
-# What XLA leaves to a library of kernels for CPUs: nothing but products of matrices.
+# XLA uses its library of CPU kernels for matrix products only.
 KERNELS = "--xla_cpu_experimental_ynn_fusion_type"
 PRODUCTS = "LIBRARY_FUSION_TYPE_DOT"
 
@@ -16,8 +16,8 @@ PRODUCTS = "LIBRARY_FUSION_TYPE_DOT"
 def emulate_devices(count: int) -> None:
     """Emulates this machine's CPU as several devices; call it before jax uses a device.
 
-    The same as ``jax.config.update("jax_num_cpu_devices", count)``, and XLA gets
-    enough threads for them (see `reserve_threads`).
+    The same as ``jax.config.update("jax_num_cpu_devices", count)``, with enough XLA threads
+    for all devices (the environment variable PJRT_NPROC, unless it is set).
 
     Args:
       count: how many devices; GPUs and TPUs are not affected.
@@ -35,13 +35,32 @@ def emulate_devices(count: int) -> None:
     reserve_threads()
 
 
-def reserve_threads() -> None:
-    """Asks XLA for enough threads for the CPU devices that are to be emulated.
+def tune_cpu() -> None:
+    """Sets the environment variables that make XLA fast and safe on CPUs.
 
-    XLA takes one thread per emulated device. One that waits in a collective keeps its
-    thread, and those that the others still need for their convolutions can run out: the
-    process then ends after 40 s. Sets the environment variable PJRT_NPROC, unless it is
-    set; without effect once jax has its devices. Importing `lsgd_jax` calls this, too.
+    Call it before jax uses a device; afterwards, and on GPUs, it has no effect. It reserves
+    threads for emulated devices, as `emulate_devices` does. It also adds a flag to
+    XLA_FLAGS, unless that names the same flag: XLA then compiles convolutions itself. The
+    kernel library that XLA uses by default takes up to 1.5 times as long to train a network
+    of large convolutions. Versions of jax from 0.13 on may not know the flag, and XLA
+    aborts on unknown flags, so they run without it.
+
+    >>> import lsgd_jax as lj
+    >>> lj.tune_cpu()
+    """
+    reserve_threads()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__ < (0, 13) and KERNELS not in flags:
+        os.environ["XLA_FLAGS"] = f"{KERNELS}={PRODUCTS} {flags}".strip()
+
+
+def reserve_threads() -> None:
+    """Reserves enough XLA threads for the CPU devices that are emulated.
+
+    XLA has one thread per emulated device. A device that waits in a collective keeps its
+    thread. The convolutions of the other devices can then run out of threads, and the
+    process ends after 40 s. Sets the environment variable PJRT_NPROC, unless it is set;
+    has no effect once jax has its devices.
     """
     flag = r"xla_force_host_platform_device_count=(\d+)"
     asked = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
@@ -49,17 +68,3 @@ def reserve_threads() -> None:
     if count > 1:
         # Each device may wait in one collective of the step and in one of a diagnosis.
         os.environ.setdefault("PJRT_NPROC", str(2 * count + (os.cpu_count() or 1)))
-
-
-def choose_kernels() -> None:
-    """Has XLA compile convolutions for CPUs by its own means.
-
-    The library of kernels that it leaves them to by default takes up to 1.5 times as long
-    to train a network of large ones. Adds to the environment variable XLA_FLAGS, unless
-    these kernels are named there; without effect on GPUs, once jax has its devices, and for
-    versions of jax from 0.13 on, which may not know the flag. Importing `lsgd_jax` calls
-    this, too.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.__version_info__ < (0, 13) and KERNELS not in flags:
-        os.environ["XLA_FLAGS"] = f"{KERNELS}={PRODUCTS} {flags}".strip()

@@ -1,6 +1,8 @@
 """A function written for one worker as a jitted one over the grid of workers."""
 
 import functools
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,23 +53,22 @@ class Grid(NamedTuple):
         return Spec(*sharding.spec[0 if shared else 1 :])
 
 
-def compiled(fn: Callable, grid: Grid, donate: tuple[int, ...]) -> Callable:
+def compiled(
+    fn: Callable, grid: Grid, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()
+) -> Callable:
     """The jitted function over all workers; see `Workers.map`."""
 
-    def as_arrays(*args):
-        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
-        return jax.tree.map(to_array, fn(*args))
-
-    def over_workers(shardings, *args):
+    def over_workers(shardings, *args, **named):
+        call, args = _without(static, fn, args, named)
         grid.check(args)
         leaves, structure = jax.tree.flatten(args)
         one = map_flagged(lambda x, shared: of_one(x, 0 if shared else 1), args)
         flags = shared_flags(args)
         found = layouts.of_arguments(one, map(grid.spec_of, shardings, flags))
-        flat = lambda *leaves: jax.tree.leaves(as_arrays(*structure.unflatten(leaves)))
+        flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
         with layouts.known(found):
             sizes = dict(zip(WORKER_AXES, (grid.nodes, grid.locals)))
-            outputs = uniform.trace(as_arrays, one, sizes, grid.inside)
+            outputs = uniform.trace(call, one, sizes, grid.inside)
             specs = found.of_leaves(outputs)
             spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
             return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
@@ -75,9 +76,30 @@ def compiled(fn: Callable, grid: Grid, donate: tuple[int, ...]) -> Callable:
     @functools.lru_cache
     def jitted(shardings: tuple) -> Callable:
         bound = functools.wraps(fn)(functools.partial(over_workers, shardings))
-        return jax.jit(bound, donate_argnums=donate)
+        return jax.jit(bound, donate_argnums=donate, static_argnames=static)
 
-    return _PerSharding(fn, jitted) if grid.inside else jitted(())
+    return _PerSharding(fn, jitted, static) if grid.inside else jitted(())
+
+
+def _without(
+    static: tuple[str, ...], fn: Callable, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Callable, tuple]:
+    """fn with its static arguments filled in, and all other arguments by position."""
+    names = list(inspect.signature(fn).parameters)[: len(args)] if static else []
+    fixed = {i: args[i] for i, name in enumerate(names) if name in static}
+    fixed_by_name = {name: x for name, x in named.items() if name in static}
+    by_name = sorted(named.keys() - fixed_by_name)
+
+    def call(*given: Any) -> Tree:
+        first = len(given) - len(by_name)
+        rest = iter(given[:first])
+        placed = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
+        outputs = fn(*placed, **dict(zip(by_name, given[first:])), **fixed_by_name)
+        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return jax.tree.map(to_array, outputs)
+
+    arrays = [x for i, x in enumerate(args) if i not in fixed]
+    return call, (*arrays, *(named[name] for name in by_name))
 
 
 class _PerSharding:
@@ -86,19 +108,22 @@ class _PerSharding:
     jit does not tell a function how its arguments lie on automatic axes.
     """
 
-    def __init__(self, fn: Callable, jitted: Callable[[tuple], Any]):
+    def __init__(
+        self, fn: Callable, jitted: Callable[[tuple], Any], static: tuple[str, ...]
+    ):
         functools.update_wrapper(self, fn)
-        self._jitted = jitted
+        self._fn, self._jitted, self._static = fn, jitted, static
 
-    def __call__(self, *args: Any) -> Any:
-        return self._of(args)(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._of(args, named)(*args, **named)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """As `jax.jit(...).lower`."""
-        return self._of(args).lower(*args)
+        return self._of(args, named).lower(*args, **named)
 
-    def _of(self, args: Tree) -> Any:
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+    def _of(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        _, arrays = _without(self._static, self._fn, args, named)
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arrays)]
         return self._jitted(tuple(shardings))
 
 
@@ -130,7 +155,7 @@ def _spmd(
     def stack(x, shared, spec):
         # A wrapper's `where` may have made rows of what is equal on all workers: one
         # of them is all. XLA drops the copies of what had none.
-        rows = x.reshape((-1,) + x.shape[len(shapes) :])
+        rows = x.reshape((math.prod(shapes),) + x.shape[len(shapes) :])
         stacked = rows[0] if shared else rows
         if spec is None:
             return stacked

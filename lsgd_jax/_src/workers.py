@@ -224,7 +224,12 @@ class Workers:
 
     # Running per-worker functions
 
-    def map(self, fn: Callable, donate: int | Iterable[int] = ()) -> Callable:
+    def map(
+        self,
+        fn: Callable,
+        donate: int | Iterable[int] = (),
+        static: str | Iterable[str] = (),
+    ) -> Callable:
         """Turns a function written for one worker into a jitted one over all workers.
 
         Args:
@@ -232,11 +237,13 @@ class Workers:
             'local' are bound inside, so that `lsgd_jax` transformations and collectives
             work. A `Shared` argument arrives as `Shared`.
           donate: the positions of arguments whose buffers may be reused.
+          static: the names of arguments that are no arrays but hashable Python values,
+            equal in all processes, such as ``"train"``; fn is compiled for each value.
 
         Returns:
-          A `jax.jit` function of the same signature (positional arguments): every array
-          has a leading axis of W, in and out, except those in a `Shared`. Python scalars
-          that fn returns become arrays. `fn` is traced twice per compilation: once for
+          A `jax.jit` function of the same signature: every array has a leading axis of W,
+          in and out, except those in a `Shared`. Python scalars that fn returns become
+          arrays. `fn` is traced twice per compilation: once for
           one worker, to see what it returns and that it cannot hang.
 
         Raises:
@@ -253,21 +260,27 @@ class Workers:
         [0.0, 1.0, 4.0]
         """
 
-        mapped = self._compile(fn, donate)
+        mapped = self._compile(fn, donate, static)
         if not self.debug:
             return mapped
 
         @functools.wraps(mapped)
-        def checked(*args):
-            outputs = mapped(*args)
+        def checked(*args, **named):
+            outputs = mapped(*args, **named)
             check_not_misplaced(outputs, self.fetch)
             return outputs
 
         return checked
 
-    def _compile(self, fn: Callable, donate: int | Iterable[int] = ()) -> Callable:
+    def _compile(
+        self,
+        fn: Callable,
+        donate: int | Iterable[int] = (),
+        static: str | Iterable[str] = (),
+    ) -> Callable:
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
-        return compiled(fn, self._grid, donate)
+        static = (static,) if isinstance(static, str) else tuple(static)
+        return compiled(fn, self._grid, donate, static)
 
     def _copies(self, x: Any) -> np.ndarray:
         return np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))

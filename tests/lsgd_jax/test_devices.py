@@ -8,7 +8,6 @@ import jax
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax._src.devices import choose_kernels
 
 
 @pytest.mark.parametrize(
@@ -17,22 +16,23 @@ from lsgd_jax._src.devices import choose_kernels
         ("import jax, lsgd_jax as lj; lj.emulate_devices(6)", {}, 6),
         pytest.param(
             *(
-                "import jax; jax.config.update('jax_num_cpu_devices', 6); import lsgd_jax",
+                "import jax; jax.config.update('jax_num_cpu_devices', 6); "
+                "import lsgd_jax as lj; lj.tune_cpu()",
                 {},
             ),
             6,
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("import jax, lsgd_jax", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
+            *("import jax, lsgd_jax as lj; lj.tune_cpu()", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
             marks=pytest.mark.slow,
         ),
         (
-            "import jax, lsgd_jax",
+            "import jax, lsgd_jax as lj; lj.tune_cpu()",
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"},
             6,
         ),
-        ("import jax, lsgd_jax", {}, 1),
+        ("import jax, lsgd_jax as lj; lj.tune_cpu()", {}, 1),
     ],
 )
 @pytest.mark.slow
@@ -53,6 +53,18 @@ def test_threads_for_every_way_to_ask_for_devices(code, settings, expected):
     assert threads > 2 * devices if devices > 1 else threads == 0
 
 
+def test_the_import_changes_no_environment_variable():
+    code = "import os; before = dict(os.environ); import lsgd_jax; "
+    names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run(
+        [sys.executable, "-c", code + "assert dict(os.environ) == before"],
+        check=True,
+        timeout=60,
+        env=clean | {"JAX_NUM_CPU_DEVICES": "4"},
+    )
+
+
 def test_too_late_is_an_error():
     lj.Workers(1, 2)
     with pytest.raises(RuntimeError):
@@ -63,9 +75,9 @@ def test_too_late_is_an_error():
 def test_kernels_are_chosen_unless_the_user_has_chosen(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
     for _ in range(2):
-        choose_kernels()
+        lj.tune_cpu()
     chosen = "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
     assert os.environ["XLA_FLAGS"].split() == [chosen, "--xla_mine=1"]
     monkeypatch.setenv("XLA_FLAGS", mine := "--xla_cpu_experimental_ynn_fusion_type=")
-    choose_kernels()
+    lj.tune_cpu()
     assert os.environ["XLA_FLAGS"] == mine

@@ -316,3 +316,53 @@ def test_debug_finds_a_chain_in_the_wrong_order():
     train(optax.chain(optax.sgd(0.1), lj.local_sgd(2)))
     with pytest.raises(ValueError, match="an exchange must stand last in its chain"):
         train(optax.chain(lj.local_sgd(2), optax.sgd(0.1)))
+
+
+@pytest.mark.parametrize("inside", [None, {"fsdp": 2}])
+def test_map_takes_keyword_and_static_arguments(inside):
+    workers = lj.Workers(2, 2, inside=inside)
+    traced = []
+
+    def fn(x, train, *, scale, name="double"):
+        traced.append(train)
+        return (x * scale if train else x) * {"double": 2, "triple": 3}[name]
+
+    mapped = workers.map(fn, static=("train", "name"))
+    x, scale = workers.put((np.arange(4.0), np.full(4, 10.0)))
+    for train, options, factor in [
+        (True, {}, 20),
+        (False, {}, 2),
+        (True, {"name": "triple"}, 30),
+    ]:
+        got = mapped(x, train, scale=scale, **options)
+        np.testing.assert_array_equal(got, factor * np.arange(4.0))
+    compiled = len(traced)
+    np.testing.assert_array_equal(mapped(x, train=True, scale=scale), 20 * np.arange(4.0))
+    np.testing.assert_array_equal(mapped(x, True, scale=scale), 20 * np.arange(4.0))
+    assert set(traced[compiled:]) <= {True}
+    with pytest.raises(ValueError, match="leading axis of 4"):
+        mapped(x, True, scale=np.float32(1))
+
+
+def test_steps_in_one_scan_are_bit_equal_to_steps_one_by_one():
+    workers = lj.Workers(2, 4)
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), lj.lsgd(0.3, 0.2, 2, 4))
+
+    def step(params, state, target):
+        loss, grads = jax.value_and_grad(lambda p: ((p - target) ** 2).sum())(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    def steps(params, state, targets):
+        body = lambda carry, target: (step(*carry, target), None)
+        return jax.lax.scan(body, (params, state), targets)[0]
+
+    rng = np.random.default_rng(0)
+    params = workers.put(rng.normal(size=(8, 5)).astype(np.float32))
+    targets = workers.put(rng.normal(size=(8, 6, 5)).astype(np.float32))
+    state = workers.map(tx.init)(params)
+    together = workers.map(steps)(params, state, targets)
+    one, apart = workers.map(step), (params, state)
+    for t in range(6):
+        apart = one(*apart, targets[:, t])
+    jax.tree.map(np.testing.assert_array_equal, *map(workers.fetch, (together, apart)))

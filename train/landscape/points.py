@@ -88,7 +88,7 @@ class Points:
         self._run, self._params = run, run.state.params
         self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
         scores = scores_of(self.pulls, run.recent)
-        finite = workers.fetch(lj.healthy(self._params))
+        finite = workers.fetch(lj.is_finite(self._params))
         leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
         self.worker = self._chosen(worker, scores, finite, leading)

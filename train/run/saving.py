@@ -34,7 +34,7 @@ def notes(run: Run) -> dict[str, Any]:
     """What a run goes on from besides its training state."""
     losses = run.buffer.unreported_losses(run.step)
     recent = run.buffer.recent
-    finite = run.experiment.workers.fetch(lj.healthy(run.state.params))
+    finite = run.experiment.workers.fetch(lj.is_finite(run.state.params))
     return {
         "seconds": run.stopwatch.seconds,
         "recent_losses": _known(recent.average.tolist()),
