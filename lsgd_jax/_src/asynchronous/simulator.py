@@ -109,6 +109,7 @@ class Simulation:
         tasks = self._tasks.setdefault(i, set())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     # Rounds
