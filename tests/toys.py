@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lsgd_jax._src.asynchronous.network import Network
+from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax.asynchronous import simulator
 
 
 BASE = optax.sgd(0.05, momentum=0.5)
@@ -71,3 +74,15 @@ def stacked(workers):
 def positions(workers):
     """Where each worker is along one of the parameters; it starts at 0, see `resting`."""
     return [worker.vector()[-1].item() for worker in workers]
+
+
+def simulate(training, method, nodes, locals, steps, seconds=(), latency=1e-4, **options):
+    """The workers after a simulated run on a network whose messages take `latency`.
+
+    seconds: of each worker's steps; 1 if not given.
+    """
+    speeds = Speeds(1.0, slow=dict(enumerate(seconds)))
+    network = Network(1e12, latency, inside_bandwidth=1e12, inside_latency=latency)
+    return simulator.run(
+        training, method, nodes, locals, steps, network, speeds, **options
+    ).workers
