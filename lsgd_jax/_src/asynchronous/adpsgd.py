@@ -57,7 +57,6 @@ class ADPSGD:
 
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
         """Returns the method in one worker."""
-        del steps
         return ADPSGDWorker(self, worker)
 
 
@@ -85,7 +84,8 @@ class ADPSGDWorker(FreeRunningWorker):
             return
         # The quantization error stays here, so that the sum of the two does not change.
         sent = self.transport.mailbox.rounded(self.worker.vector())
-        self.ask(self.transport.exchange(peer, sent), peer, sent=sent)
+        answer = self.transport.exchange(peer, sent)
+        self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
     async def after_step(self) -> None:
         """Moves by the answer that has arrived and by what active workers have left."""

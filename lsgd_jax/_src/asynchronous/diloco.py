@@ -104,7 +104,6 @@ class DiLoCo:
 
     def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
         """Returns the method in one worker."""
-        del steps
         return DiLoCoWorker(self, worker)
 
 
@@ -179,7 +178,7 @@ class DiLoCoWorker(FreeRunningWorker):
         turns |= {i: turn for i, turn in known.items() if i not in turns}
         holder = max(turns, key=turns.__getitem__)
         turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
-        self.ask(self.transport.start(turn), sent=sent)
+        self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
         self._sent = worker.count
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
@@ -243,42 +242,31 @@ class DiLoCoWorker(FreeRunningWorker):
         """Returns the outer state after the pseudo-gradients of a turn."""
         transport, me, method = self.transport, self.worker.index, self._method
         outer = await self._latest(holders)
-        arrived = [(came[me], gradient)] if came[me] > 0 else []
-        asked = {
+        requests = {
             i: transport.fetch(i, ("brought", number))
             for i, weight in came.items()
             if weight > 0 and i != me
         }
-        for i, request in asked.items():
-            try:
-                arrived.append((came[i], await fetched(request)))
-            except (UnreachableError, StaleWorkerError):
-                continue  # the worker has failed or has given up waiting
-        if not arrived:
+        arrived = {me: gradient} | {i: await _or_none(r) for i, r in requests.items()}
+        given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
+        if not given:
             return outer
-        total = sum(weight * vector for weight, vector in arrived)
+        total = sum(came[i] * g for i, g in given.items())
         if method.together:
-            total = total / sum(weight for weight, _ in arrived)
+            total = total / sum(came[i] for i in given)
         return np.asarray(
             delayed_nesterov(
-                outer,
-                np.asarray(total, np.float32),
-                np.int32(number),
-                np.float32(method.learning_rate),
-                np.float32(method.momentum),
-                every=self._every,
+                outer, total, number, method.learning_rate, method.momentum, self._every
             )
         )
 
     async def _latest(self, holders: dict[int, int]) -> np.ndarray:
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
-            if number <= self.turn:
-                break
-            try:
-                return await fetched(self.transport.fetch(holder, ("anchor", number)))
-            except (UnreachableError, StaleWorkerError):
-                continue
+            if number > self.turn:
+                request = self.transport.fetch(holder, ("anchor", number))
+                if (outer := await _or_none(request)) is not None:
+                    return outer
         return self.outer
 
     def take_over(self, state: Any) -> None:
@@ -286,6 +274,14 @@ class DiLoCoWorker(FreeRunningWorker):
         super().take_over(state)
         self._set(self.turn, self.outer)
         self._sent, self._error = self.begun, np.float32(0)
+
+
+async def _or_none(request: Any) -> np.ndarray | None:
+    """The vector of a fetch; None if the peer has failed or has given up waiting."""
+    try:
+        return await fetched(request)
+    except (UnreachableError, StaleWorkerError):
+        return None
 
 
 @functools.partial(jax.jit, static_argnames="every")

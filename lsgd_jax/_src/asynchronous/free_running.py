@@ -48,24 +48,24 @@ class InFlight(NamedTuple):
 
     Attributes:
       answer: the future answer.
-      peer: the worker that was asked; None for a request to several.
       since: own steps taken when the request left.
+      peer: the worker that was asked; None for a request to several.
       sent: own parameters that the request carried, or None.
       quantization_error: y - Q(y) of the worker when the request left.
     """
 
     answer: asyncio.Future[Any]
-    peer: int | None
     since: int
-    sent: np.ndarray | None
-    quantization_error: Any
+    peer: int | None = None
+    sent: Any = None
+    quantization_error: Any = 0
 
 
 class FreeRunningWorker:
     """One worker that takes steps until all workers together have taken W · steps.
 
-    A method says whom it asks (`ask`, `ask_snapshot`), how an answer moves the worker
-    (`landed`), and which attributes a restarted worker needs (`kept`).
+    A method puts its requests into `in_flight`, one per slot. It defines how an answer
+    moves the worker (`landed`) and which attributes a restarted worker needs (`kept`).
 
     Args:
       worker: the worker.
@@ -123,19 +123,6 @@ class FreeRunningWorker:
 
     # Requests
 
-    def ask(
-        self,
-        answer: asyncio.Future[Any],
-        peer: int | None = None,
-        slot: int = 0,
-        sent: np.ndarray | None = None,
-        quantization_error: Any = 0,
-    ) -> None:
-        """Notes a request that has just left. A slot holds one request at a time."""
-        self.in_flight[slot] = InFlight(
-            answer, peer, self.worker.count, sent, quantization_error
-        )
-
     def ask_snapshot(self, peer: int, slot: int = 0) -> None:
         """Asks for a peer's latest snapshot.
 
@@ -147,7 +134,9 @@ class FreeRunningWorker:
         if self.transport.mailbox.wire.is_narrow and self.is_finite:
             vector = self.worker.vector()
             error = vector - self.transport.mailbox.rounded(vector)
-        self.ask(self.transport.latest(peer), peer, slot, quantization_error=error)
+        self.in_flight[slot] = InFlight(
+            self.transport.latest(peer), self.worker.count, peer, quantization_error=error
+        )
 
     async def answer(self, slot: int = 0) -> Any:
         """Waits for an answer; returns None if the peer has not answered in time."""

@@ -1,7 +1,8 @@
 """Parameters as one flat float32 vector, as they travel, and back."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -11,12 +12,13 @@ import numpy as np
 from lsgd_jax._src.trees import Tree
 
 
+@dataclasses.dataclass(frozen=True)
 class Flat:
-    """How trees of one structure become vectors; compiled once.
+    """Conversion between vectors and trees of one structure.
 
     Args:
       treedef: the structure.
-      shapes: of each leaf its shape and dtype.
+      leaves: shape and dtype of each leaf.
 
     >>> import jax.numpy as jnp
     >>> tree = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.ones([1, 2])}
@@ -27,35 +29,40 @@ class Flat:
     dtype(bfloat16)
     """
 
-    def __init__(self, treedef: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...]):
-        sizes = [int(np.prod(shape)) for shape, _ in shapes]
-        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=int)])
-        self.size = int(bounds[-1])
+    treedef: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
 
-        def join(tree: Tree) -> Any:
-            flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-            return jnp.concatenate(flat) if flat else jnp.zeros([0])
-
-        def cut(vector: Any, narrow: bool = False) -> Tree:
-            parts = [
-                vector[a:b].reshape(shape).astype(dtype if narrow else jnp.float32)
-                for a, b, (shape, dtype) in zip(bounds, bounds[1:], shapes)
-            ]
-            return jax.tree.unflatten(treedef, parts)
-
-        self._join: Callable[[Tree], Any] = jax.jit(join)
-        self.tree: Callable[[Any], Tree] = jax.jit(lambda vector: cut(vector, narrow=True))
-        self.wide: Callable[[Any], Tree] = cut
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(math.prod(shape) for shape, _ in self.leaves)
 
     def vector(self, tree: Tree) -> np.ndarray:
-        """The tree as float32 [size], in the host's memory."""
-        return np.asarray(self._join(tree))
+        """Returns the tree as float32 [size], in the host's memory."""
+        return np.asarray(_joined(tree))
+
+    def wide(self, vector: Any) -> Tree:
+        """Returns the tree with float32 leaves."""
+        ends = np.cumsum([math.prod(shape) for shape, _ in self.leaves], dtype=int)
+        slices = jnp.split(vector, ends[:-1])
+        wide = [x.reshape(shape) for x, (shape, _) in zip(slices, self.leaves)]
+        return jax.tree.unflatten(self.treedef, wide)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def tree(self, vector: Any) -> Tree:
+        """Returns the tree with leaves of their own dtypes."""
+        wide = jax.tree.leaves(self.wide(vector))
+        narrow = [x.astype(dtype) for x, (_, dtype) in zip(wide, self.leaves)]
+        return jax.tree.unflatten(self.treedef, narrow)
 
 
 def flat_of(tree: Tree) -> Flat:
-    """How trees like this one become vectors: the same one for all of them."""
+    """Returns the conversion for trees like this one."""
     leaves, treedef = jax.tree.flatten(tree)
-    return _flat(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+    return Flat(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
 
 
-_flat = functools.lru_cache(maxsize=256)(Flat)
+@jax.jit
+def _joined(tree: Tree) -> Any:
+    flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(flat) if flat else jnp.zeros([0])

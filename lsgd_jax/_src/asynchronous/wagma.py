@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lsgd_jax._src.asynchronous.errors import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker
+from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
@@ -68,7 +68,6 @@ class WAGMA:
 
     def bind(self, worker: Worker, steps: int) -> "WAGMAWorker":
         """Returns the method in one worker."""
-        del steps
         return WAGMAWorker(self, worker)
 
 
@@ -122,7 +121,8 @@ class WAGMAWorker(FreeRunningWorker):
         me, number = self.worker.index, self._number
         for i in group:
             if i != me:
-                self.ask(self.transport.contribution(i, number), peer=i, slot=i)
+                answer = self.transport.contribution(i, number)
+                self.in_flight[i] = InFlight(answer, self.worker.count, i)
         mine = self.transport.mailbox.contributed(number)
         return {i: mine if i == me else await self.answer(i) for i in group}
 
