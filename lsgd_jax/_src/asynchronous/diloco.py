@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.asynchronous.collective import fetched
-from lsgd_jax._src.asynchronous.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.mailbox import finite
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -173,9 +173,8 @@ class DiLoCoWorker(FreeRunningWorker):
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
-        known = {i: status.reports[i].rounds for i in status.present} if status else {}
-        turns = {worker.index: self.turn}
-        turns |= {i: turn for i, turn in known.items() if i not in turns}
+        turns = {i: status.reports[i].rounds for i in status.present} if status else {}
+        turns[worker.index] = self.turn
         holder = max(turns, key=turns.__getitem__)
         turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
         self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.asynchronous.coordinator import Claim
-from lsgd_jax._src.asynchronous.errors import UnreachableError
 from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.peers import Peers
+from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Flat
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.trees import Tree, all_finite, finite_part, plus, widened
@@ -213,17 +213,17 @@ def _own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
 def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
     """Returns y + λ (z - y), or z itself if y is not finite or λ is 1."""
     whole = ~jnp.asarray(is_finite) | (weight == 1)
-
-    def leaf(y, z):
-        if not jnp.issubdtype(y.dtype, jnp.inexact):
-            return y
-        near = widened(y)
-        # Exactly z, so that all workers that take the same z are bit-identical.
-        return jnp.where(whole, z, near + weight * (z - near)).astype(y.dtype)
-
-    return jax.tree.map(leaf, y, flat.wide(z))
+    # Exactly z, so that all workers that take the same z are bit-identical.
+    leaf = lambda y, z: jnp.where(whole, z, widened(y) + weight * (z - widened(y)))
+    return _map_floats(leaf, y, flat.wide(z))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
-    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), y, flat.wide(shift))
+    return _map_floats(jnp.add, y, flat.wide(shift))
+
+
+def _map_floats(leaf: Callable[[Any, Any], Any], y: Tree, z: Tree) -> Tree:
+    """Maps two trees in the dtypes of y. Leaves that are not floats stay as they are."""
+    is_float = lambda y: jnp.issubdtype(y.dtype, jnp.inexact)
+    return jax.tree.map(lambda y, z: leaf(y, z).astype(y.dtype) if is_float(y) else y, y, z)

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.mailbox import finite
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.methods.group import check_group_size, hops_of

@@ -2,6 +2,7 @@
 
 import collections
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -81,6 +82,15 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert counts[0] > 11  # it continues from a peer, not from where it had failed
     assert abs(sum(worker.count for worker in workers) - 4 * 30) <= 11
     assert np.isfinite(toys.stacked(workers)).all()
+
+
+@all_methods
+def test_integer_leaves_stay_as_they_are(method):
+    odd = jnp.int32(2**24 + 1)  # no float32
+    task = toys.resting(apart=0.0)
+    init = lambda i: ({**task.init(i)[0], "n": odd}, *task.init(i)[1:])
+    workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, [1, 1.1, 1.2, 1.3])
+    assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
 
 
 def test_an_anchor_that_is_not_finite_is_reported_as_divergence():
