@@ -80,7 +80,7 @@ class WAGMAWorker(FreeRunningWorker):
         workers, wire = worker.transport.position.workers, worker.transport.mailbox.wire
         if wire.is_narrow and not wire.is_stochastic:
             raise ValueError(
-                "`wire` must be 'float32' or round stochastically for WAGMA, because "
+                "`wire` must be 'float32' or round at random for WAGMA, because "
                 "rounding to nearest takes its small steps back, such as "
                 f"'{wire.format}-stochastic'; got wire='{wire.format}'"
             )

@@ -2,6 +2,7 @@
 
 import collections
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,12 +94,25 @@ def test_integer_leaves_stay_as_they_are(method):
     assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
 
 
-def test_an_anchor_that_is_not_finite_is_reported_as_divergence():
-    for delay in (0, 4):
-        method = DiLoCo(4, learning_rate=3e38, momentum=0.9, delay=delay)
-        workers = toys.simulate(toys.training(), method, 1, 2, 40, [1, 1.1])
-        for report in (worker.report for worker in workers):
-            assert np.isnan(report.loss) and report.score == np.inf
+@pytest.mark.parametrize("name", ["lsgd", "pairwise"])
+def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
+    start = {"w": jnp.asarray(toys.PLACES[0]), "b": jnp.ones([4])}
+    task = toys.resting()._replace(init=lambda i: (start, (), jnp.int32(i)))
+    workers = toys.simulate(task, METHODS[name], 1, 4, 12, wire="int8")
+    expected = [workers[0].flat.vector(start)] * 4
+    np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6)
+    assert workers[1].report.bytes_sent + workers[0].report.bytes_sent > 0
+
+
+@pytest.mark.parametrize("delay", [0, 4])
+def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay):
+    """The losses and parameters of the workers themselves stay finite."""
+    up = lambda x, s, i, t: (jax.tree.map(lambda x: x * 0 + 8, x), s, i, 1.0)
+    method = DiLoCo(4, learning_rate=3e38, delay=delay)
+    task = toys.resting(apart=0.0)._replace(step=up)
+    for worker in toys.simulate(task, method, 1, 2, 40, [1, 1.1]):
+        assert worker.loss == 1 and np.isfinite(worker.vector()).all()
+        assert np.isnan(worker.report.loss) and worker.report.score == np.inf
 
 
 @pytest.mark.parametrize(
