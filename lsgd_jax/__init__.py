@@ -5,7 +5,6 @@ from lsgd_jax import checks as checks
 from lsgd_jax import topology as topology
 from lsgd_jax._src.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.aggregate import aggregate as aggregate
-from lsgd_jax._src.collectives import Group as Group
 from lsgd_jax._src.consensus import center as center
 from lsgd_jax._src.consensus import consensus as consensus
 from lsgd_jax._src.consensus import consensus_distance as consensus_distance
@@ -18,9 +17,10 @@ from lsgd_jax._src.diagnostics import diagnostics as diagnostics
 from lsgd_jax._src.diagnostics import waiting as waiting
 from lsgd_jax._src.exchange import Exchange as Exchange
 from lsgd_jax._src.exchange import ExchangeState as ExchangeState
-from lsgd_jax._src.exchange import Pull as Pull
-from lsgd_jax._src.exchange import PullState as PullState
 from lsgd_jax._src.exchange import exchange as exchange
+from lsgd_jax._src.group import Group as Group
+from lsgd_jax._src.kernel import Pull as Pull
+from lsgd_jax._src.kernel import PullState as PullState
 from lsgd_jax._src.layouts import inside_axes as inside_axes
 from lsgd_jax._src.methods.averaging import AnchorState as AnchorState
 from lsgd_jax._src.methods.averaging import anchored as anchored

@@ -9,8 +9,9 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.branch import cond
-from lsgd_jax._src.collectives import Group
+from lsgd_jax._src.branch import cond, the_same_for_all
+from lsgd_jax._src.codec import Line
+from lsgd_jax._src.group import Group
 from lsgd_jax._src.placement import misplaced, sample, sample_after
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.traffic import Traffic
@@ -85,19 +86,21 @@ def aggregate(
 
     def update(updates, state, params=None, **extra_args) -> Any:
         del extra_args
-        group, count = Group(axes), state.count.value
+        count = the_same_for_all(state.count.value)
 
-        def communicate(g, own):
-            group.bytes_sent = 0.0  # this may be traced more than once
-            finite = trees.all_finite(g)
-            total, own = rule(group, g, own, finite)
-            return jax.tree.map(lambda a, g: a.astype(g.dtype), total, g), own, ~finite
+        def communicate(g, own, traffic):
+            finite, line = trees.all_finite(g), Line(Group(axes).channel)
+            total, own = rule(Group(axes, line), g, own, finite)
+            total = jax.tree.map(lambda a, g: a.astype(g.dtype), total, g)
+            return total, own, traffic.sent(line.bytes_sent), ~finite
 
-        def keep(g, own):
-            return g, own, jnp.asarray(False)
+        def keep(g, own, traffic):
+            return g, own, traffic, jnp.asarray(False)
 
         due = True if until is None else count < until
-        g, own, excluded = cond(due, communicate, keep, updates, state.own)
+        g, own, traffic, excluded = cond(
+            due, communicate, keep, updates, state.own, state.traffic
+        )
         last, expected = jnp.int32(0), state.expected
         if params is not None:
             known = jnp.isfinite(expected).all()
@@ -111,7 +114,7 @@ def aggregate(
             misplaced=state.misplaced + last,
             expected=expected,
             own=own,
-            traffic=state.traffic.add(group.bytes_sent, due, 1, 0),
+            traffic=traffic,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from lsgd_jax._src.trees import Tree
 
@@ -44,6 +45,22 @@ def _typed_alike(tree: Tree, like: Tree) -> Tree:
 def _varying(x: Array) -> frozenset[str]:
     """Over which axes x is typed to vary: none unless types are checked (`check_vma`)."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+@custom_vmap
+def the_same_for_all(count: Array) -> Array:
+    """A step count; under `jax.vmap` that of the first row, not one per row.
+
+    All workers count alike, so one row speaks for all. A predicate that is computed from a
+    batched count would make a `select` of a `cond`, which communicates on every step.
+    """
+    return count
+
+
+@the_same_for_all.def_vmap
+def _(size: int, batched: list[bool], count: Array) -> tuple[Array, bool]:
+    del size
+    return (count[0] if batched[0] else count), False
 
 
 def is_due(t: Array, every: int, at: int) -> Any:

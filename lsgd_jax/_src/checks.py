@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 
@@ -58,6 +59,23 @@ def check_period(name: str, value: Any, period: int) -> None:
         valid = False
     if not valid:
         raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")
+
+
+def check_same_tree(name: str, tree: Any, like: Any) -> None:
+    """Raises ValueError unless a tree has the parameters' structure and shapes."""
+    structures = jax.tree.structure(tree), jax.tree.structure(like)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`{name}` must be a tree like the parameters, {structures[1]}, got "
+            f"{structures[0]}"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), y in zip(leaves, jax.tree.leaves(like)):
+        if np.shape(x) != np.shape(y):
+            raise ValueError(
+                f"`{name}` must have the shapes of the parameters, got {np.shape(x)} for "
+                f"{np.shape(y)} at {jax.tree_util.keystr(path) or 'the top'}"
+            )
 
 
 def check_auto_mesh() -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from lsgd_jax._src.axis_names import DEVICE, SLOT
+from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.shared import WORKER_AXES
 
 

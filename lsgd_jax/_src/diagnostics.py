@@ -116,8 +116,8 @@ def _of(node, pull, rule) -> Diagnostics:
 def waiting(opt_state: Tree) -> Array:
     """bool [W]: which workers are not finite and wait for an exchange to restore them."""
     nodes = _nodes(opt_state)
-    sick = [node.sick for node in nodes if isinstance(node, ExchangeState)]
-    return jnp.stack(sick).any(axis=0) if sick else jnp.zeros([], bool)
+    finite = [node.is_finite for node in nodes if isinstance(node, ExchangeState)]
+    return ~jnp.stack(finite).all(axis=0) if finite else jnp.zeros([], bool)
 
 
 def _nodes(opt_state: Tree) -> list:

@@ -1,125 +1,30 @@
-"""exchange: the one transformation that talks to others; every method composes it."""
+"""exchange: the kernel in lock step, as an optax transformation; every method composes it.
 
-import dataclasses
+A due step packs the parameters into a few buffers, and takes the pulls one after the other,
+each under a `cond` on the shared step count.
+"""
+
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax._src import parts, trees
-from lsgd_jax._src.branch import any_of, cond, is_due
-from lsgd_jax._src.checks import (
-    check_fraction,
-    check_option,
-    check_period,
-    check_positive_int,
-)
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.due_step import Due, communicate
-from lsgd_jax._src.movement import settle
-from lsgd_jax._src.narrow import NarrowGroup, WireState
+from lsgd_jax._src import kernel, parts, trees
+from lsgd_jax._src.branch import any_of, cond, is_due, the_same_for_all
+from lsgd_jax._src.checks import check_option, check_same_tree
+from lsgd_jax._src.kernel import Check, Pull, PullState, Target
+from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.placement import misplaced, sample, sample_after
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Shared
-from lsgd_jax._src.traffic import Traffic
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire import Wire, WireFormat
 
 
 NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, params, ...)`"
-
-Check = Literal["due", "every_step"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pull:
-    """One pull of an `exchange`: to what, how hard, how often, which part, how late.
-
-    At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
-    y ← y + λ(t) (z - y).
-
-    Attributes:
-      rule: to what.
-      strength: how hard, λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
-      every: how often, in steps.
-      offset: at which of these steps, 0 ≤ offset < every.
-      delay: how many steps after it was sent the target is applied, 0 ≤ delay < every.
-        Keeps a copy of the part in the state if it is not 0.
-      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
-        `fragment`; None: all.
-      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
-        last three also with '-stochastic' for rounding at random, or a `Wire`. All but
-        'float32' keep what the rule's `keeps` says in the state.
-
-    Raises:
-      ValueError: a strength outside [0, 1], a period below 1, an offset or delay outside
-        of the period, an unknown wire format or one that the rule cannot travel in.
-    """
-
-    rule: Rule
-    strength: optax.ScalarOrSchedule
-    every: int = 1
-    offset: int = 0
-    delay: int = 0
-    part: parts.Part | None = None
-    wire: Wire | WireFormat = "float32"
-
-    def __post_init__(self):
-        if not callable(self.strength):
-            check_fraction("strength", self.strength)
-        check_positive_int("every", self.every)
-        check_period("offset", self.offset, self.every)
-        check_period("delay", self.delay, self.every)
-        if self.is_narrow and self.rule.keeps is None:
-            raise ValueError(
-                "`wire` must be 'float32' for a rule that does not say what it `keeps` "
-                f"(see `Rule`), got wire={self.wire!r}"
-            )
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether it travels in another form than it has."""
-        return Wire.of(self.wire).format != "float32"
-
-    @property
-    def sends_at(self) -> int:
-        """At which step of its period it communicates."""
-        return (self.offset - self.delay) % self.every
-
-    def weight(self, t: Array) -> Any:
-        """λ(t), within [0, 1] so that no pull goes beyond its target."""
-        if callable(self.strength) or isinstance(self.strength, jax.Array):
-            return jnp.clip(trees.value_at(self.strength, t), 0, 1)
-        return self.strength
-
-
-class PullState(NamedTuple):
-    """The state of one pull.
-
-    Attributes:
-      rule: the rule's own state.
-      pending: (target, found) on its way if the pull is delayed, else (); per worker.
-      restored: int32 scalar, how often this worker took the target whole; per worker.
-      traffic: what was sent, when; shared.
-      wire: a `WireState`, or () if all travels in float32.
-    """
-
-    rule: Any
-    pending: tuple
-    restored: Array
-    traffic: Traffic
-    wire: Any = ()
-
-    def resized(self) -> "PullState":
-        """For `resize`: what is in flight was meant for the workers before."""
-        if not self.pending:
-            return self
-        target, found = self.pending
-        return self._replace(pending=(target, jnp.zeros_like(found)))
 
 
 class ExchangeState(NamedTuple):
@@ -127,23 +32,23 @@ class ExchangeState(NamedTuple):
 
     Attributes:
       count: int32 scalar, steps taken; shared.
-      sick: bool scalar, whether this worker was not finite when it was last looked at, and
-        waits to be restored; per worker.
+      is_finite: bool scalar, whether this worker was finite when it was last checked; a
+        worker that was not waits to be restored; per worker.
       misplaced: int32 scalar, at how many steps x was not where the exchange had left it;
         per worker.
       expected: float32 [k], where some elements of x ought to be; per worker.
-      pulls: of each pull its state.
+      pulls: the state of each pull.
     """
 
     count: Shared[Array]
-    sick: Array
+    is_finite: Array
     misplaced: Array
     expected: Array
     pulls: tuple[PullState, ...]
 
 
 class Exchange(optax.GradientTransformationExtraArgs):
-    """An `exchange`, which another one can take in: it remembers its pulls."""
+    """An `exchange` keeps its pulls, so that exchanges compose."""
 
     pulls: tuple[Pull, ...] = ()
 
@@ -181,6 +86,8 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     where y is not finite x stays. A step whose loss is not finite moves only what stays
     finite.
 
+    Leaves of integers and bools and random keys are never exchanged: their updates pass.
+
     Args:
       *given: what to pull to, in this order; an exchange (any method that pulls) stands for
         its pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
@@ -194,10 +101,13 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
       A gradient transformation for one worker, for where the rules' axes are bound. Its
       state, an `ExchangeState`, keeps its shapes, dtypes and shardings from `init` on. The
       updates of parameters narrower than float32 come as float32, so that x + u rounds to
-      the target on all workers.
+      the target on all workers. `update` takes the worker's loss as ``value=`` or
+      ``loss=``.
 
     Raises:
-      ValueError: in `update`, no parameters.
+      ValueError: anything but pulls and exchanges; in `init`, a leaf to exchange that is
+        complex or narrower than 16 bits; in `update`, no parameters, updates that are not
+        like them, or a state that another method has made.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -213,71 +123,62 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     [0.0, -4.0]
     """
     check_option("check", check, get_args(Check))
-    each = (x.pulls if isinstance(x, Exchange) else (x,) for x in given)
-    pulls: tuple[Pull, ...] = tuple(itertools.chain(*each))
+    pulls = tuple(itertools.chain(*map(_pulls_of, given)))
 
     def init(params: Tree) -> Any:
+        _check_dtypes(pulls, params)
+        x = trees.floats(params)
         return ExchangeState(
             count=Shared(jnp.zeros([], jnp.int32)),
-            sick=jnp.asarray(False),
+            is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
-            expected=jnp.full_like(sample(params), jnp.nan),
-            pulls=tuple(_init(pull, params) for pull in pulls),
+            expected=jnp.full_like(sample(x), jnp.nan),
+            pulls=tuple(kernel.init(pull, x) for pull in pulls),
         )
 
-    def update(updates, state, params=None, *, value=None, due=None, **extra_args) -> Any:
+    def update(
+        updates, state, params=None, *, value=None, loss=None, due=None, **extra_args
+    ) -> Any:
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
         if due is not None and not isinstance(due, bool):
             raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
-        x, u = params, trees.widen(updates)
-        t = jnp.asarray(optax.safe_increment(state.count.value))
-        u, pull_states, fits = step_rules(pulls, u, x, state.pulls, value, t)
-        sound, sick = is_sound(value), state.sick
-        if check == "every_step":
-            sick |= ~trees.all_finite(trees.plus(x, u))
-        u = settle(x, u, sound & (check == "due"), sick)
+        check_same_tree("updates", updates, params)
+        try:
+            return step(updates, state, params, _loss(value, loss), due)
+        except Exception as error:
+            expected = jax.tree.structure(jax.eval_shape(init, params))
+            if jax.tree.structure(state) == expected:
+                raise
+            raise ValueError(
+                "`state` must be what the `init` of this exchange returned for these "
+                f"parameters, {expected}, got {jax.tree.structure(state)}"
+            ) from error
 
-        dues = [
-            Due(
-                pull,
-                group_of(pull, t),
-                is_due(t, pull.every, pull.sends_at),
-                is_due(t, pull.every, pull.offset),
-                sound & fit,
-            )
-            for pull, fit in zip(pulls, fits)
-        ]
+    def step(updates, state, params, loss, due) -> Any:
+        x, u = trees.floats(params), trees.widen(trees.floats(updates))
+        t = jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
+        u, states, counts, is_finite = kernel.local(
+            pulls, x, u, loss, state.pulls, state.is_finite, t, check
+        )
 
-        def run_pulls(u, pull_states):
-            u, pull_states, healthy = communicate(dues, x, u, pull_states, ~sick, t)
-            return u, pull_states, ~healthy
+        def run(u, states):
+            return _run_pulls(pulls, x, u, states, counts, is_finite, t)
 
-        def keep(u, pull_states):
-            return u, pull_states, sick
+        def skip(u, states):
+            return u, states, is_finite
 
-        any_due = any_of(*(each.sends for each in dues), *(each.lands for each in dues))
-        runs = any_due if due is None else due
-        u, pull_states, sick = cond(runs, run_pulls, keep, u, pull_states)
-        traffic = [before.traffic for before in state.pulls]
-        if runs is not False:
-            traffic = [
-                before.add(
-                    each.group.bytes_sent, each.sends, each.pull.every, each.pull.sends_at
-                )
-                for each, before in zip(dues, traffic)
-            ]
-        missed = any_due if runs is False else False
-        return u, ExchangeState(
+        any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
+        u, states, is_finite = cond(any_due if due is None else due, run, skip, u, states)
+        missed = any_due if due is False else jnp.asarray(False)
+        wrong = misplaced(state.expected, x) | jnp.asarray(missed, jnp.int32)
+        return trees.refill(u, updates), ExchangeState(
             count=Shared(t),
-            sick=sick,
-            misplaced=state.misplaced + (misplaced(state.expected, x) | missed),
+            is_finite=is_finite,
+            misplaced=state.misplaced + wrong,
             expected=sample_after(x, u),
-            pulls=tuple(
-                PullState(rule, pending, restored, sent, wire)
-                for (rule, pending, restored, wire), sent in zip(pull_states, traffic)
-            ),
+            pulls=states,
         )
 
     transformation = Exchange(init, update)
@@ -285,51 +186,147 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     return transformation
 
 
-def _init(pull: Pull, params: Tree) -> PullState:
-    part = parts.select(pull.part, params)
-    pending = (trees.widen(part), jnp.asarray(False)) if pull.delay else ()
-    keeps, axes = pull.rule.keeps or (), pull.rule.axes
-    return PullState(
-        rule=pull.rule.init(part),
-        pending=pending,
-        restored=jnp.zeros([], jnp.int32),
-        traffic=Traffic.zero(axes, pull.every, pull.sends_at),
-        wire=WireState.zero(keeps, axes, part) if pull.is_narrow else (),
+# A due step
+
+
+class View(NamedTuple):
+    """The packed parameters as one pull sees them: the buffers of its part."""
+
+    packing: Packing
+    owned: list[int]
+    xs: list[Array]
+
+    def of(self, buffers: list[Array]) -> list[Array]:
+        """The buffers that belong to this pull's part."""
+        return [buffers[b] for b in self.owned]
+
+    def tree(self, buffers: list[Array]) -> Tree:
+        """The leaves of its part."""
+        return self.packing.unpack(self.of(buffers), self.owned)
+
+
+def _run_pulls(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    states: Sequence[PullState],
+    counts: Sequence[Array],
+    is_finite: Array,
+    t: Array,
+) -> tuple[Tree, tuple[PullState, ...], Array]:
+    """u, the pulls' states and whether this worker is finite, after all that is due."""
+    packing, owned = _pack_by_part([pull.part for pull in pulls], x)
+    xs, us, after = packing.pack(x), packing.pack(u), []
+    finite_now = lambda us: trees.all_finite(packing.named(trees.plus(xs, us)))
+    is_finite &= finite_now(us)
+    for pull, buffers, state, may_count in zip(pulls, owned, states, counts):
+        view = View(packing, buffers, xs)
+        us, state, restored = _run_pull(pull, view, us, state, may_count & is_finite, t)
+        # A part that was restored does not restore the rest.
+        is_finite |= restored if pull.part is None else finite_now(us)
+        after.append(state)
+    return packing.unpack(kernel.stay(xs, us), t=t), tuple(after), is_finite
+
+
+def _pack_by_part(
+    taken: Sequence[parts.Part | None], x: Tree
+) -> tuple[Packing, list[list[int]]]:
+    """A packing whose buffers are of the same parts throughout; each part's buffers."""
+    treedef = jax.tree.structure(x)
+    leaves = [treedef.flatten_up_to(parts.select(part, x)) for part in taken]
+    inside = lambda leaf: not isinstance(leaf, optax.MaskedNode)
+    groups = [tuple(map(inside, leaf)) for leaf in zip(*leaves)]
+    packing = Packing(x, groups)
+    group_of = [groups[members[0]] for members in packing.members]
+    owned = [[b for b, group in enumerate(group_of) if group[k]] for k in range(len(taken))]
+    return packing, owned
+
+
+def _run_pull(
+    pull: Pull, view: View, us: list[Array], state: PullState, is_finite: Array, t: Array
+) -> tuple[list[Array], PullState, Array]:
+    """The packed u, the pull's state, and whether this worker was restored."""
+    own_x = view.of(view.xs)
+    not_restored = jnp.asarray(False)
+
+    def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
+        x, y = view.tree(view.xs), view.tree(trees.plus(view.xs, us))
+        return kernel.send(pull, None, x, y, state, is_finite, t)
+
+    def land(us: list[Array], target: Target, state: PullState) -> Any:
+        packed = target._replace(z=view.packing.pack(target.z, view.owned))
+        moved, state, restored = kernel.land(
+            pull, own_x, view.of(us), packed, state, is_finite, t
+        )
+        of_part = iter(moved)
+        us = [next(of_part) if b in view.owned else u for b, u in enumerate(us)]
+        return us, state, restored
+
+    def send_and_land(us: list[Array], state: PullState) -> Any:
+        return land(us, *send(us, state))
+
+    def land_pending(us: list[Array], state: PullState) -> Any:
+        return land(us, Target(*state.pending), state)
+
+    def send_pending(us: list[Array], state: PullState) -> PullState:
+        (z, found), state = send(us, state)
+        return state._replace(pending=Target(trees.widen(z), found))
+
+    sends, lands = (is_due(t, pull.every, at) for at in _turns(pull))
+    keep = lambda us, state: (us, state, not_restored)
+    if not pull.delay:
+        return cond(sends, send_and_land, keep, us, state)
+    us, state, restored = cond(lands, land_pending, keep, us, state)
+    state = cond(sends, send_pending, lambda us, state: state, us, state)
+    return us, state, restored
+
+
+def _turns(pull: Pull) -> tuple[int, int]:
+    """At which steps of its period a pull sends, and lands."""
+    return pull.sends_at, pull.offset
+
+
+# Checks
+
+
+def _pulls_of(given: Any) -> tuple[Pull, ...]:
+    if isinstance(given, Exchange):
+        return given.pulls
+    if isinstance(given, Pull):
+        return (given,)
+    hint = "wrap it in lj.Pull(rule, strength, every=...)"
+    if not isinstance(given, Rule):
+        hint = "a base optimizer or an aggregation stands before it in `optax.chain`"
+    raise ValueError(
+        f"`exchange` takes pulls and methods that pull, got {type(given).__name__}: {hint}"
     )
 
 
-def group_of(pull: Pull, t: Array) -> Group:
-    """Whom a pull speaks to at step t."""
-    axes, wire = pull.rule.axes, Wire.of(pull.wire)
-    return NarrowGroup(axes, wire, t) if pull.is_narrow else Group(axes)
+def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
+    """Raises ValueError for a leaf that has no sums: complex, or narrower than 16 bits."""
+    for pull in pulls:
+        part = parts.select(pull.part, params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not trees.is_float(leaf):
+                raise ValueError(
+                    "leaves that are exchanged must be of float16, bfloat16, float32 or "
+                    f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; leave it "
+                    "out by `part=`"
+                )
 
 
-def step_rules(
-    pulls: Sequence[Pull],
-    u: Tree,
-    x: Tree,
-    states: Sequence[PullState],
-    loss: Any,
-    t: Array,
-) -> tuple[Tree, tuple, list[Any]]:
-    """What the rules do on every step, the last one (of the widest level) first."""
-    stepped, fits = [], []
-    for pull, state in reversed(list(zip(pulls, states))):
-        mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
-        mine, rule_state, fit = pull.rule.step(mine, own, state.rule, loss, t)
-        u = parts.merge(mine, u)
-        stepped.append((rule_state, state.pending, state.restored, state.wire))
-        fits.append(fit)
-    return u, tuple(reversed(stepped)), fits[::-1]
-
-
-def is_sound(value: Any) -> Array:
-    """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
-    if value is None:
-        return jnp.asarray(True)
+def _loss(value: Any, loss: Any) -> Any:
+    """The worker's loss, by either of its names."""
+    if value is not None and loss is not None and value is not loss:
+        raise ValueError("pass the loss as `value=` or as `loss=`, got both")
+    loss = value if loss is None else loss
+    if loss is None:
+        return None
     try:
-        return jnp.isfinite(value).all()
-    except TypeError as error:
+        array = jnp.asarray(loss)
+        is_real = jnp.issubdtype(array.dtype, jnp.floating)
+        return array if is_real else array.astype(jnp.result_type(float))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`value` must be the worker's loss, a scalar, got value={value!r}"
+            f"`value` must be the worker's loss, a scalar, got value={loss!r}"
         ) from error

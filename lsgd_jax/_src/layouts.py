@@ -11,6 +11,7 @@ arguments, and a leaf is known by its shape and the end of its path: the momentu
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -145,6 +146,20 @@ def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree
         check_vma=False,
     )
     return mapped(*trees)
+
+
+def shard_nbytes(tree: Tree) -> int:
+    """Bytes of a tree on each device of a worker; all of them where nothing is sharded."""
+    layouts = _KNOWN.get() if inside_axes() else None
+    leaves = jax.tree.leaves(tree)
+    if layouts is None:
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    parts = (
+        math.prod(sizes[name] for name in names_of(spec or Spec()))
+        for spec in layouts.of_leaves(tree)
+    )
+    return sum(x.size * x.dtype.itemsize // n for x, n in zip(leaves, parts))
 
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:

@@ -91,14 +91,6 @@ def select(part: Part | None, tree: Tree) -> Tree:
     return jax.tree.unflatten(treedef, kept)
 
 
-def merge(part: Tree, tree: Tree) -> Tree:
-    """The tree with the leaves of what `select` has left of one like it."""
-    masked = lambda node: isinstance(node, optax.MaskedNode)
-    return jax.tree.map(
-        lambda mine, other: other if masked(mine) else mine, part, tree, is_leaf=masked
-    )
-
-
 def _owners(sizes: list[int], count: int) -> list[int]:
     """Of each leaf its fragment: that in which the middle of the leaf lies, by size."""
     if len(sizes) < count:

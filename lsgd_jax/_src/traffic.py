@@ -1,4 +1,4 @@
-"""What a pull has sent so far, counted exactly, as part of its state."""
+"""Traffic counters of a pull, exact and part of its state."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ LIMB = 2**30  # bytes are counted in two int32: an exchange may send more than 2
 
 
 class Traffic(NamedTuple):
-    """What a pull has sent so far. All of it is the same on all workers.
+    """Traffic counters of one pull, identical on all workers.
 
     Attributes:
       exchanges: int32 scalar, how often.
@@ -42,19 +42,20 @@ class Traffic(NamedTuple):
             axes=dict.fromkeys(names),
         )
 
-    def add(self, bytes_each: float, sent: Any, every: int, sends_at: int) -> "Traffic":
-        """After a step at which so much was sent, if it was.
-
-        What a pull is like now takes the place of what it was like when the state was made.
-        """
-        limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
-        high, low = self.bytes_sent.value + jnp.where(sent, limbs, 0)
+    def of(self, every: int, sends_at: int) -> "Traffic":
+        """The same of a pull with this period, whatever it was when the state was made."""
         return self._replace(
-            exchanges=Shared(self.exchanges.value + jnp.asarray(sent, jnp.int32)),
+            every=Shared(jnp.int32(every)), sends_at=Shared(jnp.int32(sends_at))
+        )
+
+    def sent(self, bytes_each: float) -> "Traffic":
+        """After one more exchange of so many bytes."""
+        limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
+        high, low = self.bytes_sent.value + limbs
+        return self._replace(
+            exchanges=Shared(self.exchanges.value + jnp.int32(1)),
             bytes_sent=Shared(jnp.stack([high + low // LIMB, low % LIMB])),
             bytes_each=Shared(limbs),
-            every=Shared(jnp.int32(every)),
-            sends_at=Shared(jnp.int32(sends_at)),
         )
 
 

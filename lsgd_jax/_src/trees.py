@@ -20,6 +20,24 @@ def widened(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def is_float(x: Any) -> bool:
+    """Whether a leaf holds real numbers that can be summed: floats of 16 bits or more."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
+def floats(tree: Tree) -> Tree:
+    """The tree with an empty node in place of every leaf that does not hold floats."""
+    return jax.tree.map(lambda x: x if is_float(x) else optax.MaskedNode(), tree)
+
+
+def refill(part: Tree, tree: Tree) -> Tree:
+    """The part, with the leaves of `tree` in place of its empty nodes."""
+    masked = lambda node: isinstance(node, optax.MaskedNode)
+    return jax.tree.map(
+        lambda mine, other: other if masked(mine) else mine, part, tree, is_leaf=masked
+    )
+
+
 def widen(tree: Tree) -> Tree:
     """`widened` leaf by leaf."""
     return jax.tree.map(widened, tree)

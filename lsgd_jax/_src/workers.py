@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.axis_names import DEVICE, SLOT
 from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.debug import check_not_misplaced
 from lsgd_jax._src.device_grid import (
     check_no_process_is_idle,

@@ -265,7 +265,7 @@ def test_a_state_may_be_continued_with_another_period():
 def test_bytes_are_exact_beyond_what_an_int32_holds():
     traffic = Traffic.zero("local", 1, 0)
     for _ in range(5):
-        traffic = traffic.add(3e9, True, 1, 0)
+        traffic = traffic.sent(3e9)
     assert total(traffic.bytes_sent.value) == 15_000_000_000
     assert total(traffic.bytes_each.value) == 3_000_000_000
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ADPSGD:
     Args:
       seed: seed of the choice of passive workers.
       window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: a window below 1.
@@ -49,10 +51,12 @@ class ADPSGD:
 
     seed: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_positive_int("window", self.window)
 
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
@@ -83,8 +87,9 @@ class ADPSGDWorker(FreeRunningWorker):
             self.ask_snapshot(peer)
             return
         # The quantization error stays here, so that the sum of the two does not change.
-        sent = self.transport.mailbox.rounded(self.worker.vector())
-        answer = self.transport.exchange(peer, sent)
+        packed = self.transport.mailbox.packed(self.worker.vector())
+        sent = self.transport.mailbox.wire.unpack(packed)
+        answer = self.transport.exchange(peer, packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
     async def after_step(self) -> None:

@@ -1,261 +1,180 @@
-"""What a group agrees on through ports: who leads, what the leader sends, sums, pushes."""
+"""Sums and gathers of vectors among asynchronous workers.
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+Before and after the vectors travel, all members come to a round: which workers take part,
+and whether all has arrived, is decided there, once for all. If one fails on the way, the
+others begin anew without it.
+"""
+
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import aligned
-from lsgd_jax._src.asynchronous.election import lowest
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
-from lsgd_jax._src.asynchronous.group import Message
-from lsgd_jax._src.asynchronous.peers import Peers
-from lsgd_jax._src.asynchronous.vectors import flat_of
-from lsgd_jax._src.trees import Tree, widen
+from lsgd_jax._src.asynchronous.transport import (
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+)
 
 
-if TYPE_CHECKING:
-    from lsgd_jax._src.asynchronous.ports import Pending, Ports
-
-ATTEMPTS = 3  # at a sum, each without those who were lost at the one before
+ATTEMPTS = 3  # each without the workers that failed in the one before
 
 
-class Conversation:
-    """Has the messages of one pull travel, one agreement after the other.
+async def all_gather(
+    transport: Transport, key: Hashable, vector: np.ndarray, group: Sequence[int]
+) -> dict[int, np.ndarray]:
+    """The vectors of all members that came, {member: vector}, equal for all.
 
-    Args:
-      ports: this worker's.
-      group: the workers that agree, in order.
-      name: of the pull; the same for the whole group.
+    Raises:
+      StaleWorkerError: the others have finished without this worker.
+      UnreachableError: too many failed.
     """
 
-    def __init__(self, ports: "Ports", group: Sequence[int], name: Hashable):
-        self._ports, self._group, self._name = ports, list(group), name
-        self._peers = Peers(group)
-        self._errors: dict[Hashable, np.ndarray] = {}
+    async def collect(here: Hashable, came: Mapping[int, Any]) -> dict[int, np.ndarray]:
+        me = transport.position.index
+        others = await _from_peers(transport, {i: here for i in came if i != me})
+        return {i: vector if i == me else others[i] for i in came}
 
-    def forget(self) -> None:
-        """The worker has taken over from another one: it owes nothing any more."""
-        self._errors.clear()
-
-    async def send(self, number: int, here: set[int], n: int, message: Message) -> Any:
-        """The answer to the n-th message of agreement `number`, as in `Message`.
-
-        here: the workers that take part. Who turns out to be absent is taken from them, so
-          that nothing that belongs to the same communication waits for one that comes back
-          in its midst: it goes on from before it, or after it.
-        """
-        key, members = (self._name, number, n), [i for i in self._group if i in here]
-        say = getattr(self, f"_{message.kind}")
-        answer, came = await say(key, members, message.content, message.static)
-        here.difference_update(set(members).difference(came))
-        return answer
-
-    async def _elect(self, key: Hashable, members: list[int], score: Any, _: Any) -> Any:
-        scores = await self._ports.round(key, float(score), members)
-        if (me := self._ports.place.index) not in scores:
-            raise Behind(f"worker {me} came too late for an election")
-        leader = lowest(scores)
-        position = 0 if leader is None else self._group.index(leader)
-        return (np.int32(position), np.bool_(leader is not None)), scores
-
-    async def _choose(self, key: Hashable, members: list[int], r: Any, _: Any) -> Any:
-        return int(r), members
-
-    async def _broadcast(
-        self, key: Hashable, members: list[int], content: Any, _: Any
-    ) -> Any:
-        tree, source = content
-        flat, leader = flat_of(tree), self._group[int(source)]
-        mine = leader == self._ports.place.index
-        vector = flat.vector(tree) if mine else None
-        got = await self._ports.broadcast(key, vector, leader, members)
-        return tree if got is vector else flat.tree(got), members
-
-    async def _sum(self, key: Hashable, members: list[int], content: Any, _: Any) -> Any:
-        tree, where = content
-        flat, gives = flat_of(widen(tree)), bool(where)
-        vector = flat.vector(tree) if gives else np.zeros([flat.size], np.float32)
-        sums, count, came = await self._ports.total(
-            key, vector, gives, members, self._error(key, flat.size)
-        )
-        return (flat.tree(sums), np.float32(count)), came
-
-    def _error(self, key: Hashable, size: int) -> np.ndarray | None:
-        """What rounding took away from this message in the agreements before."""
-        if not self._ports.mailbox.wire.is_narrow:
-            return None
-        *_, n = cast(Any, key)
-        return self._errors.setdefault(n, np.zeros([size], np.float32))
-
-    async def _lost(self, key: Hashable, members: list[int], tree: Tree, _: Any) -> Any:
-        flat = flat_of(widen(tree))
-        vector = flat.vector(tree)
-        return flat.tree(vector - self._ports.mailbox.wire.rounded(vector)), members
-
-    async def _permute(
-        self, key: Hashable, members: list[int], tree: Tree, permutation: Any
-    ) -> Any:
-        flat = flat_of(tree)
-        arrived = await self._along(key, [flat.vector(tree)], permutation)
-        vector = arrived[0] if arrived else np.zeros([flat.size], np.float32)
-        return flat.tree(vector), members
-
-    async def _push(
-        self, key: Hashable, members: list[int], content: Any, rounds: Any
-    ) -> Any:
-        tree, weight, r = content
-        flat = flat_of(widen(tree))
-        # The weight by itself, because it must not be rounded.
-        vector, own = flat.vector(tree), np.array([weight], np.float32)
-        sums, mass = np.zeros([flat.size], np.float32), np.float32(0)
-        for k, permutation in enumerate(rounds[int(r)]):
-            arrived = await self._along((key, k), [vector, own], permutation)
-            if arrived:
-                sums, mass = sums + arrived[1] * arrived[0], mass + arrived[1][0]
-        return (flat.tree(sums), mass), members
-
-    async def _along(
-        self, key: Hashable, vectors: list[np.ndarray], permutation: Any
-    ) -> list[np.ndarray]:
-        """What this worker's source sends; [] without one, or if it does not answer."""
-        mine = self._group.index(self._ports.place.index)
-        if any(a == mine for a, _ in permutation):
-            for k, vector in enumerate(vectors):
-                self._ports.post((key, k), vector)
-        for a, b in permutation:
-            if b == mine:
-                keys: list[Hashable] = [(key, k) for k in range(len(vectors))]
-                return await self._from(self._group[a], keys)
-        return []
-
-    async def _from(self, peer: int, keys: list[Hashable]) -> list[np.ndarray]:
-        """What a peer sends; [] if it does not answer, or has not of late."""
-        self._peers.turn()
-        if not self._peers.is_tried(peer):
-            return []
-        asked = [self._ports.fetch(peer, key) for key in keys]
-        try:
-            vectors = [await fetched(pending) for pending in asked]
-        except Unreachable:
-            self._peers.failed(peer)
-            return []
-        self._peers.answered(peer)
-        return vectors
+    rows, _ = await _together(transport, key, vector, None, group, collect)
+    return rows
 
 
 async def all_reduce(
-    ports: "Ports",
+    transport: Transport,
     key: Hashable,
     vector: np.ndarray,
     gives: bool,
     group: Sequence[int],
     error: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int, list[int]]:
-    """The sum of the vectors of those who give, how many they are, and who came.
+    """The sum of the vectors of the workers that give, their number, and the members.
 
-    All of this is equal for all.
-
-    Each worker adds up a slice of the vector and sends it to the others, as a ring would:
-    2 (W - 1) / W vectors leave each worker. Before and after, all come to a round: what the
-    sum is made of, and whether it has arrived, is decided there, once for all. If one is
-    lost on the way the rest begin anew without it.
+    All of this is equal for all members. In float32 each worker adds up a chunk of the
+    vector and sends it to the others, as a ring would: 2 (W - 1) / W vectors leave each
+    worker. In a narrow wire format whole vectors are gathered and added in one order.
 
     Args:
-      ports: this worker's.
+      transport: this worker's.
       key: of this sum; the same for all.
       vector: float32 [n].
       gives: whether this worker's vector counts.
       group: the workers that come.
-      error: float32 [n], what rounding has taken away of what this worker sent to the sums
-        before, from its vectors and from its slices of the sums: it is added to what is
-        sent now, and renewed in place. 0 at first; None: it is lost.
+      error: float32 [n], the quantization error of what this worker sent to earlier sums:
+        it is added to what is sent now, and renewed in place. 0 at first; None: dropped.
 
     Raises:
-      Behind: the others have finished without this worker.
-      Unreachable: too many were lost.
+      StaleWorkerError: the others have finished without this worker.
+      UnreachableError: too many failed.
     """
-    me = ports.place.index
-    owed = vector if error is None else vector + error
-    vector = ports.mailbox.rounded(owed)
+    me, wire = transport.position.index, transport.mailbox.wire
+    if transport.timed is not None and not wire.is_narrow:
+        return await transport.timed.sum(key, vector, gives, group)
+    if wire.is_narrow:
+        owed = vector if error is None else vector + error
+        sent = transport.mailbox.packed(owed)
+        arrived = wire.unpack(sent)
+        post, own = sent, arrived
+    else:
+        owed, arrived, post, own = vector, vector, vector, vector
+
+    async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
+        givers = [i for i, gave in came.items() if gave]
+        if not wire.is_narrow:
+            return await _in_chunks(transport, here, own, givers, list(came))
+        others = await _from_peers(transport, {i: here for i in givers if i != me})
+        rows = [own if i == me else others[i] for i in givers]
+        return sum(rows[1:], rows[0]) if rows else np.zeros_like(own)
+
+    sums, came = await _together(transport, key, post, gives, group, collect)
+    if error is not None:
+        error[:] = owed - arrived if gives else 0
+    return sums, sum(came.values()), list(came)
+
+
+async def broadcast(
+    transport: Transport,
+    key: Hashable,
+    vector: np.ndarray | None,
+    source: int,
+    group: Sequence[int],
+) -> np.ndarray:
+    """The vector of `source`, sent to its group; None for all other workers."""
+    if transport.timed is not None and transport.timed.is_collective:
+        return await transport.timed.broadcast(key, vector, source, group)
+    if vector is None:
+        return await transport.fetch(source, key)
+    transport.post(key, vector)
+    return vector
+
+
+async def _together(
+    transport: Transport,
+    key: Hashable,
+    content: Any,
+    value: Any,
+    group: Sequence[int],
+    collect: Callable[[Hashable, dict[int, Any]], Awaitable[Any]],
+) -> tuple[Any, dict[int, Any]]:
+    """The result of `collect`, and the value that each member brought.
+
+    Args:
+      content: posted under the key of the attempt, for the others to fetch.
+      value: brought to the first round.
+      collect: (key, {member: value}) -> result, equal for all.
+    """
+    me, mailbox, members = transport.position.index, transport.mailbox, list(group)
     for attempt in range(ATTEMPTS):
         here = (key, attempt)
-        ports.post(here, vector)
-        came = await ports.round((here, "came"), gives, list(group))
+        transport.post(here, content)
+        came = await transport.round((here, "came"), value, members)
         if me not in came:
-            raise Behind(f"worker {me} came too late for a sum")
-        givers = [i for i, gave in came.items() if gave]
+            raise StaleWorkerError(f"worker {me} came too late for what all add up")
         try:
-            sums, mine, lost = await _slices(ports, here, vector, givers, list(came))
-        except Unreachable:
-            sums, mine, lost = None, slice(0), np.float32(0)
-        done = await ports.round((here, "done"), sums is not None, list(came))
+            result = await collect(here, came)
+        except UnreachableError:
+            result = None
+        done = await transport.round((here, "done"), result is not None, list(came))
+        if me not in done or (all(done.values()) and result is None):
+            raise StaleWorkerError(f"worker {me} lacks a part of what the others have")
         if all(done.values()):
-            if sums is None:
-                sums = await _whole(ports, here, list(done))
-            elif len(done) < len(came):
-                ports.post((here, "all"), sums)  # for those who may lack a part of it
-            ports.mailbox.drop(here)
-            ports.mailbox.drop((here, "sum"))
-            if error is not None:
-                error[:] = owed - vector if gives else 0
-                error[mine] += lost if gives else 0
-            return sums, len(givers), list(done)
-        group = list(done)
-    raise Unreachable(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
+            mailbox.drop(here)
+            mailbox.drop((here, "sum"))
+            return result, {i: came[i] for i in done}
+        members = list(done)
+    raise UnreachableError(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
 
 
-async def _slices(
-    ports: "Ports",
+async def _in_chunks(
+    transport: Transport,
     key: Hashable,
     vector: np.ndarray,
     givers: Sequence[int],
     owners: Sequence[int],
-) -> tuple[np.ndarray, slice, np.ndarray]:
-    """The givers' sum, the slice that this worker adds up, what rounding took of that."""
-    me = ports.place.index
-
-    async def from_peers(pending: Mapping[int, "Pending"]) -> dict[int, np.ndarray]:
-        """What comes from all. Each begins with another one, so that no link is crowded."""
-        arrived = {}
-        for i in sorted(pending, key=lambda i: (i < me, i)):
-            try:
-                arrived[i] = await fetched(pending[i])
-            except Unreachable:
-                await ports.missed(i)  # so that no worker waits for it again
-                raise
-        return arrived
-
-    mine = aligned(len(vector), len(owners))[list(owners).index(me)]
-    parts = await from_peers({i: ports.fetch(i, key, mine) for i in givers if i != me})
-    total = np.zeros([mine.stop - mine.start], np.float32)
+) -> np.ndarray:
+    """The givers' sum, of which each owner adds up a chunk and sends it to the others."""
+    me = transport.position.index
+    bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
+    mine = slice(*bounds[list(owners).index(me) :][:2])
+    parts = await _from_peers(transport, {i: key for i in givers if i != me}, mine)
+    total = np.zeros([mine.stop - mine.start], vector.dtype)
     for i in givers:
         total = total + (vector[mine] if i == me else parts[i])
-    exact, total = total, ports.mailbox.rounded(total)
-    ports.post((key, "sum"), total)
-    sums = await from_peers({i: ports.fetch(i, (key, "sum")) for i in owners if i != me})
-    whole = np.concatenate([total if i == me else sums[i] for i in owners])
-    return whole, mine, exact - total
+    transport.post((key, "sum"), total)
+    sums = await _from_peers(transport, {i: (key, "sum") for i in owners if i != me})
+    return np.concatenate([total if i == me else sums[i] for i in owners])
 
 
-async def _whole(ports: "Ports", key: Hashable, owners: Sequence[int]) -> np.ndarray:
-    """A sum that others have finished, from one of them."""
-    for i in owners:
+async def _from_peers(
+    transport: Transport, keys: Mapping[int, Hashable], part: slice = slice(None)
+) -> dict[int, np.ndarray]:
+    """The vectors that peers have posted. Each worker begins with another peer."""
+    me, arrived = transport.position.index, {}
+    order = sorted(keys, key=lambda i: (i < me, i))  # so that no link is crowded
+    pending = {i: transport.fetch(i, keys[i], part) for i in order}
+    for i, vector in pending.items():
         try:
-            return await fetched(ports.fetch(i, (key, "all")))
-        except Unreachable:
-            continue
-    raise Behind(f"worker {ports.place.index} lacks a part of a sum that the others have")
-
-
-async def fetched(pending: "Pending") -> np.ndarray:
-    """The vector that a fetch gives.
-
-    Raises:
-      Behind: the peer has gone on for so long that it is forgotten.
-    """
-    if isinstance(vector := await pending, str):
-        raise Behind(
-            "what a peer had sent is forgotten: it has gone on without this worker"
-        )
-    return vector
+            arrived[i] = await vector
+        except UnreachableError:
+            await transport.missed(i)  # so that no worker waits for it again
+            raise
+    return arrived

@@ -1,24 +1,56 @@
-"""The coordinator: who is there, how many steps were taken, what was agreed on.
+"""The coordinator: which workers are there, how many steps were taken, what was agreed on.
 
 It knows no clock and never waits: engines call it from one thread, wait for what is not
 decided yet, and tell it when a wait has lasted too long.
 """
 
+import collections
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
-
-from lsgd_jax._src.asynchronous.election import lowest
 
 
 KEPT = 256  # rounds that are remembered for those who come late,
 KEPT_EACH = 8  # or so many per worker: each of many groups holds its own
 
 
+def lowest(scores: Mapping[int, float]) -> int | None:
+    """The index with the lowest score, ties to the lowest; None if no score is finite.
+
+    >>> lowest({2: 1.5, 0: float("nan"), 1: 1.5})
+    1
+    """
+    finite = [(score, i) for i, score in scores.items() if math.isfinite(score)]
+    return min(finite)[1] if finite else None
+
+
+class Score:
+    """Mean of the last losses that were measured; inf unless all of them are finite.
+
+    >>> score = Score(window=2)
+    >>> [score.add(loss) for loss in (4.0, 2.0, 1.0)]
+    [4.0, 3.0, 1.5]
+    """
+
+    def __init__(self, window: int):
+        self.losses: collections.deque[float] = collections.deque(maxlen=window)
+
+    def add(self, loss: float) -> float:
+        """The score with one more loss."""
+        self.losses.append(loss)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """The score; inf before the first loss."""
+        mean = sum(self.losses) / len(self.losses) if self.losses else math.inf
+        return mean if math.isfinite(mean) else math.inf
+
+
 class Claim(NamedTuple):
-    """What a worker does next.
+    """A worker's next action.
 
     Attributes:
       go: 'step', 'join' the round `number`, or 'stop', because all steps are taken.
@@ -31,7 +63,7 @@ class Claim(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """How far a worker is.
+    """The progress of one worker.
 
     Attributes:
       steps: local steps taken.
@@ -63,19 +95,23 @@ class Member:
 
     present: bool = True  # until it is waited for in vain
     granted: int = 0  # its highest step number so far
+    entered: bool = False  # whether its earlier steps are counted
+    finished: bool = False  # whether it has taken its last step
 
 
-class Standing(NamedTuple):
-    """How all workers are doing.
+class Status(NamedTuple):
+    """The status of all workers.
 
     Attributes:
       present: the workers that are there.
+      finished: the workers that have taken their last step, and still serve their state.
       taken: steps that all workers have taken together.
       number: how many rounds were held.
-      reports: of each worker its last report.
+      reports: the last report of each worker.
     """
 
     present: list[int]
+    finished: list[int]
     taken: int
     number: int
     reports: dict[int, Report]
@@ -87,7 +123,7 @@ class Standing(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What the members of a round have brought; closed: {member: value}, or None."""
+    """The values that members of a round have brought; closed: [{member: value}] or []."""
 
     members: tuple[int, ...]
     values: dict[int, Any]
@@ -95,7 +131,7 @@ class Round(NamedTuple):
 
 
 class Coordinator:
-    """Of one run.
+    """The coordinator of one run.
 
     Steps are granted one by one: once W · period have been, counted over all workers that
     were present when the last round closed, no more are until all have joined the next
@@ -147,39 +183,46 @@ class Coordinator:
         """Worker i takes part from now on, with so many steps taken.
 
         Returns:
-          Who is there, and whether the round 'begin', in which all start, was held before.
+          The workers that are present, and whether the round 'begin', in which all start,
+          was held before.
         """
         member = self.members[i]
         alone = self.present in ([], [i])
-        # In a run that is resumed they were taken before it; and what a worker loses that
-        # has no other to take over from is taken again.
-        if not self._begun or alone:
+        # A run that is resumed has taken these steps before, whenever its workers come
+        # back; a worker that has no other to take over from takes lost steps again.
+        if not self._begun or alone or not member.entered:
             self.taken += steps - member.granted
-        member.present, member.granted = True, steps
+        member.present, member.granted, member.entered = True, steps, True
+        member.finished = False
         return self.present, self._begun
 
     def recall(self, i: int, steps: int, number: int, closed: dict[Hashable, Any]) -> None:
-        """What worker i knows, told to the coordinator that replaces one that was lost.
+        """Restores what worker i knows, in a coordinator that replaces one that failed.
 
         Args:
           steps: its highest step number.
           number: how many rounds were held.
-          closed: what came out of the last rounds that it was in.
+          closed: the results of the last rounds that it was in.
         """
         self.taken += steps - self.members[i].granted
-        self.members[i].granted = steps
+        self.members[i].granted, self.members[i].entered = steps, True
         self.number, self._begun = max(self.number, number), True
         for key, values in closed.items():
             self._rounds[key] = Round(tuple(values), dict(values), [values])
 
     def leave(self, i: int) -> None:
-        """Worker i is gone until it is heard of again; rounds do not wait for it."""
+        """Worker i is absent until it is heard of again; rounds do not wait for it."""
         self.members[i].present = False
         for key, held in self._rounds.items():
             self._close_if_all_are_there(key, held)
 
+    def finish(self, i: int) -> None:
+        """Worker i has taken its last step; others may still take over from it."""
+        self.members[i].finished = True
+        self.leave(i)
+
     def claim(self, i: int, step: int) -> Claim:
-        """Whether worker i takes its step number so-and-so."""
+        """Grants worker i its step, or sends it to a round or to the end."""
         member = self.members[i]
         member.present = True
         if (more := step - member.granted) <= 0:
@@ -195,7 +238,7 @@ class Coordinator:
         return Claim("step", self.number)
 
     def _next_limit(self) -> int:
-        """Steps of all up to the next round."""
+        """Steps of all workers up to the next round."""
         return self.taken + len(self.present) * (self._period or 0)
 
     # Rounds
@@ -203,9 +246,9 @@ class Coordinator:
     def arrive(
         self, key: Hashable, i: int, value: Any, members: Iterable[int]
     ) -> dict[int, Any] | None:
-        """Worker i brings a value to a round: what all have brought, or None as yet.
+        """Worker i brings a value to a round; {member: value} once it closes, else None.
 
-        The round waits for the members that all who have come so far name.
+        The round waits for the live members that all arrivals so far name.
 
         Raises:
           KeyError: it was held so long ago that it is forgotten.
@@ -223,12 +266,12 @@ class Coordinator:
         return self.look(key)
 
     def look(self, key: Hashable) -> dict[int, Any] | None:
-        """What all have brought to a round, None as long as some are waited for."""
+        """The result of a round, None as long as it is open."""
         held = self._rounds.get(key)
         return held.closed[0] if held is not None and held.closed else None
 
     def close(self, key: Hashable) -> dict[int, Any]:
-        """Ends the wait for those who have not come to a round: they are absent."""
+        """Closes a round without the members that have not come: they are absent."""
         held = self._rounds[key]
         if not held.closed:
             for i in set(held.members).difference(held.values):
@@ -254,11 +297,13 @@ class Coordinator:
 
     # Reports
 
-    def report(self, i: int, report: Report) -> Standing:
-        """Notes how far worker i is: how all are doing."""
+    def report(self, i: int, report: Report) -> Status:
+        """Notes the progress of worker i; returns the status of all."""
         self.members[i].present, self._reports[i] = True, report
-        return self.standing()
+        return self.status()
 
-    def standing(self) -> Standing:
-        """How all workers are doing."""
-        return Standing(self.present, self.taken, self.number, dict(self._reports))
+    def status(self) -> Status:
+        """The status of all workers."""
+        finished = [i for i, member in enumerate(self.members) if member.finished]
+        reports = dict(self._reports)
+        return Status(self.present, finished, self.taken, self.number, reports)

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.collective import fetched
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
@@ -20,6 +19,7 @@ from lsgd_jax._src.checks import (
     check_option,
     check_positive_int,
 )
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 Weights = Literal["steps", "equal"]
@@ -68,6 +68,7 @@ class DiLoCo:
         'equal' sets w to 1.
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
@@ -89,10 +90,12 @@ class DiLoCo:
     weights: Weights = "steps"
     delay: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_positive_int("local_steps", self.local_steps)
         check_not_negative("learning_rate", self.learning_rate)
         check_fraction("momentum", self.momentum)
@@ -173,8 +176,9 @@ class DiLoCoWorker(FreeRunningWorker):
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
-        turns = {i: status.reports[i].rounds for i in status.present} if status else {}
-        turns[worker.index] = self.turn
+        turns = {worker.index: self.turn}
+        if status is not None:
+            turns = {i: status.reports[i].rounds for i in status.present} | turns
         holder = max(turns, key=turns.__getitem__)
         turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
         self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
@@ -217,7 +221,7 @@ class DiLoCoWorker(FreeRunningWorker):
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = await fetched(transport.fetch(first, ("anchor", number)))
+            outer = await transport.fetch(first, ("anchor", number))
         else:
             outer = await self._moved(number, gradient, came, holders)
             if transport.mailbox.wire.is_narrow:
@@ -278,7 +282,7 @@ class DiLoCoWorker(FreeRunningWorker):
 async def _or_none(request: Any) -> np.ndarray | None:
     """The vector of a fetch; None if the peer has failed or has given up waiting."""
     try:
-        return await fetched(request)
+        return await request
     except (UnreachableError, StaleWorkerError):
         return None
 

@@ -11,6 +11,7 @@ from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.trees import value_at
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class LSGD:
       local_period: steps per worker between pulls towards the node's leader, τ.
       global_period: steps per worker between pulls towards the leader of all, τ_G.
       loss_window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1.
@@ -56,10 +58,12 @@ class LSGD:
     local_period: int = 64
     global_period: int = 128
     loss_window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_positive_int("loss_window", self.loss_window)
         for name in ("local", "global"):
             check_positive_int(f"{name}_period", getattr(self, f"{name}_period"))

@@ -1,4 +1,4 @@
-"""What others may ask of a worker while it computes its next step."""
+"""A worker's mailbox: requests that peers can make while the worker computes."""
 
 import threading
 from collections import OrderedDict
@@ -7,28 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import Compression
-from lsgd_jax._src.asynchronous.snapshot import Snapshot
+from lsgd_jax._src.asynchronous.compression import Compression, Snapshot, finite
 
 
 KEPT = 16  # messages that a worker leaves for others before it forgets the first
-CONTRIBUTED = 4  # means that it remembers its part of
-GONE = "gone"  # what a fetch gives of a message that is forgotten
-
-
-def finite(vector: np.ndarray) -> bool:
-    """Whether all of a float32 vector is; in one pass, without a copy."""
-    return bool(np.isfinite(np.sum(vector, dtype=np.float64)))
+CONTRIBUTED = 4  # means whose contribution it remembers
+GONE = "gone"  # the answer to a fetch of a message that is forgotten
 
 
 class Mailbox:
-    """Of one worker. Its calls take a lock for as long as a vector is copied or added.
+    """The mailbox of one worker. Calls take a lock while a vector is copied or added.
 
     The worker sets what others see by `show`, and moves by what others have left in
-    `moved` at the boundary of its steps.
+    `moved` at the boundary of its steps. What is returned to others is packed.
 
     Args:
-      wire: how vectors travel; None: in float32.
+      wire: how vectors travel. Defaults to float32.
 
     Attributes:
       wire: as above.
@@ -38,7 +32,7 @@ class Mailbox:
     def __init__(self, wire: Compression | None = None):
         self.wire = Compression() if wire is None else wire
         self._lock = threading.Condition(threading.RLock())
-        self._posted: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
         self._contributed: OrderedDict[int, Snapshot] = OrderedDict()
         self._vector: Callable[[], np.ndarray] | None = None
@@ -47,7 +41,7 @@ class Mailbox:
         self._moved: np.ndarray | None = None
         self._closed = False
         self._state: Callable[[], Any] | None = None
-        self._turn = 0  # of what was rounded
+        self._turn = 0  # of what was packed
         self.bytes_sent = 0
 
     # The worker's own side
@@ -59,30 +53,35 @@ class Mailbox:
         measure: float = 0.0,
         loss: float = float("inf"),
     ) -> None:
-        """Lets others see where this worker is; the vector is made when one asks for it."""
+        """Publishes the worker; the vector is made when a peer asks for it."""
         with self._lock:
             self._vector, self._flat, self._about = vector, None, (step, measure, loss)
             self._lock.notify_all()
 
-    def rounded(self, vector: np.ndarray) -> np.ndarray:
-        """What others get of a vector; drawn anew each time if it is rounded at random."""
+    def packed(self, vector: np.ndarray) -> Any:
+        """A vector as others get it; drawn anew each time if it is rounded at random."""
         self._turn += 1
-        return self.wire.rounded(vector, self._turn)
+        return self.wire.pack(vector, self._turn)
+
+    def rounded(self, vector: np.ndarray) -> np.ndarray:
+        """The vector that arrives if this one is sent."""
+        return self.wire.unpack(self.packed(vector))
 
     def serve_state(self, state: Callable[[], Any]) -> None:
-        """Sets what `state` gives."""
+        """Sets what `state` returns."""
         self._state = state
 
-    def post(self, key: Hashable, vector: np.ndarray) -> None:
-        """Leaves a vector for whoever fetches it; the oldest of many is forgotten."""
+    def post(self, key: Hashable, vector: Any) -> None:
+        """Leaves a vector for peers to fetch; the oldest of many is forgotten."""
+        packed = self.packed(vector) if isinstance(vector, np.ndarray) else vector
         with self._lock:
-            self._posted[key] = vector
+            self._posted[key] = packed
             while len(self._posted) > KEPT:
                 self.drop(next(iter(self._posted)))
             self._lock.notify_all()
 
     def drop(self, key: Hashable) -> None:
-        """Forgets what is posted under a key: who fetches it later gets `GONE`."""
+        """Forgets what is posted under a key: a later fetch gets `GONE`."""
         with self._lock:
             self._posted.pop(key, None)
             self._forgotten[key] = None
@@ -90,14 +89,14 @@ class Mailbox:
                 self._forgotten.popitem(last=False)
 
     def moved(self) -> np.ndarray | None:
-        """What `exchange` has added since this was asked last; None: nothing.
+        """The sum of what `exchange` has added since this was asked last, or None.
 
         The parameters that are shown next must have it in them.
         """
         with self._lock:
             moved = self._moved
-            if moved is not None and (snapshot := self._snapshot()) is not None:
-                self._flat = snapshot.vector  # until then, what is shown has it as well
+            if moved is not None:
+                self._flat = self._current()  # until then, what is shown has it as well
             self._moved = None
             return moved
 
@@ -108,17 +107,11 @@ class Mailbox:
             return self.moved()
 
     def contributed(self, number: int) -> Snapshot | None:
-        """What `contribution` gives, to this worker itself."""
-        with self._lock:
-            if number not in self._contributed:
-                if (snapshot := self._snapshot()) is None:
-                    return None
-                self._contributed[number] = snapshot
-                while len(self._contributed) > CONTRIBUTED:
-                    self._contributed.popitem(last=False)
-            return self._contributed.get(number)
+        """The worker's own contribution to a mean, as others get it."""
+        snapshot = self._contribution(number)
+        return None if snapshot is None else self.wire.unpack(snapshot)
 
-    # What others ask for
+    # Requests of others. The answer is None as long as there is nothing to answer.
 
     @property
     def is_shown(self) -> bool:
@@ -126,48 +119,48 @@ class Mailbox:
         return self._vector is not None
 
     def latest(self) -> Snapshot | None:
-        """The parameters, with what others have added; None before the worker begins."""
+        """The parameters, with what others have added."""
         with self._lock:
-            return self._sent(self._snapshot())
+            return self.count(self._snapshot())
 
-    def exchange(self, theirs: np.ndarray) -> np.ndarray | None:
-        """Moves this worker half the way to a peer; gives what the peer moves half way to.
+    def exchange(self, theirs: Any) -> Any:
+        """Moves this worker half the way to a peer; returns what the peer moves to.
 
-        Both at once, so that the sum of the two stays what it was. If one of them is not
+        Both move at once, so that the sum of the two stays as it was. If one of them is not
         finite this one stays; the other must, too.
         """
+        given = self.wire.unpack(theirs)
         with self._lock:
             if (snapshot := self._snapshot()) is None:
                 return None
-            mine = theirs if self._closed else snapshot.vector
-            self._count(mine)
+            sent = theirs if self._closed else snapshot.vector
             with np.errstate(invalid="ignore", over="ignore"):
-                half = (theirs - mine) / 2
+                half = (given - self.wire.unpack(sent)) / 2
             if finite(half) and not self._closed:
                 self._moved = half if self._moved is None else self._moved + half
-            return mine
+            return self.count(sent)
 
-    def read(self, key: Hashable, part: slice = slice(None)) -> np.ndarray | str | None:
-        """What is posted under a key, None if nothing is yet, or `GONE`."""
+    def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
+        """The vector that is posted under a key, or `GONE`."""
         with self._lock:
             if (vector := self._posted.get(key)) is None:
                 return GONE if key in self._forgotten else None
-            self._count(vector[part])
-            return vector[part]
+            whole = part == slice(None) or not isinstance(vector, np.ndarray)
+            return self.count(vector if whole else vector[part])
 
     def contribution(self, number: int) -> Snapshot | None:
-        """What is shown, and stays this worker's part of the mean with this number."""
+        """What is shown; it stays this worker's contribution to the mean `number`."""
         with self._lock:
-            return self._sent(self.contributed(number))
+            return self.count(self._contribution(number))
 
     def state(self) -> Any:
-        """All that another worker needs to go on in this one's place."""
+        """The state from which another worker can go on in this one's place."""
         return None if self._state is None else self._state()
 
     def wait(self, ask: Callable[[], Any], timeout: float) -> Any:
-        """What a call gives as soon as it is not None; None if it is not in time.
+        """Waits until `ask` returns a value other than None; returns None on timeout.
 
-        For engines where calls come in threads of their own.
+        For engines where requests come in threads of their own.
         """
         answer = None
 
@@ -180,18 +173,29 @@ class Mailbox:
             self._lock.wait_for(answered, timeout)
         return answer
 
-    def _sent(self, snapshot: Snapshot | None) -> Snapshot | None:
-        if snapshot is not None:
-            self._count(snapshot.vector)
-        return snapshot
+    def count(self, content: Any) -> Any:
+        """The content, whose bytes are counted as sent."""
+        self.bytes_sent += self.wire.nbytes(content)
+        return content
 
-    def _count(self, vector: np.ndarray) -> None:
-        self.bytes_sent += self.wire.nbytes(vector.size)
+    def _contribution(self, number: int) -> Snapshot | None:
+        with self._lock:
+            if number not in self._contributed:
+                if (snapshot := self._snapshot()) is None:
+                    return None
+                self._contributed[number] = snapshot
+                while len(self._contributed) > CONTRIBUTED:
+                    self._contributed.popitem(last=False)
+            return self._contributed.get(number)
 
     def _snapshot(self) -> Snapshot | None:
+        """The worker as it is shown, packed."""
         if self._vector is None:
             return None
+        return Snapshot(self.packed(self._current()), *self._about)
+
+    def _current(self) -> np.ndarray:
+        assert self._vector is not None
         if self._flat is None:
             self._flat = np.asarray(self._vector())
-        vector = self._flat if self._moved is None else self._flat + self._moved
-        return Snapshot(self.rounded(vector), *self._about)
+        return self._flat if self._moved is None else self._flat + self._moved

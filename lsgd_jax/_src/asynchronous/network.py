@@ -1,11 +1,13 @@
 """A network in a simulation: how long messages take that share its links."""
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
+
+from lsgd_jax._src.asynchronous.clock import later
 
 
 SMALL = 4096  # bytes; messages up to this size are not counted against the links
@@ -15,6 +17,8 @@ SOON = 1e-9  # seconds; what ends within them ends now
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The links between nodes, and between the workers of a node; all full duplex.
+
+    Bandwidths may be inf, both at once: then only latencies take time.
 
     Args:
       bandwidth: bytes per second of a node's link, in each direction.
@@ -32,7 +36,7 @@ class Network:
     >>> Network.named("ethernet")
     Traceback (most recent call last):
     ValueError: `network` must be one of ethernet-100m, ethernet-1g, ethernet-10g,
-    ethernet-25g, infiniband-100g, wan-100m, wan-1g, got network='ethernet'
+    ethernet-25g, infiniband-100g, wan-100m, wan-1g, free, got network='ethernet'
     """
 
     bandwidth: float
@@ -45,8 +49,13 @@ class Network:
     def __post_init__(self):
         for name in ("bandwidth", "inside_bandwidth"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
+            if not value > 0:
                 raise ValueError(f"`{name}` must be positive, got {name}={value}")
+        if math.isinf(self.bandwidth) != math.isinf(self.inside_bandwidth):
+            raise ValueError(
+                "`bandwidth` and `inside_bandwidth` must both be inf or none, got "
+                f"bandwidth={self.bandwidth}, inside_bandwidth={self.inside_bandwidth}"
+            )
         for name in ("latency", "inside_latency", "overhead", "coordinator"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -80,6 +89,7 @@ NETWORKS: Mapping[str, Network] = {
     "infiniband-100g": Network(bandwidth=12e9, latency=2e-6),
     "wan-100m": _ethernet(0.1, 20e-3),
     "wan-1g": _ethernet(1, 20e-3),
+    "free": Network(math.inf, 0.0, math.inf, 0.0),
 }
 
 
@@ -87,12 +97,13 @@ class Transfer:
     """Bytes on their way over one or several pairs of links.
 
     Attributes:
-      event: of the engine; its value is whether they have arrived.
+      arrived: a future; its result is whether they have arrived.
       left: how many pairs of links still carry some of them.
     """
 
-    def __init__(self, event: Any, left: int):
-        self.event, self.left = event, left
+    def __init__(self, left: int):
+        self.arrived = asyncio.get_running_loop().create_future()
+        self.left = left
 
 
 class Links:
@@ -102,7 +113,6 @@ class Links:
     fast as the slower one lets it; what it leaves of the other is not given to others.
 
     Args:
-      environment: the engine's: `now`, `timeout(seconds)` and `event()`.
       network: what the links are.
       nodes, locals: the grid of workers.
 
@@ -111,8 +121,8 @@ class Links:
       stuck: workers that nothing leaves or reaches any more.
     """
 
-    def __init__(self, environment: Any, network: Network, nodes: int, locals: int):
-        self._environment, self.network, self._locals = environment, network, locals
+    def __init__(self, network: Network, nodes: int, locals: int):
+        self.network, self._locals = network, locals
         workers = nodes * locals
         self._capacity = np.repeat(
             [network.bandwidth, network.inside_bandwidth], [2 * nodes, 2 * workers]
@@ -130,15 +140,17 @@ class Links:
         """Whether two workers are of one node."""
         return source // self._locals == target // self._locals
 
-    def send(self, source: int, target: int, size: float, limit: float) -> Any:
-        """An event: a message has arrived (True), or not at the time `limit` (False)."""
-        if size <= SMALL:
+    async def send(self, source: int, target: int, size: float, limit: float) -> bool:
+        """Whether a message has arrived, once it has or at the time `limit`."""
+        if size <= SMALL or math.isinf(self.network.bandwidth):
+            if size > SMALL and not self.is_inside(source, target):
+                self.sent[source // self._locals] += size
             delay = self.network.delay(self.is_inside(source, target), size)
-            return self._environment.timeout(delay, value=True)
-        return self._begin([(source, target)], size, limit)
+            return await later(delay, True)
+        return await self._begin([(source, target)], size, limit)
 
-    def circulate(self, group: Sequence[int], size: float, limit: float) -> Any:
-        """An event: all workers of a group have the sum of vectors of this size.
+    async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
+        """Whether all workers of a group have the sum of vectors of this size.
 
         Each sends 2 (W - 1) / W of a vector to the next one, as in a ring; latencies are
         those of the 2 log2 W rounds that other algorithms with the same bytes have.
@@ -146,15 +158,15 @@ class Links:
         pairs = list(zip(group, [*group[1:], group[0]]))
         rounds = 2 * math.ceil(math.log2(len(group)))
         each = 2 * (len(group) - 1) / len(group) * size
-        if each <= SMALL:
+        if each <= SMALL or math.isinf(self.network.bandwidth):
             delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
-            return self._environment.timeout(max(rounds, 1) * delay, value=True)
-        return self._begin(pairs, each, limit, rounds)
+            return await later(max(rounds, 1) * delay, True)
+        return await self._begin(pairs, each, limit, rounds)
 
     def _begin(
         self, pairs: list[tuple[int, int]], size: float, limit: float, rounds: int = 1
-    ) -> Any:
-        transfer = Transfer(self._environment.event(), len(pairs))
+    ) -> asyncio.Future:
+        transfer = Transfer(len(pairs))
         flows = []
         for source, target in pairs:
             inside = self.is_inside(source, target)
@@ -164,7 +176,7 @@ class Links:
             flows.append((transfer, ends, (source, target), size, limit))
         delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
         self._after(rounds * delay, lambda: self._add(flows))
-        return transfer.event
+        return transfer.arrived
 
     def _links_between(self, source: int, target: int, inside: bool) -> tuple[int, int]:
         if inside:
@@ -175,8 +187,7 @@ class Links:
     # What is in flight
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        event = self._environment.timeout(seconds)
-        event.callbacks.append(lambda _: call())
+        asyncio.get_running_loop().call_later(seconds, call)
 
     def _add(self, flows: list) -> None:
         if not self._new:
@@ -193,7 +204,7 @@ class Links:
         """Moves what is in flight on to this time, and waits for the next end."""
         if turn != self._turn:
             return
-        now = self._environment.now
+        now = asyncio.get_running_loop().time()
         self._remaining -= self._rate * (now - self._last)
         self._last = now
         arrived = self._remaining <= self._rate * SOON
@@ -214,10 +225,8 @@ class Links:
         for k in np.flatnonzero(arrived | late):
             transfer = self._transfers[k]
             transfer.left -= 1
-            if transfer.event.triggered:
-                continue
-            if late[k] or not transfer.left:
-                transfer.event.succeed(not late[k])
+            if not transfer.arrived.done() and (late[k] or not transfer.left):
+                transfer.arrived.set_result(not late[k])
         kept = ~(arrived | late)
         self._transfers = [self._transfers[k] for k in np.flatnonzero(kept)]
         self._ends, self._between = self._ends[kept], self._between[kept]

@@ -18,6 +18,7 @@ from lsgd_jax._src.checks import (
 )
 from lsgd_jax._src.methods.pairwise import Interpolation, part_taken
 from lsgd_jax._src.trees import value_at
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Pairwise:
       fetch_probability: probability p of asking a peer, in [0, 1], or a schedule.
       seed: seed of the random choices.
       window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: an unknown interpolation, a fraction outside [0, 1], a negative threshold,
@@ -65,10 +67,12 @@ class Pairwise:
     fetch_probability: optax.ScalarOrSchedule = 1.0
     seed: int = 0
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     period = None
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_option("interpolation", self.interpolation, get_args(Interpolation))
         for name in ("value", "fetch_probability"):
             if not callable(given := getattr(self, name)):

@@ -1,5 +1,6 @@
-"""The kernel's pulls at a worker's own pace: on a budget of steps, or overlapped."""
+"""The kernel among asynchronous workers: messages travel between `send` and `land`."""
 
+import asyncio
 import dataclasses
 import functools
 import math
@@ -10,28 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src import parts
-from lsgd_jax._src.asynchronous.collective import Conversation
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
+from lsgd_jax._src import kernel, parts, trees
+from lsgd_jax._src.asynchronous.conversation import Conversation
 from lsgd_jax._src.asynchronous.free_running import Claims
-from lsgd_jax._src.asynchronous.group import Agreement, alone
-from lsgd_jax._src.asynchronous.ports import Pending
+from lsgd_jax._src.asynchronous.messages import Agreement, alone
+from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
-from lsgd_jax._src.exchange import Exchange, Pull, PullState, step_rules
-from lsgd_jax._src.movement import move, settle
+from lsgd_jax._src.exchange import Exchange
+from lsgd_jax._src.kernel import Pull, PullState, Target
 from lsgd_jax._src.shared import is_shared
-from lsgd_jax._src.trees import Tree, all_finite, apply_updates, widen
+from lsgd_jax._src.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class Pulls:
-    """An exchange of the kernel among workers that step at their own pace.
+    """An exchange of the kernel among asynchronous workers.
 
     Without a budget the pulls are due by each worker's own step, as in lock step, and the
-    numbers are those of lock step: what a delayed pull sends travels in the background, and
-    a worker waits only if it is not there when it is due. With a budget they are due once
-    all workers together have taken W · τ steps since the last time; the fast take more of
-    these, and with equal speeds the numbers are those of lock step, too.
+    numbers are those of lock step: a delayed pull travels in the background, and a worker
+    waits only if its target has not arrived when it is due. With a budget they are due once
+    all workers together have taken W · τ steps since the last time; fast workers take more
+    of these, and with equal speeds the numbers are those of lock step, too.
 
     Args:
       exchange: any method of the kernel, such as ``lsgd(...)`` or ``diloco(delay=5)``.
@@ -39,8 +39,7 @@ class Pulls:
       window: losses in a worker's score, as others are told it.
 
     Raises:
-      ValueError: no exchange, a wire format other than float32, an offset, delay or
-        part on a budget.
+      ValueError: no exchange, an offset or a delay on a budget.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -53,6 +52,8 @@ class Pulls:
     budget: bool = False
     window: int = 10
 
+    wire = "float32"  # of whole vectors; each pull names its own
+
     def __post_init__(self):
         if not isinstance(self.exchange, Exchange) or not self.exchange.pulls:
             raise ValueError(
@@ -60,10 +61,6 @@ class Pulls:
                 f"got {self.exchange!r}"
             )
         for pull in self.exchange.pulls:
-            if pull.is_narrow:
-                raise ValueError(
-                    f"`wire` must be 'float32' for asynchronous workers, got {pull.wire!r}"
-                )
             if self.budget and (pull.offset or pull.delay):
                 raise ValueError(
                     "pulls on a budget must have no offset and no delay, got "
@@ -77,43 +74,42 @@ class Pulls:
             return None
         return math.gcd(*(pull.every for pull in self.exchange.pulls))
 
-    def bind(self, worker: Worker, steps: int) -> "Pulling":
+    def bind(self, worker: Worker, steps: int) -> "PullsWorker":
         """These pulls in one worker."""
-        return Pulling(self, worker, steps)
+        return PullsWorker(self, worker, steps)
 
 
-class Pulling:
-    """The pulls of one worker as they run."""
+class PullsWorker:
+    """The pulls of one worker."""
 
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
-        self._period, self._rounds, self._sick = method.period, 0, False
+        self._period, self._rounds = method.period, 0
         # A step that is claimed ahead would have all others wait for it at the next round.
         self._claims = Claims(worker, ahead=False)
-        place = worker.ports.place
-        groups = [place.group(pull.rule.axes) for pull in self._pulls]
+        position = worker.transport.position
+        grid = position.nodes, position.locals
+        groups = [position.group(pull.rule.axes) for pull in self._pulls]
         self._agreements = [
-            Agreement(pull.rule, group, place, worker.ports.mailbox.wire.is_narrow)
+            Agreement(pull, group, position.index, grid)
             for pull, group in zip(self._pulls, groups)
         ]
         self._conversations = [
-            Conversation(worker.ports, group, (k, group[0]))
+            Conversation(worker.transport, group, (k, group[0]))
             for k, group in enumerate(groups)
         ]
-        self._states = [
-            alone(lambda p=pull: p.rule.init(parts.select(p.part, worker.params)))
-            for pull in self._pulls
-        ]
-        self._fits: Any = [True] * len(self._pulls)  # before the first step
-        self._in_flight: dict[int, Pending] = {}
-        self._compiled = _compiled(self._pulls, place.nodes, place.locals)
+        self._compiled = _compiled(self._pulls, grid)
+        self._states = self._compiled.init(worker.params)
+        self._counts: Any = [True] * len(self._pulls)  # before the first step
+        self._is_finite: Any = np.bool_(True)
+        self._in_flight: dict[int, asyncio.Future] = {}
 
     # On every step
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Where the worker stands after its own step."""
-        y, self._states, self._fits = self._compiled.step(
-            x, u, self._states, loss, np.int32(t), np.bool_(self._sick)
+        y, self._states, self._counts = self._compiled.local(
+            x, u, self._states, loss, np.int32(t), self._is_finite
         )
         return y
 
@@ -127,20 +123,22 @@ class Pulling:
         return claim.go == "step"
 
     async def after_step(self) -> None:
-        """What is due by the worker's own count."""
+        """Sends and lands what is due by the worker's own count."""
         if self._period is None:
             t = self._worker.count
             sends = [t % pull.every == pull.sends_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
-            here = set(range(self._worker.ports.place.workers))
-            await self._communicate(t, here, sends, lands)
+            everyone = set(range(self._worker.transport.position.workers))
+            await self._communicate(t, everyone, sends, lands)
         self._worker.publish()
 
     async def _join(self, number: int) -> None:
-        worker, everyone = self._worker, list(range(self._worker.ports.place.workers))
+        worker = self._worker
+        everyone = list(range(worker.transport.position.workers))
         if number != self._rounds and any(map(_holds_shared, self._states)):
-            raise Behind(f"worker {worker.index} has missed a round of all")
-        came = await worker.wait(worker.ports.round(("join", number), None, everyone))
+            raise StaleWorkerError(f"worker {worker.index} has missed a round of all")
+        joined = worker.transport.round(("join", number), None, everyone)
+        came = await worker.wait(joined)
         self._rounds = number + 1
         if worker.index not in came:
             return
@@ -154,94 +152,118 @@ class Pulling:
     async def _communicate(
         self, number: int, here: set[int], sends: list[bool], lands: list[bool]
     ) -> None:
-        """All that is due, in order, among those who are here.
+        """All that is due, in order, among the workers that are here.
 
         number: of the communication, and so of the rounds of its groups.
         """
         if not any(sends) and not any(lands):
             return
-        worker = self._worker
-        fits = [bool(fit) for fit in self._fits]
-        healthy = not self._sick and bool(self._compiled.finite(worker.params))
+        worker, is_finite = self._worker, self._check()
         for k, pull in enumerate(self._pulls):
-            fit = fits[k] and healthy
+            counts = bool(self._counts[k]) and is_finite
             if pull.delay and lands[k] and k in self._in_flight:
-                healthy |= await self._land(k, self._in_flight.pop(k), fit)
+                is_finite |= await self._land(k, self._in_flight.pop(k), counts)
             if sends[k]:
                 among = set(here) if pull.delay else here  # beside this, it is by itself
-                coming = worker.ports.start(self._agree(k, number, among, fit))
+                coming = worker.transport.start(self._agree(k, number, among, counts))
                 if pull.delay:
                     self._in_flight[k] = coming
                 else:
-                    healthy |= await self._land(k, coming, fit)
+                    is_finite |= await self._land(k, coming, counts)
             if pull.part is not None:  # a part that was restored does not restore the rest
-                healthy = not self._sick and bool(self._compiled.finite(worker.params))
-        self._sick = not healthy
+                is_finite = self._check()
+        self._is_finite = np.bool_(is_finite)
+
+    def _check(self) -> bool:
+        """Whether the worker was finite, and all its parameters are."""
+        return bool(self._is_finite) and bool(
+            self._compiled.all_finite(self._worker.params)
+        )
 
     def _agree(
-        self, k: int, number: int, here: set[int], fit: bool
+        self, k: int, number: int, here: set[int], is_finite: bool
     ) -> Coroutine[Any, Any, Any]:
-        """What the group agrees on about the worker as it is now, whenever that travels."""
-        pull, worker = self._pulls[k], self._worker
-        x, y = (parts.select(pull.part, tree) for tree in (worker.x, worker.params))
+        """`kernel.send` about the worker as it is now, whenever the messages travel."""
+        worker, part = self._worker, self._pulls[k].part
+        x, y = (
+            parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
+        )
         send = functools.partial(self._conversations[k].send, number, here)
         t, state = np.int32(worker.count), self._states[k]
-        return self._agreements[k].run(send, x, y, state, np.bool_(fit), t)
+        return self._agreements[k].run(send, x, y, state, np.bool_(is_finite), t)
 
-    async def _land(self, k: int, coming: Pending, fit: bool) -> bool:
-        """Pulls the worker to a target; whether it was restored."""
-        worker = self._worker
+    async def _land(self, k: int, coming: asyncio.Future, is_finite: bool) -> bool:
+        """`kernel.land`; whether the worker was restored."""
+        worker, states = self._worker, list(self._states)
         try:
-            z, found, renew = await worker.wait(coming)
-        except Unreachable:
-            return False  # whoever would have sent it is lost: no pull this time
-        self._states[k] = renew(self._states[k])
-        t = np.int32(worker.count)
-        worker.params = self._compiled.land[k](worker.params, z, found, np.bool_(fit), t)
-        return bool(found) and not fit
+            target, renew = await worker.wait(coming)
+        except UnreachableError:
+            return False  # the worker that would have sent it has failed: no pull this time
+        state, t = renew(states[k]), np.int32(worker.count)
+        worker.params, states[k], restored = self._compiled.land[k](
+            worker.params, target, state, np.bool_(is_finite), t
+        )
+        self._states = tuple(states)
+        return bool(restored)
 
     # What passes to a worker that starts again
 
     def state(self) -> Any:
-        """The rules' states, and how many rounds there were."""
-        return {"rules": self._states, "rounds": self._rounds}
+        """The pulls' states, and how many rounds there were."""
+        return {"pulls": self._states, "rounds": self._rounds}
 
     def take_over(self, state: Any) -> None:
         """Goes on from another worker's; what was in flight was meant for another step."""
-        self._states, self._rounds = state["rules"], int(state["rounds"])
-        self._in_flight, self._sick = {}, False
-        for conversation in self._conversations:
-            conversation.forget()
+        self._states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
+        self._states = tuple(
+            s._replace(wire=s.wire.without_error(jnp.asarray(True)) if s.wire else ())
+            for s in self._states
+        )
+        self._in_flight, self._is_finite = {}, np.bool_(True)
 
 
 class _Compiled:
-    """What a worker computes, compiled once for all workers of a process."""
+    """The kernel of one worker, compiled once for all workers of a process."""
 
-    def __init__(self, pulls: tuple[Pull, ...], nodes: int, locals: int):
-        self._pulls, self._sizes = pulls, (nodes, locals)
-        self.step, self.finite = jax.jit(self._step), jax.jit(all_finite)
+    def __init__(self, pulls: tuple[Pull, ...], grid: tuple[int, int]):
+        self._pulls, self._grid = pulls, grid
+        self.init = jax.jit(self._init)
+        self.local, self.all_finite = jax.jit(self._local), jax.jit(self._all_finite)
         self.land = [jax.jit(functools.partial(self._land, pull)) for pull in pulls]
 
-    def _step(self, x, u, states, loss, t, sick):
-        nothing: Any = ()
-        kept = [PullState(state, (), jnp.int32(0), nothing) for state in states]
-        u, stepped, fits = step_rules(self._pulls, widen(u), x, kept, loss, t)
-        sound = jnp.isfinite(loss)
-        y = apply_updates(x, settle(x, u, sound, jnp.asarray(sick)))
-        return y, [state for state, *_ in stepped], [sound & fit for fit in fits]
+    def _init(self, params: Tree) -> tuple[PullState, ...]:
+        x = trees.floats(params)
+        begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
+        # What is in flight is a task of the driver, not a part of the state.
+        return tuple(state._replace(pending=()) for state in alone(begin))
 
-    def _land(self, pull: Pull, y: Tree, z: Tree, found, fit, t) -> Tree:
-        weight = alone(lambda: jnp.asarray(pull.weight(t)), *self._sizes)
-        mine = parts.select(pull.part, y)
-        still = jax.tree.map(jnp.zeros_like, widen(mine))
-        moved = apply_updates(mine, move(mine, still, z, weight, found, fit))
-        return parts.merge(moved, y)
+    def _local(self, x, u, states, loss, t, is_finite):
+        own, step = trees.floats(x), trees.widen(trees.floats(u))
+        step, states, counts, _ = kernel.local(
+            self._pulls, own, step, loss, states, is_finite, t
+        )
+        return trees.apply_updates(x, trees.refill(step, u)), states, counts
+
+    def _all_finite(self, params: Tree) -> Any:
+        return trees.all_finite(trees.floats(params))
+
+    def _land(
+        self, pull: Pull, y: Tree, target: Target, state: PullState, is_finite, t
+    ) -> Any:
+        mine = parts.select(pull.part, trees.floats(y))
+        still = jax.tree.map(jnp.zeros_like, trees.widen(mine))
+        u, state, restored = alone(
+            lambda: kernel.land(pull, mine, still, target, state, is_finite, t), *self._grid
+        )
+        moved = trees.apply_updates(mine, u)
+        return trees.refill(moved, y), state, restored
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(pulls: tuple[Pull, ...], nodes: int, locals: int) -> _Compiled:
-    return _Compiled(pulls, nodes, locals)
+def _compiled(pulls: tuple[Pull, ...], grid: tuple[int, int]) -> _Compiled:
+    return _Compiled(pulls, grid)
 
 
-def _holds_shared(state: Any) -> bool:
-    return any(map(is_shared, jax.tree.leaves(state, is_leaf=is_shared)))
+def _holds_shared(state: PullState) -> bool:
+    """Whether the rule keeps values that must be equal on all workers."""
+    return any(map(is_shared, jax.tree.leaves(state.rule, is_leaf=is_shared)))

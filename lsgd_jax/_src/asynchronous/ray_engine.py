@@ -13,7 +13,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from lsgd_jax._src.asynchronous.coordinator import Standing
-from lsgd_jax._src.asynchronous.errors import Unreachable
 from lsgd_jax._src.asynchronous.mailbox import Snapshot
 from lsgd_jax._src.asynchronous.ray_actors import CoordinatorActor, Overview, WorkerActor
 from lsgd_jax._src.asynchronous.ray_cluster import (
@@ -24,6 +23,7 @@ from lsgd_jax._src.asynchronous.ray_cluster import (
     signals,
 )
 from lsgd_jax._src.asynchronous.ray_ports import RETURN, Job, answer
+from lsgd_jax._src.asynchronous.transport import Unreachable
 from lsgd_jax._src.asynchronous.worker import Method, Training
 
 

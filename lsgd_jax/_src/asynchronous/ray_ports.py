@@ -12,9 +12,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from lsgd_jax._src.asynchronous.compression import Compression
 from lsgd_jax._src.asynchronous.coordinator import Claim, Report, Standing
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
 from lsgd_jax._src.asynchronous.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.ports import Pending, Place, Ports
+from lsgd_jax._src.asynchronous.transport import Behind, Unreachable
 from lsgd_jax._src.asynchronous.worker import Method, Training
 from lsgd_jax._src.wire import WireFormat
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from lsgd_jax._src.asynchronous.collective import all_reduce
+from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.asynchronous.mailbox import finite
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.methods.group import check_group_size, hops_of
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class WAGMA:
       group_size: S, a power of two.
       sync_period: steps per worker between means of all workers, τ.
       window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
       ValueError: a size that is not a power of two, a period or window below 1; at `bind`,
@@ -55,8 +58,10 @@ class WAGMA:
     group_size: int = 2
     sync_period: int = 10
     window: int = 10
+    wire: Wire | WireFormat = "float32"
 
     def __post_init__(self):
+        Wire.of(self.wire)
         check_group_size(self.group_size)
         check_positive_int("sync_period", self.sync_period)
         check_positive_int("window", self.window)
@@ -82,7 +87,7 @@ class WAGMAWorker(FreeRunningWorker):
             raise ValueError(
                 "`wire` must be 'float32' or round at random for WAGMA, because "
                 "rounding to nearest takes its small steps back, such as "
-                f"'{wire.format}-stochastic'; got wire='{wire.format}'"
+                f"'{wire.wire.format}-stochastic'; got wire='{wire.wire.format}'"
             )
         self._hops = hops_of(method.group_size, workers)
         # A step claimed ahead would keep all other workers waiting at the next barrier.
@@ -159,8 +164,8 @@ class WAGMAWorker(FreeRunningWorker):
         vector = worker.vector()
         if self._error is None and transport.mailbox.wire.is_narrow:
             self._error = np.zeros_like(vector)
-        total = transport.total(
-            ("mean", number), vector, self.is_finite, list(came), self._error
+        total = all_reduce(
+            transport, ("mean", number), vector, self.is_finite, list(came), self._error
         )
         try:
             sums, count, _ = await worker.wait(transport.start(total))

@@ -1,5 +1,6 @@
-"""A worker that steps at its own pace: what it trains, and its loop on every engine."""
+"""An asynchronous worker: what it trains, and its loop on every engine."""
 
+import asyncio
 import dataclasses
 import math
 import zlib
@@ -10,17 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.coordinator import Report
-from lsgd_jax._src.asynchronous.election import Score
-from lsgd_jax._src.asynchronous.errors import Behind, Unreachable
-from lsgd_jax._src.asynchronous.mailbox import finite
-from lsgd_jax._src.asynchronous.ports import Pending, Ports
+from lsgd_jax._src.asynchronous.compression import finite
+from lsgd_jax._src.asynchronous.coordinator import Report, Score, Status
+from lsgd_jax._src.asynchronous.transport import (
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+)
 from lsgd_jax._src.asynchronous.vectors import flat_of
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+STALE = 10  # times in a row that a worker takes over without a step that is new to it
 
 
 class Training(NamedTuple):
-    """What one worker trains, and how it takes a step.
+    """The training of one worker: how it begins, and how it takes a step.
 
     Attributes:
       init: index -> (params, opt_state, own). `opt_state`: what a worker that is started
@@ -35,8 +42,8 @@ class Training(NamedTuple):
     step: Callable[[Tree, Any, Any, Any], tuple[Tree, Any, Any, Any]]
 
 
-class Running(Protocol):
-    """A method as it runs in one worker: see `Method.bind`."""
+class MethodWorker(Protocol):
+    """A method in one worker: see `Method.bind`."""
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree: ...
     async def before_step(self) -> bool: ...
@@ -46,11 +53,12 @@ class Running(Protocol):
 
 
 class Method(Protocol):
-    """When a worker speaks to others, and what it does with what they say.
+    """Decides when a worker communicates, and how the answers move it.
 
     Attributes:
       period: steps per worker between rounds that the coordinator calls; None: none.
       window: losses that a worker is judged by.
+      wire: the format of whole vectors.
     """
 
     @property
@@ -59,7 +67,10 @@ class Method(Protocol):
     @property
     def window(self) -> int: ...
 
-    def bind(self, worker: "Worker", steps: int) -> Running:
+    @property
+    def wire(self) -> Wire | WireFormat: ...
+
+    def bind(self, worker: "Worker", steps: int) -> MethodWorker:
         """The method in one worker that is to take so many steps."""
         ...
 
@@ -68,107 +79,107 @@ class Worker:
     """One worker: parameters, states, and where it stands.
 
     Args:
-      restore: what `state` once gave, or None; asked by a worker that comes late and finds
-        no peer to take over from.
+      restore: returns what `state` once returned, or None; called by a worker that comes
+        late and finds no peer to take over from.
 
     Attributes:
       x, params: before and after the last local step.
       count: local steps taken.
       loss: at x.
-      fit: whether the parameters are finite, as far as the method looks.
-      measure: what others see besides, see `Snapshot`.
+      is_finite: whether the parameters are finite, as far as the method looks.
+      measure: see `Snapshot`.
       report: what the coordinator is told.
-      standing: what it has answered last, None before that.
+      status: its last answer, None before that.
     """
 
     def __init__(
         self,
         training: Training,
         method: Method,
-        ports: Ports,
+        transport: Transport,
         steps: int,
         restore: Callable[[], Any] = lambda: None,
     ):
-        self.training, self.ports, self.restore = training, ports, restore
-        self.params, self.opt_state, self.own = training.init(ports.place.index)
+        self.training, self.transport, self.restore = training, transport, restore
+        index = transport.position.index
+        self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._kept = False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
-        self.report, self.standing = Report(), None
-        self._told: Pending | None = None
-        self.fit: Any = True
+        self.report, self.status = Report(), None
+        self._told: asyncio.Task[Status] | None = None
+        self.is_finite: Any = True
         self.measure = 0.0
-        self.running = method.bind(self, steps)
-        ports.mailbox.serve_state(self.state)
+        self.method = method.bind(self, steps)
+        transport.mailbox.serve_state(self.state)
 
     @property
     def index(self) -> int:
-        """Which worker this is."""
-        return self.ports.place.index
+        """The worker's index."""
+        return self.transport.position.index
 
     def vector(self) -> np.ndarray:
-        """The parameters as they travel."""
+        """The parameters as one vector."""
         return self.flat.vector(self.params)
 
     def publish(self) -> None:
         """Lets others see the parameters as they are now."""
         params, score = self.params, self.score.value
-        self.ports.mailbox.show(
+        self.transport.mailbox.show(
             lambda: self.flat.vector(params), self.count, self.measure, score
         )
 
     async def step(self) -> None:
-        """One local step, and how fast they are."""
-        begun = self.ports.now()
-        self.compute()
-        await self.ports.stepped()
-        if (seconds := self.ports.now() - begun) > 0:
+        """Takes one local step, and measures the speed of steps."""
+        begun = self.transport.now()
+        await self.transport.step(self.compute)
+        if (seconds := self.transport.now() - begun) > 0:
             speed, known = 1 / seconds, self.report.speed
             compiled = self.count > 2  # the first steps take the time to compile, too
             self.report.speed = known + 0.1 * (speed - known) if compiled else speed
 
     def compute(self) -> None:
-        """What a local step computes."""
+        """Computes one local step."""
         t = self.count + 1
         u, self.opt_state, self.own, loss = self.training.step(
             self.params, self.opt_state, self.own, np.int32(t)
         )
         self.x = self.params
-        self.params = self.running.step(self.x, u, loss, t)
+        self.params = self.method.step(self.x, u, loss, t)
         self.count, self.loss = t, float(loss)
         self.score.add(self.loss)
 
-    async def wait(self, pending: Pending) -> Any:
+    async def wait(self, call: asyncio.Task) -> Any:
         """The result of a call, with the time that it took counted as waiting."""
-        begun = self.ports.now()
+        begun = self.transport.now()
         try:
-            return await pending
+            return await call
         finally:
-            seconds = self.ports.now() - begun
+            seconds = self.transport.now() - begun
             self.report.waited += seconds
             self.report.longest = max(self.report.longest, seconds)
 
     async def tell(self) -> None:
-        """Tells the coordinator how far this worker is; does not wait for its answer.
+        """Reports the progress to the coordinator, without waiting for its answer.
 
         The next report leaves when this one has been answered.
         """
         report = self.report
         report.steps = self.count
-        report.loss = self.loss if self.fit else math.nan
-        report.score = self.score.value if self.fit else math.inf
-        report.bytes_sent = self.ports.mailbox.bytes_sent
+        report.loss = self.loss if self.is_finite else math.nan
+        report.score = self.score.value if self.is_finite else math.inf
+        report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:
-            if not self._told.done:
+            if not self._told.done():
                 return
             try:
-                self.standing = await self._told
-            except Unreachable:
-                pass  # what was known stays; the next report says what this one did
-        self._told = self.ports.report(dataclasses.replace(report))
+                self.status = await self._told
+            except UnreachableError:
+                pass  # the old status stays; the next report includes this one
+        self._told = self.transport.report(dataclasses.replace(report))
 
     def keep(self) -> None:
-        """Makes `state` give what is now, at the boundary of a step, until the next one.
+        """Makes `state` return the present, at the boundary of a step, until the next one.
 
         Others ask for it at any time, from threads of their own: they get one step's
         parameters and states, never those of two. `Training.step` must not donate them.
@@ -178,14 +189,14 @@ class Worker:
             "opt_state": self.opt_state,
             "own": self.own,
             "count": self.count,
-            "method": self.running.state(),
+            "method": self.method.state(),
         }
         self._kept = jax.tree.map(lambda x: x, now)
 
     def state(self, own: bool = False) -> Any:
-        """All that another worker needs to go on from here; None before it has begun.
+        """The state from which another worker can go on; None before the worker begins.
 
-        own: with what this worker needs besides, to be resumed itself.
+        own: adds what this worker needs to be resumed itself.
         """
         if (kept := self._kept) is None:
             return None
@@ -198,15 +209,15 @@ class Worker:
         if "own" in state:
             self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
         self.count = int(state["count"])
-        self.running.take_over(jax.tree.map(jnp.asarray, state["method"]))
+        self.method.take_over(jax.tree.map(jnp.asarray, state["method"]))
 
     async def enter(self) -> None:
-        """Takes part; who comes after the others have begun takes over from one of them."""
-        _, late = await self.wait(self.ports.enter(self.count))
+        """Takes part; a worker that comes after the others have begun takes over."""
+        _, late = await self.wait(self.transport.enter(self.count))
         if not late:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
-            everyone = list(range(self.ports.place.workers))
-            starts = await self.ports.round("begin", start, everyone)
+            everyone = list(range(self.transport.position.workers))
+            starts = await self.transport.round("begin", start, everyone)
             if (different := len(set(starts.values()) - {None})) > 1:
                 raise ValueError(
                     "all workers must start from the same parameters, but "
@@ -219,19 +230,20 @@ class Worker:
         self.publish()
 
     async def catch_up(self) -> None:
-        """Takes over from a peer, or from what is restored.
+        """Takes over from a peer, otherwise from what is restored.
 
-        The one that has come furthest is asked first: one that hangs stays behind.
+        The peer with the most steps is asked first, since one that hangs stays behind; a
+        peer that has finished is as good as any.
 
         Raises:
-          Unreachable: others are there, but none answers, and nothing is restored.
+          UnreachableError: others are there, but none answers, and nothing is restored.
         """
-        standing = await self.wait(self.ports.report(dataclasses.replace(self.report)))
-        others = [i for i in standing.present if i != self.index]
-        for peer in sorted(others, key=lambda i: -standing.reports[i].steps):
+        status = await self.wait(self.transport.report(dataclasses.replace(self.report)))
+        others = [i for i in {*status.present, *status.finished} if i != self.index]
+        for peer in sorted(others, key=lambda i: (-status.reports[i].steps, i)):
             try:
-                state = await self.wait(self.ports.state(peer))
-            except Unreachable:
+                state = await self.wait(self.transport.state(peer))
+            except UnreachableError:
                 continue
             if state is not None and finite(self.flat.vector(state["params"])):
                 break
@@ -239,30 +251,43 @@ class Worker:
             state = self.restore()
         if state is not None:
             self.take_over(state)
-            await self.wait(self.ports.enter(self.count))
+            await self.wait(self.transport.enter(self.count))
         elif others:
-            raise Unreachable(
+            raise UnreachableError(
                 f"worker {self.index} is behind, and none of the workers {others} that it "
-                f"could take over from answered within {self.ports.grace:g} s"
+                f"could take over from answered within {self.transport.timeout:g} s"
             )
 
 
 async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker: None):
-    """Trains a worker to the end; `observe` is called after every step."""
-    running = worker.running
+    """Trains a worker to the end; `observe` is called after every step.
+
+    Raises:
+      RuntimeError: the worker was left behind again and again, without a step that is new.
+    """
     await worker.enter()
+    best, stale = worker.count, 0
     while True:
         try:
-            if not await running.before_step():
+            if not await worker.method.before_step():
                 break
             await worker.step()
-            await running.after_step()
-        except Behind:
+            await worker.method.after_step()
+        except StaleWorkerError as error:
+            stale += 1
+            if stale > STALE:
+                raise RuntimeError(
+                    f"worker {worker.index} was left behind {stale} times without getting "
+                    f"beyond step {best}: {error}"
+                ) from error
             await worker.enter()
             continue
+        if worker.count > best:
+            best, stale = worker.count, 0
         worker.keep()
         await worker.tell()
         observe(worker)
+    worker.keep()
     return worker
 
 

@@ -12,8 +12,9 @@ from lsgd_jax._src.checks import (
     check_not_negative,
     check_positive_int,
 )
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.parts import in_fragments
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
@@ -79,9 +80,8 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
     outer = optax.with_extra_args_support(outer)
 
     def init(params: Tree) -> AnchorState:
-        group = Group(axes)
-        anchor, _ = group.masked_mean(params, trees.all_finite(params))
-        return AnchorState(group.shared(anchor), group.shared(outer.init(anchor)))
+        anchor = Group(axes).start(params)
+        return AnchorState(anchor, anchor._replace(value=outer.init(anchor.value)))
 
     def agree(group, x, y, state, fit, t):
         anchor, outer_state = state.anchor.value, state.outer.value

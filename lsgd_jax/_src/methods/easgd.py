@@ -8,8 +8,9 @@ import optax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
@@ -49,9 +50,7 @@ def moving_center(
     """
 
     def init(params: Tree) -> CenterState:
-        group = Group(axes)
-        center, _ = group.masked_mean(params, trees.all_finite(params))
-        return CenterState(group.shared(center))
+        return CenterState(Group(axes).start(params))
 
     def agree(group, x, y, state, fit, t):
         old = state.center.value

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import (
@@ -61,13 +62,13 @@ def send(
     """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
 
     m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit. The
-    third is what a narrow wire format took away of this worker's own y, see `Group.lost`.
+    third is what a narrow wire format took away of this worker's own y, see `quantization_error`.
     """
     r = topology.round_at(t)
     given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(fit, y, 0), y)
     sums, mass = group.push(message, given, topology.rounds, r)
-    return sums, mass, group.lost(message)
+    return sums, mass, group.quantization_error(message)
 
 
 def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Array:

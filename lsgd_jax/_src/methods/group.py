@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
@@ -45,7 +46,10 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
             def add_up(tree):
                 for hop in hops:
                     swap = [(i, i ^ hop) for i in range(group.size)]
-                    arrived, lost = group.permute(tree, swap, hop), group.lost(tree, hop)
+                    arrived, lost = (
+                        group.permute(tree, swap, hop),
+                        group.quantization_error(tree, hop),
+                    )
                     tree = jax.tree.map(jnp.add, tree, arrived)
                     if lost is not None:  # taken from this worker and given to no other
                         tree = jax.tree.map(jnp.add, tree, lost)

@@ -13,7 +13,8 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
-from lsgd_jax._src.exchange import Check, Exchange, Pull, exchange
+from lsgd_jax._src.exchange import Exchange, exchange
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.parts import in_fragments
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes

@@ -10,7 +10,8 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.methods.gossip import blend, send, share
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
@@ -118,7 +119,7 @@ def pairwise(
             message, fit.astype(jnp.float32), here.rounds, here.round_at(t)
         )
         (z, theirs), there = arrived[0], arrived[1] > 0
-        lost = group.lost(message)
+        lost = group.quantization_error(message)
         if lost is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
             z = jax.tree.map(jnp.add, z, lost[0])
 

@@ -12,8 +12,9 @@ import optax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax._src.collectives import Group
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
@@ -103,9 +104,8 @@ def parle(
         check_not_negative(name, outer)
 
     def init(params: Tree) -> ParleState:
-        group, wide = Group(axes), trees.widen(params)
-        center, _ = group.masked_mean(params, trees.all_finite(params))
-        return ParleState(wide, wide, group.shared(center))
+        wide = trees.widen(params)
+        return ParleState(wide, wide, Group(axes).start(params))
 
     def step(u, x, state, loss, t):
         weight = value_at(learning_rate, t) * value_at(anchor_pull, t)

@@ -8,7 +8,8 @@ import optax
 from jax import Array
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import Check, Pull, exchange
+from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.methods.gossip import blend, send, share
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes

@@ -17,7 +17,7 @@ OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 def anchor(worker):
     """(turn, anchor) that a worker has."""
-    state = worker.running.state()
+    state = worker.method.state()
     return int(state["turn"]), np.asarray(state["outer"])[: worker.flat.size]
 
 
@@ -101,7 +101,7 @@ def test_the_anchor_survives_a_failure_and_a_restarted_worker_takes_it_over(
     outers = {}
 
     def note(worker):
-        state = worker.running.state()
+        state = worker.method.state()
         outers.setdefault(int(state["turn"]), {})[worker.index] = state["outer"]
 
     found = toys.simulate(
@@ -113,7 +113,7 @@ def test_the_anchor_survives_a_failure_and_a_restarted_worker_takes_it_over(
         [1, 1.1, 1.2],
         drops={failed: 10.5},
         joins={failed: 20},
-        grace=3,
+        timeout=3,
         observe=note,
     )
     turns = [anchor(worker)[0] for worker in found]

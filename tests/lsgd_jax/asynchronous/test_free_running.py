@@ -1,6 +1,7 @@
 """Guarantees of all free-running methods: no worker waits for, or is harmed by, another."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import toys
 
-from lsgd_jax._src.asynchronous.peers import MOST, Peers
+from lsgd_jax._src.asynchronous.free_running import MOST, Peers
 from lsgd_jax.asynchronous import ADPSGD, LSGD, WAGMA, DiLoCo, Pairwise
 
 
@@ -67,7 +68,7 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
         if worker.index == failed:
             seen.append((worker.transport.now(), worker.count))
 
-    options = dict(grace=TIMEOUT, drops={failed: 10.5}, seconds=[1, 1.1, 1.2, 1.3])
+    options = dict(timeout=TIMEOUT, drops={failed: 10.5}, seconds=[1, 1.1, 1.2, 1.3])
     rest = toys.simulate(toys.training(), method, 1, 4, 30, **options)
     rest = [worker for worker in rest if worker.index != failed]
     assert sum(worker.count for worker in rest) >= 4 * 30 - 11 - 3
@@ -96,9 +97,10 @@ def test_integer_leaves_stay_as_they_are(method):
 
 @pytest.mark.parametrize("name", ["lsgd", "pairwise"])
 def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
+    method = dataclasses.replace(METHODS[name], wire="int8")
     start = {"w": jnp.asarray(toys.PLACES[0]), "b": jnp.ones([4])}
     task = toys.resting()._replace(init=lambda i: (start, (), jnp.int32(i)))
-    workers = toys.simulate(task, METHODS[name], 1, 4, 12, wire="int8")
+    workers = toys.simulate(task, method, 1, 4, 12)
     expected = [workers[0].flat.vector(start)] * 4
     np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6)
     assert workers[1].report.bytes_sent + workers[0].report.bytes_sent > 0

@@ -37,7 +37,7 @@ def test_how_much_is_taken_follows_the_interpolation():
 
 def test_clocks_are_mixed_with_the_same_weight():
     workers = toys.simulate(toys.resting(), Pairwise("clock"), 1, 2, 8, [1, 3.1])
-    clocks = [worker.running.state()["clock"] for worker in workers]
+    clocks = [worker.method.state()["clock"] for worker in workers]
     # The slow one takes the more from the fast one, and then counts as nearly as far.
     assert clocks[1] > workers[1].count and workers[0].count > 2 * workers[1].count
 
@@ -50,5 +50,5 @@ def test_below_the_threshold_less_is_taken():
 
 
 def test_staleness_is_the_age_of_the_snapshot():
-    workers = toys.simulate(toys.training(), Pairwise(), 1, 2, 30, [1, 1.1], latency=1.2)
-    assert workers[0].report.staleness == 2 and workers[1].report.bytes_sent > 0
+    workers = toys.simulate(toys.training(), Pairwise(), 1, 2, 30, [1, 1.1], latency=0.45)
+    assert workers[0].report.staleness == 1 and workers[1].report.bytes_sent > 0

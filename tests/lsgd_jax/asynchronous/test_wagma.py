@@ -51,7 +51,7 @@ def test_the_mean_of_all_makes_workers_equal_and_bounds_staleness():
     )
     assert sum(worker.count for worker in found) == 40
     assert found[0].count > 2 * found[3].count
-    assert [worker.running.state()["rounds"] for worker in found] == [2] * 4
+    assert [worker.method.state()["rounds"] for worker in found] == [2] * 4
     # It ends with the second mean of all.
     assert np.ptp(toys.stacked(found), axis=0).max() == 0
     assert 2 <= max(stale) <= 4 * 5  # at most as many as all take between two means
@@ -59,7 +59,7 @@ def test_the_mean_of_all_makes_workers_equal_and_bounds_staleness():
 
 def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():
     found = toys.simulate(
-        toys.training(), WAGMA(2, sync_period=4), 1, 2, 40, [1, 20], grace=3
+        toys.training(), WAGMA(2, sync_period=4), 1, 2, 40, [1, 20], timeout=3
     )
     assert found[0].report.longest == pytest.approx(3, abs=0.01)
     assert sum(worker.count for worker in found) == 80 and found[1].count > 1

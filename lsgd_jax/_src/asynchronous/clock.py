@@ -1,0 +1,67 @@
+"""An asyncio event loop of virtual time: it never waits, its clock jumps."""
+
+import asyncio
+import concurrent.futures
+import selectors
+from collections.abc import Coroutine
+from typing import Any
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Runs what is ready; once nothing is, its time jumps to the next timer.
+
+    All is decided by the order in which coroutines and timers were started, so that two
+    runs of one program are the same.
+
+    >>> import asyncio
+    >>> with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    ...     runner.run(asyncio.sleep(3600))
+    ...     runner.get_loop().time()
+    3600.0
+    """
+
+    def __init__(self):
+        self._virtual = 0.0
+        super().__init__(_Clock(self))
+
+    def time(self) -> float:
+        return self._virtual
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass."""
+        self._virtual += seconds
+
+
+class _Clock(selectors.SelectSelector):
+    """A selector that advances the clock in place of waiting."""
+
+    def __init__(self, loop: VirtualTimeLoop):
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list:
+        if timeout is None:
+            raise RuntimeError("all workers wait for each other, and no timer is set")
+        self._loop.advance(max(timeout, 0.0))
+        return []
+
+
+def run_virtual(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine in virtual time, also where another loop is running (notebooks)."""
+
+    def run() -> Any:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(coroutine)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+async def later(seconds: float, value: Any = None) -> Any:
+    """The value, after some seconds."""
+    await asyncio.sleep(seconds)
+    return value

@@ -1,0 +1,424 @@
+"""What travels: trees of parameters in a wire format, and what an agreement has sent.
+
+One source: the codes of Q(v - r) travel, and all workers, the source too, take
+z = r + Q(v - r). A mean: all workers' codes are gathered and added up in one order, so that
+z is bit-identical on all workers; a worker adds its quantization error to what it sends
+next (error feedback). To peers: Q(y), and the rule gives the error back to the sender.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.layouts import known_axes, shard_by_shard, shard_nbytes
+from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire import Coded, Runs, Wire, decode, encode
+
+
+Message = Any  # a tree of the arrays that travel
+
+
+class Codec:
+    """Encodes trees like this one, a few buffers at a time in place of many leaves.
+
+    Small leaves lie side by side in one buffer, each from the start of a block on, so that
+    no two share a scale; the zeros between them do not travel. Leaves of integers, of
+    bools and of one element travel as they are: one element and its scale are longer.
+
+    Args:
+      tree: arrays.
+      wire: the format.
+
+    >>> import lsgd_jax as lj
+    >>> codec = Codec(jnp.zeros(3), lj.Wire("int8"))
+    >>> message, error = codec.encode(jnp.array([0.5, -1.0, 0.1]), error=jnp.zeros(3))
+    >>> bool(jnp.allclose(codec.decode(message) + error, jnp.array([0.5, -1.0, 0.1])))
+    True
+    """
+
+    def __init__(self, tree: Tree, wire: Wire):
+        self._wire = wire
+        narrow = wire.format != "float32"
+        coded = [narrow and _is_coded(leaf) for leaf in jax.tree.leaves(tree)]
+        align = wire.block if wire.format in ("int8", "int4") else 1
+        self._packing = Packing(tree, coded, align)
+        self._coded = [coded[leaves[0]] for leaves in self._packing.members]
+        self.pack = self._packing.pack
+
+    def encode(
+        self, tree: Tree, error: Tree | None = None, key: Array | None = None
+    ) -> tuple[Message, Tree | None]:
+        """What travels of a tree, and its quantization error.
+
+        Args:
+          tree: arrays of floats count as 0 where they are not finite.
+          error: what was not sent before, which is sent with it; None: is not kept.
+          key: of the draws of stochastic rounding.
+        """
+        owed = self.pack(tree)
+        if error is not None:
+            owed = [widened(x) + e for x, e in zip(owed, self.pack(error))]
+        message = self.encode_buffers(owed, key)
+        if error is None:
+            return message, None
+        left = map(jnp.subtract, owed, self.decode_buffers(message))
+        return message, self._packing.unpack(list(left))
+
+    def decode(self, message: Message) -> Tree:
+        """The tree that arrives, in float32 where it was rounded."""
+        return self.unpack(self.decode_buffers(message))
+
+    # On the buffers that the tree lies in
+
+    def unpack(self, buffers: list[Array], t: Array | None = None) -> Tree:
+        """The tree of the buffers; t as in `Packing.unpack`."""
+        return self._packing.unpack(buffers, t=t)
+
+    def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
+        """What travels of the buffers."""
+
+        def one(b: int, x: Array) -> Coded | Array:
+            if not self._coded[b]:
+                return x
+            mine = key if key is None else jax.random.fold_in(key, b)
+            return encode(x, self._wire, mine, self._runs(b))
+
+        return [one(b, x) for b, x in enumerate(buffers)]
+
+    def decode_buffers(self, message: Message) -> list[Array]:
+        """The buffers that arrive."""
+
+        def one(b: int, sent: Coded | Array) -> Array:
+            if not isinstance(sent, Coded):
+                return sent
+            return decode(sent, self._wire, self._packing.shape(b), self._runs(b))
+
+        return [one(b, sent) for b, sent in enumerate(message)]
+
+    def _runs(self, b: int) -> Runs | None:
+        """The parts of a buffer that travel: leaves of whole blocks touch, as one run."""
+        runs: list[tuple[int, int]] = []
+        for _, start, size in self._packing.runs(b):
+            if runs and sum(runs[-1]) == start:
+                start, size = runs[-1][0], runs[-1][1] + size
+                runs.pop()
+            runs.append((start, size))
+        whole = runs == [(0, math.prod(self._packing.shape(b)))]
+        return None if whole else runs
+
+
+def _is_coded(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1
+
+
+class WireState(NamedTuple):
+    """What a pull with a narrow wire format remembers; None is what it does not need.
+
+    Attributes:
+      reference: r, the target agreed on last, 0 at first; a tree like the part, in float32
+        at least; shared if the group is all workers, else per worker, equal in the group.
+      error: e, the quantization error of what this worker sent; likewise; per worker.
+    """
+
+    reference: Shared[Tree] | Tree | None
+    error: Tree | None
+
+    @classmethod
+    def zero(
+        cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
+    ) -> "WireState":
+        """Before the first exchange; `share` is `Group.shared`."""
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), part)
+        shared = share(nothing)
+        reference = shared if shared.axes is None else nothing
+        return cls(
+            reference if "reference" in keeps else None,
+            nothing if "error" in keeps else None,
+        )
+
+    def without_error(self, restored: Array) -> "WireState":
+        """Of a worker that was restored, which owes nothing any more."""
+        forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
+        return self._replace(error=jax.tree.map(forget, self.error))
+
+    def resized(self) -> "WireState":
+        """For `resize`: groups other than that of all workers have nothing in common."""
+        nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+        kept = isinstance(self.reference, Shared)
+        reference = self.reference if kept else nothing(self.reference)
+        return WireState(reference, nothing(self.error))
+
+
+class Line:
+    """A rule's line to its group during one agreement; all digits travel.
+
+    It is made anew each time an agreement is traced, so that the channel itself does not
+    change; `kernel.send` reads off it what the agreement has sent.
+
+    Args:
+      channel: the group's `Channel`.
+
+    Attributes:
+      bytes_sent: by this worker so far; of the branches of a `switch` their mean.
+      kept: the `WireState` as it is now, () without one.
+    """
+
+    def __init__(self, channel: Any, kept: Any = ()):
+        self.channel, self.kept, self.bytes_sent = channel, kept, 0.0
+
+    def gather(self, x: Array) -> Array:
+        self._count(x)
+        return self.channel.gather(x)
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        self._count(tree)
+        return self.channel.broadcast(tree, source)
+
+    def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
+        self._count((trees.widen(tree), jnp.float32(0)))
+        return self.channel.sum(tree, where, mean=False)
+
+    def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
+        del reference
+        self._count((trees.widen(tree), jnp.float32(0)))
+        return self.channel.sum(tree, where, mean=True)
+
+    def permute(self, tree: Tree, permutation: Any, turn: int = 0) -> Tree:
+        del turn
+        self._count(tree)
+        return self.channel.permute(tree, permutation)
+
+    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+        del tree, turn
+        return None
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        if len(branches) == 1:
+            return branches[0](operand)
+        before, sent = self.bytes_sent, {}
+
+        def counting(i: int, branch: Callable) -> Callable:
+            def run(operand: Any) -> Any:
+                self.bytes_sent = 0.0
+                result = branch(operand)
+                sent[i] = self.bytes_sent
+                return result
+
+            return run
+
+        counted = [counting(i, branch) for i, branch in enumerate(branches)]
+        result = self.channel.switch(r, counted, operand)
+        self.bytes_sent = before + sum(sent.values()) / max(len(sent), 1)
+        return result
+
+    def _count(self, tree: Tree) -> None:
+        if self.channel.size > 1:
+            self.bytes_sent += shard_nbytes(tree)
+
+
+class NarrowLine(Line):
+    """A line on which trees of parameters travel in a narrow wire format.
+
+    Args:
+      channel: the group's `Channel`.
+      kept: the pull's `WireState`.
+      wire: the format, not 'float32'.
+      t: int32 scalar, the step; keys of the draws are made of it.
+    """
+
+    def __init__(self, channel: Any, kept: WireState, wire: Wire, t: Array):
+        super().__init__(channel, kept)
+        self._wire, self._t = wire, t
+        self._shard: Array | None = None  # of a worker of several devices, where known
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        if self.channel.size == 1:
+            return super().broadcast(tree, source)
+
+        def send(tree: Tree, kept: WireState, source: Array) -> Any:
+            codec = Codec(tree, self._wire)
+            v, r = codec.pack(tree), codec.pack(_reference(kept))
+            message = codec.encode_buffers(list(map(_minus, v, r)), self._key())
+            self._count(message)
+            q = codec.decode_buffers(self.channel.broadcast(message, source))
+            return self._remembered(codec, list(map(_plus, v, r, q)), r, kept)
+
+        out = lambda specs, kept, *_: (specs, kept)
+        z, self.kept = self._by_shard(send, tree, self.kept, source, out=out)
+        return z
+
+    def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
+        if self.channel.size == 1:
+            return super().sum(tree, where)
+
+        def add_up(tree: Tree, kept: WireState, where: Array) -> Any:
+            codec = Codec(tree, self._wire)
+            sums, count, kept = self._sums(codec, codec.pack(tree), kept, where)
+            return (codec.unpack(sums), count), kept
+
+        total, self.kept = self._by_shard(add_up, tree, self.kept, where, out=_and_kept)
+        return total
+
+    def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
+        if self.channel.size == 1:
+            return super().mean(tree, where, reference)
+
+        def average(tree: Tree, kept: WireState, where: Array, reference: Any) -> Any:
+            codec = Codec(tree, self._wire)
+            v = codec.pack(tree)
+            r = codec.pack(_reference(kept) if reference is None else reference)
+            gaps = list(map(_minus, v, r))
+            sums, count, kept = self._sums(codec, gaps, kept, where)
+            z = list(map(_plus, v, r, trees.mean_of(sums, count)))
+            if reference is not None:
+                return (codec.unpack(z), count), kept
+            z, kept = self._remembered(codec, z, r, kept)
+            return (z, count), kept
+
+        given = tree, self.kept, where, reference
+        mean, self.kept = self._by_shard(average, *given, out=_and_kept)
+        return mean
+
+    def permute(self, tree: Tree, permutation: Any, turn: int = 0) -> Tree:
+        if self.channel.size == 1:
+            return super().permute(tree, permutation, turn)
+
+        def send(tree: Tree) -> Tree:
+            codec = Codec(tree, self._wire)
+            message, _ = codec.encode(tree, key=self._key(turn))
+            self._count(message)
+            return codec.decode(self.channel.permute(message, permutation))
+
+        return self._by_shard(send, tree)
+
+    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+        if self.channel.size == 1:
+            return None
+
+        def error(tree: Tree) -> Tree:
+            codec = Codec(tree, self._wire)
+            nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
+            return codec.encode(tree, nothing, self._key(turn))[1]
+
+        return self._by_shard(error, tree)
+
+    # How
+
+    def _by_shard(
+        self,
+        fn: Callable,
+        tree: Tree,
+        *others: Any,
+        out: Callable = lambda specs, *_: specs,
+    ) -> Any:
+        """fn(tree, *others) shard by shard; keys are made of the step and the shard."""
+        axes, before = known_axes(), (self._t, self._shard)
+
+        def on_shard(tree: Tree, t: Array, *others: Any) -> Any:
+            self._t = t
+            if axes:
+                self._shard = lax.axis_index(axes)
+            return fn(tree, *others)
+
+        layout = lambda specs, _, *more: out(specs, *more)
+        given = jax.tree.map(jnp.asarray, (self._t, *others))
+        result = shard_by_shard(on_shard, tree, *given, out=layout)
+        self._t, self._shard = before
+        return result
+
+    def _sums(
+        self, codec: Codec, v: list[Array], kept: WireState, where: Array
+    ) -> tuple[list[Array], Array, WireState]:
+        """Σ Q(v + e) over the workers for which `where` holds, their number, and the new e.
+
+        A worker that does not take part owes nothing.
+        """
+        if kept.error is None:
+            raise ValueError(_KEEPS.format("'error'"))
+        take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
+        e = codec.pack(kept.error)
+        owed = [take_part(widened(v) + e) for v, e in zip(v, e)]
+        sent = codec.encode_buffers(owed, self._key())
+        e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
+        kept = kept._replace(error=codec.unpack(e, self._t))
+
+        message = (sent, where.astype(jnp.float32))
+        packing = Packing(message)
+        rows = [self.gather(buffer) for buffer in packing.pack(message)]
+
+        def of_worker(i: Any) -> tuple[list[Array], Array]:
+            row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
+            sent, gives = packing.unpack([row(x) for x in rows])
+            gives = gives == 1  # nan for a worker that has failed
+            add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
+            return [add(q) for q in codec.decode_buffers(sent)], gives.astype(jnp.float32)
+
+        def add(i: Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, of_worker(i))
+
+        sums, count = lax.fori_loop(1, self.channel.size, add, of_worker(0))
+        return sums, count, kept
+
+    def _remembered(
+        self, codec: Codec, z: list[Array], r: list[Array], kept: WireState
+    ) -> tuple[Tree, WireState]:
+        """The target z, which becomes the reference in place of r."""
+        renew = lambda z, r: z.astype(r.dtype) if _is_float(z) else r
+        r = codec.unpack(list(map(renew, z, r)), self._t)
+        shared = kept.reference
+        reference = shared._replace(value=r) if isinstance(shared, Shared) else r
+        return codec.unpack(z), kept._replace(reference=reference)
+
+    def _key(self, turn: int = 0) -> Array | None:
+        """The key of this worker's draws at this step."""
+        if self._wire.rounding == "nearest":
+            return None
+        shard = () if self._shard is None else (self._shard,)
+        return draws(self._wire, self._t, self.channel.index, turn, *shard)
+
+
+def draws(wire: Wire, *numbers: Any) -> Array:
+    """The key of a message's draws, made of the format's seed and of numbers."""
+    fold = jax.random.fold_in
+    return functools.reduce(fold, numbers, jax.random.key(wire.seed, impl="threefry2x32"))
+
+
+_KEEPS = (
+    "for a narrow wire format a rule that calls `broadcast` keeps the 'reference', one "
+    "that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
+)
+
+
+def _reference(kept: WireState) -> Tree:
+    """r, the target agreed on last."""
+    if kept.reference is None:
+        raise ValueError(_KEEPS.format("'reference'"))
+    return kept.reference.value if isinstance(kept.reference, Shared) else kept.reference
+
+
+def _and_kept(specs: Tree, kept: Tree, *_: Any) -> Any:
+    """The layout of a tree like the one sent, a scalar, and the state."""
+    return (specs, Spec()), kept
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _minus(v: Array, r: Array) -> Array:
+    """v - r of floats; integers have no difference worth sending and stay."""
+    return widened(v) - r if _is_float(v) else v
+
+
+def _plus(v: Array, r: Array, q: Array) -> Array:
+    """r + q, of v in place of which it stands."""
+    return r + q if _is_float(v) else q

@@ -1,0 +1,259 @@
+"""Group: the workers that a rule agrees with, and the channel that carries their messages.
+
+Everything is written for ONE worker, which names its group by mesh axes. A channel has two
+forms: collectives inside one compiled program (`collectives.MeshChannel`), and messages
+between asynchronous workers (`asynchronous.messages.MessageChannel`). Neither changes while
+a rule is traced; what one agreement counts and remembers is kept by its `codec.Line`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src.codec import Line
+from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
+from lsgd_jax._src.layouts import shard_by_shard
+from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.shared import Axes, Shared, shared
+from lsgd_jax._src.trees import Tree, all_finite, widen, widened
+
+
+class Channel(Protocol):
+    """Carries the messages of one group, as one of its workers sees it.
+
+    Attributes:
+      size: the number of workers in the group.
+      index: this worker's index in the group, int32; varying.
+      is_all: whether the group is all workers.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> Array: ...
+
+    @property
+    def is_all(self) -> bool: ...
+
+    def gather(self, x: Array) -> Array:
+        """All workers' x, [size, ...]. A failed worker's row is nan, 0 for integers."""
+        ...
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """The tree of worker `source`."""
+        ...
+
+    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+        """The sum or mean over the workers for which `where` holds, and their number."""
+        ...
+
+    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+        """The tree of this worker's source, zeros without one."""
+        ...
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        """The result of branch r, which is the same for the whole group."""
+        ...
+
+
+class Group:
+    """The workers along some mesh axes, as one of them sees them.
+
+    Args:
+      axes: one name or several, as they are bound by `Workers.map` or `jax.shard_map`.
+      line: carries the messages. Defaults to collectives over the axes.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> mean = workers.map(lambda x: lj.Group("local").mean(x))
+    >>> mean(workers.put(jnp.array([1.0, 4.0]))).tolist()
+    [2.5, 2.5]
+    """
+
+    def __init__(self, axes: Axes, line: Line | None = None):
+        self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
+        self._line = Line(MeshChannel(self.axes)) if line is None else line
+
+    # Who is there
+
+    @property
+    def channel(self) -> Any:
+        """The `Channel` that carries the messages."""
+        return self._line.channel
+
+    @property
+    def size(self) -> int:
+        """The number of workers in the group."""
+        return self.channel.size
+
+    @property
+    def index(self) -> Array:
+        """This worker's index in the group, row-major over the axes: int32, varying."""
+        return self.channel.index
+
+    def shared(self, tree: Tree) -> Shared:
+        """Marks a tree as equal in the group."""
+        return shared(tree, self.axes, self.channel.is_all)
+
+    def start(self, params: Tree) -> Shared[Tree]:
+        """Where the group begins: the mean of the finite starts, in float32 at least.
+
+        Outside of mapped functions, where no axis is bound, all workers start from the
+        same parameters, which are their own mean.
+        """
+        if not any_bound(self.axes):
+            return Shared(widen(params))
+        mean, _ = self.masked_mean(params, all_finite(params))
+        return self.shared(mean)
+
+    # What travels
+
+    def gather(self, x: Array) -> Array:
+        """All workers' x, stacked in the order of `index`: shape [size, ...].
+
+        The row of an asynchronous worker that has failed is nan, 0 for integers.
+        """
+        return self._line.gather(x)
+
+    def elect(self, score: Array) -> tuple[Array, Array]:
+        """The worker with the lowest score of the group, ties to the lowest index.
+
+        Args:
+          score: float scalar, varying. One that is not finite is never elected.
+
+        Returns:
+          (leader, found): its index in the group (int32), and whether any worker had a
+          finite score (bool). Both are the same for the whole group.
+        """
+        scores = self.gather(score)
+        # A nan would win: argmin returns the first one.
+        finite = jnp.isfinite(scores)
+        leader = jnp.argmin(jnp.where(finite, scores, jnp.inf))
+        return leader.astype(jnp.int32), finite.any()
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """The tree of worker `source` (an index in the group), sent to the whole group."""
+        return self._line.broadcast(tree, source)
+
+    def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
+        """The sum of the trees of the workers for which `where` (bool, varying) holds.
+
+        Args:
+          tree: what to add up; varying. What is masked out may be nan or inf.
+          where: whether this worker takes part.
+
+        Returns:
+          (sums, count): a tree in float32 at least, and how many took part (float32
+          scalar). Both are the same for the whole group, and travel together.
+        """
+        return self._line.sum(tree, jnp.asarray(where))
+
+    def masked_mean(
+        self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
+    ) -> tuple[Tree, Array]:
+        """Mean over the workers for which `where` holds; nan if no worker takes part.
+
+        Args:
+          tree, where: as for `masked_sum`.
+          reference: a tree that is equal in the group, close to what travels, in float32
+            at least: a narrow wire format sends differences to it. Defaults to the last
+            mean.
+        """
+        return self._line.mean(tree, jnp.asarray(where), reference)
+
+    def mean(self, tree: Tree) -> Tree:
+        """The mean of all workers' trees, computed in float32 at least."""
+        means, _ = self.masked_mean(tree)
+        return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
+
+    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
+        """Each worker's tree sent along a permutation of the group.
+
+        Args:
+          tree: what to send; varying.
+          permutation: pairs (source, destination) of indices in the group, every source and
+            every destination at most once.
+          turn: which message of this exchange it is; stochastic rounding draws anew.
+
+        Returns:
+          The tree of this worker's source; zeros for a worker that is no destination. With
+          a narrow wire format in float32 at least.
+
+        Raises:
+          ValueError: two pairs share a source or a destination, or an index is outside.
+        """
+        return self._line.permute(tree, permutation, turn)
+
+    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+        """The error of permuting or pushing `tree`, or None if it is sent exactly.
+
+        A rule whose messages take something away from their sender gives this back to it.
+        """
+        return self._line.quantization_error(tree, turn)
+
+    def push(
+        self,
+        tree: Tree,
+        weight: Array,
+        rounds: Sequence[Sequence[Permutation]],
+        r: Array,
+    ) -> tuple[Tree, Array]:
+        """Each worker's tree and weight sent to its out-neighbors in one round of a graph.
+
+        Args:
+          tree: what to send, finite; varying.
+          weight: float scalar; varying.
+          rounds: of each round the permutations it is made of, as for `permute`.
+          r: int32 scalar, the round; the same for the whole group.
+
+        Returns:
+          (sums, mass): over this worker's in-neighbors j, Σ weight_j · tree_j (in float32
+          at least) and Σ weight_j; zeros where none sends.
+        """
+
+        def along(permutations: Sequence[Permutation]) -> Callable:
+            def send(message: tuple[Tree, Array]) -> tuple[Tree, Array]:
+                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), message[0])
+                mass = jnp.zeros_like(message[1])
+                for permutation in permutations:
+                    arrived, m = self._line.permute(message, permutation)
+                    weighed = jax.tree.map(
+                        lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
+                    )
+                    sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
+                return sums, mass
+
+            return send
+
+        return self.switch(r, list(map(along, rounds)), (tree, weight))
+
+    def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
+        """A rule [W, n] -> [n] over the group's W values, applied to every coordinate.
+
+        The rule sees float32 at least, and the scalars (what is traced cannot come in a
+        closure); the result is in the dtypes of the tree.
+        """
+
+        def collect(tree: Tree, *scalars: Any) -> Tree:
+            packing = Packing(tree)
+            rows = map(self.gather, packing.pack(tree))
+            return packing.unpack(
+                [rule(widened(x), *scalars).astype(x.dtype) for x in rows]
+            )
+
+        scalars = jax.tree.map(jnp.asarray, scalars)
+        return shard_by_shard(collect, tree, *scalars, out=lambda specs, *_: specs)
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        """`lax.switch` among branches that communicate; r is the same for the group."""
+        return self._line.switch(r, branches, operand)
+
+    def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
+        """This worker's draw at step t: bool scalar, varying, true with `probability`."""
+        key = jax.random.fold_in(jax.random.key(seed), t)
+        return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)

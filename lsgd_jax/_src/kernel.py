@@ -1,0 +1,316 @@
+"""The step of an exchange: three pure functions of one worker, and what they keep.
+
+With x the worker's parameters before its step, y where it stands, z the target:
+
+    local   on every step: what rules do by themselves, who is finite; never communicates
+    send    the group agrees on z; the one place that communicates
+    land    y ← y + λ (z - y); a worker that is not finite takes z whole
+
+Two drivers call them and nothing else: `exchange` in lock step, inside one program, and
+`asynchronous.pulls`, which awaits the messages between `send` and `land`.
+
+Until a pull moves it, y is the pair (x, u) with y = x + u, so that an update passes
+bit-identical where nothing lands.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import parts, trees
+from lsgd_jax._src.checks import check_fraction, check_period, check_positive_int
+from lsgd_jax._src.codec import Line, NarrowLine, WireState
+from lsgd_jax._src.group import Channel, Group
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.traffic import Traffic
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire import Wire, WireFormat
+
+
+Check = Literal["due", "every_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """One pull of an `exchange`: to what, how hard, how often, which part, how late.
+
+    At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
+    y ← y + λ(t) (z - y).
+
+    Attributes:
+      rule: to what.
+      strength: how hard, λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
+      every: how often, in steps.
+      offset: at which of these steps, 0 ≤ offset < every.
+      delay: how many steps after it was sent the target is applied, 0 ≤ delay < every.
+        Keeps a copy of the part in the state if it is not 0.
+      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
+        `fragment`; None: all.
+      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
+        last three also with '-stochastic' for rounding at random, or a `Wire`. All but
+        'float32' keep what the rule's `keeps` says in the state.
+
+    Raises:
+      ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
+        outside of the period, an unknown wire format or one that the rule cannot travel in.
+    """
+
+    rule: Rule
+    strength: optax.ScalarOrSchedule
+    every: int = 1
+    offset: int = 0
+    delay: int = 0
+    part: parts.Part | None = None
+    wire: Wire | WireFormat = "float32"
+
+    def __post_init__(self):
+        if not isinstance(self.rule, Rule):
+            raise ValueError(
+                "`rule` must be a Rule, such as average() or leader('local'), got "
+                f"rule={self.rule!r}; a method such as diloco(...) is an exchange already"
+            )
+        if not callable(self.strength):
+            check_fraction("strength", self.strength)
+        check_positive_int("every", self.every)
+        check_period("offset", self.offset, self.every)
+        check_period("delay", self.delay, self.every)
+        if self.is_narrow and self.rule.keeps is None:
+            raise ValueError(
+                "`wire` must be 'float32' for a rule that does not say what it `keeps` "
+                f"(see `Rule`), got wire={self.wire!r}"
+            )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the parameters are encoded for the wire."""
+        return Wire.of(self.wire).format != "float32"
+
+    @property
+    def sends_at(self) -> int:
+        """At which step of its period it communicates."""
+        return (self.offset - self.delay) % self.every
+
+    def weight(self, t: Array) -> Any:
+        """λ(t), within [0, 1] so that no pull goes beyond its target."""
+        if callable(self.strength) or isinstance(self.strength, jax.Array):
+            return jnp.clip(trees.value_at(self.strength, t), 0, 1)
+        return self.strength
+
+
+class Target(NamedTuple):
+    """The outcome of an agreement.
+
+    Attributes:
+      z: a tree like y; per worker.
+      found: bool scalar, whether there is one.
+    """
+
+    z: Tree
+    found: Array
+
+
+class PullState(NamedTuple):
+    """The state of one pull.
+
+    Attributes:
+      rule: the rule's own state.
+      pending: the `Target` in flight if the pull is delayed, else (); per worker.
+      restored: int32 scalar, how often this worker took the target whole; per worker.
+      traffic: what was sent, when; shared.
+      wire: a `WireState`, or () if all travels in float32.
+    """
+
+    rule: Any
+    pending: Target | tuple[()]
+    restored: Array
+    traffic: Traffic
+    wire: Any = ()
+
+    def resized(self) -> "PullState":
+        """For `resize`: what is in flight was meant for the workers before."""
+        if not self.pending:
+            return self
+        z, found = self.pending
+        return self._replace(pending=Target(z, jnp.zeros_like(found)))
+
+
+def init(pull: Pull, params: Tree) -> PullState:
+    """The state of a pull before the first step."""
+    part, axes = parts.select(pull.part, params), pull.rule.axes
+    nothing = Target(trees.widen(part), jnp.asarray(False))
+    share = Group(axes).shared
+    return PullState(
+        rule=pull.rule.init(part),
+        pending=nothing if pull.delay else (),
+        restored=jnp.zeros([], jnp.int32),
+        traffic=Traffic.zero(axes, pull.every, pull.sends_at),
+        wire=WireState.zero(pull.rule.keeps or (), share, part) if pull.is_narrow else (),
+    )
+
+
+def local(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    loss: Any,
+    states: Sequence[PullState],
+    is_finite: Array,
+    t: Array,
+    check: Check = "due",
+) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...], Array]:
+    """A step without the others: y = x + u after the rules' own steps.
+
+    Args:
+      pulls: of which the last one (of the widest level) comes first.
+      x, u: the parameters and the update; u in float32 at least.
+      loss: at x, or None.
+      states: the pulls' states.
+      is_finite: bool scalar, False for a worker that waits to be restored.
+      t: int32 scalar, the step.
+      check: see `exchange`.
+
+    Returns:
+      (u, states, counts, is_finite). counts: of each pull whether this worker may count,
+      its y aside.
+    """
+    stepped, counts = [], []
+    has_loss = is_finite_loss(loss)
+    for pull, state in reversed(list(zip(pulls, states))):
+        mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
+        mine, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
+        u = trees.refill(mine, u)
+        traffic = state.traffic.of(pull.every, pull.sends_at)
+        stepped.append(state._replace(rule=rule_state, traffic=traffic))
+        counts.append(has_loss & finite)
+    if check == "every_step":
+        is_finite &= trees.all_finite(trees.plus(x, u))
+    u = settle(x, u, has_loss & (check == "due"), is_finite)
+    return u, tuple(stepped[::-1]), tuple(counts[::-1]), is_finite
+
+
+def send(
+    pull: Pull,
+    channel: Channel | None,
+    x: Tree,
+    y: Tree,
+    state: PullState,
+    is_finite: Array,
+    t: Array,
+) -> tuple[Target, PullState]:
+    """Agrees on the target with the group. The one place that communicates.
+
+    Args:
+      pull: the pull.
+      channel: carries the messages. None: collectives over the rule's axes.
+      x, y: the leaves of the pull's part, before the step and as they are now.
+      state: the pull's state.
+      is_finite: bool scalar, whether this worker may count.
+      t: int32 scalar, the step.
+    """
+    axes, wire = pull.rule.axes, Wire.of(pull.wire)
+    channel = Group(axes).channel if channel is None else channel
+    line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
+    z, found, rule_state = pull.rule.agree(
+        Group(axes, line), x, y, state.rule, is_finite, t
+    )
+    return Target(z, jnp.asarray(found)), state._replace(
+        rule=rule_state,
+        traffic=state.traffic.sent(line.bytes_sent),
+        wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
+    )
+
+
+def land(
+    pull: Pull,
+    x: Tree,
+    u: Tree,
+    target: Target,
+    state: PullState,
+    is_finite: Array,
+    t: Array,
+) -> tuple[Tree, PullState, Array]:
+    """Moves y = x + u to the target, a worker that is not finite wholly.
+
+    Args:
+      pull: the pull.
+      x, u: where the worker stands, in any tree like `target.z`.
+      target: see `send`.
+      state: the pull's state.
+      is_finite: bool scalar, whether y is, and the worker counted.
+      t: int32 scalar, the step.
+
+    Returns:
+      (u, state, restored). restored: whether the worker took the target whole because it
+      was not finite.
+    """
+    u = move(x, u, target.z, pull.weight(t), target.found, is_finite)
+    restored = target.found & ~is_finite
+    state = state._replace(restored=state.restored + restored.astype(jnp.int32))
+    if pull.delay and pull.is_narrow:
+        state = state._replace(wire=state.wire.without_error(restored))
+    return u, state, restored
+
+
+def is_finite_loss(loss: Any) -> Array:
+    """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
+    return jnp.asarray(True) if loss is None else jnp.isfinite(loss).all()
+
+
+# How a worker is moved, leaf by leaf: by its own step, and by a pull.
+#
+# Scalars that decide about a worker are multiplied in, or are filled in where something is
+# not finite: for each scalar that a `where` asks XLA's CPU compiler makes two loops of one,
+# and compile time grows by a multiple.
+
+
+def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
+    """u; of a step that is not trusted only what is finite; 0 unless the worker is finite.
+
+    nan where x is not finite, so that x stays so until an exchange replaces it.
+    """
+    fill = jnp.where(trusted & is_finite, jnp.nan, 0.0)
+    fill, moves = trees.materialized(fill, jnp.where(is_finite, 1.0, 0.0))
+
+    def leaf(x: Array, u: Array) -> Array:
+        step = trees.where_finite(u, u, fill.astype(u.dtype)) * moves.astype(u.dtype)
+        return trees.where_finite(x, step, jnp.nan)
+
+    return jax.tree.map(leaf, x, u)
+
+
+def stay(x: Tree, u: Tree) -> Tree:
+    """u; where it is not finite 0, or nan if x is not finite either."""
+    keep = lambda x: trees.where_finite(x, jnp.zeros_like(x), jnp.nan)
+    leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
+    return jax.tree.map(leaf, x, u)
+
+
+def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array) -> Tree:
+    """The u that takes x to y + λ (z - y), to z itself unless y is finite or if λ is 1.
+
+    y = x + u. Without a target, and where nothing is moved, u stays bit-identical. An x
+    that is not finite is replaced, see `apply_updates`.
+    """
+    whole = found & (~is_finite | (weight == 1))
+    weight = jnp.asarray(weight, jnp.result_type(float))
+    keep, pull = (
+        jnp.where(whole, 0.0, 1.0),
+        jnp.where(whole, 1.0, jnp.where(found, weight, 0.0)),
+    )
+    keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0.0, jnp.nan))
+
+    def leaf(x: Array, u: Array, z: Array) -> Array:
+        y = trees.widened((x + u).astype(x.dtype))
+        near = trees.where_finite(y, y, fill.astype(y.dtype)) * keep.astype(y.dtype)
+        z = trees.finite_part(z.astype(y.dtype))
+        # As the worker will hold it: what x + u rounds to is the same on all workers then.
+        to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
+        step = to - trees.finite_part(trees.widened(x))
+        return jnp.where(to == y, u, step.astype(u.dtype))
+
+    return jax.tree.map(leaf, x, u, z)

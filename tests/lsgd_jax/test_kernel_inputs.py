@@ -1,0 +1,153 @@
+"""Leaves, losses, states and objects of every kind that an exchange is given."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import exchanges
+
+import lsgd_jax as lj
+
+
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+
+
+def trained(tx, params, steps=4, **extra):
+    """Two workers after some steps of u = 0.5 for floats, and 1 for integers."""
+    workers = lj.Workers(1, 2)
+    x = workers.put(params)
+    state = workers.map(tx.init)(x)
+
+    def step(x, state):
+        u = jax.tree.map(lambda x: jnp.full_like(x, 0.5 if lj_float(x) else 1), x)
+        u, state = tx.update(u, state, x, value=x["w"].sum(), **extra)
+        return optax.apply_updates(x, u), state
+
+    step = workers.map(step)
+    for _ in range(steps):
+        x, state = step(x, state)
+    return workers.fetch(x), state
+
+
+def lj_float(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+LEAVES = {
+    "a_key": np.array([[0, 123456789], [7, 987654321]], np.uint32),
+    "count": np.array([2**24 + 1, 2**24 + 3], np.int32),
+    "flag": np.array([True, False]),
+    "w": np.array([[1.0, 2.0], [3.0, 6.0]], np.float32),
+}
+
+
+@pytest.mark.parametrize("period", [2, 100])
+@pytest.mark.parametrize(
+    "make", [lj.local_sgd, lj.diloco, functools.partial(lj.lsgd, 0.5, 0.5, 7)]
+)
+def test_integers_and_bools_pass_to_the_bit_before_floats_too(make, period):
+    """Due or not; as the first leaves they must not be taken for misplaced parameters."""
+    x, state = trained(make(period), LEAVES)
+    # 1 for integers at each of 4 steps; a bool's update of True stays one.
+    np.testing.assert_array_equal(x["a_key"], LEAVES["a_key"] + 4)
+    np.testing.assert_array_equal(x["count"], LEAVES["count"] + 4)
+    assert x["a_key"].dtype == np.uint32 and x["count"].dtype == np.int32
+    assert x["flag"].dtype == np.bool_ and np.isfinite(x["w"]).all()
+    assert not sum(level.misplaced for level in lj.diagnostics(state)).any()
+
+
+def test_trees_without_floats_and_empty_leaves_have_nothing_to_exchange():
+    workers = lj.Workers(1, 2)
+    for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):
+        tx = lj.exchange(lj.Pull(lj.average(), 1.0))
+        x = workers.put(params)
+        state = workers.map(tx.init)(x)
+        u, state = workers.map(lambda x, s, tx=tx: tx.update(x, s, x))(x, state)
+        assert jax.tree.map(jnp.shape, u) == jax.tree.map(np.shape, params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
+def test_leaves_that_have_no_sums_are_refused_unless_they_are_left_out(dtype):
+    workers = lj.Workers(1, 2)
+    x = workers.put({"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)})
+    with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
+        workers.map(lj.local_sgd(2).init)(x)
+    tx = lj.exchange(lj.Pull(lj.average(), 1.0, part=lambda path: path == "w"))
+    state = workers.map(tx.init)(x)
+    u, _ = workers.map(lambda x, s: tx.update(x, s, x))(x, state)
+    assert u["z"].dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["value", "loss"])
+@pytest.mark.parametrize("given", [1, 1.0, np.float64(1), jnp.int32(1)])
+def test_the_loss_has_two_names_and_may_be_any_number(name, given):
+    tx, workers = lj.lsgd(0.5, 0.5, 1, 1), lj.Workers(1, 2)
+    x = workers.put(np.array([[0.0], [8.0]], np.float32))
+    state = workers.map(tx.init)(x)
+    step = workers.map(lambda x, s: tx.update(0 * x, s, x, **{name: given})[0])
+    close(step(x, state), np.array([[0.0], [-6.0]]))
+    with pytest.raises(ValueError, match="as `value=` or as `loss=`, got both"):
+        workers.map(lambda x, s: tx.update(x, s, x, value=1.0, loss=2.0))(x, state)
+    with pytest.raises(ValueError, match="must be the worker's loss, a scalar"):
+        workers.map(lambda x, s: tx.update(x, s, x, value="low"))(x, state)
+
+
+def test_wrong_objects_are_named_in_one_line():
+    with pytest.raises(
+        ValueError, match="a base optimizer or an aggregation stands before"
+    ):
+        lj.exchange(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"got Rule: wrap it in lj.Pull\(rule"):
+        lj.exchange(lj.average())
+    with pytest.raises(ValueError, match="`rule` must be a Rule"):
+        lj.Pull(lj.diloco(3), 0.5)
+
+
+def test_states_and_updates_that_do_not_belong_are_named_in_one_line():
+    workers = lj.Workers(1, 2)
+    x = workers.put({"w": np.ones((2, 3), np.float32)})
+    tx, other = lj.diloco(2), lj.exchange(lj.Pull(lj.leader("local"), 0.5))
+    update = lambda tx: workers.map(lambda u, s, x: tx.update(u, s, x, value=0.0))
+    mine, theirs = workers.map(tx.init)(x), workers.map(other.init)(x)
+    with pytest.raises(
+        ValueError, match="`state` must be what the `init` of this exchange"
+    ):
+        update(tx)(x, theirs, x)
+    with pytest.raises(ValueError, match="`state` must be what the `init`"):
+        update(tx)(x, optax.EmptyState(), x)
+    with pytest.raises(
+        ValueError, match=r"shapes of the parameters, got \(2,\) for \(3,\)"
+    ):
+        update(tx)({"w": x["w"][:, :2]}, mine, x)
+    with pytest.raises(ValueError, match="`updates` must be a tree like the parameters"):
+        update(tx)({"v": x["w"]}, mine, x)
+
+
+def test_workers_under_a_vmap_of_ones_own_communicate_on_due_steps_only():
+    """A leading axis over a mesh axis beside another one, as MaxText runs DiLoCo."""
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=types)
+    layout = jax.sharding.NamedSharding(mesh, jax.P("replica"))
+    tx = lj.diloco(3, optax.sgd(0.7), axes="node")
+    rng = np.random.default_rng(0)
+    u = jax.device_put(rng.normal(size=(4, 8)).astype(np.float32), layout)
+    x = jax.device_put(np.zeros((4, 8), np.float32), layout)
+    mapped = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="replica")
+
+    def step(x, state, u):
+        u, state = tx.update(u, state, x, loss=0.0)
+        return lj.apply_updates(x, u), state
+
+    with jax.set_mesh(mesh):
+        state = jax.jit(mapped(tx.init))(x)
+        step = jax.jit(mapped(step))
+        text = step.lower(x, state, u).compile().as_text()
+        always, in_branches = exchanges(text)
+        assert sum(in_branches) >= 8 * 4 > always
+        for _ in range(3):
+            x, state = step(x, state, u)
+    close(x, np.broadcast_to(0.7 * 3 * np.asarray(u).mean(axis=0), (4, 8)))
