@@ -221,15 +221,16 @@ class DiLoCoWorker(FreeRunningWorker):
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = await transport.fetch(first, ("anchor", number))
+            outer = message = await transport.fetch(first, ("anchor", number))
         else:
-            outer = await self._moved(number, gradient, came, holders)
-            if transport.mailbox.wire.is_narrow:
+            outer = message = await self._moved(number, gradient, came, holders)
+            if transport.mailbox.wire.is_narrow and finite(outer):
                 exact = outer + self._error
-                outer = transport.mailbox.rounded(exact)
+                message = transport.mailbox.packed(exact)
+                outer = transport.mailbox.wire.unpack(message)
                 self._error = exact - outer
         transport.mailbox.drop(("brought", number))
-        transport.post(("anchor", number), outer)
+        transport.post(("anchor", number), message)
         self._posted.append(number)
         if len(self._posted) > 2:  # the older one serves if the last one's holder fails
             transport.mailbox.drop(("anchor", self._posted.pop(0)))

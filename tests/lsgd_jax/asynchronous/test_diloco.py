@@ -58,15 +58,15 @@ def test_momentum_is_renewed_with_the_mean_of_the_last_n():
     assert path == [-1.0, -1.0 - 3.5, -5.5, -5.5 - (4 + 4.5) / 2]
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_every_turn_is_taken_once_and_builds_on_the_one_before(delay):
+@pytest.mark.parametrize("delay, wire", [(0, "float32"), (2, "float32"), (0, "int4")])
+def test_every_turn_is_taken_once_and_builds_on_the_one_before(delay, wire):
     turns = {}
 
     def note(worker):
         turn, vector = anchor(worker)
         turns.setdefault(turn, []).append(vector)
 
-    method = DiLoCo(4, learning_rate=0.3, momentum=0.0, delay=delay)
+    method = DiLoCo(4, learning_rate=0.3, momentum=0.0, delay=delay, wire=wire)
     found = toys.simulate(
         toys.training(), method, 2, 2, 32, [1, 1.1, 1.3, 2], latency=0.02, observe=note
     )

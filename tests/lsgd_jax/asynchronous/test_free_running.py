@@ -106,11 +106,11 @@ def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
     assert workers[1].report.bytes_sent + workers[0].report.bytes_sent > 0
 
 
-@pytest.mark.parametrize("delay", [0, 4])
-def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay):
+@pytest.mark.parametrize("delay, wire", [(0, "float32"), (4, "float32"), (0, "int8")])
+def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay, wire):
     """The losses and parameters of the workers themselves stay finite."""
     up = lambda x, s, i, t: (jax.tree.map(lambda x: x * 0 + 8, x), s, i, 1.0)
-    method = DiLoCo(4, learning_rate=3e38, delay=delay)
+    method = DiLoCo(4, learning_rate=3e38, delay=delay, wire=wire)
     task = toys.resting(apart=0.0)._replace(step=up)
     for worker in toys.simulate(task, method, 1, 2, 40, [1, 1.1]):
         assert worker.loss == 1 and np.isfinite(worker.vector()).all()
@@ -125,7 +125,7 @@ def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay):
         *[(Pairwise, x) for x in ({"interpolation": "none"}, {"value": 1.5})],
         *[(Pairwise, x) for x in ({"fetch_probability": -1}, {"window": 0})],
         (ADPSGD, {"window": 0}),
-        *[(WAGMA, x) for x in ({"group_size": 3}, {"sync_period": 0}, {"window": 0})],
+        *[(WAGMA, x) for x in ({"group_size": 3}, {"sync_period": 0}, {"wire": "int8"})],
         *[(DiLoCo, x) for x in ({"local_steps": 0}, {"learning_rate": -1.0})],
         *[(DiLoCo, x) for x in ({"momentum": 2.0}, {"momentum_every": 0})],
         *[(DiLoCo, x) for x in ({"weights": "none"}, {"delay": -1})],
