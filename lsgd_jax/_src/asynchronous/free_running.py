@@ -39,7 +39,7 @@ class Claims:
 
     def __init__(self, worker: Worker, ahead: bool):
         self._worker, self._ahead = worker, ahead
-        self._asked: tuple[int, asyncio.Task[Any]] | None = None
+        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
 
     async def next(self) -> Claim:
         """Returns what the worker does next."""

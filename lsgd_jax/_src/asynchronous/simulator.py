@@ -213,7 +213,7 @@ class SimulatedMailbox(Mailbox):
 class SimulatedTransport(Transport):
     """One worker's transport. Sums, and on demand broadcasts, take a collective's time."""
 
-    mailbox: SimulatedMailbox
+    mailbox: Any
 
     def __init__(self, simulation: Simulation, position: GridPosition, method: Method):
         self.position, self.timeout = position, simulation.timeout
@@ -324,8 +324,10 @@ class SimulatedTransport(Transport):
         if call == "round":
             key, value, members = arguments
             answer = await simulation.meet(key, me, value, members)
-        elif call in ("missed", "finish"):
-            answer = simulation.leave(*arguments or (me, True))
+        elif call == "missed":
+            answer = simulation.leave(*arguments)
+        elif call == "finish":
+            answer = simulation.leave(me, finished=True)
         else:
             answer = getattr(simulation.coordinator, call)(me, *arguments)
         await self._to_coordinator()
