@@ -165,7 +165,8 @@ class Worker:
         The next report leaves when this one has been answered.
         """
         report = self.report
-        report.steps, report.loss = self.count, self.loss
+        report.steps = self.count
+        report.loss = self.loss if self.is_finite else math.nan
         report.score = self.score.value if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:
