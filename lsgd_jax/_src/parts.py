@@ -150,7 +150,9 @@ def _taker(part: Any) -> Callable[[str], bool]:
         return lambda path: bool(part(path))
     if _are_paths(part):
         return lambda path: any(_is_under(path, start) for start in part)
-    marks = [(_name(path), take) for path, take in jax.tree_util.tree_leaves_with_path(part)]
+    marks = [
+        (_name(path), take) for path, take in jax.tree_util.tree_leaves_with_path(part)
+    ]
 
     def marked(path: str) -> bool:
         found = [bool(take) for start, take in marks if _is_under(path, start)]

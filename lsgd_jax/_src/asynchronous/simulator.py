@@ -451,3 +451,24 @@ async def _conduct(
                 end.result()  # raises what has ended it
     sent = simulation.links.sent
     return Simulated([worker for _, worker in sorted(workers.items())], last, sent)
+
+
+def first_worker(
+    training: Training, method: Method, nodes: int, locals: int, steps: int
+) -> Worker:
+    """Worker 0 of a run before its first step, by itself: its state and its checks.
+
+    Args:
+      training: `step` is not called.
+      method, nodes, locals, steps: as for `run`.
+    """
+
+    async def begin() -> Worker:
+        coordinator = Coordinator(nodes * locals, steps, method.period)
+        given = NETWORKS["free"], Speeds(), 0, 60.0, 0.0, False
+        simulation = Simulation(nodes, locals, coordinator, *given)
+        worker = Worker(training, method, simulation.enter(0, method), steps)
+        worker.keep()
+        return worker
+
+    return run_virtual(begin())

@@ -1,4 +1,4 @@
-"""The kernel among asynchronous workers: as in lock step, on a budget, when workers fail."""
+"""The kernel among asynchronous workers: as in lock step, on a budget, with failures."""
 
 import jax
 import jax.numpy as jnp
