@@ -114,8 +114,8 @@ def end(process):
             "must be finite, got",
         ),
         (
-            "digits --ray.grace 5".split(),
-            "`ray.grace` must be left out with method.name=lsgd, got ray.grace=5.0",
+            "digits --ray.timeout 5".split(),
+            "`ray.timeout` must be left out with method.name=lsgd, got ray.timeout=5.0",
         ),
         (
             "digits --method async-lsgd --distributed.num-processes 2".split(),
@@ -126,17 +126,16 @@ def end(process):
             "`workers.inside` must be left out with method.name=async-dpwa",
         ),
         (
-            "digits --method async-lsgd --method.wire int8".split(),
-            "--method.wire is no option of async-lsgd; see python -m train digits --method",
+            "digits --method async-lsgd --method.wire int3".split(),
+            "invalid choice 'int3' for argument '--method.wire'. Expected one of (",
         ),
         (
             "digits --method async-lsgd --batch-statistics average".split(),
             "`batch_statistics` must be keep or reestimate with method.name=async-lsgd",
         ),
         (
-            "digits --method async-wagma --ray.wire int8".split(),
-            "`ray.wire` must be float32, or one that ends in -stochastic with "
-            "method.name=async-wagma, got ray.wire=int8",
+            "digits --method async-wagma --method.wire int8".split(),
+            "`wire` must be 'float32' or round stochastically for WAGMA",
         ),
         (
             "digits --method async-lsgd --ray.address here".split(),

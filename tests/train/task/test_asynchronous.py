@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from lsgd_jax._src.asynchronous import memory
+import lsgd_jax as lj
 from train.task import asynchronous, methods
 from train.task.experiment import Experiment
 
@@ -40,14 +40,14 @@ def test_in_lock_step_they_are_the_synchronous_trainers(delay, shard, monkeypatc
         losses.append(loss)
 
     seen = [[] for _ in range(4)]
-    workers = memory.run(
+    workers = lj.asynchronous.simulator.run(
         asynchronous.training(config),
         config.method.asynchronous(),
         nodes=2,
         locals=2,
         steps=6,
         observe=lambda worker: seen[worker.index].append(worker.loss),
-    )
+    ).workers
     np.testing.assert_allclose(np.transpose(seen), losses, rtol=1e-5)
     put = lambda trees: experiment.workers.put(jax.tree.map(stack, *trees))
     mine = state._replace(

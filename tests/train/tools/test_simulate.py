@@ -24,7 +24,7 @@ LINE = lj.asynchronous.Training(
 COMMON = "digits --nodes 2 --locals 2 --steps 4 --batch-size 16 --step-ms 20".split()
 PERIODS = "--method.local-period 2 --method.global-period 4".split()
 LSGD = ["--method", "lsgd", *PERIODS]
-ASYNC = ["--method", "async-lsgd", *PERIODS, "--ray.wire", "int8"]
+ASYNC = ["--method", "async-lsgd", *PERIODS, "--method.wire", "int8"]
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_options_stand_behind_their_method():
         ("--drop 1:-5", "`drop` must not be negative, got drop=1:-5"),
         ("--stall often", "`stall` must be PROBABILITY:MILLISECONDS, got stall=often"),
         ("--step-ms 0", "`step` must be positive"),
-        ("--grace 0", "`grace` must be positive, got grace=0.0"),
+        ("--timeout 0", "`timeout` must be positive, got timeout=0.0"),
         ("--loss 2", "`loss` must be in"),
         ("--nodes 0", "workers.nodes"),
         ("--nonsense 1", "--nonsense"),
