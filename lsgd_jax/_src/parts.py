@@ -124,6 +124,7 @@ def select(part: Part | None, tree: Tree) -> Tree:
     >>> jax.tree.map(np.shape, select({"body": False, "head": True}, tree))
     {'body': {'w': MaskedNode()}, 'head': (2,)}
     """
+    check_part(part)
     if part is None:
         return tree
     if isinstance(part, Fragment):
@@ -150,7 +151,9 @@ def _taker(part: Any) -> Callable[[str], bool]:
         return lambda path: bool(part(path))
     if _are_paths(part):
         return lambda path: any(_is_under(path, start) for start in part)
-    marks = [(_name(path), take) for path, take in jax.tree_util.tree_leaves_with_path(part)]
+    marks = [
+        (_name(path), take) for path, take in jax.tree_util.tree_leaves_with_path(part)
+    ]
 
     def marked(path: str) -> bool:
         found = [bool(take) for start, take in marks if _is_under(path, start)]
