@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import lsgd_jax as lj
 from lsgd_jax._src import checks
 
 
