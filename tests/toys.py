@@ -1,11 +1,16 @@
 """A small task for workers at their own pace: worker i is drawn to a place of its own."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lsgd_jax._src.asynchronous.network import NETWORKS
+from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax.asynchronous import simulator
 
 
 BASE = optax.sgd(0.05, momentum=0.5)
@@ -71,3 +76,15 @@ def stacked(workers):
 def positions(workers):
     """Where each worker is along one of the parameters; it starts at 0, see `resting`."""
     return [worker.vector()[-1].item() for worker in workers]
+
+
+def simulate(training, method, nodes, locals, steps, seconds=(), latency=0.0, **options):
+    """The workers after a simulated run on a network whose messages take `latency`.
+
+    seconds: of each worker's steps; 1 if not given.
+    """
+    speeds = Speeds(1.0, slow=dict(enumerate(seconds)))
+    network = dataclasses.replace(NETWORKS["free"], latency=latency, inside_latency=latency)
+    return simulator.run(
+        training, method, nodes, locals, steps, network, speeds, **options
+    ).workers

@@ -1,23 +1,11 @@
-"""Where workers at their own pace run: this machine, or a cluster of Ray."""
+"""Where asynchronous workers run: this machine, or a cluster of Ray."""
 
 import dataclasses
 import importlib.util
 import math
-from typing import Any, Literal
+from typing import Any
 
 from train.config_checks import check
-
-
-# Those of lock step, without importing JAX.
-Wire = Literal[
-    "float32",
-    "bfloat16",
-    "int8",
-    "int4",
-    "bfloat16-stochastic",
-    "int8-stochastic",
-    "int4-stochastic",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +20,12 @@ class RayConfig:
     # GPUs of each worker; a fraction: several workers share one. 0: they use the CPU.
     gpus_per_worker: float = 0.0
     # Seconds that a worker waits for another one before it goes on without it.
-    grace: float = 10.0
+    timeout: float = 10.0
     # Seconds within which all workers must have been started.
     start_timeout: float = 300.0
     # Seconds after which a worker that takes no step is started again; more than it takes
     # to compile the first one.
     stall_timeout: float = 300.0
-    # In what form parameters travel between workers; async-wagma: with -stochastic.
-    wire: Wire = "float32"
     # GiB of shared memory for what travels, where Ray is started by the run; by default a
     # share of the memory that Ray chooses.
     object_store: float | None = None
@@ -50,7 +36,7 @@ class RayConfig:
             whole = value < 1 or value == int(value)
             holds = 0 <= value < math.inf and whole
             check(holds, f"ray.{name}", "a fraction of one, or a whole number", self)
-        for name in ("grace", "start_timeout", "stall_timeout"):
+        for name in ("timeout", "start_timeout", "stall_timeout"):
             holds = 0 < getattr(self, name) < math.inf
             check(holds, f"ray.{name}", "positive and finite", self)
         if self.object_store is not None:
@@ -92,10 +78,6 @@ def check_pace(config: Any) -> None:
     policy = f"keep or reestimate with method.name={config.method.name}"
     holds = config.batch_statistics != "average"
     check(holds, "batch_statistics", policy, config)
-    if config.method.name == "async-wagma":
-        rule = "float32, or one that ends in -stochastic with method.name=async-wagma"
-        nearest = ("bfloat16", "int8", "int4")  # small steps would get lost
-        check(config.ray.wire not in nearest, "ray.wire", rule, config.ray)
 
 
 def _check_default(options: Any, prefix: str, rule: str) -> None:

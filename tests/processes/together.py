@@ -53,63 +53,6 @@ def lsgd_oracle_on_pretended_hosts(folder, session):
     return lsgd_oracle(folder, session)
 
 
-def budget(folder, session):
-    """Steps on a budget: in step, as in lock step; then as fast as each process can."""
-    import time
-
-    import numpy as np
-    import optax
-
-    import lsgd_jax as lj
-
-    class InStep:
-        """A store that lets all processes claim at once."""
-
-        def increment(self, key, amount):
-            session.wait_for_all()
-            return session.counts().increment(key, amount)
-
-    workers, exchange = lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, loss_window=3)
-    start = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
-    own = workers.put(np.arange(8.0, dtype=np.float32))
-
-    def stepping(tx):
-        def step(x, state, own):
-            updates, state = tx.update((own + 1) * x, state, x, value=(x**2).sum() + own)
-            return lj.apply_updates(x, updates), state
-
-        return step
-
-    def on_budget(store, name, seconds):
-        budget = lj.asynchronous.on_budget(exchange)
-        tx = optax.chain(optax.sgd(0.01, momentum=0.9), budget)
-        rounds = lj.asynchronous.Rounds(workers, budget, store, name)
-        x = workers.put(start)
-        state, step = workers.map(tx.init)(x), rounds.local.map(stepping(tx))
-        mine = rounds.enter(own)
-        jax.block_until_ready(step(*rounds.enter((x, state)), mine))
-        session.wait_for_all()
-        for until in rounds.ends(0, 18):
-            here = rounds.enter((x, state))
-            for _ in rounds.claims(until):
-                here = jax.block_until_ready(step(*here, mine))
-                time.sleep(seconds)
-            x, state = rounds.meet(*rounds.leave(here), until)
-        return workers.fetch((x, lj.asynchronous.steps_taken(state)))
-
-    tx = optax.chain(optax.sgd(0.01, momentum=0.9), exchange)
-    x = workers.put(start)
-    state, step = workers.map(tx.init)(x), workers.map(stepping(tx))
-    for _ in range(18):
-        x, state = step(x, state, own)
-    x = workers.fetch(x)
-    same, taken = on_budget(InStep(), "same", 0)
-    np.testing.assert_allclose(same, x, 1e-6, 1e-6)
-    assert taken.tolist() == [18] * 8
-    _, taken = on_budget(session.counts(), "free", 0.05 if session.process_id else 0.5)
-    return {"taken": taken.tolist()}
-
-
 def imagenet(folder, session):
     """Steps of the trainer with images in files, which lie beside the folder.
 

@@ -79,8 +79,13 @@ def end(process):
         (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
         (
             ["digits", "--method", "sgd"],
-            "`method` must be one of lsgd, budget-lsgd, easgd,",
+            "`method` must be one of lsgd, easgd, downpour,",
         ),
+        (
+            ["digits", "--method", "budget-lsgd"],
+            "got method='budget-lsgd'; async-lsgd, in its blocking form on Ray,",
+        ),
+        (["digits", "--ray.wire", "int8"], "--ray.wire"),
         (["digits", "--method"], "got method=''"),
         (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
         (

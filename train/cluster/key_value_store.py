@@ -32,10 +32,6 @@ class KeyValueStore(Protocol):
         """The texts that there are in a folder, by process."""
         ...
 
-    def increment(self, key: str, amount: int) -> int:
-        """Adds to a count that all processes share, at once: what it is then."""
-        ...
-
     def live(self, processes: Sequence[int]) -> set[int]:
         """Those of the processes that live; waits until each of these has asked, too."""
         ...
@@ -64,9 +60,6 @@ class JaxStore:
     def read(self, folder: str) -> dict[int, str]:
         found = self._client.key_value_dir_get(f"{ROOT}/{folder}/")
         return {int(key.rpartition("/")[2]): text for key, text in found}
-
-    def increment(self, key: str, amount: int) -> int:
-        return self._client.key_value_increment(f"{ROOT}/{key}", amount)
 
     def live(self, processes: Sequence[int]) -> set[int]:
         return set(self._client.get_live_nodes(list(processes)))

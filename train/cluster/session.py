@@ -24,23 +24,12 @@ from train.cluster.work import Work
 
 
 if TYPE_CHECKING:
-    import lsgd_jax as lj
     from train.cluster.heartbeat import Heartbeat
 
 
 PATIENCE_S = 1800.0
 ASKING = "finding out which processes are lost"
 ASKS = "asks"  # the folder of the processes that have asked who is lost
-
-
-class Counts:
-    """Counts that the members of a group share, see `lj.asynchronous.Store`."""
-
-    def __init__(self, store: KeyValueStore, group: str):
-        self._store, self._group = store, group
-
-    def increment(self, key: str, amount: int) -> int:
-        return self._store.increment(f"{self._group}/{key}", amount)
 
 
 class Session:
@@ -172,10 +161,6 @@ class Session:
     def read_for_all(self, folder: str) -> dict[int, str]:
         """What `write_for_all` has left, by process."""
         return {} if self._store is None else self._store.read(folder)
-
-    def counts(self) -> "lj.asynchronous.Store | None":
-        """Where the members count together; None for a process by itself."""
-        return None if self._store is None else Counts(self._store, self.group)
 
     def wait_for_members(self, folder: str, timeout: float | None = None) -> dict[int, str]:
         """The texts in a folder, by process, once every member has left one.

@@ -28,7 +28,6 @@ class Interval(NamedTuple):
       waiting: bool [W], workers that wait to be restored at the last step.
       restored: int [W], how often each worker was restored in the interval.
       done: the last step that was known to be over when this was read.
-      taken: int [W], steps that each worker has taken itself, on a budget; else None.
     """
 
     step: int
@@ -39,7 +38,6 @@ class Interval(NamedTuple):
     waiting: np.ndarray
     restored: np.ndarray
     done: int
-    taken: np.ndarray | None = None
 
 
 class MetricsBuffer:
@@ -72,7 +70,6 @@ class MetricsBuffer:
         self._workers = workers
         self._diagnose = jax.jit(lj.diagnostics)
         self._wait = jax.jit(lj.waiting)
-        self._take = jax.jit(lj.asynchronous.steps_taken)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._restored = _restored(pulls)
         self._electing = [pull for pull in pulls if pull.leader is not None]
@@ -116,7 +113,7 @@ class MetricsBuffer:
     def close_interval(self, step: int, state: Any) -> Interval | None:
         """Ends an interval here and reads the one before it, if there is one."""
         distance = lj.consensus_distance(state.params)
-        now = [read(state.opt_state) for read in (self._diagnose, self._wait, self._take)]
+        now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
         self._closed.append((step, self._elections, distance, *now))
         self._elections = []
         return self._read() if len(self._closed) > 1 else None
@@ -127,7 +124,7 @@ class MetricsBuffer:
 
     def _read(self) -> Interval:
         step, elections, *others = self._closed.popleft()
-        distance, diagnostics, waiting, taken = self._workers.fetch(others)
+        distance, diagnostics, waiting = self._workers.fetch(others)
         before, self._restored = self._restored, _restored(diagnostics)
         self.read_losses(step)
         count, self._reported = step - self._reported, step
@@ -141,7 +138,6 @@ class MetricsBuffer:
             waiting,
             self._restored - before,
             self._done(),
-            taken,
         )
 
     def _done(self) -> int:

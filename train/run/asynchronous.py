@@ -53,18 +53,17 @@ def take_steps(run: Run) -> signal.Signals | str | None:
                     num_cpus=options.cpus_per_worker,
                     num_gpus=options.gpus_per_worker,
                     object_store=None if store is None else int(store * GIB),
-                    grace=options.grace,
+                    timeout=options.timeout,
                     start=options.start_timeout,
                     stall=options.stall_timeout,
-                    wire=options.wire,
                 ),
                 states=states,
                 restore=functools.partial(from_checkpoint, config, run.folder.absolute()),
-                on_standing=follower,
+                on_status=follower,
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise WorkersLost(str(error)) from error
-    follower.end(outcome.states, outcome.standing)
+    follower.end(outcome.states, outcome.status)
     return follower.stopped_by
 
 
@@ -117,57 +116,57 @@ class Follower:
         if recent.nonfinite_steps >= limit:  # the user resumes it all the same
             recent.nonfinite_steps = 0
 
-    def __call__(self, standing: lj.asynchronous.Standing, remote: Any) -> None:
+    def __call__(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """How all are doing now, and who can be asked for more."""
         run, config = self._run, self._run.config
         before = run.step
-        self._count(standing)
+        self._count(status)
         if not self._has_stepped and run.step > before:
             self._has_stepped = True
             run.stopwatch.start()  # before, processes were started and compiled
-        self._tell_of_losses(standing, remote)
+        self._tell_of_losses(status, remote)
         is_last = run.step == config.steps
         passed = lambda every: not is_last and run.step // every > before // every
         to_test, to_save = passed(config.test_every), passed(config.checkpoint_every)
-        known = (to_test or to_save) and self._collect(standing, remote)
+        known = (to_test or to_save) and self._collect(status, remote)
         every = config.log_every
         if not is_last and run.step // every > self._reported // every:
-            self._report(standing)
+            self._report(status)
         if known and to_test:
             run_test(run)
         if known and to_save:
             save(run)
         self._stop_if_asked(remote)
 
-    def end(self, states: list[State], standing: lj.asynchronous.Standing) -> None:
+    def end(self, states: list[State], status: lj.asynchronous.Status) -> None:
         """Takes over what the workers have ended with."""
-        standing = standing._replace(present=sorted(self._present))  # all have left
+        status = status._replace(present=sorted(self._present))  # all have left
         self._states = list(states)
-        self._count(standing)
+        self._count(status)
         if self.stopped_by is None:
             self._run.step = self._run.config.steps
-        self._stack(standing)
-        self._report(standing)
+        self._stack(status)
+        self._report(status)
 
-    def _count(self, standing: lj.asynchronous.Standing) -> None:
+    def _count(self, status: lj.asynchronous.Status) -> None:
         """Notes how far all are; one that was started again has yet to say so."""
-        reports = standing.reports
+        reports = status.reports
         self._counts = [max(n, reports[i].steps) for i, n in enumerate(self._counts)]
         mean = sum(self._counts) // len(self._counts)
         self._run.step = max(self._run.step, min(mean, self._run.config.steps))
 
     # What is told
 
-    def _report(self, standing: lj.asynchronous.Standing) -> None:
+    def _report(self, status: lj.asynchronous.Status) -> None:
         run, counts = self._run, self._counts
         steps = run.step - self._reported
-        losses = self._losses(standing)
+        losses = self._losses(status)
         if losses is None or not steps:
             return
         self._reported = run.step
         run.buffer.recent.add([losses] * steps)
         grid = run.config.workers
-        run.progress.workers(pace.text(standing, counts), counts)
+        run.progress.workers(pace.text(status, counts), counts)
         distance, self._distance = self._distance, np.nan
         nothing = np.zeros(len(counts), np.int64)
         run.reporter.report(
@@ -182,22 +181,22 @@ class Follower:
                 done=run.step,
             )
         )
-        run.write("pace", **pace.event(standing, counts))
-        for values in pace.leaders(standing, grid.nodes, grid.locals):
+        run.write("pace", **pace.event(status, counts))
+        for values in pace.leaders(status, grid.nodes, grid.locals):
             run.write("leaders", **values)
 
-    def _losses(self, standing: lj.asynchronous.Standing) -> np.ndarray | None:
+    def _losses(self, status: lj.asynchronous.Status) -> np.ndarray | None:
         """Each worker's last loss [W]; None as long as one has not said any."""
         known = self._run.buffer.recent.average
-        reports = [standing.reports[i] for i in range(len(known))]
+        reports = [status.reports[i] for i in range(len(known))]
         losses = [r.loss if r.steps else known[i] for i, r in enumerate(reports)]
         silent = any(not r.steps and np.isinf(known[i]) for i, r in enumerate(reports))
         return None if silent else np.asarray(losses, np.float32)
 
-    def _tell_of_losses(self, standing: lj.asynchronous.Standing, remote: Any) -> None:
+    def _tell_of_losses(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """Says which workers are down, and which are back."""
         progress, counts = self._run.progress, self._counts
-        present = set(standing.present) | set(remote.ended)
+        present = set(status.present) | set(remote.ended)
         missing = self._present - present
         down, self._missing = missing & self._missing, missing  # not who has just ended
         for i in sorted(down):
@@ -208,25 +207,25 @@ class Follower:
 
     # What is kept
 
-    def _collect(self, standing: lj.asynchronous.Standing, remote: Any) -> bool:
+    def _collect(self, status: lj.asynchronous.Status, remote: Any) -> bool:
         """Asks all workers for their states; False if there is none to go on from."""
         answers = remote.states(own=True)
         self._states = [new or old for new, old in zip(answers, self._states)]
         known = any(state is not None for state in self._states)
         if known:
-            self._stack(standing)
+            self._stack(status)
         return known
 
-    def _stack(self, standing: lj.asynchronous.Standing) -> None:
+    def _stack(self, status: lj.asynchronous.Status) -> None:
         """The run's state, of the workers' last ones; copies for those that gave none."""
-        scores = {i: standing.reports[i].score for i, x in enumerate(self._states) if x}
+        scores = {i: status.reports[i].score for i, x in enumerate(self._states) if x}
         best = min(scores, key=lambda i: scores[i])
         source: Any = self._states[best]
         states = [
             state or {**source, "own": Own(i, source["own"].stats)}
             for i, state in enumerate(self._states)
         ]
-        sent = [n + standing.reports[i].bytes_sent for i, n in enumerate(self._sent)]
+        sent = [n + status.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
         self._distance = float(lj.consensus_distance(self._run.state.params))
 

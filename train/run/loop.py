@@ -1,7 +1,6 @@
 """The training loop."""
 
 import contextlib
-import functools
 import pathlib
 import platform
 import signal
@@ -47,17 +46,15 @@ def take_steps(run: Run) -> Reason | None:
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
     left = range(run.step, config.steps)
-    with contextlib.closing(experiment.feed(run.state, left)) as feed:
-        for until, batch in feed:
-            steps = range(run.step + 1, until + 1)  # more than one on a budget
-            comes = functools.partial(_comes, run.step, until)
+    with contextlib.closing(experiment.batches(left)) as batches:
+        for batch in batches:
             run.session.work.begin(f"at step {run.step + 1}")
             run.state, loss = experiment.step(run.state, experiment.data, batch)
             backlog.add(loss)
-            run.step = until
+            run.step += 1
             run.session.work.begin(f"after step {run.step}")
-            for step in steps:
-                run.buffer.add(step, loss, run.state.opt_state)
+            run.buffer.add(run.step, loss, run.state.opt_state)
+            comes = lambda every: run.step % every == 0
 
             is_last = run.step == config.steps
             if comes(config.log_every) or is_last:
@@ -66,16 +63,11 @@ def take_steps(run: Run) -> Reason | None:
                 run_test(run)
             if comes(config.checkpoint_every) and not is_last:
                 save(run)
-            if any(map(divergence.stops_at, steps)):
+            if divergence.stops_at(run.step):
                 return NONFINITE
             if run.stop_signals.stop_at(run.step):
                 return run.stop_signals.received
     return None
-
-
-def _comes(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` is among the steps after one and up to another."""
-    return after // every > before // every
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:

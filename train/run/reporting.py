@@ -61,7 +61,6 @@ class Reporter:
             steps_per_second=pace,
             consensus_distance=interval.consensus_distance,
             waiting=int(interval.waiting.sum()),
-            **({} if interval.taken is None else {"taken": interval.taken.tolist()}),
             **totals(interval.diagnostics),
         )
         self.write_leaders(interval.elections)

@@ -67,10 +67,10 @@ class AsynchronousExperiment(Experiment):
         begin = lambda i: (params, self._tx.init(params), Own(i, stats))
         nothing: Any = None  # no step is taken here
         task = lj.asynchronous.Training(begin, nothing)
-        memory = lj.asynchronous.Memory(grid.nodes, grid.locals, steps, self.method.period)
-        worker = lj.asynchronous.Worker(task, self.method, memory.ports[0], steps)
-        worker.keep()
-        return {**worker.state(own=True), "number": 0}
+        first = lj.asynchronous.simulator.first_worker(
+            task, self.method, grid.nodes, grid.locals, steps
+        )
+        return {**first.state(own=True), "number": 0}
 
     def stacked(
         self, states: Sequence[State], step: int, sent: Sequence[float]

@@ -1,4 +1,4 @@
-"""Methods of workers that step at their own pace, as the command line makes them."""
+"""Methods of asynchronous workers, as the command line makes them."""
 
 from typing import Literal
 
@@ -14,6 +14,7 @@ def lsgd(
     global_period: int = 128,
     loss_window: int = 10,
     blocking: bool = True,
+    wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
     """Asynchronous LSGD: pulls whenever all workers together have taken enough steps.
 
@@ -25,11 +26,12 @@ def lsgd(
       loss_window: number of losses that elect the leader, the mean of the last ones.
       blocking: all come together for a pull, as in the original; otherwise no worker waits,
         and each is pulled towards what the leader was when it was asked.
+      wire: the format in which parameters travel.
     """
     options = local_pull, global_pull, local_period, global_period, loss_window
     if not blocking:
-        return lj.asynchronous.LSGD(*options)
-    return _pulls(lj.lsgd(*options), budget=True, window=loss_window)
+        return lj.asynchronous.LSGD(*options, wire=wire)
+    return _pulls(lj.lsgd(*options, wire=wire), budget=True, window=loss_window)
 
 
 def diloco(
@@ -40,6 +42,7 @@ def diloco(
     together: bool = False,
     weights: Literal["steps", "equal"] = "steps",
     delay: int = 0,
+    wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
     """Asynchronous DiLoCo: each worker brings its pseudo-gradient when it has it.
 
@@ -53,9 +56,10 @@ def diloco(
       together: pseudo-gradients come in rounds, which go on without those who are late.
       weights: whether a pseudo-gradient counts by the steps that it is made of.
       delay: steps that a worker takes at most before it waits for the answer.
+      wire: the format in which parameters travel.
     """
     outer = outer_learning_rate, outer_momentum, momentum_every
-    return lj.asynchronous.DiLoCo(local_steps, *outer, together, weights, delay)
+    return lj.asynchronous.DiLoCo(local_steps, *outer, together, weights, delay, wire=wire)
 
 
 def overlapped_lsgd(
@@ -65,6 +69,7 @@ def overlapped_lsgd(
     global_period: int = 128,
     loss_window: int = 10,
     delay: int = 8,
+    wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
     """LSGD whose leaders' parameters travel while the workers go on.
 
@@ -76,9 +81,11 @@ def overlapped_lsgd(
       loss_window: number of losses that elect the leader, the mean of the last ones.
       delay: steps for which the parameters may travel before a worker waits for them; less
         than both periods.
+      wire: the format in which parameters travel.
     """
     periods = local_period, global_period
-    pulls = lj.lsgd(local_pull, global_pull, *periods, loss_window, delay=delay)
+    strengths = local_pull, global_pull
+    pulls = lj.lsgd(*strengths, *periods, loss_window, delay=delay, wire=wire)
     return _pulls(pulls, window=loss_window)
 
 
@@ -89,6 +96,7 @@ def overlapped_diloco(
     mixing: float = 0.0,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
     """DiLoCo whose pseudo-gradients travel while the workers go on.
 
@@ -100,9 +108,10 @@ def overlapped_diloco(
       mixing: share of its own parameters that a worker keeps, in [0, 1].
       outer_learning_rate: learning rate of the outer optimizer.
       outer_momentum: momentum of the outer optimizer, in [0, 1).
+      wire: the format in which parameters travel.
     """
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    return _pulls(lj.diloco(period, outer, fragments, delay, mixing))
+    return _pulls(lj.diloco(period, outer, fragments, delay, mixing, wire=wire))
 
 
 def _pulls(

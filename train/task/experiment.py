@@ -19,7 +19,6 @@ from train.data.text import Text
 from train.data.text import load as load_text
 from train.task import batch_statistics, images, inside, optimizers, schedules
 from train.task import text as texts
-from train.task.budget import BudgetSteps
 from train.task.datasets import Data, load_dataset
 from train.task.evaluation import REESTIMATE_BATCHES, Evaluation
 from train.task.forward import Forward, TestResult
@@ -74,14 +73,7 @@ class Experiment:
         session.connections.make(self.workers)
         self.forward = make_forward(config, data, self.workers, warn, session)
         self.data = self.forward.source.data
-        last = config.method.last()
-        on_budget = isinstance(last, lj.asynchronous.OnBudget)
-        self._budget = (
-            BudgetSteps(self._step, last, self.workers, session, config)
-            if on_budget
-            else None
-        )
-        self.step = self._budget or self.workers.map(self._step, donate=0)
+        self.step = self.workers.map(self._step, donate=0)
         self.evaluation = Evaluation(
             self.forward,
             self.workers,
@@ -118,16 +110,6 @@ class Experiment:
     def batches(self, steps: range) -> Generator[Any, None, None]:
         """What each worker learns from at each of the steps (from 0), on the devices."""
         return self.forward.source.batches(steps)
-
-    def feed(
-        self, state: TrainState, steps: range
-    ) -> Generator[tuple[int, Any], None, None]:
-        """What `step` is called with, at these steps: (the step after it, its batch)."""
-        if self._budget:
-            yield from self._budget.feed(state, steps, self.batches)
-        else:
-            with contextlib.closing(self.batches(steps)) as batches:
-                yield from enumerate(batches, steps.start + 1)
 
     def batch(self, step: int) -> Any:
         """What each worker learns from at a step (from 0), on the devices."""

@@ -15,7 +15,7 @@ import optax
 import tyro
 
 import lsgd_jax as lj
-from train.task import asynchronous_methods, budget, hybrids, options
+from train.task import asynchronous_methods, hybrids, options
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -69,7 +69,6 @@ def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
 
 ROWS = (
     Row("lsgd", lj.lsgd),
-    Row("budget-lsgd", budget.lsgd),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
@@ -231,6 +230,9 @@ def _class(row: Row) -> type[Method]:
 
 
 METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
+_REMOVED = {
+    "budget-lsgd": "; async-lsgd, in its blocking form on Ray, is the same rule",
+}
 
 
 def find(name: str) -> type[Method]:
@@ -242,6 +244,7 @@ def find(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(
             f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
+            f"{_REMOVED.get(name, '')}"
         )
     return METHODS[name]
 

@@ -83,10 +83,10 @@ def parse(arguments: Sequence[str]) -> Plan:
     often, stall = _pair("stall", options.stall or "0:0", "PROBABILITY:MILLISECONDS")
     noise = options.jitter, options.lognormal, often, stall / 1e3
     speeds = lj.asynchronous.Speeds(options.step_ms / 1e3, slow, *noise)
-    if not options.grace > 0:
-        raise ValueError(f"`grace` must be positive, got grace={options.grace}")
+    if not options.timeout > 0:
+        raise ValueError(f"`timeout` must be positive, got timeout={options.timeout}")
     lj.checks.check_fraction("loss", options.loss)
-    given = dict(loss=options.loss, grace=options.grace, drops=drops, joins=joins)
+    given = dict(loss=options.loss, timeout=options.timeout, drops=drops, joins=joins)
     out = None if options.out is None else pathlib.Path(options.out)
     if out is not None and (taken := [x for x in OUTPUT if (out / x).exists()]):
         raise ValueError(f"`out` must be a folder without {taken[0]}, got out={out}")
@@ -114,7 +114,7 @@ def _parser() -> Parser:
     add("--drop", action="append", default=[], metavar="WORKER:SECONDS", help="is lost")
     add("--join", action="append", default=[], metavar="WORKER:SECONDS", help="comes")
     add("--loss", type=float, default=0.0, help="probability of a message to be lost")
-    add("--grace", type=float, default=60.0, help="seconds to wait for a worker")
+    add("--timeout", type=float, default=60.0, help="seconds to wait for a worker")
     add("--out", help="the folder for results")
     return parser
 
@@ -214,7 +214,7 @@ def simulate(name: str, config: Config, plan: Plan, training: Any) -> Recorded:
     began = time.perf_counter()
 
     def observe(worker: lj.asynchronous.Worker) -> None:
-        now, report = worker.ports.now(), worker.report
+        now, report = worker.transport.now(), worker.report
         step = worker.index, worker.count, worker.loss, report.waited, report.staleness
         steps.append(Step(now, *step))
 
@@ -228,12 +228,11 @@ def simulate(name: str, config: Config, plan: Plan, training: Any) -> Recorded:
         plan.speeds,
         config.seed,
         collectives=not config.method.is_asynchronous,
-        wire=config.ray.wire,
         observe=observe,
         **plan.options,
     )
     waited = [worker.report.waited for worker in found.workers]
-    sent = [worker.ports.mailbox.bytes_sent for worker in found.workers]
+    sent = [worker.transport.mailbox.bytes_sent for worker in found.workers]
     tested = consensus(config, found.workers)
     wall = time.perf_counter() - began
     across = found.sent.tolist()

@@ -61,7 +61,6 @@ class ADPSGD:
 
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
         """Returns the method in one worker."""
-        del steps
         return ADPSGDWorker(self, worker)
 
 
@@ -90,7 +89,8 @@ class ADPSGDWorker(FreeRunningWorker):
         # The quantization error stays here, so that the sum of the two does not change.
         packed = self.transport.mailbox.packed(self.worker.vector())
         sent = self.transport.mailbox.wire.unpack(packed)
-        self.ask(self.transport.exchange(peer, packed), peer, sent=sent)
+        answer = self.transport.exchange(peer, packed)
+        self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
     async def after_step(self) -> None:
         """Moves by the answer that has arrived and by what active workers have left."""

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce, broadcast
+from lsgd_jax._src.asynchronous.free_running import Peers
 from lsgd_jax._src.asynchronous.messages import Message
-from lsgd_jax._src.asynchronous.peers import Peers
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,

@@ -107,7 +107,6 @@ class DiLoCo:
 
     def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
         """Returns the method in one worker."""
-        del steps
         return DiLoCoWorker(self, worker)
 
 
@@ -177,12 +176,12 @@ class DiLoCoWorker(FreeRunningWorker):
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
-        known = {i: status.reports[i].rounds for i in status.present} if status else {}
         turns = {worker.index: self.turn}
-        turns |= {i: turn for i, turn in known.items() if i not in turns}
+        if status is not None:
+            turns = {i: status.reports[i].rounds for i in status.present} | turns
         holder = max(turns, key=turns.__getitem__)
         turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
-        self.ask(self.transport.start(turn), sent=sent)
+        self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
         self._sent = worker.count
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
@@ -222,15 +221,16 @@ class DiLoCoWorker(FreeRunningWorker):
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = await transport.fetch(first, ("anchor", number))
+            outer = message = await transport.fetch(first, ("anchor", number))
         else:
-            outer = await self._moved(number, gradient, came, holders)
-            if transport.mailbox.wire.is_narrow:
+            outer = message = await self._moved(number, gradient, came, holders)
+            if transport.mailbox.wire.is_narrow and finite(outer):
                 exact = outer + self._error
-                outer = transport.mailbox.rounded(exact)
+                message = transport.mailbox.packed(exact)
+                outer = transport.mailbox.wire.unpack(message)
                 self._error = exact - outer
         transport.mailbox.drop(("brought", number))
-        transport.post(("anchor", number), outer)
+        transport.post(("anchor", number), message)
         self._posted.append(number)
         if len(self._posted) > 2:  # the older one serves if the last one's holder fails
             transport.mailbox.drop(("anchor", self._posted.pop(0)))
@@ -246,42 +246,31 @@ class DiLoCoWorker(FreeRunningWorker):
         """Returns the outer state after the pseudo-gradients of a turn."""
         transport, me, method = self.transport, self.worker.index, self._method
         outer = await self._latest(holders)
-        arrived = [(came[me], gradient)] if came[me] > 0 else []
-        asked = {
+        requests = {
             i: transport.fetch(i, ("brought", number))
             for i, weight in came.items()
             if weight > 0 and i != me
         }
-        for i, request in asked.items():
-            try:
-                arrived.append((came[i], await request))
-            except (UnreachableError, StaleWorkerError):
-                continue  # the worker has failed or has given up waiting
-        if not arrived:
+        arrived = {me: gradient} | {i: await _or_none(r) for i, r in requests.items()}
+        given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
+        if not given:
             return outer
-        total = sum(weight * vector for weight, vector in arrived)
+        total = sum(came[i] * g for i, g in given.items())
         if method.together:
-            total = total / sum(weight for weight, _ in arrived)
+            total = total / sum(came[i] for i in given)
         return np.asarray(
             delayed_nesterov(
-                outer,
-                np.asarray(total, np.float32),
-                np.int32(number),
-                np.float32(method.learning_rate),
-                np.float32(method.momentum),
-                every=self._every,
+                outer, total, number, method.learning_rate, method.momentum, self._every
             )
         )
 
     async def _latest(self, holders: dict[int, int]) -> np.ndarray:
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
-            if number <= self.turn:
-                break
-            try:
-                return await self.transport.fetch(holder, ("anchor", number))
-            except (UnreachableError, StaleWorkerError):
-                continue
+            if number > self.turn:
+                request = self.transport.fetch(holder, ("anchor", number))
+                if (outer := await _or_none(request)) is not None:
+                    return outer
         return self.outer
 
     def take_over(self, state: Any) -> None:
@@ -289,6 +278,14 @@ class DiLoCoWorker(FreeRunningWorker):
         super().take_over(state)
         self._set(self.turn, self.outer)
         self._sent, self._error = self.begun, np.float32(0)
+
+
+async def _or_none(request: Any) -> np.ndarray | None:
+    """The vector of a fetch; None if the peer has failed or has given up waiting."""
+    try:
+        return await request
+    except (UnreachableError, StaleWorkerError):
+        return None
 
 
 @functools.partial(jax.jit, static_argnames="every")

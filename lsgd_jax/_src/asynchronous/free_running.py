@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +11,21 @@ import numpy as np
 
 from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Claim
-from lsgd_jax._src.asynchronous.peers import Peers
 from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Flat
 from lsgd_jax._src.asynchronous.worker import Worker
-from lsgd_jax._src.trees import Tree, all_finite, finite_part, plus, widened
+from lsgd_jax._src.trees import (
+    Tree,
+    all_finite,
+    finite_part,
+    floats,
+    plus,
+    refill,
+    widened,
+)
+
+
+MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
 
 
 class Claims:
@@ -29,7 +39,7 @@ class Claims:
 
     def __init__(self, worker: Worker, ahead: bool):
         self._worker, self._ahead = worker, ahead
-        self._asked: tuple[int, asyncio.Future[Claim]] | None = None
+        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
 
     async def next(self) -> Claim:
         """Returns what the worker does next."""
@@ -43,29 +53,78 @@ class Claims:
         return claim
 
 
+class Peers:
+    """The workers that one may ask.
+
+    A peer that has not answered is left out of the next 1, 2, 4, … choices, until it
+    answers again.
+
+    Args:
+      candidates: indices of the peers.
+      seed: seed of the choices.
+
+    >>> peers = Peers([0, 2], seed=(0, 1))
+    >>> peers.failed(2)
+    >>> peers.choose(), peers.is_tried(2)
+    (0, True)
+    """
+
+    def __init__(self, candidates: Sequence[int], seed: Sequence[int] = ()):
+        self._left_out = dict.fromkeys(candidates, 0)  # number of choices from now on
+        self._failures = dict.fromkeys(candidates, 0)
+        self._random = np.random.default_rng(list(seed))
+
+    def choose(self) -> int | None:
+        """Returns a random peer that is not left out, or None without one."""
+        tried = [i for i, left in self._left_out.items() if not left]
+        self.turn()
+        return int(self._random.choice(tried)) if tried else None
+
+    def draw(self, probability: float) -> bool:
+        """Returns True with a probability."""
+        return bool(self._random.random() < probability)
+
+    def is_tried(self, i: int) -> bool:
+        """Returns whether a worker is not left out."""
+        return not self._left_out.get(i, 0)
+
+    def turn(self) -> None:
+        """Counts one more choice."""
+        self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
+
+    def failed(self, i: int) -> None:
+        """Notes that a peer has not answered."""
+        self._left_out[i] = 2 ** self._failures[i]
+        self._failures[i] = min(self._failures[i] + 1, MOST)
+
+    def answered(self, i: int) -> None:
+        """Notes that a peer has answered."""
+        self._left_out[i] = self._failures[i] = 0
+
+
 class InFlight(NamedTuple):
     """A request that travels while the worker computes its next steps.
 
     Attributes:
-      answer: the future answer.
-      peer: the worker that was asked; None for a request to several.
+      answer: the call.
       since: own steps taken when the request left.
+      peer: the worker that was asked; None for a request to several.
       sent: own parameters that the request carried, or None.
       quantization_error: y - Q(y) of the worker when the request left.
     """
 
-    answer: asyncio.Future[Any]
-    peer: int | None
+    answer: asyncio.Task[Any]
     since: int
-    sent: np.ndarray | None
-    quantization_error: Any
+    peer: int | None = None
+    sent: Any = None
+    quantization_error: Any = 0
 
 
 class FreeRunningWorker:
     """One worker that takes steps until all workers together have taken W · steps.
 
-    A method says whom it asks (`ask`, `ask_snapshot`), how an answer moves the worker
-    (`landed`), and which attributes a restarted worker needs (`kept`).
+    A method puts its requests into `in_flight`, one per slot. It defines how an answer
+    moves the worker (`landed`) and which attributes a restarted worker needs (`kept`).
 
     Args:
       worker: the worker.
@@ -123,19 +182,6 @@ class FreeRunningWorker:
 
     # Requests
 
-    def ask(
-        self,
-        answer: asyncio.Future[Any],
-        peer: int | None = None,
-        slot: int = 0,
-        sent: np.ndarray | None = None,
-        quantization_error: Any = 0,
-    ) -> None:
-        """Notes a request that has just left. A slot holds one request at a time."""
-        self.in_flight[slot] = InFlight(
-            answer, peer, self.worker.count, sent, quantization_error
-        )
-
     def ask_snapshot(self, peer: int, slot: int = 0) -> None:
         """Asks for a peer's latest snapshot.
 
@@ -147,7 +193,9 @@ class FreeRunningWorker:
         if self.transport.mailbox.wire.is_narrow and self.is_finite:
             vector = self.worker.vector()
             error = vector - self.transport.mailbox.rounded(vector)
-        self.ask(self.transport.latest(peer), peer, slot, quantization_error=error)
+        self.in_flight[slot] = InFlight(
+            self.transport.latest(peer), self.worker.count, peer, quantization_error=error
+        )
 
     async def answer(self, slot: int = 0) -> Any:
         """Waits for an answer; returns None if the peer has not answered in time."""
@@ -224,17 +272,17 @@ def _own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
 def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
     """Returns y + λ (z - y), or z itself if y is not finite or λ is 1."""
     whole = ~jnp.asarray(is_finite) | (weight == 1)
-
-    def leaf(y, z):
-        if not jnp.issubdtype(y.dtype, jnp.inexact):
-            return y
-        near = widened(y)
-        # Exactly z, so that all workers that take the same z are bit-identical.
-        return jnp.where(whole, z, near + weight * (z - near)).astype(y.dtype)
-
-    return jax.tree.map(leaf, y, flat.wide(z))
+    # Exactly z, so that all workers that take the same z are bit-identical.
+    leaf = lambda y, z: jnp.where(whole, z, widened(y) + weight * (z - widened(y)))
+    return _map_floats(leaf, y, flat.tree(z))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
-    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), y, flat.wide(shift))
+    return _map_floats(jnp.add, y, flat.tree(shift))
+
+
+def _map_floats(leaf: Callable[[Any, Any], Any], y: Tree, z: Tree) -> Tree:
+    """Maps the float leaves of y in their dtypes. Other leaves stay as they are."""
+    mapped = jax.tree.map(lambda y, z: leaf(y, z).astype(y.dtype), floats(y), z)
+    return refill(mapped, y)

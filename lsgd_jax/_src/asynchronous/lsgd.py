@@ -77,7 +77,6 @@ class LSGD:
 
     def bind(self, worker: Worker, steps: int) -> "LSGDWorker":
         """Returns the method in one worker."""
-        del steps
         position = worker.transport.position
         levels = [
             Level(position.group("local"), self.local_pull, self.local_period),

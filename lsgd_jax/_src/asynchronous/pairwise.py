@@ -82,7 +82,6 @@ class Pairwise:
 
     def bind(self, worker: Worker, steps: int) -> "PairwiseWorker":
         """Returns the method in one worker."""
-        del steps
         return PairwiseWorker(self, worker)
 
 

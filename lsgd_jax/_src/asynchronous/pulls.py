@@ -99,10 +99,10 @@ class PullsWorker:
             for k, group in enumerate(groups)
         ]
         self._compiled = _compiled(self._pulls, grid)
-        self._states = self._compiled.init(worker.params)
+        self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
         self._counts: Any = [True] * len(self._pulls)  # before the first step
         self._is_finite: Any = np.bool_(True)
-        self._in_flight: dict[int, asyncio.Future] = {}
+        self._in_flight: dict[int, asyncio.Task] = {}
 
     # On every step
 
@@ -192,7 +192,7 @@ class PullsWorker:
         t, state = np.int32(worker.count), self._states[k]
         return self._agreements[k].run(send, x, y, state, np.bool_(is_finite), t)
 
-    async def _land(self, k: int, coming: asyncio.Future, is_finite: bool) -> bool:
+    async def _land(self, k: int, coming: asyncio.Task, is_finite: bool) -> bool:
         """`kernel.land`; whether the worker was restored."""
         worker, states = self._worker, list(self._states)
         try:
@@ -227,7 +227,7 @@ class _Compiled:
 
     def __init__(self, pulls: tuple[Pull, ...], grid: tuple[int, int]):
         self._pulls, self._grid = pulls, grid
-        self.init = jax.jit(self._init)
+        self.init: Any = jax.jit(self._init)
         self.local, self.all_finite = jax.jit(self._local), jax.jit(self._all_finite)
         self.land = [jax.jit(functools.partial(self._land, pull)) for pull in pulls]
 

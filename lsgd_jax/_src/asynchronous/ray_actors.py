@@ -1,4 +1,4 @@
-"""What runs in Ray's processes: the workers and the coordinator."""
+"""The actors of a run in Ray's processes: the workers and the coordinator."""
 
 import asyncio
 import os
@@ -12,40 +12,39 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from lsgd_jax._src.asynchronous.coordinator import Claim, Coordinator, Report, Standing
-from lsgd_jax._src.asynchronous.ports import Pending
-from lsgd_jax._src.asynchronous.ray_ports import Job, Known, RayPorts, drive
+from lsgd_jax._src.asynchronous.coordinator import Claim, Coordinator, Report, Status
+from lsgd_jax._src.asynchronous.ray_transport import Job, Known, RayTransport
 from lsgd_jax._src.asynchronous.worker import Worker, work
 
 
 class Overview(NamedTuple):
-    """What the coordinator tells the driver.
+    """The coordinator's answer to the driver.
 
     Attributes:
-      standing: how all workers are doing.
-      starts: of each worker how many times it was started.
-      vain: of each worker how many times it was since it last came to a step or a round.
-      processes: of each worker its node and the process there.
+      status: of all workers.
+      starts: how many times each worker was started.
+      vain: how many times each was started since it last took a step that was new to it,
+        or came to a round.
+      processes: the node and the process of each worker.
     """
 
-    standing: Standing
+    status: Status
     starts: list[int]
     vain: list[int]
     processes: dict[int, tuple[str, int]]
 
 
 class Stopped(Exception):
-    """The run is to end at the boundary of this step."""
+    """Ends the run at the boundary of this step."""
 
 
 class WorkerActor:
-    """One worker. `run` trains; the rest is what others ask for meanwhile."""
+    """One worker. `run` trains; peers and the driver call the rest meanwhile."""
 
     def __init__(self, job: Job, i: int):
-        self._job, self._i = job, i
-        self._ports = RayPorts(job, i)
-        self._worker: Worker | None = None
-        self._stop = threading.Event()
+        self.job, self.index, self.transport = job, i, RayTransport(job, i)
+        self.worker: Worker | None = None
+        self.stopped = threading.Event()
 
     @ray.method(max_task_retries=-1)
     def run(self, state: Any = None) -> Any:
@@ -53,89 +52,55 @@ class WorkerActor:
 
         Ray calls it again, in a new process, if the process is lost.
         """
-        job, ports = self._job, self._ports
-        where = (ray.get_runtime_context().get_node_id(), os.getpid())
-        ports.starts, all_lost = drive(_awaited(ports.coordinator("hello", where)))
-        if all_lost and (state := job.restore(self._i)) is None:
-            raise RuntimeError("all workers were lost, and there is nothing to restore")
-        worker = Worker(
-            job.make_training(self._i),
-            job.method,
-            ports,
-            job.steps,
-            lambda: job.restore(self._i),
-        )
-        if state is not None:
-            worker.take_over(state)
-            ports.resume(state["number"])
-            drive(_awaited(ports.coordinator("resume", state["number"])))
-        self._worker = worker
-        _compile(worker)
-        try:
-            drive(work(worker, self._observe))
-        except Stopped:
-            pass
-        drive(worker.tell())
-        drive(_awaited(ports.report_now(worker.report)))
-        drive(_awaited(ports.coordinator("leave")))
-        return self._state(own=True)
-
-    def _observe(self, worker: Worker) -> None:
-        del worker
-        if self._stop.is_set():
-            raise Stopped
+        return asyncio.run(_train(self, state))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def latest(self) -> Any:
-        mailbox = self._ports.mailbox
-        return self._packed(mailbox.wait(mailbox.latest, self._job.grace))
+        mailbox = self.transport.mailbox
+        return mailbox.wait(mailbox.latest, self.job.timeout)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def exchange(self, vector: Any) -> Any:
-        theirs = self._ports.wire.unpack(vector)
-        return self._packed(self._ports.mailbox.exchange(theirs))
+        return self.transport.mailbox.exchange(vector)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def fetch(self, key: Hashable, part: slice) -> Any:
-        return self._found(lambda: self._ports.mailbox.read(key, part))
+        return self._found(lambda: self.transport.mailbox.fetch(key, part))
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def contribution(self, number: int) -> Any:
-        return self._found(lambda: self._ports.mailbox.contribution(number))
+        return self._found(lambda: self.transport.mailbox.contribution(number))
 
     def _found(self, ask: Callable[[], Any]) -> Any:
-        """What a peer asks for, once it is there; None if the process before was asked."""
+        """The answer, once it is there; None for a request to an earlier incarnation."""
         if self._is_back():
             return None
-        return self._packed(self._ports.mailbox.wait(ask, self._job.grace))
+        return self.transport.mailbox.wait(ask, self.job.timeout)
 
     def _is_back(self) -> bool:
         """Whether it has been started again, and does not take part yet.
 
         `starts` is 0 until the coordinator has told; no peer asks a first process so early.
         """
-        worker = self._worker
-        return self._ports.starts != 1 and (worker is None or worker.state() is None)
-
-    def _packed(self, content: Any) -> Any:
-        return self._ports.wire.pack(content)
+        worker = self.worker
+        return self.transport.starts != 1 and (worker is None or worker.state() is None)
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def state(self, own: bool = False) -> Any:
-        return self._state(own)
+        return self.state_with(own)
 
-    def _state(self, own: bool) -> Any:
-        """What `Worker.state` gives, with how many rounds there were."""
-        state = None if self._worker is None else self._worker.state(own)
-        return state and {**state, "number": self._ports.known.number}
+    def state_with(self, own: bool) -> Any:
+        """The state of `Worker.state`, with how many rounds there were."""
+        state = None if self.worker is None else self.worker.state(own)
+        return state and {**state, "number": self.transport.known.number}
 
     @ray.method(concurrency_group="serve", max_task_retries=0)
     def stop(self) -> None:
-        self._stop.set()
+        self.stopped.set()
 
     @ray.method(concurrency_group="watch", max_task_retries=0)
     def known(self) -> Known:
-        return self._ports.known
+        return self.transport.known
 
     @ray.method(concurrency_group="watch", max_task_retries=0)
     def watch(self) -> None:
@@ -143,20 +108,51 @@ class WorkerActor:
         threading.Event().wait()
 
 
+# No method of the class is a coroutine: Ray would run all of them on one event loop, and a
+# request would wait for the step that is being computed.
+
+
+async def _train(actor: WorkerActor, state: Any) -> Any:
+    """Trains a worker to the end: the state that it ends with."""
+    job, transport, i = actor.job, actor.transport, actor.index
+    where = (ray.get_runtime_context().get_node_id(), os.getpid())
+    transport.starts, all_lost = await transport._tell("hello", where)
+    if all_lost and (state := job.restore(i)) is None:
+        raise RuntimeError("all workers were lost, and there is nothing to restore")
+    training, restore = job.make_training(i), lambda: job.restore(i)
+    worker = Worker(training, job.method, transport, job.steps, restore)
+    if state is not None:
+        worker.take_over(state)
+        transport.resume(state["number"])
+        await transport._tell("resume", state["number"])
+    actor.worker = worker
+    _compile(worker)
+
+    def observe(worker: Worker) -> None:
+        if actor.stopped.is_set():
+            raise Stopped
+
+    try:
+        await work(worker, observe)
+    except Stopped:
+        pass
+    await worker.tell()
+    transport.report_at_once()
+    await transport.report(worker.report)
+    await transport.finish()
+    return actor.state_with(own=True)
+
+
 def _compile(worker: Worker) -> None:
-    """Has the step compiled before there are others that wait for it."""
+    """Compiles the step before there are others that wait for it."""
     given = worker.params, worker.opt_state, worker.own, np.int32(worker.count + 1)
     jax.block_until_ready(worker.training.step(*given)[-1])
 
 
-async def _awaited(pending: Pending) -> Any:
-    return await pending
-
-
 class CoordinatorActor:
-    """`Coordinator` in one thread: nothing is awaited while it is spoken to.
+    """`Coordinator` in one thread: no call awaits anything in the midst of it.
 
-    If it is lost, Ray starts it again, and it asks the workers what it knew.
+    If it fails, Ray starts it again, and it asks the workers what it knew.
     """
 
     def __init__(self, job: Job):
@@ -164,8 +160,8 @@ class CoordinatorActor:
         self._job, self._all = job, range(workers)
         self._coordinator, self._lost_all = self._fresh(), False
         self._open: dict[Hashable, asyncio.Future] = {}
-        self._going: set[int] = set()  # who has begun, and whose process is there
-        self._starts, self._vain = [0] * workers, [0] * workers
+        self._going: set[int] = set()  # workers that have begun and whose process is there
+        self._starts, self._vain, self._best = ([0] * workers for _ in range(3))
         self._pids: dict[int, tuple[str, int]] = {}
         self._watched: dict[int, asyncio.Task] = {}
         self._recalled: asyncio.Task | None = None
@@ -218,10 +214,15 @@ class CoordinatorActor:
         await self._ready()
         return self._coordinator.claim(i, step)
 
-    async def report(self, i: int, report: Report) -> Standing:
+    async def finish(self, i: int) -> None:
         await self._ready()
-        if report.steps > self._coordinator.standing().reports[i].steps:
-            self._vain[i] = 0
+        self._coordinator.finish(i)
+        self._wake()
+
+    async def report(self, i: int, report: Report) -> Status:
+        await self._ready()
+        if report.steps > self._best[i]:  # steps that are taken again are no progress
+            self._best[i], self._vain[i] = report.steps, 0
         if report.steps:
             self._going.add(i)
         return self._coordinator.report(i, report)
@@ -229,7 +230,7 @@ class CoordinatorActor:
     async def round(
         self, i: int, key: Hashable, value: Any, members: list[int]
     ) -> dict[int, Any] | None:
-        """What all have brought, once they have, or `grace` is over; None: forgotten."""
+        """The values of a round, once it closes or the timeout is over; None: forgotten."""
         await self._ready()
         try:
             values = self._coordinator.arrive(key, i, value, members)
@@ -238,7 +239,7 @@ class CoordinatorActor:
         if values is None:
             loop = asyncio.get_running_loop()
             closed = self._open.setdefault(key, loop.create_future())
-            limit = self._job.start if key == "begin" else self._job.grace
+            limit = self._job.start if key == "begin" else self._job.timeout
             try:
                 values = await asyncio.wait_for(asyncio.shield(closed), limit)
             except TimeoutError:
@@ -249,8 +250,8 @@ class CoordinatorActor:
 
     async def overview(self) -> Overview:
         await self._ready()
-        standing = self._coordinator.standing()
-        return Overview(standing, list(self._starts), list(self._vain), dict(self._pids))
+        status = self._coordinator.status()
+        return Overview(status, list(self._starts), list(self._vain), dict(self._pids))
 
     def _wake(self) -> None:
         for key in list(self._open):
@@ -259,7 +260,7 @@ class CoordinatorActor:
                 self._note_begin(key, values)
 
     def _note_begin(self, key: Hashable, values: dict[int, Any]) -> None:
-        """At once: the next to say hello must not take those for lost who wait in it."""
+        """Notes the start at once: the next hello must not take these for lost."""
         if key == "begin":
             self._going.update(i for i in values if i in self._coordinator.present)
 
@@ -295,7 +296,7 @@ class CoordinatorActor:
         async def ask(i: int) -> Known | None:
             try:
                 call = ray.get_actor(self._job.worker(i)).known.remote()
-                return await asyncio.wait_for(call, self._job.grace)
+                return await asyncio.wait_for(call, self._job.timeout)
             except (RayError, ValueError, TimeoutError):
                 return None
 

@@ -1,7 +1,4 @@
-"""Workers at their own pace on Ray: processes on this machine, or on a cluster.
-
-Only this module and the others whose names begin with `ray_` import Ray.
-"""
+"""Asynchronous workers on Ray: processes on this machine, or on a cluster."""
 
 import threading
 import time
@@ -12,8 +9,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from lsgd_jax._src.asynchronous.coordinator import Standing
-from lsgd_jax._src.asynchronous.mailbox import Snapshot
+from lsgd_jax._src.asynchronous.compression import Compression, Snapshot
+from lsgd_jax._src.asynchronous.coordinator import Status
 from lsgd_jax._src.asynchronous.ray_actors import CoordinatorActor, Overview, WorkerActor
 from lsgd_jax._src.asynchronous.ray_cluster import (
     Options,
@@ -22,8 +19,8 @@ from lsgd_jax._src.asynchronous.ray_cluster import (
     handlers,
     signals,
 )
-from lsgd_jax._src.asynchronous.ray_ports import RETURN, Job, answer
-from lsgd_jax._src.asynchronous.transport import Unreachable
+from lsgd_jax._src.asynchronous.ray_transport import RETURN, Job, answer
+from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.worker import Method, Training
 
 
@@ -31,44 +28,45 @@ EVERY = 1.0  # seconds between two looks at how all workers are doing
 
 
 class Outcome(NamedTuple):
-    """What a run ends with.
+    """The outcome of a run.
 
     Attributes:
-      states: of each worker what it ends with: a dictionary with params, opt_state, own,
-        count and method, its arrays NumPy's; `run` takes them to go on from there.
-      standing: how all were doing at the end.
-      restarts: of each worker how many times it was started again.
+      states: the state of each worker at the end: a dictionary with params, opt_state, own,
+        count and method, its arrays NumPy's; `run` takes them to go on from there. None for
+        a worker that had to be killed, because it did not stop when the run was stopped.
+      status: of all workers at the end.
+      restarts: how many times each worker was started again.
       stopped: whether the run was ended before its time.
     """
 
     states: list[Any]
-    standing: Standing
+    status: Status
     restarts: list[int]
     stopped: bool
 
 
 class Remote:
-    """The workers, as `on_standing` sees them while they train.
+    """The workers, as `on_status` sees them while they train.
 
     Attributes:
-      restarts: of each worker how many times it was started again.
-      ended: what each worker has ended with, of those that have; they are not present.
+      restarts: how many times each worker was started again.
+      ended: the states of workers that have ended; they are not present.
       stopped: whether the run is being stopped.
-      processes: of each worker that has started, its node and the process there.
+      processes: the node and the process of each worker that has started.
     """
 
-    def __init__(self, workers: Sequence[Any], grace: float):
-        self._workers, self._grace = workers, grace
+    def __init__(self, workers: Sequence[Any], wire: Compression, timeout: float):
+        self._workers, self._wire, self._timeout = workers, wire, timeout
         self.restarts, self.stopped = [0] * len(workers), False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
 
     def latest(self, i: int) -> Snapshot | None:
         """Worker i's parameters as one vector; None if it does not answer."""
-        return self._answers([i], "latest")[0]
+        return self._wire.unpack(self._answers([i], "latest")[0])
 
     def states(self, own: bool = True) -> list[Any]:
-        """What each worker can be resumed from, at the last step it has taken.
+        """The state of each worker after its last step, to be resumed from.
 
         None: it does not answer, or has not begun.
         """
@@ -83,13 +81,13 @@ class Remote:
 
     def _answers(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
         calls = [(i, getattr(self._workers[i], method).remote(*args)) for i in workers]
-        until = time.monotonic() + self._grace
+        until = time.monotonic() + self._timeout
         return [self._answer(ref, i, until - time.monotonic()) for i, ref in calls]
 
     def _answer(self, ref: Any, i: int, limit: float) -> Any:
         try:
             return answer(ref, f"worker {i}", max(limit, 0.1))
-        except Unreachable:
+        except UnreachableError:
             return None
 
 
@@ -103,7 +101,7 @@ def run(
     options: Options | None = None,
     states: Sequence[Any] | None = None,
     restore: Callable[[int], Any] = lambda i: None,
-    on_standing: Callable[[Standing, Remote], Any] = lambda standing, remote: None,
+    on_status: Callable[[Status, Remote], Any] = lambda status, remote: None,
 ) -> Outcome:
     """Trains with nodes x locals workers, each an actor of Ray.
 
@@ -111,9 +109,9 @@ def run(
     SIGTERM, unless this process handles them itself, stop the run as `Remote.stop` does.
 
     Args:
-      make_training: index -> what this worker trains. Called in the worker's process, for
+      make_training: index -> the training of a worker. Called in the worker's process, for
         which it is pickled; devices are used only there.
-      method: when a worker speaks to others, such as `Pulls`.
+      method: decides when a worker communicates, such as `Pulls`.
       nodes, locals: the grid of workers.
       steps: mean steps per worker.
       options: where, and with which limits.
@@ -121,7 +119,7 @@ def run(
         None begins as in `make_training`.
       restore: index -> one of those states, or None. Called in a worker's process if it
         was started again and no peer has a state for it.
-      on_standing: (standing, remote); called here about every second, and at the end, when
+      on_status: (status, remote); called here about every second, and at the end, when
         all workers are still there to be asked.
 
     Raises:
@@ -142,14 +140,13 @@ def run(
             locals=locals,
             steps=steps,
             restore=restore,
-            grace=options.grace,
+            timeout=options.timeout,
             start=options.start,
-            wire=options.wire,
             begun=time.time(),
         )
         actors = _Actors(job, options)
         try:
-            return actors.train(states, on_standing, signaled)
+            return actors.train(states, on_status, signaled)
         finally:
             actors.kill()
 
@@ -183,7 +180,7 @@ class _Actors:
             for i in range(count)
         ]
         self.coordinator = coordinator.remote(job)
-        self.remote = Remote(self.workers, options.grace)
+        self.remote = Remote(self.workers, Compression(job.method.wire), options.timeout)
         self._marks: dict[int, Any] = {}
         self._moved: dict[int, float] = {}
 
@@ -194,13 +191,13 @@ class _Actors:
     def train(
         self,
         states: Sequence[Any] | None,
-        on_standing: Callable[[Standing, Remote], Any],
+        on_status: Callable[[Status, Remote], Any],
         signaled: threading.Event,
     ) -> Outcome:
         given = states or [None] * len(self.workers)
         refs = {w.run.remote(s): i for i, (w, s) in enumerate(zip(self.workers, given))}
         told = time.monotonic()
-        self._until = told + self._options.start
+        self._until, stopped = told + self._options.start, None
         while len(self.remote.ended) < len(refs):
             left = [ref for ref, i in refs.items() if i not in self.remote.ended]
             for ref in ray.wait(left, timeout=EVERY)[0]:
@@ -210,13 +207,23 @@ class _Actors:
             self._restart_who_hangs(overview)
             if signaled.is_set() or self.remote.stopped:
                 self.remote.stop()  # again: one that was started again has not heard it
+                stopped = stopped or time.monotonic()
+                if time.monotonic() - stopped > 2 * self._options.timeout:
+                    self._give_up()
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
-                on_standing(overview.standing, self.remote)
+                on_status(overview.status, self.remote)
         overview = self._overview()
-        on_standing(overview.standing, self.remote)
+        on_status(overview.status, self.remote)
         ends = [self.remote.ended[i] for i in range(len(self.workers))]
-        return Outcome(ends, overview.standing, self.remote.restarts, self.remote.stopped)
+        return Outcome(ends, overview.status, self.remote.restarts, self.remote.stopped)
+
+    def _give_up(self) -> None:
+        """Kills workers that hang and so do not stop: the run ends without their states."""
+        for i, worker in enumerate(self.workers):
+            if i not in self.remote.ended:
+                self.remote.ended[i] = None
+                ray.kill(worker)
 
     def _result(self, ref: Any, i: int) -> Any:
         try:
@@ -254,7 +261,7 @@ class _Actors:
     def _restart_who_hangs(self, overview: Overview) -> None:
         now = time.monotonic()
         for i, starts in enumerate(overview.starts):
-            mark = starts, overview.standing.reports[i].steps
+            mark = starts, overview.status.reports[i].steps
             if not starts or i in self.remote.ended or mark != self._marks.get(i):
                 self._marks[i], self._moved[i] = mark, now
             elif now - self._moved[i] > self._options.stall:

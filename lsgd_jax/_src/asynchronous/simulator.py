@@ -109,6 +109,7 @@ class Simulation:
         tasks = self._tasks.setdefault(i, set())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     # Rounds
@@ -213,7 +214,7 @@ class SimulatedMailbox(Mailbox):
 class SimulatedTransport(Transport):
     """One worker's transport. Sums, and on demand broadcasts, take a collective's time."""
 
-    mailbox: SimulatedMailbox
+    mailbox: Any
 
     def __init__(self, simulation: Simulation, position: GridPosition, method: Method):
         self.position, self.timeout = position, simulation.timeout
@@ -324,8 +325,10 @@ class SimulatedTransport(Transport):
         if call == "round":
             key, value, members = arguments
             answer = await simulation.meet(key, me, value, members)
-        elif call in ("missed", "finish"):
-            answer = simulation.leave(*arguments or (me, True))
+        elif call == "missed":
+            answer = simulation.leave(*arguments)
+        elif call == "finish":
+            answer = simulation.leave(me, finished=True)
         else:
             answer = getattr(simulation.coordinator, call)(me, *arguments)
         await self._to_coordinator()
@@ -448,3 +451,24 @@ async def _conduct(
                 end.result()  # raises what has ended it
     sent = simulation.links.sent
     return Simulated([worker for _, worker in sorted(workers.items())], last, sent)
+
+
+def first_worker(
+    training: Training, method: Method, nodes: int, locals: int, steps: int
+) -> Worker:
+    """Worker 0 of a run before its first step, by itself: its state and its checks.
+
+    Args:
+      training: `step` is not called.
+      method, nodes, locals, steps: as for `run`.
+    """
+
+    async def begin() -> Worker:
+        coordinator = Coordinator(nodes * locals, steps, method.period)
+        given = NETWORKS["free"], Speeds(), 0, 60.0, 0.0, False
+        simulation = Simulation(nodes, locals, coordinator, *given)
+        worker = Worker(training, method, simulation.enter(0, method), steps)
+        worker.keep()
+        return worker
+
+    return run_virtual(begin())

@@ -1,61 +1,61 @@
 """Parameters as one flat float32 vector, as they travel, and back."""
 
-import functools
-from collections.abc import Callable
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.trees import Tree, floats
 
 
+@dataclasses.dataclass(frozen=True)
 class Flat:
-    """How trees of one structure become vectors; compiled once.
+    """Conversion between vectors and trees of one structure.
+
+    Leaves that do not hold floats are not in the vector, see `trees.floats`.
 
     Args:
       treedef: the structure.
-      shapes: of each leaf its shape and dtype.
+      shapes: shape of each leaf that holds floats.
 
-    >>> import jax.numpy as jnp
-    >>> tree = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.ones([1, 2])}
+    >>> tree = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.ones([1, 2]), "n": jnp.int32(3)}
     >>> flat = flat_of(tree)
     >>> flat.vector(tree).tolist()
     [0.0, 0.0, 1.0, 1.0]
-    >>> flat.tree(flat.vector(tree))["a"].dtype
-    dtype(bfloat16)
+    >>> flat.tree(flat.vector(tree))["b"].shape
+    (1, 2)
     """
 
-    def __init__(self, treedef: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...]):
-        sizes = [int(np.prod(shape)) for shape, _ in shapes]
-        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=int)])
-        self.size = int(bounds[-1])
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
 
-        def join(tree: Tree) -> Any:
-            flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
-            return jnp.concatenate(flat) if flat else jnp.zeros([0])
-
-        def cut(vector: Any, narrow: bool = False) -> Tree:
-            parts = [
-                vector[a:b].reshape(shape).astype(dtype if narrow else jnp.float32)
-                for a, b, (shape, dtype) in zip(bounds, bounds[1:], shapes)
-            ]
-            return jax.tree.unflatten(treedef, parts)
-
-        self._join: Callable[[Tree], Any] = jax.jit(join)
-        self.tree: Callable[[Any], Tree] = jax.jit(lambda vector: cut(vector, narrow=True))
-        self.wide: Callable[[Any], Tree] = cut
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(map(math.prod, self.shapes))
 
     def vector(self, tree: Tree) -> np.ndarray:
-        """The tree as float32 [size], in the host's memory."""
-        return np.asarray(self._join(tree))
+        """Returns the tree as float32 [size], in the host's memory."""
+        return np.asarray(_joined(floats(tree)))
+
+    def tree(self, vector: Any) -> Tree:
+        """Returns the tree with float32 leaves."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes], dtype=int)
+        slices = jnp.split(vector, ends[:-1])
+        leaves = [x.reshape(shape) for x, shape in zip(slices, self.shapes)]
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 def flat_of(tree: Tree) -> Flat:
-    """How trees like this one become vectors: the same one for all of them."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return _flat(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+    """Returns the conversion for trees like this one."""
+    leaves, treedef = jax.tree.flatten(floats(tree))
+    return Flat(treedef, tuple(jnp.shape(x) for x in leaves))
 
 
-_flat = functools.lru_cache(maxsize=256)(Flat)
+@jax.jit
+def _joined(tree: Tree) -> Any:
+    flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(flat) if flat else jnp.zeros([0])

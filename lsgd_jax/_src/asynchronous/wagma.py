@@ -7,7 +7,7 @@ import numpy as np
 
 from lsgd_jax._src.asynchronous.collective import all_reduce
 from lsgd_jax._src.asynchronous.compression import finite
-from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker
+from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
@@ -43,8 +43,9 @@ class WAGMA:
       wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
-      ValueError: a size that is not a power of two, a period or window below 1; at `bind`,
-        a number of workers W that is not a power of two.
+      ValueError: a size that is not a power of two, a period or window below 1, a wire
+        format that rounds to nearest; at `bind`, a number of workers W that is not a power
+        of two.
 
     Reference: Li, Ben-Nun, Dryden, Di Girolamo, Hoefler, Breaking (Global) Barriers in
     Parallel Stochastic Optimization with Wait-Avoiding Group Averaging, 2020,
@@ -61,7 +62,13 @@ class WAGMA:
     wire: Wire | WireFormat = "float32"
 
     def __post_init__(self):
-        Wire.of(self.wire)
+        wire = Wire.of(self.wire)
+        if wire.format != "float32" and wire.rounding == "nearest":
+            raise ValueError(
+                "`wire` must be 'float32' or round at random for WAGMA, because "
+                "rounding to nearest takes its small steps back, such as "
+                f"'{wire.format}-stochastic'; got wire='{wire.format}'"
+            )
         check_group_size(self.group_size)
         check_positive_int("sync_period", self.sync_period)
         check_positive_int("window", self.window)
@@ -73,7 +80,6 @@ class WAGMA:
 
     def bind(self, worker: Worker, steps: int) -> "WAGMAWorker":
         """Returns the method in one worker."""
-        del steps
         return WAGMAWorker(self, worker)
 
 
@@ -83,13 +89,7 @@ class WAGMAWorker(FreeRunningWorker):
     kept = ("rounds", "k")
 
     def __init__(self, method: WAGMA, worker: Worker):
-        workers, wire = worker.transport.position.workers, worker.transport.mailbox.wire
-        if wire.is_narrow and not wire.is_stochastic:
-            raise ValueError(
-                "`wire` must be 'float32' or round stochastically for WAGMA, because "
-                "rounding to nearest takes its small steps back, such as "
-                f"'{wire.wire.format}-stochastic'; got wire='{wire.wire.format}'"
-            )
+        workers = worker.transport.position.workers
         self._hops = hops_of(method.group_size, workers)
         # A step claimed ahead would keep all other workers waiting at the next barrier.
         super().__init__(worker, range(workers), ahead=False)
@@ -127,7 +127,8 @@ class WAGMAWorker(FreeRunningWorker):
         me, number = self.worker.index, self._number
         for i in group:
             if i != me:
-                self.ask(self.transport.contribution(i, number), peer=i, slot=i)
+                answer = self.transport.contribution(i, number)
+                self.in_flight[i] = InFlight(answer, self.worker.count, i)
         mine = self.transport.mailbox.contributed(number)
         return {i: mine if i == me else await self.answer(i) for i in group}
 

@@ -20,7 +20,6 @@ from lsgd_jax._src.asynchronous.transport import (
 )
 from lsgd_jax._src.asynchronous.vectors import flat_of
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire import Wire, WireFormat
 
 
 STALE = 10  # times in a row that a worker takes over without a step that is new to it
@@ -68,7 +67,7 @@ class Method(Protocol):
     def window(self) -> int: ...
 
     @property
-    def wire(self) -> Wire | WireFormat: ...
+    def wire(self) -> Any: ...
 
     def bind(self, worker: "Worker", steps: int) -> MethodWorker:
         """The method in one worker that is to take so many steps."""
@@ -106,7 +105,8 @@ class Worker:
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._kept = False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
-        self.report, self.status = Report(), None
+        self.report = Report()
+        self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
@@ -165,7 +165,8 @@ class Worker:
         The next report leaves when this one has been answered.
         """
         report = self.report
-        report.steps, report.loss = self.count, self.loss
+        report.steps = self.count
+        report.loss = self.loss if self.is_finite else math.nan
         report.score = self.score.value if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:

@@ -72,7 +72,7 @@ def send(
     """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
 
     m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit. The
-    third is this worker's quantization error, None without a narrow wire format.
+    third is the quantization error of this worker's own y, or None.
     """
     r = topology.round_at(t)
     given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)

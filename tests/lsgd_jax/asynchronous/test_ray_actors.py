@@ -4,11 +4,11 @@ import asyncio
 import types
 
 import pytest
+from lsgd_jax._src.asynchronous.ray_ports import Job
 from toys import training
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous import ray_actors
-from lsgd_jax._src.asynchronous.ray_ports import Job
 from lsgd_jax.asynchronous import Pulls
 
 

@@ -26,7 +26,6 @@ from train.task.methods import METHODS, ROWS
 
 # What a few steps need to show something.
 SMALL = {"lsgd": dict(local_pull=0.5, global_pull=0.5, local_period=2, global_period=4)}
-SMALL["budget-lsgd"] = SMALL["lsgd"]
 SMALL["post-local-sgd"] = dict(period=2, switch_step=4)
 for name in "easgd downpour local-sgd slowmo diloco diloco-leader parle".split():
     SMALL[name] = dict(period=2)
@@ -157,8 +156,7 @@ def test_a_method_trains(name):
     assert losses[-1] < 0.6 * losses[0] and np.isfinite(np.asarray(x)).all()
     assert (float(lj.consensus_distance(x)) < 1e-6) == together
     sent = sum(level.bytes_sent for level in lj.diagnostics(state))
-    # On a budget workers send when they meet, and here none calls them together.
-    assert (sent == 0) == (name in ("independent", "budget-lsgd"))
+    assert (sent == 0) == (name == "independent")
 
 
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
@@ -199,7 +197,7 @@ def test_clipping_stands_behind_the_aggregation():
 @pytest.mark.parametrize(
     "name, values, message",
     [
-        ("sgd", {}, "`method` must be one of lsgd, budget-lsgd"),
+        ("sgd", {}, "`method` must be one of lsgd, easgd"),
         ("parle", {"anchor_pull": np.inf}, "`method.anchor_pull` must be finite, got"),
         ("lsgd", {"local_pull": np.nan}, "`method.local_pull` must be finite, got"),
     ],

@@ -158,7 +158,7 @@ def test_mean_and_standard_deviation_over_seeds():
         (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
         ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
         ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
-        (command("out", "nonsense"), "`method` must be one of lsgd, budget-lsgd"),
+        (command("out", "nonsense"), "`method` must be one of lsgd, easgd"),
         (command("out", "lsgd", seeds=0), "`seeds` must be a positive int, got seeds=0"),
         ([*command("out", "lsgd"), "--seed", "3"], "--seed is set by the comparison"),
     ],
