@@ -55,7 +55,9 @@ METHODS = {
     ),
     "easgd": Method(lambda W, **k: lj.easgd(0.5, 2, **k), due=2),
     "easgd_combine": Method(
-        lambda W, **k: lj.easgd(lambda t: 0.1 * t, 2, order="combine_then_adapt", **k),
+        lambda W, **k: lj.easgd(
+            lambda t: t.astype(float) / 10, 2, order="combine_then_adapt", **k
+        ),
         due=2,
     ),
     "downpour": Method(lambda W, **k: lj.downpour(2, **k), due=2),

@@ -41,7 +41,9 @@ def test_the_reference_names_all_that_is_public():
         if not name.startswith("_") and not isinstance(x, types.ModuleType)
     }
     pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    documented = set(re.findall(r"auto(?:function|class):: (\w+)$", pages, re.MULTILINE))
+    documented = set(
+        re.findall(r"auto(?:function|class|data):: (\w+)$", pages, re.MULTILINE)
+    )
     assert public <= documented
 
 

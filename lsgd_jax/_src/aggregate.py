@@ -110,7 +110,7 @@ def aggregate(
             expected = jnp.where(misplaced(after, params) == 1, after, jnp.nan)
         return g, AggregateState(
             count=Shared(jnp.asarray(optax.safe_increment(count))),
-            restored=state.restored + excluded,
+            restored=state.restored + excluded.astype(jnp.int32),
             misplaced=state.misplaced + last,
             expected=expected,
             own=own,

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
 
-from lsgd_jax._src.shared import is_shared
+from lsgd_jax._src.collectives import any_bound
+from lsgd_jax._src.diagnostics import states_of
+from lsgd_jax._src.shared import WORKER_AXES, is_shared
 from lsgd_jax._src.trees import Tree, widened
 
 
@@ -18,7 +20,15 @@ def _has_mean(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-@jax.jit
+def _check_outside(name: str) -> None:
+    """Raises ValueError inside of a mapped function, where there is no axis of workers."""
+    if any_bound(WORKER_AXES):
+        raise ValueError(
+            f"`{name}` takes all workers' rows, so call it outside of `Workers.map`; the "
+            "mean of the workers inside is `lj.Group(('node', 'local')).masked_mean(x)`"
+        )
+
+
 def is_finite(params: Tree) -> Array:
     """Returns which workers have finite parameters. Works outside of `Workers.map`.
 
@@ -33,11 +43,15 @@ def is_finite(params: Tree) -> Array:
     >>> lj.is_finite(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     [True, True, False]
     """
+    _check_outside("is_finite")
     return _is_finite(params)
 
 
+@jax.jit
 def _is_finite(params: Tree) -> Array:
     leaves = jax.tree.leaves(params)
+    if not leaves:
+        return jnp.ones([], bool)  # for the workers of an empty tree, however many
     floats = filter(_has_mean, leaves)
     rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
     return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *rows]).all(axis=0)
@@ -96,6 +110,7 @@ def consensus(params: Tree) -> Tree:
     >>> lj.consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
     2.0
     """
+    _check_outside("consensus")
     return _consensus(params, _pack(params))
 
 
@@ -126,6 +141,7 @@ def consensus_distance(params: Tree) -> Array:
     >>> round(float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
     0.5
     """
+    _check_outside("consensus_distance")
     return _consensus_distance(params, _pack(params))
 
 
@@ -133,6 +149,8 @@ def consensus_distance(params: Tree) -> Array:
 def _consensus_distance(params: Tree, packed: bool) -> Array:
     finite = _is_finite(params)
     floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
+    if not floats:
+        return jnp.float32(0)
     means = _means(floats, finite, packed)
 
     def squares(x: Array, c: Array) -> Array:
@@ -161,10 +179,15 @@ def center(params: Tree, opt_state: Tree) -> Tree:
     >>> lj.center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
     2.0
     """
-    own = lambda node: hasattr(node, "center")
+    _check_outside("center")
+    if states_of(params):
+        raise ValueError(
+            "`center` takes (params, opt_state), got an optimizer's state as `params`"
+        )
+    own = lambda node: hasattr(type(node), "__lsgd_center__")
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
         # A group that is not all workers has a center of its own: take their mean.
-        tree = node.center.value
-        tree = tree if is_shared(node.center) else consensus(tree)
+        shared = node.__lsgd_center__()
+        tree = shared.value if is_shared(shared) else consensus(shared.value)
         return jax.tree.map(lambda c, x: c.astype(x.dtype), tree, params)
     return consensus(params)

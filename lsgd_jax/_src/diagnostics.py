@@ -1,9 +1,11 @@
 """What the exchanges of an optimizer did, read from its state without communication."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lsgd_jax._src import traffic
@@ -92,7 +94,7 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
     [(('local',), 2), (('node', 'local'), 4)]
     """
     found = []
-    for node in _nodes(opt_state):
+    for node in states_of(opt_state):
         if isinstance(node, AggregateState):
             found.append(_of(node, node, None))
         else:
@@ -115,11 +117,33 @@ def _of(node, pull, rule) -> Diagnostics:
 
 def waiting(opt_state: Tree) -> Array:
     """bool [W]: which workers are not finite and wait for an exchange to restore them."""
-    nodes = _nodes(opt_state)
+    nodes = states_of(opt_state)
     finite = [node.is_finite for node in nodes if isinstance(node, ExchangeState)]
     return ~jnp.stack(finite).all(axis=0) if finite else jnp.zeros([], bool)
 
 
-def _nodes(opt_state: Tree) -> list:
+def check_not_misplaced(tree: Tree, read_all: Callable[[Tree], Tree]) -> None:
+    """Raises ValueError if a state of an exchange in the tree counts misplaced parameters.
+
+    Args:
+      tree: what a mapped function returned; its states of exchanges are looked at.
+      read_all: copies such leaves to the host, in every process.
+    """
+    found = [node.misplaced for node in states_of(tree)]
+    if any(isinstance(x, jax.core.Tracer) for x in found):
+        return  # the call is itself traced: there is nothing to look at yet
+    counts = read_all(found)
+    workers = sorted({int(i) for count in counts for i in np.flatnonzero(count > 0)})
+    if workers:
+        raise ValueError(
+            "the parameters are not where the exchange left them at the last step: an "
+            "exchange must stand last in its chain (behind clipping, scaling and the base "
+            "optimizer), an aggregation of gradients first; seen on "
+            f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+        )
+
+
+def states_of(opt_state: Tree) -> list:
+    """The states of exchanges and aggregations in a tree."""
     ours = lambda node: isinstance(node, ExchangeState | AggregateState)
     return list(filter(ours, jax.tree.leaves(opt_state, is_leaf=ours)))

@@ -50,12 +50,10 @@ def fragment(index: int, count: int, part: Part | None = None) -> Fragment:
       ValueError: a count below 1, an index outside 0..count-1; in `init`, more fragments
         than leaves.
 
-    >>> import jax
-    >>> import numpy as np
     >>> import lsgd_jax as lj
-    >>> tree = {"a": np.zeros(3), "b": np.zeros(1), "c": np.zeros(2)}
-    >>> jax.tree.map(np.shape, select(lj.fragment(1, 2), tree))
-    {'a': MaskedNode(), 'b': (1,), 'c': (2,)}
+    >>> halves = [lj.fragment(i, 2, part=["body"]) for i in range(2)]
+    >>> halves[1].index
+    1
     """
     check_positive_int("count", count)
     check_period("index", index, count)
@@ -121,9 +119,12 @@ def select(part: Part | None, tree: Tree) -> Tree:
     >>> tree = {"body": {"w": np.zeros(3)}, "head": np.zeros(2)}
     >>> jax.tree.map(np.shape, select(["body"], tree))
     {'body': {'w': (3,)}, 'head': MaskedNode()}
+    >>> jax.tree.map(np.shape, select(fragment(1, 2), tree))
+    {'body': {'w': MaskedNode()}, 'head': (2,)}
     >>> jax.tree.map(np.shape, select({"body": False, "head": True}, tree))
     {'body': {'w': MaskedNode()}, 'head': (2,)}
     """
+    check_part(part)
     if part is None:
         return tree
     if isinstance(part, Fragment):

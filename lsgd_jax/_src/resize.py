@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from lsgd_jax._src.codec import WireState
+from lsgd_jax._src.kernel import PullState
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 
@@ -17,8 +19,8 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
 
     for all that a worker has of its own; what stands in a `Shared` stays as it is. A node
     whose fields mean nothing to other workers (an index in the group, a push-sum weight)
-    has a method ``resized()``, which is called once its rows are taken and returns the
-    node as it is right for the new workers, or raises if there is no such thing.
+    has a method ``__lsgd_resized__()``. It is called once the rows are taken, and returns
+    the node for the new workers or raises.
 
     Args:
       tree: parameters or a state over W workers: host or device arrays, leaves [W, ...].
@@ -62,11 +64,16 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
 
 
 def _resized(tree: Tree) -> Tree:
-    """Calls the method of every node that has one, then those of the nodes inside it."""
-    own = lambda node: hasattr(node, "resized")
-    tree = tree.resized() if own(tree) else tree
-    within = lambda node: node is not tree and own(node)
-    return jax.tree.map(lambda x: _resized(x) if own(x) else x, tree, is_leaf=within)
+    """Calls the hook of every node that has one, then those of the nodes inside it."""
+    has_hook = lambda node: hasattr(type(node), "__lsgd_resized__") or _is_kernels(node)
+    if has_hook(tree):
+        tree = tree.resized() if _is_kernels(tree) else tree.__lsgd_resized__()
+    within = lambda node: node is not tree and has_hook(node)
+    return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)
+
+
+def _is_kernels(node: Any) -> bool:
+    return isinstance(node, PullState | WireState)
 
 
 def _kept(node: Shared) -> Shared:

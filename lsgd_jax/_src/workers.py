@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.collectives import DEVICE, SLOT
-from lsgd_jax._src.debug import check_not_misplaced
 from lsgd_jax._src.device_grid import (
     check_no_process_is_idle,
     device_grid,
     named_mesh,
 )
 from lsgd_jax._src.devices import reserve_threads
+from lsgd_jax._src.diagnostics import check_not_misplaced
 from lsgd_jax._src.shared import WORKER_AXES, Shared
 from lsgd_jax._src.specs import Specs, check_inside, spread
 from lsgd_jax._src.spmd import Grid, compiled

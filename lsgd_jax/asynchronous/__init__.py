@@ -1,7 +1,7 @@
 """Asynchronous workers: each takes its own steps as fast as it can."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lsgd_jax._src.asynchronous.adpsgd import ADPSGD as ADPSGD
 from lsgd_jax._src.asynchronous.coordinator import Coordinator as Coordinator
@@ -24,6 +24,10 @@ from lsgd_jax._src.asynchronous.worker import Training as Training
 from lsgd_jax._src.asynchronous.worker import Worker as Worker
 from lsgd_jax._src.asynchronous.worker import work as work
 from lsgd_jax.asynchronous import simulator as simulator
+
+
+if TYPE_CHECKING:
+    from lsgd_jax.asynchronous import ray_engine as ray_engine
 
 
 def __getattr__(name: str) -> Any:

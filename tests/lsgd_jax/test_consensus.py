@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import lsgd_jax as lj
 
@@ -55,13 +56,33 @@ def test_consensus_distance_ignores_who_is_not_finite():
 
 
 def test_center_prefers_the_center_of_the_method():
-    class CenterState(NamedTuple):
+    class Other(NamedTuple):  # a field of that name in a state of the user's own
         center: lj.Shared
 
     params = jnp.array([[1.0], [3.0]])
-    state = ({"deep": CenterState(lj.Shared(jnp.array([9.0])))},)
-    assert lj.center(params, state).tolist() == [9.0]
-    assert lj.center(params, ()).tolist() == [2.0]
+    other, own = (kind(lj.Shared(jnp.array([9.0]))) for kind in (Other, lj.CenterState))
+    assert lj.center(params, ({"deep": (other, own)},)).tolist() == [9.0]
+    assert lj.center(params, (other,)).tolist() == [2.0]
+
+
+def test_swapped_arguments_and_calls_inside_of_map_are_named_in_one_line():
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    x = workers.put(np.ones((2, 3), np.float32))
+    state = workers.map(lj.easgd().init)(x)
+    with pytest.raises(ValueError, match=r"`center` takes \(params, opt_state\)"):
+        lj.center(state, x)
+    for fn in (lj.consensus, lj.is_finite, lj.consensus_distance):
+        with pytest.raises(ValueError, match="call it outside of `Workers.map`"):
+            workers.map(fn)(x)
+    with pytest.raises(ValueError, match="call it outside of `Workers.map`"):
+        workers.map(lj.center)(x, state)
+
+
+def test_a_tree_without_floats_and_an_empty_one_have_a_consensus():
+    assert lj.consensus({}) == {}
+    assert lj.consensus({"n": jnp.array([3, 4])}) == {"n": 3}
+    for tree in ({}, {"n": jnp.array([3, 4])}, {"w": jnp.zeros((2, 0))}):
+        assert float(lj.consensus_distance(tree)) == 0
 
 
 def test_under_jit_and_on_several_workers_per_device():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, Run, exchanges, run_of, unguarded
+from harness import GUARDED, METHODS, Run, exchanges, run_of, unguarded
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -295,3 +295,11 @@ def test_ignores_extra_arguments_and_needs_parameters(name):
     if not method.first:
         with pytest.raises(ValueError, match="needs the parameters"):
             workers.map(lambda x, s: tx.update(x, s, value=x[0].sum())[0])(x, state)
+
+
+@pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS + ["dpsgd", "gosgd", "parle"]))
+def test_every_method_runs_under_strict_promotion(name):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        run = Run(METHODS[name].chain(8, GUARDED(optax.sgd(0.1))), 4, 2, 2)
+        seen, _ = run.train()
+    close(seen[-1], run_of(name, 4, 2, 2).train()[0][-1])

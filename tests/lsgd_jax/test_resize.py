@@ -56,7 +56,7 @@ def test_every_node_with_a_way_of_its_own_is_asked_also_inside_another():
         own: np.ndarray
         inside: Any = ()
 
-        def resized(self):
+        def __lsgd_resized__(self):
             return self._replace(own=-self.own)
 
     x = np.arange(1, 4)

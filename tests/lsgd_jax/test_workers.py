@@ -280,14 +280,21 @@ def test_optimizers_keep_their_types_from_init_on(workers):
         assert bool(jnp.isfinite(params).all())
 
 
-class Exchange(NamedTuple):
+class Other(NamedTuple):
     misplaced: jax.Array
+
+
+def exchange_state(misplaced):
+    state = lj.exchange(lj.Pull(lj.average(), 1.0)).init(jnp.zeros([]))
+    return state._replace(misplaced=misplaced)
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_debug_says_which_workers_were_moved_behind_an_exchange(debug):
     workers = lj.Workers(2, 2, devices=jax.devices()[:2], debug=debug)
-    step = workers.map(lambda x, n: (x, {"deep": (Exchange(n), x)}))
+    # A field of that name in a state of the user's own means nothing.
+    deep = lambda n: (exchange_state(n), Other(n + 1))
+    step = workers.map(lambda x, n: (x, {"deep": (deep(n), x)}))
     x = workers.put(jnp.arange(4.0))
     well = workers.put(jnp.zeros(4, jnp.int32))
     assert step(x, well)[0].tolist() == [0, 1, 2, 3]

@@ -21,7 +21,7 @@ from train.task import asynchronous_methods, hybrids, options
 Factory = Callable[..., optax.GradientTransformation]
 
 # What the trainer gives a factory, or leaves to it, so that it is no option.
-GIVEN = {"axes", "learning_rate"}
+GIVEN = {"axes", "learning_rate", "part"}
 
 
 class Row(NamedTuple):

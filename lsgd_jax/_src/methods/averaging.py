@@ -12,10 +12,10 @@ from lsgd_jax._src.checks import (
     check_not_negative,
     check_positive_int,
 )
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.parts import in_fragments
+from lsgd_jax._src.parts import Part, in_fragments
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at
@@ -77,6 +77,11 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
     >>> lj.anchored(optax.sgd(0.7)).axes
     ('node', 'local')
     """
+    if not isinstance(outer, optax.GradientTransformation):
+        raise ValueError(
+            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
+            f"outer={outer!r}"
+        )
     outer = optax.with_extra_args_support(outer)
 
     def init(params: Tree) -> AnchorState:
@@ -101,7 +106,8 @@ def local_sgd(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …:
@@ -114,10 +120,10 @@ def local_sgd(
 
     Args:
       period: steps between exchanges, τ.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -133,7 +139,9 @@ def local_sgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
     check_positive_int("period", period)
-    return exchange(Pull(average(axes), 1.0, every=period, wire=wire), check=check)
+    return exchange(
+        Pull(average(axes), 1.0, every=period, wire=wire, part=part), check=check
+    )
 
 
 def diloco(
@@ -145,7 +153,8 @@ def diloco(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
     .. math::
@@ -167,10 +176,10 @@ def diloco(
       fragments: how many fragments take turns, F; must divide the period.
       delay: steps that a fragment has to travel, d < τ / F.
       mixing: how much of its own parameters a worker keeps, m in [0, 1).
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -190,7 +199,9 @@ def diloco(
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     check_fraction("mixing", mixing)
-    pull = Pull(anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire)
+    pull = Pull(
+        anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire, part=part
+    )
     return exchange(*in_fragments(pull, fragments), check=check)
 
 
@@ -202,7 +213,8 @@ def slowmo(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""SlowMo: averaging with a slow momentum.
 
     .. math::
@@ -222,10 +234,10 @@ def slowmo(
       learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
         one cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum
@@ -250,5 +262,5 @@ def slowmo(
         optax.trace(decay=beta),
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
-    pull = Pull(anchored(outer, axes), 1.0, every=period, wire=wire)
+    pull = Pull(anchored(outer, axes), 1.0, every=period, wire=wire, part=part)
     return exchange(pull, check=check)

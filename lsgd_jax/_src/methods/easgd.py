@@ -8,9 +8,10 @@ import optax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
@@ -25,6 +26,10 @@ class CenterState(NamedTuple):
     """
 
     center: Shared[Tree]
+
+    def __lsgd_center__(self) -> Shared[Tree]:
+        """For `center`."""
+        return self.center
 
 
 def moving_center(
@@ -74,7 +79,8 @@ def easgd(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Elastic averaging SGD: workers and center pull at each other.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
@@ -95,10 +101,10 @@ def easgd(
       beta: how far the center moves to the workers' mean, β in [0, 1] or a schedule of t.
       period: steps between exchanges, τ.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u added after.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -118,7 +124,7 @@ def easgd(
     check_positive_int("period", period)
     alpha = lambda t: value_at(beta, t) / Group(axes).size
     rule = in_order(moving_center(alpha, axes=axes), order)
-    return exchange(Pull(rule, alpha, every=period, wire=wire), check=check)
+    return exchange(Pull(rule, alpha, every=period, wire=wire, part=part), check=check)
 
 
 def downpour(
@@ -126,7 +132,8 @@ def downpour(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""DOWNPOUR, synchronous: the center adds all workers' moves, and all take the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
@@ -141,10 +148,10 @@ def downpour(
 
     Args:
       period: steps between exchanges, τ.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -160,4 +167,4 @@ def downpour(
     """
     check_positive_int("period", period)
     rule = moving_center(1.0, renewed=True, axes=axes)
-    return exchange(Pull(rule, 1.0, every=period, wire=wire), check=check)
+    return exchange(Pull(rule, 1.0, every=period, wire=wire, part=part), check=check)

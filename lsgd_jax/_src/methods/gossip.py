@@ -1,13 +1,16 @@
 """Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import (
@@ -49,11 +52,18 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     graph = for_group(topology, check_balanced)
 
     def agree(group, x, y, state, fit, t):
-        sums, mass, lost = send(group, y, jnp.float32(1), fit, graph(group.size), t)
+        one = jnp.ones([], weight_dtype(y))
+        sums, mass, lost = send(group, y, one, fit, graph(group.size), t)
         own = jnp.where(fit, 1 - mass, 0)
         return blend(y, own, sums, mass, lost, mass), fit | (mass > 0), state
 
     return Rule(axes, lambda params: (), agree, keeps=())
+
+
+def weight_dtype(params: Tree) -> Any:
+    """The dtype of weights that are as exact as the parameters they weigh."""
+    dtypes = [x.dtype for x in jax.tree.leaves(params)]
+    return functools.reduce(jnp.promote_types, dtypes, jnp.dtype("float32"))
 
 
 def send(
@@ -71,7 +81,7 @@ def send(
     return sums, mass, group.quantization_error(message)
 
 
-def share(group: Group, topology: Topology, r: Array, dtype=jnp.float32) -> Array:
+def share(group: Group, topology: Topology, r: Array, dtype: Any) -> Array:
     """p = 1 / (out-degree + 1) of this worker in round r: a scalar."""
     return jnp.asarray(1 / (topology.out_degrees + 1), dtype)[r, group.index]
 
@@ -101,7 +111,8 @@ def dpsgd(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
 
     .. math::
@@ -115,10 +126,10 @@ def dpsgd(
     Args:
       topology: a graph with equal degrees, or a function of W that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -134,7 +145,7 @@ def dpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.dpsgd(lj.topology.ring(8)))
     """
     rule = in_order(neighbors(topology, axes), order)
-    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 
 def adpsgd(
@@ -143,7 +154,8 @@ def adpsgd(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""AD-PSGD in lock-step: the workers meet in pairs and both take the average.
 
     .. math::
@@ -156,10 +168,10 @@ def adpsgd(
     Args:
       topology: a graph of pairs in each round, or a function of W that builds it.
       order: 'adapt_then_combine' averages x + u instead of x.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -175,4 +187,4 @@ def adpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
     """
     rule = in_order(neighbors(for_group(topology, check_paired), axes), order)
-    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)

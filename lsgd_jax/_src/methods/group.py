@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.methods.averaging import average
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, mean_of, widened
@@ -100,7 +100,8 @@ def wagma(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
 
     .. math::
@@ -114,10 +115,10 @@ def wagma(
     Args:
       group_size: workers in a group, S, a power of two.
       sync_period: steps between means of all workers, τ.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of all W workers.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -134,8 +135,8 @@ def wagma(
     """
     check_positive_int("sync_period", sync_period)
     # The mean of the groups' means is the mean: both pulls together are the second one.
-    groups = Pull(butterfly(group_size, axes), 1.0, wire=wire)
-    everyone = Pull(average(axes), 1.0, every=sync_period, wire=wire)
+    groups = Pull(butterfly(group_size, axes), 1.0, wire=wire, part=part)
+    everyone = Pull(average(axes), 1.0, every=sync_period, wire=wire, part=part)
     return exchange(groups, everyone, check=check)
 
 

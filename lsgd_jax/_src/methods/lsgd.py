@@ -15,7 +15,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.parts import in_fragments
+from lsgd_jax._src.parts import Part, in_fragments
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
@@ -39,7 +39,7 @@ class LeaderState(NamedTuple):
     leader: Array
     elected: Tree | None
 
-    def resized(self) -> "LeaderState":
+    def __lsgd_resized__(self) -> "LeaderState":
         """For `resize`: losses go with their worker, and no leader was elected yet."""
         return self._replace(leader=jnp.full_like(self.leader, -1))
 
@@ -79,13 +79,15 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
         )
 
     def step(u, x, state, loss, t):
-        if not hasattr(loss, "shape") and not isinstance(loss, float) or jnp.shape(loss):
+        if loss is None or jnp.shape(loss) != ():
             raise ValueError(
                 "the leader is elected by each worker's loss, a scalar: call "
                 f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
             )
-        losses = state.losses.at[(t - 1) % window].set(loss)
-        score = losses.sum() / jnp.minimum(t, window)  # never what was not measured
+        dtype = state.losses.dtype
+        losses = state.losses.at[(t - 1) % window].set(jnp.asarray(loss, dtype))
+        measured = jnp.minimum(t, window).astype(dtype)
+        score = losses.sum() / measured
         if proximal:
             weight = proximal * (state.leader >= 0).astype(jnp.float32)
             y = trees.plus(x, u)
@@ -118,7 +120,8 @@ def lsgd(
     axes: tuple[str, str] = ("node", "local"),
     wire: Wire | WireFormat = "float32",
     fragments: int = 1,
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …:
@@ -159,11 +162,11 @@ def lsgd(
       delay: how many steps before a pull the leaders send, so that their parameters can
         travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the parameters per
         level.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
       wire: the format in which parameters travel, or a `Wire`.
       fragments: how many fragments take turns, F; must divide both periods.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
@@ -199,7 +202,7 @@ def lsgd(
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
         if not off:
             rule = in_order(leader(group, loss_window, proximal / period), order)
-            pull = Pull(rule, strength, every=period, delay=delay, wire=wire)
+            pull = Pull(rule, strength, every=period, delay=delay, wire=wire, part=part)
             pulls += in_fragments(pull, fragments, f"{name}_period")
     if not pulls:
         return Exchange(*optax.with_extra_args_support(optax.identity()))

@@ -10,9 +10,10 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.methods.gossip import blend, send, share
+from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
@@ -27,8 +28,8 @@ class PairwiseState(NamedTuple):
     """The state of `pairwise`.
 
     Attributes:
-      measure: float32 scalar, this worker's clock, or its loss at this step, or 0, by
-        the kind of interpolation; per worker.
+      measure: scalar in float32 at least, this worker's clock, or its loss at this step,
+        or 0, by the kind of interpolation; per worker.
     """
 
     measure: Array
@@ -44,7 +45,8 @@ def pairwise(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
 
     .. math:: y_i \leftarrow f y_j + (1 - f) y_i \quad \text{with probability } p,
@@ -71,10 +73,10 @@ def pairwise(
       fetch_probability: probability p of taking from the peer, in [0, 1], or a schedule
         of t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain. With 'loss', `update`
@@ -99,6 +101,9 @@ def pairwise(
     check_not_negative("divergence_threshold", divergence_threshold)
     graph = for_group(topology, check_one_peer)
 
+    def init(params):
+        return PairwiseState(jnp.zeros([], weight_dtype(params)))
+
     def step(u, x, state, loss, t):
         measure = state.measure
         if interpolation == "clock":
@@ -109,7 +114,7 @@ def pairwise(
                     "`interpolation='loss'` needs each worker's loss, a scalar: call "
                     f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
                 )
-            measure = jnp.asarray(loss, jnp.float32)
+            measure = jnp.asarray(loss, measure.dtype)
         return u, PairwiseState(measure), True
 
     def agree(group, x, y, state, fit, t):
@@ -133,8 +138,8 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(fit, widened(a), 0), y)
         return trees.step_towards(own, z, f), fit | there, PairwiseState(mine)
 
-    rule = Rule(axes, lambda params: PairwiseState(jnp.float32(0)), agree, step, keeps=())
-    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+    rule = Rule(axes, init, agree, step, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 
 def part_taken(
@@ -164,12 +169,12 @@ class SumWeightState(NamedTuple):
     """The state of `gosgd`.
 
     Attributes:
-      weight: float32 scalar, this worker's weight, 1 at first; per worker.
+      weight: scalar in float32 at least, this worker's weight, 1 at first; per worker.
     """
 
     weight: Array
 
-    def resized(self) -> "SumWeightState":
+    def __lsgd_resized__(self) -> "SumWeightState":
         """For `resize`: y stays, and with w = 1 for all workers Σ w = W holds again."""
         return self._replace(weight=jnp.ones_like(self.weight))
 
@@ -181,7 +186,8 @@ def gosgd(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
 
     With probability p worker j sends :math:`(y_j, w_j / 2)` to its peer and keeps
@@ -202,10 +208,10 @@ def gosgd(
       send_probability: probability p of sending to the peer, in [0, 1], or a schedule of
         t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -224,17 +230,21 @@ def gosgd(
         check_fraction("send_probability", send_probability)
     graph = for_group(topology, check_one_peer)
 
+    def init(params):
+        return SumWeightState(jnp.ones([], weight_dtype(params)))
+
     def agree(group, x, y, state, fit, t):
         w, here = state.weight, graph(group.size)
         sends = fit & group.bernoulli(value_at(send_probability, t), seed, t)
-        kept = share(group, here, here.round_at(t))  # 1/2, or all where there is no peer
+        # 1/2, or all where there is no peer.
+        kept = share(group, here, here.round_at(t), w.dtype)
         own = jnp.where(sends, kept * w, w)
         sums, mass, lost = send(group, y, jnp.where(sends, w, 0), fit, here, t)
         z = blend(y, jnp.where(fit, own, 0), sums, mass, lost, w - own)
         return z, fit | (mass > 0), SumWeightState(own + mass)
 
-    rule = Rule(axes, lambda params: SumWeightState(jnp.float32(1)), agree, keeps=())
-    return exchange(Pull(rule, 1.0, wire=wire), check=check)
+    rule = Rule(axes, init, agree, keeps=())
+    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 
 def _part(a: Array, whole: Array) -> Array:

@@ -12,9 +12,10 @@ import optax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
@@ -35,6 +36,10 @@ class ParleState(NamedTuple):
     average: Tree
     center: Shared[Tree]
 
+    def __lsgd_center__(self) -> Shared[Tree]:
+        """For `center`."""
+        return self.center
+
 
 def parle(
     learning_rate: optax.ScalarOrSchedule,
@@ -46,7 +51,8 @@ def parle(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Parle: an inner loop around an anchor, and anchors that are pulled to their mean.
 
     With y the worker's parameters, u its update, at every step:
@@ -77,10 +83,10 @@ def parle(
       decay: decay of the inner loop's running average, β in [0, 1].
       outer_learning_rate: learning rate of the anchor's step, η', or a schedule of t;
         None: that of the base optimizer, η.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -132,7 +138,7 @@ def parle(
         return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 
     rule = Rule(axes, init, agree, step, keeps=("error",))
-    return exchange(Pull(rule, 1.0, every=period, wire=wire), check=check)
+    return exchange(Pull(rule, 1.0, every=period, wire=wire, part=part), check=check)
 
 
 def scoping(

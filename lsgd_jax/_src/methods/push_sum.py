@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.methods.gossip import blend, send, share
+from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
+from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
@@ -31,7 +31,7 @@ class PushSumState(NamedTuple):
     weight: Array
     in_flight: tuple[tuple[Tree, Array], ...]
 
-    def resized(self) -> "PushSumState":
+    def __lsgd_resized__(self) -> "PushSumState":
         """For `resize`: x stays, and with w = 1 for all workers Σ w = W holds again."""
         if self.in_flight:
             raise ValueError(
@@ -46,7 +46,8 @@ def sgp(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
     .. math::
@@ -63,10 +64,10 @@ def sgp(
 
     Args:
       topology: any graph, or a function of W that builds it.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -80,7 +81,9 @@ def sgp(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.sgp(lj.topology.exponential(8)))
     """
-    return exchange(Pull(push_sum(topology, 0, axes), 1.0, wire=wire), check=check)
+    return exchange(
+        Pull(push_sum(topology, 0, axes), 1.0, wire=wire, part=part), check=check
+    )
 
 
 def osgp(
@@ -89,7 +92,8 @@ def osgp(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
-) -> optax.GradientTransformationExtraArgs:
+    part: Part | None = None,
+) -> Exchange:
     r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
 
     .. math::
@@ -106,10 +110,10 @@ def osgp(
       topology: any graph, or a function of W that builds it.
       staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
         parameters.
-      check: when all parameters are checked for being finite: 'due', only at exchanges,
-        or 'every_step'.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
+      part: the leaves to exchange, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -123,7 +127,7 @@ def osgp(
     >>> tx = optax.chain(optax.sgd(0.1), lj.osgp(lj.topology.exponential(8), staleness=2))
     """
     check_positive_int("staleness", staleness)
-    pull = Pull(push_sum(topology, staleness, axes), 1.0, wire=wire)
+    pull = Pull(push_sum(topology, staleness, axes), 1.0, wire=wire, part=part)
     return exchange(pull, check=check)
 
 
@@ -143,8 +147,7 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
 
     def init(params: Tree) -> PushSumState:
         nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params)
-        # As exact as the parameters that it divides.
-        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        dtype = weight_dtype(params)
         in_flight = tuple((nothing, jnp.zeros([], dtype)) for _ in range(staleness - 1))
         return PushSumState(jnp.ones([], dtype), in_flight)
 

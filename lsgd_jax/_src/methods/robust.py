@@ -112,7 +112,7 @@ def licm(
     def near_median(rows: Array, gamma: Array) -> Array:
         median = _median(rows)
         near = jnp.abs(rows - median[None]) <= gamma * jnp.abs(median)[None]
-        count = near.sum(axis=0)
+        count = near.sum(axis=0).astype(rows.dtype)
         mean = jnp.where(near, rows, 0).sum(axis=0) / jnp.maximum(count, 1)
         return jnp.where(count > 0, mean, median)
 

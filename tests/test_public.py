@@ -1,0 +1,133 @@
+"""What users import: the public names, their types, and imports without circles."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import lsgd_jax as lj
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Changing a list here changes what users import: name it in CHANGELOG.md.
+NAMES = {
+    "lsgd_jax": """
+        AggregateState AnchorState CenterState Diagnostics Exchange ExchangeState
+        Fragment Group LeaderState PairwiseState ParleState Pull PullState PushSumState
+        Rule Shared SumWeightState Wire WireFormat Workers adpsgd aggregate allreduce
+        anchored apply_updates asynchronous average butterfly center cge checks
+        combine_then_adapt consensus consensus_distance coordinate_median diagnostics
+        diloco downpour dpsgd easgd emulate_devices exchange following fragment gosgd
+        inside_axes is_finite largest_dimension leader licm local_sgd lsgd moving_center
+        neighbors osgp pairwise parle push_sum resize scoping sgp slowmo topology
+        tune_cpu unrolled wagma waiting with_state
+    """,
+    "lsgd_jax.asynchronous": """
+        ADPSGD Coordinator DiLoCo GridPosition LSGD Method NETWORKS Network Pairwise
+        Pulls Report Speeds StaleWorkerError Status Training Transport UnreachableError
+        WAGMA Worker simulator work
+    """,
+    "lsgd_jax.checks": """
+        check_fraction check_not_negative check_option check_period check_positive_int
+    """,
+    "lsgd_jax.topology": """
+        Graph Topology bipartite_exponential complete exponential from_edges ring
+    """,
+}
+
+
+def public(module):
+    return sorted(name for name in vars(module) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_the_public_names_are_these(module):
+    found = {
+        "lsgd_jax": lj,
+        "lsgd_jax.asynchronous": lj.asynchronous,
+        "lsgd_jax.checks": lj.checks,
+        "lsgd_jax.topology": lj.topology,
+    }[module]
+    # Imported when it is asked for, or already by another test.
+    names = set(public(found)) - {"importlib", "Any", "ray_engine", "TYPE_CHECKING"}
+    assert sorted(names) == NAMES[module].split()
+
+
+def test_no_import_leads_in_a_circle():
+    """Those under `if TYPE_CHECKING` and inside of functions count, too."""
+    files = {}
+    for path in (ROOT / "lsgd_jax").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        files[name.removesuffix(".__init__")] = path
+    imports = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = []
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module in files:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = [each if each in files else node.module for each in inner]
+            imports[name] |= set(found) & set(files)
+    done = []
+
+    def visit(name, above):
+        if name in above:
+            circle = " -> ".join([*above[above.index(name) :], name])
+            raise AssertionError(f"a circle of imports: {circle}")
+        if name not in done:
+            for other in sorted(imports[name]):
+                visit(other, [*above, name])
+            done.append(name)
+
+    for name in files:
+        visit(name, [])
+
+
+RIGHT = """
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+
+import lsgd_jax as lj
+
+outer: lj.Exchange = lj.diloco(4, wire="int8", part=["head"])
+tx = optax.chain(optax.sgd(0.1), lj.exchange(lj.Pull(lj.average(), 0.5), outer))
+workers = lj.Workers(nodes=2, locals=2)
+params = workers.put({"head": jnp.ones((4, 3))})
+model = lj.center(params, workers.map(tx.init)(params))
+due: bool = outer.is_due(4)
+speeds = lj.asynchronous.simulator.run
+"""
+WRONG = {
+    'lj.diloco("4")': 'incompatible type "str"; expected "int"',
+    'lj.diloco(4, wire="int9")': 'expected "Wire | Literal',
+    "workers.foo()": '"Workers" has no attribute "foo"',
+    "lj.average().is_due(1)": '"Rule" has no attribute "is_due"',
+    "lj.asynchronous.simulator.foo": "has no attribute",
+    "lj.asynchronous.ray_engine.foo": "has no attribute",
+}
+
+
+def test_mypy_strict_passes_a_right_program_and_finds_wrong_calls(tmp_path):
+    assert (ROOT / "lsgd_jax/py.typed").exists()
+    program = tmp_path / "program.py"
+    program.write_text(RIGHT + "\n".join(WRONG))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
+        + ["--no-error-summary", "--cache-dir", tmp_path / "cache", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"MYPYPATH": str(ROOT), "PATH": ""},
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    first = len(RIGHT.splitlines()) + 1
+    errors = [line for line in lines if ": error: " in line]
+    for i, (call, message) in enumerate(WRONG.items()):
+        assert any(f":{first + i}: " in e and message in e for e in errors), (call, lines)
+    assert len(errors) == len(WRONG), done.stdout + done.stderr
