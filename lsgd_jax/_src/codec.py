@@ -150,7 +150,7 @@ class WireState(NamedTuple):
         forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
         return self._replace(error=jax.tree.map(forget, self.error))
 
-    def resized(self) -> "WireState":
+    def __lsgd_resized__(self) -> "WireState":
         """For `resize`: groups other than that of all workers have nothing in common."""
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         kept = isinstance(self.reference, Shared)

@@ -163,14 +163,20 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             pulls, x, u, loss, state.pulls, state.is_finite, t, check
         )
 
+        sent: dict[int, float] = {}  # by each pull at an exchange, known while tracing
+
         def run(u, states):
-            return _run_pulls(pulls, x, u, states, counts, is_finite, t)
+            return _run_pulls(pulls, x, u, states, counts, is_finite, t, sent)
 
         def skip(u, states):
             return u, states, is_finite
 
         any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
         u, states, is_finite = cond(any_due if due is None else due, run, skip, u, states)
+        states = tuple(
+            state._replace(traffic=state.traffic.each(sent[k])) if k in sent else state
+            for k, state in enumerate(states)
+        )
         missed = any_due if due is False else jnp.asarray(False)
         wrong = misplaced(state.expected, x) | jnp.asarray(missed, jnp.int32)
         return trees.refill(u, updates), ExchangeState(
@@ -213,15 +219,16 @@ def _run_pulls(
     counts: Sequence[Array],
     is_finite: Array,
     t: Array,
+    sent: dict[int, float],
 ) -> tuple[Tree, tuple[PullState, ...], Array]:
     """u, the pulls' states and whether this worker is finite, after all that is due."""
     packing, owned = _pack_by_part([pull.part for pull in pulls], x)
     xs, us, after = packing.pack(x), packing.pack(u), []
     finite_now = lambda us: trees.all_finite(packing.named(trees.plus(xs, us)))
     is_finite &= finite_now(us)
-    for pull, buffers, state, may_count in zip(pulls, owned, states, counts):
-        view = View(packing, buffers, xs)
-        us, state, restored = _run_pull(pull, view, us, state, may_count & is_finite, t)
+    for k, (pull, state) in enumerate(zip(pulls, states)):
+        view, may_count = View(packing, owned[k], xs), counts[k] & is_finite
+        us, state, restored, sent[k] = _run_pull(pull, view, us, state, may_count, t)
         # A part that was restored does not restore the rest.
         is_finite |= restored if pull.part is None else finite_now(us)
         after.append(state)
@@ -244,14 +251,15 @@ def _pack_by_part(
 
 def _run_pull(
     pull: Pull, view: View, us: list[Array], state: PullState, is_finite: Array, t: Array
-) -> tuple[list[Array], PullState, Array]:
-    """The packed u, the pull's state, and whether this worker was restored."""
-    own_x = view.of(view.xs)
+) -> tuple[list[Array], PullState, Array, float]:
+    """The packed u, the pull's state, whether this worker was restored, bytes sent."""
+    own_x, sent = view.of(view.xs), [0.0]
     not_restored = jnp.asarray(False)
 
     def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
         x, y = view.tree(view.xs), view.tree(trees.plus(view.xs, us))
-        return kernel.send(pull, None, x, y, state, is_finite, t)
+        target, state, sent[0] = kernel.send(pull, None, x, y, state, is_finite, t)
+        return target, state
 
     def land(us: list[Array], target: Target, state: PullState) -> Any:
         packed = target._replace(z=view.packing.pack(target.z, view.owned))
@@ -275,10 +283,10 @@ def _run_pull(
     sends, lands = (is_due(t, pull.every, at) for at in _turns(pull))
     keep = lambda us, state: (us, state, not_restored)
     if not pull.delay:
-        return cond(sends, send_and_land, keep, us, state)
+        return *cond(sends, send_and_land, keep, us, state), sent[0]
     us, state, restored = cond(lands, land_pending, keep, us, state)
     state = cond(sends, send_pending, lambda us, state: state, us, state)
-    return us, state, restored
+    return us, state, restored, sent[0]
 
 
 def _turns(pull: Pull) -> tuple[int, int]:

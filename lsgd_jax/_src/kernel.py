@@ -35,7 +35,7 @@ from lsgd_jax._src.wire import Wire, WireFormat
 Check = Literal["due", "every_step"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a part need not be hashable
 class Pull:
     """One pull of an `exchange`: to what, how hard, how often, which part, how late.
 
@@ -49,8 +49,9 @@ class Pull:
       offset: at which of these steps, 0 ≤ offset < every.
       delay: how many steps after it was sent the target is applied, 0 ≤ delay < every.
         Keeps a copy of the part in the state if it is not 0.
-      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, or a
-        `fragment`; None: all.
+      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, a list
+        of paths (['head'] is all below it), a tree of bools like the parameters, or a
+        `fragment`; None: all. Frozen leaves cost no bytes and no state.
       wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
         last three also with '-stochastic' for rounding at random, or a `Wire`. All but
         'float32' keep what the rule's `keeps` says in the state.
@@ -79,6 +80,7 @@ class Pull:
         check_positive_int("every", self.every)
         check_period("offset", self.offset, self.every)
         check_period("delay", self.delay, self.every)
+        parts.check_part(self.part)
         if self.is_narrow and self.rule.keeps is None:
             raise ValueError(
                 "`wire` must be 'float32' for a rule that does not say what it `keeps` "
@@ -131,7 +133,7 @@ class PullState(NamedTuple):
     traffic: Traffic
     wire: Any = ()
 
-    def resized(self) -> "PullState":
+    def __lsgd_resized__(self) -> "PullState":
         """For `resize`: what is in flight was meant for the workers before."""
         if not self.pending:
             return self
@@ -201,7 +203,7 @@ def send(
     state: PullState,
     is_finite: Array,
     t: Array,
-) -> tuple[Target, PullState]:
+) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. The one place that communicates.
 
     Args:
@@ -211,6 +213,9 @@ def send(
       state: the pull's state.
       is_finite: bool scalar, whether this worker may count.
       t: int32 scalar, the step.
+
+    Returns:
+      (target, state, bytes_sent). bytes_sent is known while tracing.
     """
     axes, wire = pull.rule.axes, Wire.of(pull.wire)
     channel = Group(axes).channel if channel is None else channel
@@ -218,11 +223,12 @@ def send(
     z, found, rule_state = pull.rule.agree(
         Group(axes, line), x, y, state.rule, is_finite, t
     )
-    return Target(z, jnp.asarray(found)), state._replace(
+    state = state._replace(
         rule=rule_state,
         traffic=state.traffic.sent(line.bytes_sent),
         wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
     )
+    return Target(z, jnp.asarray(found)), state, line.bytes_sent
 
 
 def land(

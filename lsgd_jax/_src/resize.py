@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from lsgd_jax._src.codec import WireState
-from lsgd_jax._src.kernel import PullState
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 
@@ -65,15 +63,10 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
 
 def _resized(tree: Tree) -> Tree:
     """Calls the hook of every node that has one, then those of the nodes inside it."""
-    has_hook = lambda node: hasattr(type(node), "__lsgd_resized__") or _is_kernels(node)
-    if has_hook(tree):
-        tree = tree.resized() if _is_kernels(tree) else tree.__lsgd_resized__()
+    has_hook = lambda node: hasattr(type(node), "__lsgd_resized__")
+    tree = tree.__lsgd_resized__() if has_hook(tree) else tree
     within = lambda node: node is not tree and has_hook(node)
     return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)
-
-
-def _is_kernels(node: Any) -> bool:
-    return isinstance(node, PullState | WireState)
 
 
 def _kept(node: Shared) -> Shared:

@@ -50,13 +50,19 @@ class Traffic(NamedTuple):
 
     def sent(self, bytes_each: float) -> "Traffic":
         """After one more exchange of so many bytes."""
-        limbs = jnp.array(divmod(round(bytes_each), LIMB), jnp.int32)
-        high, low = self.bytes_sent.value + limbs
+        high, low = self.bytes_sent.value + _limbs(bytes_each)
         return self._replace(
             exchanges=Shared(self.exchanges.value + jnp.int32(1)),
             bytes_sent=Shared(jnp.stack([high + low // LIMB, low % LIMB])),
-            bytes_each=Shared(limbs),
-        )
+        ).each(bytes_each)
+
+    def each(self, bytes_each: float) -> "Traffic":
+        """The same of a pull that sends so many bytes at an exchange."""
+        return self._replace(bytes_each=Shared(_limbs(bytes_each)))
+
+
+def _limbs(count: float) -> Array:
+    return jnp.array(divmod(round(count), LIMB), jnp.int32)
 
 
 def total(limbs: Any) -> int:

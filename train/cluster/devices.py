@@ -23,6 +23,7 @@ def provide(count: int, processes: int = 1) -> None:
     Raises:
       ValueError: JAX_PLATFORMS asks for devices that there are not.
     """
+    lj.tune_cpu()
     _emulate(count, processes)
     check_platforms()
 

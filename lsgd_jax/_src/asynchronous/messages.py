@@ -148,10 +148,8 @@ class _Stages:
         given = [a if c is None else c for a, c in zip(answers, chosen)]
         channel = MessageChannel(self._size, position, given)
         try:
-            target, renewed = alone(
-                lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t),
-                *self._grid,
-            )
+            send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
+            target, renewed = alone(lambda: send()[:2], *self._grid)
         except _Spoken as spoken:
             told["message"] = spoken.message._replace(content=None)
             return spoken.message.content

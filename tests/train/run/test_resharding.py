@@ -88,7 +88,9 @@ def test_which_worker_comes_from_which(old, new, scores, expected):
 def training_state(score, sick, params, elects=True):
     """A training state whose last pull has these scores, if it elects leaders."""
     tx, workers = lj.lsgd() if elects else lj.local_sgd(), lj.Workers(1, len(score))
-    opt_state = workers.map(tx.init)(workers.put(params))._replace(is_finite=~jnp.asarray(sick))
+    opt_state = workers.map(tx.init)(workers.put(params))._replace(
+        is_finite=~jnp.asarray(sick)
+    )
     if elects:
         scored = lambda pull, score: pull._replace(rule=pull.rule._replace(score=score))
         scores = -jnp.asarray(score), jnp.asarray(score)
