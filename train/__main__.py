@@ -3,13 +3,24 @@
 import signal
 import sys
 
-from train import cli, command, compilation_cache
-from train.cluster import devices, rendezvous
-from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
-from train.cluster.lost import WorkersLost, may_mean_a_loss
-from train.cluster.session import Session
-from train.data.arrays import DataError
-from train.run.resuming import resume_command
+from train import interrupts
+
+
+if __name__ == "__main__":
+    interrupts.listen()  # before jax is imported
+
+from train import cli, command, compilation_cache  # noqa: E402
+from train.cluster import devices, rendezvous  # noqa: E402
+from train.cluster.exit_status import (  # noqa: E402
+    INTERRUPTED,
+    STOPPED,
+    SUCCESS,
+    WRONG_USAGE,
+)
+from train.cluster.lost import WorkersLost, may_mean_a_loss  # noqa: E402
+from train.cluster.session import Session  # noqa: E402
+from train.data.arrays import DataError  # noqa: E402
+from train.run.resuming import resume_command  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +40,9 @@ def main(arguments: list[str]) -> int:
             session = rendezvous.join(config)
             devices.provide(config.workers.devices, len(session.members))
         compilation_cache.use(say=session.is_main)
+        interrupts.check()
         run = open_run(config, session)
+        interrupts.check()
     except ValueError as error:
         if may_mean_a_loss(error):
             raise

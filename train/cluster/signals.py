@@ -8,6 +8,7 @@ import types
 
 import jax
 
+from train import interrupts
 from train.cluster.lost import Late, Lost
 from train.cluster.session import Session
 
@@ -51,6 +52,8 @@ class StopSignals:
         for number in NUMBERS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
+        if interrupts.noted():  # before these handlers were set
+            self._note(signal.SIGINT, None)
         if self._session.has_others:
             self._asked, self._at = map(self._session.new_folder, ("asked", "at"))
             self._session.stopping = False

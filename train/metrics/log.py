@@ -25,12 +25,18 @@ class MetricsLog:
       folder: the run folder; lines are added to what is there.
       warn: called once if the log cannot be written (a full disk, say); training goes on.
       write: False: nothing is written, since another process does it.
+      check: called before each event; does not return if another run has taken the folder.
     """
 
     def __init__(
-        self, folder: pathlib.Path, warn: Callable[[str], None], write: bool = True
+        self,
+        folder: pathlib.Path,
+        warn: Callable[[str], None],
+        write: bool = True,
+        check: Callable[[], None] = lambda: None,
     ):
         self._warn, self._warned, self._writes = warn, False, write
+        self._check = check
         self._path = folder / METRICS
         self._event_files = EventFiles(folder / TENSORBOARD)
         self._ends_with_a_line = False
@@ -39,6 +45,7 @@ class MetricsLog:
         """Writes one event."""
         if not self._writes:
             return
+        self._check()
         line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
         scalars = {
             f"{kind}/{name}": value

@@ -189,8 +189,8 @@ class Follower:
         """Each worker's last loss [W]; None as long as one has not said any."""
         known = self._run.buffer.recent.average
         reports = [status.reports[i] for i in range(len(known))]
-        losses = [r.loss if r.steps else known[i] for i, r in enumerate(reports)]
-        silent = any(not r.steps and np.isinf(known[i]) for i, r in enumerate(reports))
+        losses = [known[i] if r.loss is None else r.loss for i, r in enumerate(reports)]
+        silent = any(r.loss is None and np.isinf(known[i]) for i, r in enumerate(reports))
         return None if silent else np.asarray(losses, np.float32)
 
     def _tell_of_losses(self, status: lj.asynchronous.Status, remote: Any) -> None:

@@ -130,7 +130,8 @@ def open_run(
     start = starting_point(config, experiment, checkpoints, progress, fresh)
     progress.resume(start.step)
     stopwatch = Stopwatch(start.notes["seconds"])
-    metrics = MetricsLog(folder, progress.warn_here, write=session.is_main)
+    check = (lambda: None) if lock is None else lock.check
+    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check)
     run = Run(
         config=config,
         session=session,

@@ -67,7 +67,7 @@ class Report:
 
     Attributes:
       steps: local steps taken.
-      loss: of the last step.
+      loss: of the last step; None before the first one of this process.
       score: mean loss over its window, by which leaders are elected.
       waited: seconds spent waiting so far.
       longest: seconds of the longest wait.
@@ -79,7 +79,7 @@ class Report:
     """
 
     steps: int = 0
-    loss: float = math.nan
+    loss: float | None = None
     score: float = math.inf
     waited: float = 0.0
     longest: float = 0.0

@@ -103,7 +103,7 @@ class Worker:
         index = transport.position.index
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
-        self.resumed, self._kept = False, None
+        self.resumed, self._has_stepped, self._kept = False, False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
         self.report = Report()
         self.status: Status | None = None
@@ -146,7 +146,7 @@ class Worker:
         )
         self.x = self.params
         self.params = self.method.step(self.x, u, loss, t)
-        self.count, self.loss = t, float(loss)
+        self.count, self.loss, self._has_stepped = t, float(loss), True
         self.score.add(self.loss)
 
     async def wait(self, call: asyncio.Task) -> Any:
@@ -166,7 +166,8 @@ class Worker:
         """
         report = self.report
         report.steps = self.count
-        report.loss = self.loss if self.is_finite else math.nan
+        if self._has_stepped:
+            report.loss = self.loss if self.is_finite else math.nan
         report.score = self.score.value if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:

@@ -1,0 +1,54 @@
+"""Ctrl-C before training: noted whatever swallows exceptions, and acted on in time."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from train import interrupts
+from train.cluster.session import Session
+from train.cluster.signals import StopSignals
+
+
+@pytest.fixture
+def listening():
+    before = signal.getsignal(signal.SIGINT)
+    interrupts.listen()
+    yield
+    interrupts._noted.clear()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_is_noted_and_the_second_interrupts(listening):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:  # an exception that a callback could swallow
+        pytest.fail("the first Ctrl-C raised")
+    assert interrupts.noted()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.check()
+
+
+def test_a_run_that_was_interrupted_before_its_first_step_stops_after_it(listening):
+    os.kill(os.getpid(), signal.SIGINT)
+    with StopSignals(Session.single()) as signals:
+        assert signals.stop_at(1) and signals.received == signal.SIGINT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.0, 2.5, 4.0, 5.5])
+def test_it_ends_the_run_whenever_it_comes(tmp_path, seconds):
+    command = [sys.executable, "-m", "train", "digits", "--steps", "1000000"]
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(folder)], stderr=subprocess.PIPE, text=True
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=90)
+    assert process.returncode == 130 and "Traceback" not in printed
