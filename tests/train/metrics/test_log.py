@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from train.metrics import log
 from train.metrics.log import MetricsLog
@@ -95,3 +96,18 @@ def test_damaged_lines_are_skipped_and_the_others_kept(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*wrong, good]))
     assert log.read(tmp_path) == {"train": [{"kind": "train", "step": 2, "seconds": 1.5}]}
+
+
+def test_nothing_is_written_once_another_run_has_taken_the_folder(tmp_path):
+    """A process that was frozen goes on before it finds out in its other thread."""
+
+    class TakenOver(Exception):
+        pass
+
+    def check():
+        raise TakenOver
+
+    written = log.MetricsLog(tmp_path, lambda line: None, check=check)
+    with pytest.raises(TakenOver):
+        written.write("train", 1, 0.0, loss=1.0)
+    assert not (tmp_path / log.METRICS).exists()

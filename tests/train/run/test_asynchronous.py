@@ -4,9 +4,9 @@ import dataclasses
 import signal
 
 import jax
-import memory_engine
 import numpy as np
 import pytest
+import simulated_engine
 import tiny
 
 from train import cli
@@ -33,8 +33,8 @@ def quick(monkeypatch):
 
 
 def run_of(folder, monkeypatch, engine=None, **changes):
-    """A run in memory: (run, result)."""
-    memory_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | (engine or {}))
+    """A run under simulated time: (run, result)."""
+    simulated_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | (engine or {}))
     config = dataclasses.replace(CONFIG, run_dir=str(folder), **changes)
     run = open_run(config)
     return run, train(run)
@@ -68,8 +68,8 @@ def test_a_run_leaves_what_others_leave_and_says_how_far_each_worker_is(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_run_that_a_signal_stopped_goes_on(number, tmp_path, monkeypatch, capsys):
-    def signaled(standing, remote):
-        if sum(report.steps for report in standing.reports.values()) == 28:
+    def signaled(status, remote):
+        if sum(report.steps for report in status.reports.values()) == 28:
             signal.raise_signal(number)
 
     folder = tmp_path / "run"
@@ -101,8 +101,8 @@ def test_what_is_saved_is_what_workers_go_on_from(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def lost(standing, remote):
-        if standing.reports[0].steps >= 4 and 1 in standing.present:
+    def lost(status, remote):
+        if status.reports[0].steps >= 4 and 1 in status.present:
             remote.lose(1)
 
     run, result = run_of(tmp_path / "run", monkeypatch, {"befalls": lost})
@@ -153,7 +153,7 @@ def test_an_engine_that_cannot_go_on_is_one_line(tmp_path, monkeypatch, capsys):
     def fails(*_, **__):
         raise RuntimeError("worker 1 was lost 4 times in a row")
 
-    memory_engine.install(monkeypatch.setattr)
+    simulated_engine.install(monkeypatch.setattr)
     monkeypatch.setattr(asynchronous.engine(), "run", fails)
     monkeypatch.setattr(cli, "parse", lambda _: dataclasses.replace(CONFIG, run_dir=folder))
     folder = str(tmp_path / "run")
@@ -168,3 +168,17 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, caps
     assert main(["digits", "--method", "async-lsgd", "--run-dir", str(folder)]) == 2
     assert 'pip install "lsgd_jax[async]"' in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_a_run_with_nothing_left_to_do_has_not_diverged(tmp_path, monkeypatch):
+    """Resumed with other workers: no loss is known, and none is nan."""
+    run_of(tmp_path / "run", monkeypatch)
+    grid = WorkersConfig(1, 1)
+    run, result = run_of(
+        tmp_path / "run", monkeypatch, {"step_seconds": 1.0}, workers=grid, resume=True
+    )
+    assert run.state.opt_state.count.tolist()[0] >= 12  # no step was left
+    assert result.is_good and result.tested.is_finite and result.step == 12
+    events = log.read(result.folder)
+    assert all(np.isfinite(event["loss"]) for event in events["train"])
+    assert (run.folder / "metrics.jsonl").read_text().count('"loss": null') == 0
