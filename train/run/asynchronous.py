@@ -141,11 +141,13 @@ class Follower:
     def end(self, states: list[State], status: lj.asynchronous.Status) -> None:
         """Takes over what the workers have ended with."""
         status = status._replace(present=sorted(self._present))  # all have left
-        self._states = list(states)
+        # Of a worker that hung and had to be killed, what it was asked for last.
+        self._states = [new or old for new, old in zip(states, self._states)]
         self._count(status)
         if self.stopped_by is None:
             self._run.step = self._run.config.steps
-        self._stack(status)
+        if any(state is not None for state in self._states):
+            self._stack(status)
         self._report(status)
 
     def _count(self, status: lj.asynchronous.Status) -> None:
