@@ -51,13 +51,13 @@ class DiLoCo:
     :math:`y \leftarrow y + (a - y')`, y' what it was when it brought g. Who is not finite
     brings nothing and takes the anchor whole.
 
-    Anchors are stale here by about W turns. Where local steps go far towards a minimum, a
-    rate and momentum that are stable in lock step may be too much.
+    Anchors are stale here by about W turns, so that the stable momentum is smaller than in
+    lock step, and smaller the shorter H is: docs/asynchronous.md has a table.
 
     Args:
       local_steps: H, those of the fastest worker.
       learning_rate: η ≥ 0, of the outer steps.
-      momentum: β in [0, 1].
+      momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
       momentum_every: N; None: W, or 1 if they come together.
       together: whether they come in rounds.
       weights: w is 'steps', the worker's steps / H, so that every sample counts as much
@@ -79,7 +79,7 @@ class DiLoCo:
 
     local_steps: int = 64
     learning_rate: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.5
     momentum_every: int | None = None
     together: bool = False
     weights: Weights = "steps"
