@@ -37,7 +37,7 @@ def lsgd(
 def diloco(
     local_steps: int = 64,
     outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     momentum_every: int | None = None,
     together: bool = False,
     weights: Literal["steps", "equal"] = "steps",
@@ -50,7 +50,8 @@ def diloco(
       local_steps: steps of the fastest worker between two of its pseudo-gradients; others
         take as many as their speed allows.
       outer_learning_rate: learning rate of the outer optimizer.
-      outer_momentum: momentum of the outer optimizer, in [0, 1].
+      outer_momentum: momentum of the outer optimizer, in [0, 1]; more than 0.5 only with
+        many local steps.
       momentum_every: pseudo-gradients after which the momentum is renewed, with their mean;
         by default as many as there are workers, or 1 with `together`.
       together: pseudo-gradients come in rounds, which go on without those who are late.

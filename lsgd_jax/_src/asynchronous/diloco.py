@@ -55,13 +55,13 @@ class DiLoCo:
     from the anchor. If the anchor itself is not finite, training has diverged, and all
     workers that receive it report a loss that is not finite.
 
-    Anchors are stale by about W turns. An outer learning rate and momentum that are stable
-    in lock step may be too large where local steps go far towards a minimum.
+    Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
+    step, and smaller the shorter H is: docs/asynchronous.md has a table.
 
     Args:
       local_steps: H, the local steps of the fastest worker.
       learning_rate: η ≥ 0, of the outer steps.
-      momentum: β in [0, 1].
+      momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
       momentum_every: N. Defaults to W, or to 1 with `together`.
       together: whether pseudo-gradients are combined in rounds.
       weights: 'steps' sets w to the worker's steps / H, so that all samples count equally;
@@ -84,7 +84,7 @@ class DiLoCo:
 
     local_steps: int = 64
     learning_rate: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.5
     momentum_every: int | None = None
     together: bool = False
     weights: Weights = "steps"

@@ -58,6 +58,25 @@ def test_momentum_is_renewed_with_the_mean_of_the_last_n():
     assert path == [-1.0, -1.0 - 3.5, -5.5, -5.5 - (4 + 4.5) / 2]
 
 
+@pytest.mark.parametrize("momentum, stable", [(None, True), (0.9, False)])
+def test_the_default_momentum_is_stable_where_local_steps_are_few(momentum, stable):
+    """Parabolas of many curvatures, inner SGD with a momentum of 0.9 and 16 local steps."""
+    curvatures = jnp.geomspace(1e-3, 1.0, 32)
+    base = optax.sgd(0.5, momentum=0.9, nesterov=True)
+
+    @jax.jit
+    def step(x, state, own, t):
+        u, state = base.update(curvatures * x, state)
+        return u, state, own, jnp.sum(curvatures * x**2)
+
+    x = jnp.ones_like(curvatures)
+    task = lj.asynchronous.Training(lambda i: (x, base.init(x), ()), step)
+    outer = {} if momentum is None else {"momentum": momentum}
+    found = toys.simulate(task, DiLoCo(16, **outer), 1, 4, steps=1600)
+    furthest = max(np.abs(anchor(worker)[1]).max() for worker in found)
+    assert furthest < 0.01 if stable else furthest > 100
+
+
 @pytest.mark.parametrize("delay, wire", [(0, "float32"), (2, "float32"), (0, "int4")])
 def test_every_turn_is_taken_once_and_builds_on_the_one_before(delay, wire):
     turns = {}
