@@ -183,7 +183,7 @@ def measure(method, options):
         nodes=1,
         locals=WORKERS,
         steps=options.steps,
-        options=at.ray_engine.Options(address=options.address, grace=30),
+        options=at.ray_engine.Options(address=options.address, timeout=30),
     )
     owns, reports = [s["own"] for s in outcome.states], outcome.standing.reports
     warm = options.period + options.delay  # all has been compiled then

@@ -125,7 +125,7 @@ def role_driver(job):
         HOSTS,
         1,
         job["steps"],
-        options=ray_engine.Options(address=job["ray"], grace=60),
+        options=ray_engine.Options(address=job["ray"], timeout=60),
     )
     owns = [tuple(map(float, state["own"])) for state in outcome.states]
     print("RESULT", per_100_steps(owns), flush=True)

@@ -231,6 +231,15 @@ def write(config: Config, path: os.PathLike) -> None:
         file.write("\n")
 
 
+def _rename(values: dict[str, Any]) -> None:
+    """Brings the names of earlier runs up to date."""
+    ray = values.get("ray") or {}
+    if "grace" in ray:
+        ray["timeout"] = ray.pop("grace")
+    if (wire := ray.pop("wire", "float32")) != "float32":
+        values["method"]["wire"] = wire
+
+
 def read(path: os.PathLike) -> Config:
     """Reads what `write` wrote.
 
@@ -241,6 +250,7 @@ def read(path: os.PathLike) -> Config:
     try:
         values = json.loads(pathlib.Path(path).read_text())
         found = values.pop("format", 1)
+        _rename(values)
         config = _build(Config, values) if found == FORMAT else None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error

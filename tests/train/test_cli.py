@@ -135,7 +135,7 @@ def end(process):
         ),
         (
             "digits --method async-wagma --method.wire int8".split(),
-            "`wire` must be 'float32' or round stochastically for WAGMA",
+            "`wire` must be 'float32' or round at random for WAGMA",
         ),
         (
             "digits --method async-lsgd --ray.address here".split(),

@@ -1,6 +1,7 @@
 """The configuration: written and read back, what differs, run folders."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -9,6 +10,7 @@ from train import config as configuration
 from train.cluster.session import Session
 from train.config import Config
 from train.run import folder as run_folder
+from train.task import methods
 
 
 @pytest.mark.parametrize(
@@ -145,3 +147,15 @@ def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "choose", raced)
     folder = run_folder.create(config, Session.single())
     assert folder.name == f"{taken[0].name}-2"
+
+
+def test_earlier_runs_have_other_names_for_timeout_and_wire(tmp_path):
+    method = methods.make("async-lsgd", wire="int8")
+    config = dataclasses.replace(digits.CONFIG, method=method)
+    path = tmp_path / "config.json"
+    configuration.write(config, path)
+    values = json.loads(path.read_text())
+    values["ray"]["grace"] = values["ray"].pop("timeout")
+    values["ray"]["wire"] = values["method"].pop("wire")
+    path.write_text(json.dumps(values))
+    assert configuration.read(path) == config

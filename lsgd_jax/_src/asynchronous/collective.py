@@ -35,7 +35,7 @@ async def all_gather(
         others = await _from_peers(transport, {i: here for i in came if i != me})
         return {i: vector if i == me else others[i] for i in came}
 
-    rows, _ = await _together(transport, key, vector, None, group, collect)
+    rows, _, _ = await _together(transport, key, vector, None, group, collect)
     return rows
 
 
@@ -85,10 +85,10 @@ async def all_reduce(
         rows = [own if i == me else others[i] for i in givers]
         return sum(rows[1:], rows[0]) if rows else np.zeros_like(own)
 
-    sums, came = await _together(transport, key, post, gives, group, collect)
+    sums, came, done = await _together(transport, key, post, gives, group, collect)
     if error is not None:
         error[:] = owed - arrived if gives else 0
-    return sums, sum(came.values()), list(came)
+    return sums, sum(came.values()), done
 
 
 async def broadcast(
@@ -114,8 +114,8 @@ async def _together(
     value: Any,
     group: Sequence[int],
     collect: Callable[[Hashable, dict[int, Any]], Awaitable[Any]],
-) -> tuple[Any, dict[int, Any]]:
-    """The result of `collect`, and the value that each member brought.
+) -> tuple[Any, dict[int, Any], list[int]]:
+    """The result of `collect`, the value of each member in it, and the members left.
 
     Args:
       content: posted under the key of the attempt, for the others to fetch.
@@ -139,7 +139,7 @@ async def _together(
         if all(done.values()):
             mailbox.drop(here)
             mailbox.drop((here, "sum"))
-            return result, {i: came[i] for i in done}
+            return result, came, list(done)
         members = list(done)
     raise UnreachableError(f"worker {me} lost others in {ATTEMPTS} attempts at a sum")
 

@@ -1,82 +1,132 @@
-"""A sum over workers, with one that is lost or late at any point of it."""
+"""Sums and gathers over workers, with one that fails or is late at any point of them."""
+
+import asyncio
 
 import numpy as np
 import pytest
 
-from lsgd_jax._src.asynchronous.collective import all_reduce
-from lsgd_jax._src.asynchronous.memory import Memory
-from lsgd_jax.asynchronous import Behind, Unreachable
+from lsgd_jax._src.asynchronous.clock import run_virtual
+from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce
+from lsgd_jax._src.asynchronous.coordinator import Coordinator
+from lsgd_jax._src.asynchronous.network import Network
+from lsgd_jax._src.asynchronous.simulator import Simulation
+from lsgd_jax._src.asynchronous.speeds import Speeds
+from lsgd_jax.asynchronous import Pairwise, StaleWorkerError, UnreachableError
 
 
 WORKERS = 4
-EACH = [np.arange(6, dtype=np.float32) * 10**i for i in range(WORKERS)]
+EACH = [np.arange(600, dtype=np.float32) * 10**i for i in range(WORKERS)]
+LINKS = Network(np.inf, 1.0, np.inf, 1.0)  # a message takes a second
 
 
-def sums(gives=lambda i: True, late=0.0, lose_after=None, slow_after=None):
-    """What each worker has of a sum: (sum, count), an error, or None if it was lost.
+def together(call, wire="float32", late=0.0, fails=None, freezes=None):
+    """The outcome of each worker: what `call(transport, i)` returns, or its error.
 
     late: seconds that worker 1 begins after the others.
-    lose_after: of its waits, how many worker 1 sees the end of before it is lost.
-    slow_after: likewise, but it goes on after 25 seconds.
+    fails, freezes: when worker 1 fails for good, or answers and does nothing for 25 s.
     """
-    memory = Memory(1, WORKERS, steps=1, grace=10)
-    found, ended = [None] * WORKERS, [None] * WORKERS
 
-    async def add(i):
-        if i == 1:
-            await memory.ports[i].sleep(late)
-        try:
-            found[i] = await all_reduce(
-                memory.ports[i], "sum", EACH[i], gives(i), range(WORKERS)
-            )
-        except (Behind, Unreachable) as error:
-            found[i] = error
-        ended[i] = memory.now
+    async def conduct():
+        coordinator = Coordinator(WORKERS, steps=1)
+        given = LINKS, Speeds(), 0, 10.0, 0.0, False
+        simulation = Simulation(1, WORKERS, coordinator, *given)
+        loop, found, ended = asyncio.get_running_loop(), {}, {}
+        for i in range(WORKERS):
+            transport = simulation.enter(i, Pairwise(wire=wire))
+            transport.timed = None  # the messages themselves
 
-    tasks = [memory.start(add(i), i) for i in range(WORKERS)]
-    turn, turns = tasks[1].turn, []
+        async def take_part(i):
+            await asyncio.sleep(late if i == 1 else 0.0)
+            try:
+                found[i] = await call(simulation.transports[i], i)
+            except (StaleWorkerError, UnreachableError) as error:
+                found[i] = error
+            ended[i] = loop.time()
 
-    def counted():
-        turns.append(1)
-        if len(turns) - 1 == lose_after:
-            memory.lose(1)
-        elif len(turns) - 1 == slow_after:
-            tasks[1].waits_for = memory.ports[1].sleep(25)
-        else:
-            turn()
+        tasks = [
+            simulation.own(i, asyncio.ensure_future(take_part(i))) for i in range(WORKERS)
+        ]
+        if fails is not None:
+            loop.call_at(max(fails, 0.0), simulation.drop, 1)
+        if freezes is not None:
+            transport = simulation.transports[1]
+            tell = transport._tell
 
-    tasks[1].turn = counted
-    memory.run()
-    assert all(task.error is None for task in tasks)
-    return found, len(turns), ended
+            async def slowly(*arguments):
+                if freezes <= loop.time() < freezes + 25:
+                    await asyncio.sleep(25)
+                return await tell(*arguments)
+
+            transport._tell = slowly
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return found, ended
+
+    return run_virtual(conduct())
 
 
-def test_all_get_the_sum_of_those_who_give():
-    found, _, ended = sums(gives=lambda i: i != 2)
-    assert ended == [0] * WORKERS
-    for total, count, came in found:
+def summed(gives=lambda i: True):
+    return lambda transport, i: all_reduce(
+        transport, "sum", EACH[i], gives(i), range(WORKERS)
+    )
+
+
+def test_all_get_the_sum_of_the_workers_that_give():
+    found, ended = together(summed(gives=lambda i: i != 2))
+    assert len(set(ended.values())) == 1
+    for i in range(WORKERS):
+        total, count, came = found[i]
         assert count == 3 and came == list(range(WORKERS))
         np.testing.assert_array_equal(total, EACH[0] + EACH[1] + EACH[3])
 
 
-@pytest.mark.parametrize("how", ["lose_after", "slow_after"])
-def test_with_one_that_fails_at_any_point_all_who_are_left_agree(how):
-    _, waits, _ = sums()
+@pytest.mark.parametrize("how", ["fails", "freezes"])
+def test_if_a_worker_fails_at_any_point_all_others_agree(how):
     with_all, without = sum(EACH), EACH[0] + EACH[2] + EACH[3]
     outcomes = set()
-    for point in range(waits):
-        found, _, ended = sums(**{how: point})
+    for point in np.arange(-0.5, 14):
+        found, ended = together(summed(), **{how: point})
         rest = [found[i] for i in (0, 2, 3)]
         for total, count, came in rest:
             assert count == rest[0][1] and came == rest[0][2]
             np.testing.assert_array_equal(total, with_all if count == 4 else without)
         outcomes.add(rest[0][1])
-        assert max(ended[i] for i in (0, 2, 3)) <= 10  # none waits for it twice
-        if how == "slow_after":  # it has the same, or knows that it must take over
-            assert isinstance(found[1], Behind) or found[1][1] == rest[0][1]
+        if how == "freezes" and 1 in found:  # it has the same, or must take over
+            assert isinstance(found[1], StaleWorkerError) or found[1][1] == rest[0][1]
     assert outcomes == {3, 4}
 
 
-def test_one_that_comes_when_all_is_over_is_behind():
-    found, _, _ = sums(late=15.0)
-    assert isinstance(found[1], Behind) and found[0][1] == 3
+def test_a_worker_that_comes_when_all_is_over_is_stale():
+    found, _ = together(summed(), late=60.0)
+    assert isinstance(found[1], StaleWorkerError) and found[0][1] == 3
+
+
+def test_all_gather_the_same_vectors_also_if_one_is_missing():
+    call = lambda transport, i: all_gather(transport, "all", EACH[i], range(WORKERS))
+    for fails, members in ((None, [0, 1, 2, 3]), (0.5, [0, 2, 3])):
+        found, _ = together(call, fails=fails)
+        for i in members:
+            assert sorted(found[i]) == members
+            for j in members:
+                np.testing.assert_array_equal(found[i][j], EACH[j])
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
+def test_narrow_sums_and_their_errors_add_up_to_what_should_have_been_sent(wire):
+    rng, times = np.random.default_rng(0), 5
+    given = rng.normal(size=(times, WORKERS, 600)).astype(np.float32)
+    errors = [np.zeros(600, np.float32) for _ in range(WORKERS)]
+
+    async def call(transport, i):
+        return [
+            (await all_reduce(transport, t, given[t, i], True, range(WORKERS), errors[i]))[
+                0
+            ]
+            for t in range(times)
+        ]
+
+    found, _ = together(call, wire)
+    sums = np.array([found[i] for i in range(WORKERS)])
+    np.testing.assert_array_equal(sums, np.broadcast_to(sums[:1], sums.shape))
+    owed = sums[0].sum(0) + sum(errors)
+    np.testing.assert_allclose(owed, given.sum((0, 1)), atol=2e-5)
+    assert abs(sums[0, 0] - given[0].sum(0)).max() > 1e-3  # it was rounded

@@ -1,4 +1,4 @@
-"""Steps are granted once, rounds are the same for all, and end without who is absent."""
+"""Steps are granted once; rounds are equal for all, and close without absent workers."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_a_step_that_is_claimed_again_counts_once_and_fast_workers_take_more():
     assert (c.claim(0, 4).go, c.claim(1, 6).go, c.taken) == ("stop", "stop", 8)
 
 
-def test_one_that_has_not_come_is_absent_until_it_is_heard_of_and_gets_what_was_closed():
+def test_a_worker_that_comes_late_was_absent_and_gets_what_was_closed():
     c = Coordinator(workers=3, steps=9, period=1)
     for i in range(3):
         c.claim(i, 1)
@@ -38,7 +38,7 @@ def test_a_round_closes_when_the_last_one_that_is_waited_for_leaves():
     assert c.look("sum") == {0: 1.0}
 
 
-def test_a_round_waits_for_those_whom_all_who_have_come_name():
+def test_a_round_waits_for_the_members_that_all_arrivals_name():
     c = Coordinator(workers=3, steps=9)
     for i in range(3):
         c.claim(i, 1)
@@ -46,7 +46,7 @@ def test_a_round_waits_for_those_whom_all_who_have_come_name():
     assert c.arrive("elect", 2, 3.0, [0, 2]) == {0: 1.0, 2: 3.0}
 
 
-def test_what_is_long_over_is_forgotten_and_said_to_be():
+def test_old_rounds_are_forgotten_and_said_to_be():
     c = Coordinator(workers=1, steps=9)
     for k in range(KEPT + 1):
         c.arrive(k, 0, None, [0])
@@ -54,13 +54,13 @@ def test_what_is_long_over_is_forgotten_and_said_to_be():
         c.arrive(0, 0, None, [0])
 
 
-def test_the_leader_is_the_best_that_is_there_and_finite():
+def test_the_leader_is_the_best_present_worker_that_is_finite():
     c = Coordinator(workers=4, steps=9)
     for i, score in enumerate([3.0, 2.0, float("nan"), 2.0]):
-        standing = c.report(i, Report(score=score))
-    assert standing.leader(range(4)) == 1 and standing.leader([2]) is None
+        status = c.report(i, Report(score=score))
+    assert status.leader(range(4)) == 1 and status.leader([2]) is None
     c.leave(1)
-    assert c.standing().leader(range(4)) == 3
+    assert c.status().leader(range(4)) == 3
 
 
 def test_rounds_of_many_groups_at_a_time_are_all_held():
@@ -74,8 +74,9 @@ def test_rounds_of_many_groups_at_a_time_are_all_held():
     assert coordinator.look((0, 0)) == {0: "a", 1: "b"}
 
 
-def test_what_one_alone_has_lost_is_taken_again_and_what_it_takes_over_counts_once():
+def test_lost_steps_are_taken_again_and_those_taken_over_count_once():
     c = Coordinator(workers=2, steps=4)
+    c.enter(0, 0), c.enter(1, 0)
     c.arrive("begin", 0, None, [0, 1]), c.arrive("begin", 1, None, [0, 1])
     assert [c.claim(0, s).go for s in (1, 2, 3)] == ["step"] * 3
     assert c.enter(0, 0) == ([0, 1], True) and c.enter(0, 2)[1]  # from another one
@@ -83,3 +84,26 @@ def test_what_one_alone_has_lost_is_taken_again_and_what_it_takes_over_counts_on
     c.leave(1)
     c.enter(0, 0), c.enter(0, 1)  # from a checkpoint
     assert c.taken == 2
+
+
+def test_earlier_steps_of_a_worker_that_enters_after_the_start_count():
+    """All were lost after a checkpoint at step 300; the second one comes back late."""
+    c = Coordinator(workers=2, steps=400)
+    c.enter(0, 300), c.arrive("begin", 0, None, [0])
+    assert c.begun and c.taken == 300
+    c.enter(1, 300)
+    assert c.taken == 600
+    c.enter(1, 310)  # from worker 0, which has counted these
+    assert c.taken == 600
+
+
+def test_a_worker_that_has_finished_is_not_waited_for_and_may_be_taken_over_from():
+    c = Coordinator(workers=2, steps=4)
+    c.enter(0, 0), c.enter(1, 0)
+    assert c.arrive("sum", 1, 1.0, [0, 1]) is None
+    c.finish(0)
+    assert c.look("sum") == {1: 1.0}
+    status = c.report(1, Report(steps=1))
+    assert (status.present, status.finished) == ([1], [0])
+    c.enter(0, 2)
+    assert c.status().finished == []

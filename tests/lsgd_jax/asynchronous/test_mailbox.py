@@ -1,4 +1,4 @@
-"""What others find in a mailbox, and what they leave in it."""
+"""Requests that peers make of a mailbox, and what they leave in it."""
 
 import threading
 
@@ -29,14 +29,14 @@ def test_an_exchange_moves_both_half_the_way_and_keeps_the_sum():
     assert mailbox.latest().vector.tolist() == [6.0] and mailbox.bytes_sent == 5 * 4
 
 
-def test_what_is_not_finite_moves_no_worker():
+def test_vectors_that_are_not_finite_move_no_worker():
     mailbox = showing(4.0)
     assert mailbox.exchange(vector(np.nan)).tolist() == [4.0] and mailbox.moved() is None
     sick = showing(np.inf)
     assert sick.exchange(vector(1.0)).tolist() == [np.inf] and sick.moved() is None
 
 
-def test_one_that_has_ended_gives_back_what_it_gets():
+def test_a_worker_that_has_ended_returns_what_it_gets():
     mailbox = showing(4.0)
     mailbox.exchange(vector(0.0))
     assert mailbox.close().tolist() == [-2.0]
@@ -55,21 +55,21 @@ def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     assert Mailbox().contribution(1) is None
 
 
-def test_of_what_is_posted_the_oldest_is_forgotten_and_said_to_be():
+def test_the_oldest_posts_are_forgotten_and_said_to_be():
     mailbox = Mailbox()
-    assert mailbox.read(0) is None
+    assert mailbox.fetch(0) is None
     for key in range(KEPT + 1):
         mailbox.post(key, vector(key, key + 1))
-    assert mailbox.read(0) == GONE and mailbox.read(KEPT, slice(1, 2)).tolist() == [
+    assert mailbox.fetch(0) == GONE and mailbox.fetch(KEPT, slice(1, 2)).tolist() == [
         KEPT + 1
     ]
     mailbox.drop(1)
-    assert mailbox.read(1) == GONE
+    assert mailbox.fetch(1) == GONE
 
 
-def test_who_waits_for_a_message_gets_it_when_it_is_posted():
+def test_a_wait_for_a_message_ends_when_it_is_posted():
     mailbox, got = Mailbox(), []
-    ask = lambda: mailbox.read("key")
+    ask = lambda: mailbox.fetch("key")
     waiting = threading.Thread(target=lambda: got.append(mailbox.wait(ask, timeout=20)))
     waiting.start()
     mailbox.post("key", vector(1.0))

@@ -1,13 +1,14 @@
 """The simulator: the numbers of the methods, the times of the network, faults, seeds."""
 
+import asyncio
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import simpy
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous import memory
+from lsgd_jax._src.asynchronous.clock import run_virtual
 from lsgd_jax._src.asynchronous.network import Links, Network
 from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax._src.asynchronous.worker import Training
@@ -51,7 +52,6 @@ def slow(*values):
 @pytest.mark.parametrize(
     "method, collectives",
     [
-        (LSGD, False),
         (LSGD, True),
         (BUDGET, False),
         slow(MEANS, True),
@@ -59,10 +59,37 @@ def slow(*values):
         slow(lj.asynchronous.Pulls(lj.dpsgd(lj.topology.ring(4))), False),
     ],
 )
-def test_the_numbers_are_those_of_the_engine_in_memory(method, collectives):
-    expected = vectors(memory.run(TRAINING, method, 2, 2, 8))
+def test_the_network_changes_no_numbers(method, collectives):
+    """`test_pulls` compares those of a free network with lock step."""
+    free = simulator.run(TRAINING, method, 2, 2, 8)
     found = simulate(method, network=FAST, collectives=collectives)
-    np.testing.assert_array_equal(vectors(found.workers), expected)
+    np.testing.assert_array_equal(vectors(found.workers), vectors(free.workers))
+    assert found.sent.sum() > 0 and free.seconds == pytest.approx(8 * 0.01)
+
+
+def test_it_runs_where_a_loop_is_running_as_in_a_notebook():
+    async def cell():
+        return simulate(steps=2).seconds
+
+    assert asyncio.run(cell()) == simulate(steps=2).seconds
+
+
+def test_workers_that_wait_for_each_other_for_ever_end_the_run():
+    class Waiting(type(LSGD)):
+        def bind(self, worker, steps):
+            bound = super().bind(worker, steps)
+            bound.after_step = lambda: asyncio.get_running_loop().create_future()
+            return bound
+
+    with pytest.raises(RuntimeError, match="all workers wait for each other"):
+        simulate(Waiting(lj.local_sgd(2)), steps=2)
+
+
+def test_a_worker_that_hangs_keeps_the_others_once():
+    found = simulate(MEANS, steps=20, timeout=0.5, hangs={1: 0.05})
+    counts = [worker.count for worker in found.workers]
+    assert counts[1] < 10 and counts[0] == counts[2] == counts[3] == 20
+    assert max(worker.report.longest for worker in found.workers) < 0.6
 
 
 def test_the_seed_decides_numbers_and_times_to_the_bit():
@@ -70,9 +97,9 @@ def test_the_seed_decides_numbers_and_times_to_the_bit():
 
     def run(seed):
         seen = []
-        observe = lambda w: seen.append((w.ports.now(), w.index, w.count, w.loss))
+        observe = lambda w: seen.append((w.transport.now(), w.index, w.count, w.loss))
         found = simulate(
-            BUDGET, speeds=speeds, seed=seed, loss=0.01, grace=1, observe=observe
+            BUDGET, speeds=speeds, seed=seed, loss=0.01, timeout=1, observe=observe
         )
         return vectors(found.workers).tobytes(), found.seconds, seen
 
@@ -83,22 +110,20 @@ def test_the_seed_decides_numbers_and_times_to_the_bit():
 # Times
 
 
-def transfers(*messages, **options):
+def transfers(*messages, stuck=None, limit=np.inf):
     """When each of some messages (begin, source, target, size) has arrived; None: lost."""
-    environment = simpy.Environment()
-    links, ends = Links(environment, NETWORK, nodes=2, locals=2), {}
 
-    def send(k, begin, source, target, size):
-        yield environment.timeout(begin)
-        arrived = yield links.send(source, target, size, options.get("limit", np.inf))
-        ends[k] = environment.now if arrived else None
+    async def send(links, begin, source, target, size):
+        await asyncio.sleep(begin)
+        arrived = await links.send(source, target, size, limit)
+        return asyncio.get_running_loop().time() if arrived else None
 
-    for k, message in enumerate(messages):
-        environment.process(send(k, *message))
-    if (lost := options.get("stuck")) is not None:
-        links.stuck.add(lost)
-    environment.run()
-    return [ends[k] for k in range(len(messages))]
+    async def conduct():
+        links = Links(NETWORK, nodes=2, locals=2)
+        links.stuck |= {stuck} - {None}
+        return await asyncio.gather(*(send(links, *message) for message in messages))
+
+    return run_virtual(conduct())
 
 
 def test_a_message_takes_the_latency_and_its_bytes():
@@ -180,11 +205,11 @@ def test_the_others_wait_once_for_a_worker_that_is_lost_and_it_comes_back(method
     counts, waited = {}, {}
 
     def observe(worker):
-        counts.setdefault(worker.index, []).append((worker.ports.now(), worker.count))
+        counts.setdefault(worker.index, []).append((worker.transport.now(), worker.count))
         waited.setdefault(worker.index, []).append(worker.report.waited)
 
     found = simulate(
-        method, steps=100, grace=0.5, drops={1: 0.1}, joins={1: back}, observe=observe
+        method, steps=100, timeout=0.5, drops={1: 0.1}, joins={1: back}, observe=observe
     )
     assert sum(worker.count for worker in found.workers) >= 4 * 100 - 1
     longest = [np.diff(waited[i]) for i in (0, 2, 3)]
@@ -194,15 +219,15 @@ def test_the_others_wait_once_for_a_worker_that_is_lost_and_it_comes_back(method
 
 
 def test_a_worker_that_joins_late_takes_over():
-    found = simulate(steps=50, grace=0.5, joins={3: 0.3})
+    found = simulate(steps=50, timeout=0.5, joins={3: 0.3})
     assert [worker.count for worker in found.workers] == [50] * 4
     assert np.ptp(vectors(found.workers), axis=0).max() < 0.3
 
 
 @pytest.mark.slow
-def test_lost_messages_are_given_up_after_the_grace():
+def test_lost_messages_are_given_up_after_the_timeout():
     found = simulate(
-        lj.asynchronous.Pulls(lj.dpsgd(lj.topology.ring(4))), loss=0.2, grace=0.05
+        lj.asynchronous.Pulls(lj.dpsgd(lj.topology.ring(4))), loss=0.2, timeout=0.05
     )
     longest = [worker.report.longest for worker in found.workers]
     assert 0.04 < max(longest) < 0.2
