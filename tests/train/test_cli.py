@@ -206,7 +206,7 @@ def test_help_explains_every_field(capsys):
 
 def test_help_of_a_method_is_that_of_its_factory(capsys):
     words = " ".join(help_of(capsys, "digits", "--method", "diloco").split())
-    for option in read(lj.diloco, {"axes", "outer"}):
+    for option in read(lj.diloco, {"axes", "outer", "part"}):
         flag = "--method." + option.name.replace("_", "-")
         values = r"(\{[^}]*\}|\S+)"  # a list of them is broken into lines
         assert re.search(rf"{flag} {values} {re.escape(option.help)}", words)

@@ -97,7 +97,7 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
                 with _loopback():
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain ones, too
-        raise RuntimeError(_advice(options.address, error)) from error
+        raise RuntimeError(advice(options.address, error)) from error
     processes, session = _processes(), _session() if options.address is None else None
     try:
         yield
@@ -109,7 +109,7 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def _advice(address: str | None, error: Exception) -> str:
+def advice(address: str | None, error: Exception) -> str:
     """One line: why Ray is not there, and what to try."""
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     if "AuthToken" in reason or "auth" in type(error).__name__.lower():

@@ -1,14 +1,14 @@
-"""What the coordinator's actor makes of what workers tell it, without Ray."""
+"""The coordinator's actor, and Ray's errors in one line, without Ray."""
 
 import asyncio
 import types
 
 import pytest
-from lsgd_jax._src.asynchronous.ray_ports import Job
 from toys import training
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous import ray_actors
+from lsgd_jax._src.asynchronous import ray_actors, ray_cluster
+from lsgd_jax._src.asynchronous.ray_transport import Job
 from lsgd_jax.asynchronous import Pulls
 
 
@@ -18,7 +18,7 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(ray_actors.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray_actors.CoordinatorActor, "_watch", lambda self, i: None)
     method = Pulls(lj.local_sgd(2))
-    job = Job("job", training, method, 1, 2, 8, lambda i: None, 60, 60, "float32", 0)
+    job = Job("job", training, method, 1, 2, 8, lambda i: None, 60, 60, 0)
     return ray_actors.CoordinatorActor(job)
 
 
@@ -53,3 +53,28 @@ def test_one_that_dies_before_all_begin_does_not_make_the_others_lost(coordinato
         assert (await coordinator.enter(1, 0))[1]
 
     asyncio.run(run())
+
+
+def test_steps_that_are_taken_again_are_no_progress(coordinator):
+    """A worker that restores an older checkpoint again and again is given up in time."""
+
+    async def run():
+        for start in range(4):
+            await coordinator.hello(0, ("node", start))
+            await coordinator.report(0, lj.asynchronous.Report(steps=5 + (start == 0)))
+        return (await coordinator.overview()).vain[0]
+
+    assert asyncio.run(run()) == 3
+
+
+@pytest.mark.parametrize(
+    "address, error, line",
+    [
+        (None, Exception("timed out after 60 s"), "Ray did not start on this machine"),
+        ("auto", ConnectionError("none"), "no cluster of Ray answers at auto"),
+        ("h:1", RuntimeError("InvalidAuthToken"), "set RAY_AUTH_MODE=token"),
+    ],
+)
+def test_errors_of_ray_are_one_line_with_what_to_try(address, error, line):
+    advice = ray_cluster.advice(address, error)
+    assert line in advice and "\n" not in advice and str(error) in advice

@@ -17,17 +17,17 @@ import numpy as np
 import optax
 import pytest
 import ray
+from harness import METHODS
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.memory import run as run_in_memory
-from lsgd_jax._src.asynchronous.ray_engine import Options, run
-from lsgd_jax.asynchronous import Pulls, Training
+from lsgd_jax.asynchronous import Pulls, Training, simulator
+from lsgd_jax.asynchronous.ray_engine import Options, run
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 BUDGET = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
 IN_LOCK_STEP = Pulls(lj.diloco(period=2))
-GRACE = 10.0
+TIMEOUT = 10.0
 
 
 def training(before_step=lambda i, t: None, size=3):
@@ -74,14 +74,14 @@ def fault_at(step, fault, worker=1):
 
 
 class Watching:
-    """An `on_standing` that does something, and keeps what it has seen."""
+    """An `on_status` that does something, and keeps what it has seen."""
 
-    def __init__(self, act=lambda standing, remote: None):
+    def __init__(self, act=lambda status, remote: None):
         self._act, self.seen = act, []
 
-    def __call__(self, standing, remote):
-        self.seen.append(standing)
-        self._act(standing, remote)
+    def __call__(self, status, remote):
+        self.seen.append(status)
+        self._act(status, remote)
 
     def longest(self, *workers):
         return max(s.reports[i].longest for s in self.seen for i in workers)
@@ -91,9 +91,9 @@ class Watching:
 
 
 @pytest.mark.slow
-def test_equals_the_engine_in_memory_also_when_it_is_resumed(on_ray):
+def test_equals_the_simulator_also_when_it_is_resumed(on_ray):
     method = Pulls(lj.diloco(period=2))
-    expected = run_in_memory(training()(0), method, 1, 2, 8)
+    expected = simulator.run(training()(0), method, 1, 2, 8).workers
     half = run(training(), method, 1, 2, 4)
     whole = run(training(), method, 1, 2, 8, states=half.states)
     assert [state["count"] for state in half.states] == [4, 4]
@@ -104,23 +104,43 @@ def test_equals_the_engine_in_memory_also_when_it_is_resumed(on_ray):
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="`grace` must be positive, got grace=0"):
-        Options(grace=0)
-    with pytest.raises(ValueError, match="`wire` must be one of .*got wire='int2'"):
-        Options(wire="int2")
+    with pytest.raises(ValueError, match="`timeout` must be positive, got timeout=0"):
+        Options(timeout=0)
 
 
 @pytest.mark.slow
 def test_in_int8_all_get_the_same_mean_and_the_bytes_are_as_predicted(on_ray):
-    method = Pulls(lj.diloco(period=2, outer=optax.sgd(1.0)))
+    method = Pulls(lj.diloco(period=2, outer=optax.sgd(1.0), wire="int8"))
     make = training(size=700)
-    out = run(make, method, 1, 3, 8, options=Options(wire="int8"))
-    for i, worker in enumerate(run_in_memory(make(0), method, 1, 3, 8, wire="int8")):
-        sent = out.standing.reports[i].bytes_sent
-        assert sent == worker.ports.mailbox.bytes_sent > 0
+    out = run(make, method, 1, 3, 8)
+    for i, worker in enumerate(simulator.run(make(0), method, 1, 3, 8).workers):
+        sent = out.status.reports[i].bytes_sent
+        assert sent == worker.transport.mailbox.bytes_sent > 0
     first, *others = [state["params"]["w"] for state in out.states]
     for other in others:
         np.testing.assert_array_equal(first, other)
+
+
+ROWS = [
+    name
+    for name, row in METHODS.items()
+    if not row.first
+    and row.due in (1, 2)
+    and 2 not in row.refuses
+    and ("+" not in name or name in ("diloco+int8", "lsgd+int8", "sgp+int4"))
+]
+
+
+@pytest.mark.slow
+def test_every_method_is_what_it_is_in_the_simulator(on_ray):
+    """Which `test_pulls` compares with lock step."""
+    for name in ROWS:
+        method = Pulls(METHODS[name].make(2))
+        expected = simulator.run(training()(0), method, 1, 2, 6).workers
+        found = run(training(), method, 1, 2, 6, options=Options(timeout=60)).states
+        for worker, state in zip(expected, found):
+            for x, y in zip(*map(jax.tree.leaves, (worker.params, state["params"]))):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 # Faults
@@ -129,27 +149,27 @@ def test_in_int8_all_get_the_same_mean_and_the_bytes_are_as_predicted(on_ray):
 def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
     killed = []
 
-    def act(standing, remote):
-        if not killed and standing.reports[1].steps > 10:
+    def act(status, remote):
+        if not killed and status.reports[1].steps > 10:
             os.kill(remote.processes[1][1], signal.SIGKILL)
-            killed.append(standing.reports[1].steps)
-        back = remote.restarts[1] and standing.reports[1].steps > killed[0] + 5
-        if back and 1 in standing.present:
+            killed.append(status.reports[1].steps)
+        back = remote.restarts[1] and status.reports[1].steps > killed[0] + 5
+        if back and 1 in status.present:
             assert remote.latest(1).vector.shape == (4,)
             assert remote.states()[1]["own"].dtype == np.uint32
             remote.stop()
 
     def make(i):
-        time.sleep(2)  # longer than from one `on_standing` to the next
+        time.sleep(2)  # longer than from one `on_status` to the next
         return training(pause)(i)
 
     watching = Watching(act)
-    grace = 2 * GRACE  # in which the new process starts, even if the machine is busy
-    options = Options(grace=grace)
-    out = run(make, BUDGET, 1, 3, 10**5, options=options, on_standing=watching)
+    timeout = 2 * TIMEOUT  # in which the new process starts, even if the machine is busy
+    options = Options(timeout=timeout)
+    out = run(make, BUDGET, 1, 3, 10**5, options=options, on_status=watching)
     assert out.stopped and out.restarts == [0, 1, 0]
     assert [s for s in watching.seen if s.present == [0, 2]]
-    assert watching.longest(0, 2) < grace
+    assert watching.longest(0, 2) < timeout
     counts = [state["count"] for state in out.states]
     assert min(counts) > killed[0]
     momentum = [state["opt_state"][0].trace["b"] for state in out.states]
@@ -172,7 +192,7 @@ def test_a_worker_that_dies_at_its_first_step_ends_the_run(on_ray):
     begun = time.monotonic()
     dies = training(lambda i, t: os._exit(1) if i == 1 else pause(i, t))
     with pytest.raises(RuntimeError, match="worker 1 was lost 3 times in a row before"):
-        run(dies, BUDGET, 1, 2, 10**5, options=Options(grace=GRACE))
+        run(dies, BUDGET, 1, 2, 10**5, options=Options(timeout=TIMEOUT))
     assert time.monotonic() - begun < 120
 
 
@@ -182,41 +202,58 @@ def test_a_worker_that_dies_at_its_first_step_ends_the_run(on_ray):
     [("stopped", BUDGET), ("hung", BUDGET), ("stopped", IN_LOCK_STEP)],
     ids=["stopped", "hung", "stopped in lock step"],
 )
-def test_no_worker_waits_longer_than_grace_for_one_that_hangs(on_ray, hangs, method):
-    def act(standing, remote):
+def test_no_worker_waits_longer_than_the_timeout_for_one_that_hangs(on_ray, hangs, method):
+    def act(status, remote):
         pid = remote.processes.get(1, (None, None))[1]
-        steps = standing.reports[1].steps
+        steps = status.reports[1].steps
         if hangs == "stopped" and not stopped and steps > 20:
             os.kill(pid, signal.SIGSTOP)
             stopped.append(time.monotonic())
         if hangs == "stopped" and stopped and time.monotonic() > stopped[0] + 30:
             os.kill(pid, signal.SIGCONT)
             stopped[0] = float("inf")
-        if min(r.steps for r in standing.reports.values()) > 25 and 1 in standing.present:
+        if min(r.steps for r in status.reports.values()) > 25 and 1 in status.present:
             if hangs == "hung" or (stopped and stopped[0] == float("inf")):
                 remote.stop()
 
     stopped, watching = [], Watching(act)
     step = fault_at(21, lambda: time.sleep(1000)) if hangs == "hung" else pause
-    options = Options(grace=GRACE, stall=60 if hangs == "hung" else 1000)
-    out = run(training(step), method, 1, 3, 10**5, options=options, on_standing=watching)
+    options = Options(timeout=TIMEOUT, stall=60 if hangs == "hung" else 1000)
+    out = run(training(step), method, 1, 3, 10**5, options=options, on_status=watching)
     assert (out.restarts[1] > 0) == (hangs == "hung")
     assert [s for s in watching.seen if s.present == [0, 2]]
-    assert watching.longest(0, 2) < GRACE + 1
+    assert watching.longest(0, 2) < TIMEOUT + 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_a_worker_hangs_ends_without_it(on_ray):
+    stopped = []
+
+    def act(status, remote):
+        if not stopped and min(r.steps for r in status.reports.values()) > 5:
+            os.kill(remote.processes[1][1], signal.SIGSTOP)
+            stopped.append(time.monotonic())
+            remote.stop()
+
+    options = Options(timeout=3.0, stall=1000)
+    method = lj.asynchronous.LSGD(0.1, 0.1, 4, 8)
+    out = run(training(pause), method, 1, 3, 10**5, options=options, on_status=act)
+    assert out.stopped and time.monotonic() - stopped[0] < 30
+    assert [state is None for state in out.states] == [False, True, False]
 
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_lost_changes_nothing(on_ray):
-    def act(standing, remote):
-        if not lost and standing.reports[0].steps > 30:
-            lost.append(standing)
+    def act(status, remote):
+        if not lost and status.reports[0].steps > 30:
+            lost.append(status)
             actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
             ray.kill(ray.get_actor(actor), no_restart=False)
 
     lost, method = [], Pulls(lj.diloco(period=2))
-    expected = run_in_memory(training()(0), method, 1, 2, 400)
-    options = Options(grace=GRACE)
-    out = run(training(pause), method, 1, 2, 400, options=options, on_standing=act)
+    expected = simulator.run(training()(0), method, 1, 2, 400).workers
+    options = Options(timeout=TIMEOUT)
+    out = run(training(pause), method, 1, 2, 400, options=options, on_status=act)
     assert lost and out.restarts == [0, 0]
     for worker, state in zip(expected, out.states):
         np.testing.assert_allclose(worker.params["w"], state["params"]["w"], rtol=1e-6)
@@ -224,15 +261,15 @@ def test_a_coordinator_that_is_lost_changes_nothing(on_ray):
 
 @pytest.mark.slow
 def test_a_budget_goes_on_when_the_coordinator_is_lost(on_ray):
-    def act(standing, remote):
-        if not lost and standing.number > 5:
-            lost.append(standing.taken)
+    def act(status, remote):
+        if not lost and status.number > 5:
+            lost.append(status.taken)
             actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
             ray.kill(ray.get_actor(actor), no_restart=False)
 
-    lost, options = [], Options(grace=GRACE)
-    out = run(training(pause), BUDGET, 1, 3, 200, options=options, on_standing=act)
-    assert lost and out.restarts == [0, 0, 0] and out.standing.taken == 600
+    lost, options = [], Options(timeout=TIMEOUT)
+    out = run(training(pause), BUDGET, 1, 3, 200, options=options, on_status=act)
+    assert lost and out.restarts == [0, 0, 0] and out.status.taken == 600
     assert sum(state["count"] for state in out.states) == 600
 
 
@@ -240,14 +277,14 @@ def test_a_budget_goes_on_when_the_coordinator_is_lost(on_ray):
 def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
     half = run(training(), BUDGET, 1, 2, 20)
 
-    def act(standing, remote):
-        if not killed and min(r.steps for r in standing.reports.values()) > 30:
+    def act(status, remote):
+        if not killed and min(r.steps for r in status.reports.values()) > 30:
             killed.extend(pid for _, pid in remote.processes.values())
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
     killed, restore = [], half.states.__getitem__
-    options = Options(grace=GRACE)
+    options = Options(timeout=TIMEOUT)
     out = run(
         training(pause),
         BUDGET,
@@ -257,12 +294,12 @@ def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
         options=options,
         states=half.states,
         restore=restore,
-        on_standing=act,
+        on_status=act,
     )
-    assert killed and out.restarts == [1, 1] and out.standing.taken == 200
+    assert killed and out.restarts == [1, 1] and out.status.taken == 200
     killed.clear()
     with pytest.raises(RuntimeError, match="all workers were lost"):
-        run(training(pause), BUDGET, 1, 2, 200, options=options, on_standing=act)
+        run(training(pause), BUDGET, 1, 2, 200, options=options, on_status=act)
 
 
 @pytest.mark.slow
@@ -275,7 +312,7 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     import jax.numpy as jnp
     import lsgd_jax as lj
     from lsgd_jax.asynchronous import Pulls, Training
-    from lsgd_jax._src.asynchronous.ray_engine import run
+    from lsgd_jax.asynchronous.ray_engine import run
 
     # What a shell starts in the background ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -286,10 +323,10 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
             return -0.1 * params, opt_state, own, jnp.sum(params)
         return Training(lambda i: (jnp.ones(3), (), ()), step)
 
-    def tell(standing, remote):
-        print("steps", standing.taken, flush=True)
+    def tell(status, remote):
+        print("steps", status.taken, flush=True)
 
-    out = run(make, Pulls(lj.lsgd(), budget=True), 1, 2, 10**5, on_standing=tell)
+    out = run(make, Pulls(lj.lsgd(), budget=True), 1, 2, 10**5, on_status=tell)
     print("stopped", out.stopped, min(s["count"] for s in out.states), flush=True)
     """
     script.write_text(textwrap.dedent(code))
