@@ -57,7 +57,7 @@ def methods(period, delay):
         "async-wagma": at.WAGMA(group_size=2, sync_period=period),
         "diloco, in lock step": at.Pulls(lj.diloco(period)),
         f"diloco, overlapped (delay {delay})": at.Pulls(lj.diloco(period, delay=delay)),
-        "async-diloco": at.DiLoCo(local_steps=period),
+        "async-diloco": at.DiLoCo(local_steps=period, momentum=0.9),
     }
 
 
