@@ -31,8 +31,9 @@ def median_worker(axes=("node", "local")) -> lj.Rule:
     def step(u, x, state, loss, t):
         return u, state._replace(loss=loss.astype(jnp.float32)), True
 
-    def agree(group, x, y, state, fit, t):
-        losses = group.gather(jnp.where(fit, state.loss, jnp.inf))  # [W], the same for all
+    def agree(group, x, y, state, is_finite, t):
+        mine = jnp.where(is_finite, state.loss, jnp.inf)
+        losses = group.gather(mine)  # [W], the same for all
         count = jnp.isfinite(losses).sum()
         found = count > 0
         median = jnp.argsort(losses)[jnp.maximum(count - 1, 0) // 2].astype(jnp.int32)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
 import re
 from collections.abc import Callable
 
@@ -42,6 +44,15 @@ class Method:
         tx = self.make(W, **check)
         chain = [tx, base] if self.first else [base, tx]
         return optax.chain(*chain, *([self.then] if self.then else []))
+
+
+def median_worker():
+    """The rule that docs/writing_a_rule.md teaches."""
+    path = pathlib.Path(__file__).parents[1] / "examples/pull_to_the_median_worker.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.median_worker()
 
 
 hops = lambda W: (len(graph.exponential(W).rounds),)
@@ -97,6 +108,9 @@ METHODS = {
     "wagma": Method(
         lambda W, **k: lj.wagma(2, 3, **k), rounds=lambda W: (3, 1), refuses=(5,)
     ),
+    "median_worker": Method(
+        lambda W, **k: lj.exchange(lj.Pull(median_worker(), 0.5, every=2), **k), due=2
+    ),
     "allreduce": Method(lambda W: lj.allreduce(), first=True),
     "post_local_sgd": Method(
         lambda W: lj.allreduce(until=3),
@@ -132,7 +146,11 @@ METHODS |= {
     f"{name}+{wire}": over(WIRES[wire], METHODS[name])
     for wire, names in {
         "bfloat16": ("lsgd", "easgd", "sgp"),
-        "int8": [n for n, m in METHODS.items() if not m.first or m.then],
+        "int8": [
+            n
+            for n, m in METHODS.items()
+            if (not m.first or m.then) and n != "median_worker"  # float32 only
+        ],
         "int4": ("lsgd", "diloco", "sgp", "wagma"),
         "stochastic": ("local_sgd", "osgp_delayed", "wagma"),
     }.items()

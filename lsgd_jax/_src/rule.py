@@ -1,4 +1,4 @@
-"""Rule: to what a pull pulls a worker, and at which parameters that is worked out."""
+"""Rule: the target of a pull, and the parameters at which it is computed."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,7 +25,7 @@ def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
 
 
 class Rule(NamedTuple):
-    """To what a pull pulls: three pure functions for one worker, and their group.
+    """The target of a pull: three pure functions for one worker, and their group.
 
     x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
     t = 1, 2, … the step, loss the worker's loss at x or None.
@@ -33,11 +33,12 @@ class Rule(NamedTuple):
     Attributes:
       axes: the mesh axes of the group.
       init: params -> state.
-      agree: (group, x, y, state, fit, t) -> (z, found, state), on due steps; the one place
-        that communicates, through `group`. fit: bool scalar, whether this worker may count:
-        its loss and y are finite, and `step` says so. z: the target, a tree like y; found:
-        bool scalar, whether there is a target.
-      step: (u, x, state, loss, t) -> (u, state, fit), on every step; never communicates.
+      agree: (group, x, y, state, is_finite, t) -> (z, found, state), on due steps; the one
+        place that communicates, through `group`. is_finite: bool scalar, whether this
+        worker may count: its loss and y are finite, and `step` says so. z: the target, a
+        tree like y; found: bool scalar, whether there is a target.
+      step: (u, x, state, loss, t) -> (u, state, is_finite), on every step; never
+        communicates.
       keeps: what the kernel must remember for `agree` where the parameters travel in a
         narrow wire format: 'reference', the last target, if it calls `broadcast`, or
         `masked_mean` without a reference of its own; 'error' if it calls `masked_mean` or
@@ -52,15 +53,15 @@ class Rule(NamedTuple):
 
 
 def combine_then_adapt(rule: Rule) -> Rule:
-    """The rule worked out at x, with the step y - x added: z + (y - x)."""
+    """The rule computed at x, with the step y - x added: z + (y - x)."""
 
-    def agree(group, x, y, state, fit, t):
-        z, found, state = rule.agree(group, x, x, state, fit, t)
+    def agree(group, x, y, state, is_finite, t):
+        z, found, state = rule.agree(group, x, x, state, is_finite, t)
 
         def add_step(z, x, y):
             wide = trees.widened(z)
             step = trees.widened(y) - trees.widened(x)
-            return wide + jnp.where(fit, step.astype(wide.dtype), 0)
+            return wide + jnp.where(is_finite, step.astype(wide.dtype), 0)
 
         return jax.tree.map(add_step, z, x, y), found, state
 
@@ -68,6 +69,6 @@ def combine_then_adapt(rule: Rule) -> Rule:
 
 
 def in_order(rule: Rule, order: Order) -> Rule:
-    """The rule as it is, or worked out at x."""
+    """The rule as it is, or computed at x."""
     check_option("order", order, get_args(Order))
     return combine_then_adapt(rule) if order == "combine_then_adapt" else rule

@@ -38,8 +38,8 @@ def average(axes: Axes = ("node", "local")) -> Rule:
     'local'
     """
 
-    def agree(group, x, y, state, fit, t):
-        mean, count = group.masked_mean(y, fit)
+    def agree(group, x, y, state, is_finite, t):
+        mean, count = group.masked_mean(y, is_finite)
         return mean, count > 0, state
 
     return Rule(axes, lambda params: (), agree, keeps=("reference", "error"))
@@ -88,9 +88,9 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
         anchor = Group(axes).start(params)
         return AnchorState(anchor, anchor._replace(value=outer.init(anchor.value)))
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        mean, count = group.masked_mean(y, fit, reference=anchor)
+        mean, count = group.masked_mean(y, is_finite, reference=anchor)
         pseudo_gradient = jax.tree.map(jnp.subtract, anchor, mean)
         step, moved = outer.update(pseudo_gradient, outer_state, anchor)
         renewed = (optax.apply_updates(anchor, step), moved)

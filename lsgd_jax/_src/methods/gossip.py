@@ -51,11 +51,11 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     """
     graph = for_group(topology, check_balanced)
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         one = jnp.ones([], weight_dtype(y))
-        sums, mass, lost = send(group, y, one, fit, graph(group.size), t)
-        own = jnp.where(fit, 1 - mass, 0)
-        return blend(y, own, sums, mass, lost, mass), fit | (mass > 0), state
+        sums, mass, error = send(group, y, one, is_finite, graph(group.size), t)
+        own = jnp.where(is_finite, 1 - mass, 0)
+        return blend(y, own, sums, mass, error, mass), is_finite | (mass > 0), state
 
     return Rule(axes, lambda params: (), agree, keeps=())
 
@@ -67,16 +67,16 @@ def weight_dtype(params: Tree) -> Any:
 
 
 def send(
-    group: Group, y: Tree, weight: Array, fit: Array, topology: Topology, t: Array
+    group: Group, y: Tree, weight: Array, is_finite: Array, topology: Topology, t: Array
 ) -> tuple[Tree, Array, Tree | None]:
     """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
 
-    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for who is not fit. The
-    third is the quantization error of this worker's own y, or None.
+    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for a worker that is not
+    finite. The third is the quantization error of this worker's own y, or None.
     """
     r = topology.round_at(t)
-    given = jnp.where(fit, share(group, topology, r, weight.dtype) * weight, 0)
-    message = jax.tree.map(lambda y: jnp.where(fit, y, 0), y)
+    given = jnp.where(is_finite, share(group, topology, r, weight.dtype) * weight, 0)
+    message = jax.tree.map(lambda y: jnp.where(is_finite, y, 0), y)
     sums, mass = group.push(message, given, topology.rounds, r)
     return sums, mass, group.quantization_error(message)
 
@@ -87,22 +87,22 @@ def share(group: Group, topology: Topology, r: Array, dtype: Any) -> Array:
 
 
 def blend(
-    y: Tree, own: Array, sums: Tree, mass: Array, lost: Tree | None, given: Array
+    y: Tree, own: Array, sums: Tree, mass: Array, error: Tree | None, given: Array
 ) -> Tree:
-    """(own · y + sums + given · lost) / (own + mass), in float32 at least.
+    """(own · y + sums + given · error) / (own + mass), in float32 at least.
 
-    y does not count if own = 0. What was lost of the weight that was given away stays with
-    its sender, so that the sum over all workers is what it was.
+    y does not count if own = 0. The error of the weight that was given away stays with its
+    sender, so that the sum over all workers is what it was.
     """
 
-    def leaf(y: Array, sent: Array, *lost: Array) -> Array:
+    def leaf(y: Array, sent: Array, *error: Array) -> Array:
         # The weights may be wider than y: a worker that counts for nothing may hold nan.
         mine = own.astype(sent.dtype) * jnp.where(own > 0, widened(y), 0)
-        for rest in lost:
+        for rest in error:
             mine += given.astype(sent.dtype) * jnp.where(own > 0, rest, 0)
         return (mine + sent) / (own + mass).astype(sent.dtype)
 
-    return jax.tree.map(leaf, y, sums, *(() if lost is None else (lost,)))
+    return jax.tree.map(leaf, y, sums, *(() if error is None else (error,)))
 
 
 def dpsgd(

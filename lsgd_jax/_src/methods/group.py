@@ -41,26 +41,26 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         hops_of(group_size, Group(axes).size)  # refused early if it will not do
         return ()
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         def sum_over(hops):
             def add_up(tree):
                 for hop in hops:
                     swap = [(i, i ^ hop) for i in range(group.size)]
-                    arrived, lost = (
+                    arrived, error = (
                         group.permute(tree, swap, hop),
                         group.quantization_error(tree, hop),
                     )
                     tree = jax.tree.map(jnp.add, tree, arrived)
-                    if lost is not None:  # taken from this worker and given to no other
-                        tree = jax.tree.map(jnp.add, tree, lost)
+                    if error is not None:  # taken from this worker and given to no other
+                        tree = jax.tree.map(jnp.add, tree, error)
                 return tree
 
             return add_up
 
-        mine = jax.tree.map(lambda y: jnp.where(fit, widened(y), 0), y)
+        mine = jax.tree.map(lambda y: jnp.where(is_finite, widened(y), 0), y)
         branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
         r = (t - 1) % len(branches)
-        sums, count = group.switch(r, branches, (mine, fit.astype(jnp.float32)))
+        sums, count = group.switch(r, branches, (mine, is_finite.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
     return Rule(axes, init, agree, keeps=())

@@ -95,8 +95,8 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
             u = jax.tree.map(pull, u, y, state.elected)
         return u, state._replace(losses=losses, score=score), jnp.isfinite(score)
 
-    def agree(group, x, y, state, fit, t):
-        first, found = group.elect(jnp.where(fit, state.score, jnp.inf))
+    def agree(group, x, y, state, is_finite, t):
+        first, found = group.elect(jnp.where(is_finite, state.score, jnp.inf))
         z = group.broadcast(y, first)
         state = state._replace(leader=jnp.where(found, first, state.leader))
         if proximal:

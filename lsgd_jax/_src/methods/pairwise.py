@@ -117,26 +117,26 @@ def pairwise(
             measure = jnp.asarray(loss, measure.dtype)
         return u, PairwiseState(measure), True
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         mine, here = state.measure, graph(group.size)
-        message = jax.tree.map(lambda a: jnp.where(fit, a, 0), (y, mine))
+        message = jax.tree.map(lambda a: jnp.where(is_finite, a, 0), (y, mine))
         arrived = group.push(
-            message, fit.astype(jnp.float32), here.rounds, here.round_at(t)
+            message, is_finite.astype(jnp.float32), here.rounds, here.round_at(t)
         )
         (z, theirs), there = arrived[0], arrived[1] > 0
-        lost = group.quantization_error(message)
-        if lost is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
-            z = jax.tree.map(jnp.add, z, lost[0])
+        error = group.quantization_error(message)
+        if error is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
+            z = jax.tree.map(jnp.add, z, error[0])
 
         constant = value_at(value, t)
         f = part_taken(interpolation, mine, theirs, constant, divergence_threshold)
         drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
         f = jnp.where(drawn, f, 0)
-        f = jnp.where(there, jnp.where(fit, f, 1), 0)
+        f = jnp.where(there, jnp.where(is_finite, f, 1), 0)
         if interpolation == "clock":
             mine = mine + f * (theirs - mine)
-        own = jax.tree.map(lambda a: jnp.where(fit, widened(a), 0), y)
-        return trees.step_towards(own, z, f), fit | there, PairwiseState(mine)
+        own = jax.tree.map(lambda a: jnp.where(is_finite, widened(a), 0), y)
+        return trees.step_towards(own, z, f), is_finite | there, PairwiseState(mine)
 
     rule = Rule(axes, init, agree, step, keeps=())
     return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
@@ -191,7 +191,7 @@ def gosgd(
     r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
 
     With probability p worker j sends :math:`(y_j, w_j / 2)` to its peer and keeps
-    :math:`w_j / 2`. Who receives takes the weighted mean:
+    :math:`w_j / 2`. The receiver takes the weighted mean:
 
     .. math::
       y_i \leftarrow \frac{w_i y_i + (w_j / 2) y_j}{w_i + w_j / 2}, \qquad
@@ -233,15 +233,15 @@ def gosgd(
     def init(params):
         return SumWeightState(jnp.ones([], weight_dtype(params)))
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         w, here = state.weight, graph(group.size)
-        sends = fit & group.bernoulli(value_at(send_probability, t), seed, t)
+        sends = is_finite & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
         kept = share(group, here, here.round_at(t), w.dtype)
         own = jnp.where(sends, kept * w, w)
-        sums, mass, lost = send(group, y, jnp.where(sends, w, 0), fit, here, t)
-        z = blend(y, jnp.where(fit, own, 0), sums, mass, lost, w - own)
-        return z, fit | (mass > 0), SumWeightState(own + mass)
+        sums, mass, error = send(group, y, jnp.where(sends, w, 0), is_finite, here, t)
+        z = blend(y, jnp.where(is_finite, own, 0), sums, mass, error, w - own)
+        return z, is_finite | (mass > 0), SumWeightState(own + mass)
 
     rule = Rule(axes, init, agree, keeps=())
     return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)

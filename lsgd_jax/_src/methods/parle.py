@@ -125,15 +125,15 @@ def parle(
         average = jax.tree.map(mix, state.average, trees.plus(x, u))
         return u, state._replace(average=average), True
 
-    def agree(group, x, y, state, fit, t):
+    def agree(group, x, y, state, is_finite, t):
         del y  # the inner loop's last point counts through its average only
         old = state.center.value
         eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
-        mean, count = group.masked_mean(anchor, fit, reference=old)
+        mean, count = group.masked_mean(anchor, is_finite, reference=old)
         center = trees.where(count > 0, mean, old)
-        anchor = trees.where(fit, anchor, center)
+        anchor = trees.where(is_finite, anchor, center)
         # The center is there to be pulled to even if no worker is finite.
         return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 
