@@ -46,6 +46,7 @@ class Method:
         return optax.chain(*chain, *([self.then] if self.then else []))
 
 
+@functools.cache
 def median_worker():
     """The rule that docs/writing_a_rule.md teaches."""
     path = pathlib.Path(__file__).parents[1] / "examples/pull_to_the_median_worker.py"

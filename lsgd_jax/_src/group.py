@@ -87,6 +87,11 @@ class Group:
         return self._line.channel
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the axes have a meaning here, and so the group a size."""
+        return any_bound(self.axes)
+
+    @property
     def size(self) -> int:
         """The number of workers in the group."""
         return self.channel.size
@@ -106,7 +111,7 @@ class Group:
         Outside of mapped functions, where no axis is bound, all workers start from the
         same parameters, which are their own mean.
         """
-        if not any_bound(self.axes):
+        if not self.is_bound:
             return Shared(widen(params))
         mean, _ = self.masked_mean(params, all_finite(params))
         return self.shared(mean)

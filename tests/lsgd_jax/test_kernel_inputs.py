@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import exchanges
+from harness import METHODS, exchanges
 
 import lsgd_jax as lj
 
@@ -151,3 +151,16 @@ def test_workers_under_a_vmap_of_ones_own_communicate_on_due_steps_only():
         for _ in range(3):
             x, state = step(x, state, u)
     close(x, np.broadcast_to(0.7 * 3 * np.asarray(u).mean(axis=0), (4, 8)))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
+def test_a_state_begins_outside_of_mapped_functions_as_inside(name):
+    """There all workers start from the same parameters, as `nnx.Optimizer` begins."""
+    tx, workers = METHODS[name].make(8), lj.Workers(4, 2)
+    params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(4)}
+    outside, inside = tx.init(params), workers.map(tx.init)(workers.replicate(params))
+    assert jax.tree.structure(outside) == jax.tree.structure(inside)
+    shared = lambda node: isinstance(node, lj.Shared)
+    for a, b in zip(*(jax.tree.leaves(x, is_leaf=shared) for x in (outside, inside))):
+        if shared(a) and b.axes is None:
+            close(a, b)

@@ -116,7 +116,7 @@ async def _train(actor: WorkerActor, state: Any) -> Any:
     """Trains a worker to the end: the state that it ends with."""
     job, transport, i = actor.job, actor.transport, actor.index
     where = (ray.get_runtime_context().get_node_id(), os.getpid())
-    transport.starts, all_lost = await transport._tell("hello", where)
+    transport.starts, all_lost = await transport.ask_coordinator("hello", where)
     if all_lost and (state := job.restore(i)) is None:
         raise RuntimeError("all workers were lost, and there is nothing to restore")
     training, restore = job.make_training(i), lambda: job.restore(i)
@@ -124,7 +124,7 @@ async def _train(actor: WorkerActor, state: Any) -> Any:
     if state is not None:
         worker.take_over(state)
         transport.resume(state["number"])
-        await transport._tell("resume", state["number"])
+        await transport.ask_coordinator("resume", state["number"])
     actor.worker = worker
     _compile(worker)
 

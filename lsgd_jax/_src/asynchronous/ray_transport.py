@@ -140,7 +140,7 @@ class RayTransport(Transport):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def _ask(self, peer: int, call: str, *arguments: Any) -> Any:
+    async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         actor, who = self._actor(self._job.worker(peer)), f"worker {peer}"
         ref = getattr(actor, call).remote(*arguments)
         found = await answered(ref, who, self.timeout)
@@ -148,7 +148,7 @@ class RayTransport(Transport):
             raise UnreachableError(f"{who} had nothing within {self.timeout:g} s")
         return found
 
-    async def _tell(self, call: str, *arguments: Any) -> Any:
+    async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """A call without whose answer the run cannot go on.
 
         The coordinator is given the time to come back if it fails.

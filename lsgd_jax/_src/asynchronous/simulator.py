@@ -239,7 +239,7 @@ class SimulatedTransport(Transport):
 
     # Peers
 
-    async def _ask(self, peer: int, call: str, *arguments: Any) -> Any:
+    async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         """The request travels, the peer answers as soon as it can, the answer travels."""
         simulation, me = self._simulation, self._index
         limit = self.now() + self.timeout
@@ -314,7 +314,7 @@ class SimulatedTransport(Transport):
 
     # The coordinator
 
-    async def _tell(self, call: str, *arguments: Any) -> Any:
+    async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         simulation, me = self._simulation, self._index
         if call == "round" and simulation.collectives:
             key, value, members = arguments

@@ -89,11 +89,11 @@ class Transport(abc.ABC):
         """Lets time pass."""
 
     @abc.abstractmethod
-    async def _ask(self, peer: int, call: str, *arguments: Any) -> Any:
+    async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         """Calls a method of a peer's mailbox, once it has something to answer."""
 
     @abc.abstractmethod
-    async def _tell(self, call: str, *arguments: Any) -> Any:
+    async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator."""
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
@@ -128,10 +128,10 @@ class Transport(abc.ABC):
 
     def state(self, peer: int) -> asyncio.Task:
         """The state from which a worker can take a peer's place: see `Mailbox.state`."""
-        return self.start(self._ask(peer, "state"))
+        return self.start(self.ask_peer(peer, "state"))
 
     async def _unpacked(self, peer: int, call: str, *arguments: Any) -> Any:
-        answer = await self._ask(peer, call, *arguments)
+        answer = await self.ask_peer(peer, call, *arguments)
         if isinstance(answer, str):  # `mailbox.GONE`
             raise StaleWorkerError(
                 "a peer has forgotten what it had sent: it has gone on without this worker"
@@ -146,11 +146,11 @@ class Transport(abc.ABC):
 
     def enter(self, steps: int) -> asyncio.Task:
         """Takes part from now on, with so many steps taken: see `Coordinator.enter`."""
-        return self.start(self._tell("enter", steps))
+        return self.start(self.ask_coordinator("enter", steps))
 
     def claim(self, step: int) -> asyncio.Task:
         """Claims a step: a `Claim`."""
-        return self.start(self._tell("claim", step))
+        return self.start(self.ask_coordinator("claim", step))
 
     def round(self, key: Hashable, value: Any, members: Sequence[int]) -> asyncio.Task:
         """A barrier: the value that each member brings, {member: value}, equal for all.
@@ -166,19 +166,19 @@ class Transport(abc.ABC):
         return self.start(self._join(key, value, list(members)))
 
     async def _join(self, key: Hashable, value: Any, members: list[int]) -> dict[int, Any]:
-        values = await self._tell("round", key, value, members)
+        values = await self.ask_coordinator("round", key, value, members)
         if values is None:
             raise StaleWorkerError(f"the round {key} is long over")
         return values
 
     def missed(self, peer: int) -> asyncio.Task:
         """Reports a peer that did not answer in time: rounds do not wait for it."""
-        return self.start(self._tell("missed", peer))
+        return self.start(self.ask_coordinator("missed", peer))
 
     def report(self, report: Any) -> asyncio.Task:
         """Tells the coordinator a `Report`: the `Status` of all workers."""
-        return self.start(self._tell("report", report))
+        return self.start(self.ask_coordinator("report", report))
 
     def finish(self) -> asyncio.Task:
         """Tells the coordinator that this worker has taken its last step."""
-        return self.start(self._tell("finish"))
+        return self.start(self.ask_coordinator("finish"))

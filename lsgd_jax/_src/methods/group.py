@@ -38,7 +38,8 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     check_group_size(group_size)
 
     def init(params: Tree) -> tuple:
-        hops_of(group_size, Group(axes).size)  # refused early if it will not do
+        if (group := Group(axes)).is_bound:
+            hops_of(group_size, group.size)  # refused early if it will not do
         return ()
 
     def agree(group, x, y, state, is_finite, t):

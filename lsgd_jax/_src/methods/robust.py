@@ -172,8 +172,8 @@ def cge(
         return _mean_or(g, *group.masked_mean(h, chosen)), own
 
     def init(params: Tree) -> Tree:
-        workers = Group(axes).size
-        if faulty >= workers:
+        group = Group(axes)
+        if group.is_bound and faulty >= (workers := group.size):
             raise ValueError(
                 f"`faulty` must be less than the number of workers ({workers}), got "
                 f"{faulty=}"

@@ -50,14 +50,14 @@ def together(call, wire="float32", late=0.0, fails=None, freezes=None):
             loop.call_at(max(fails, 0.0), simulation.drop, 1)
         if freezes is not None:
             transport = simulation.transports[1]
-            tell = transport._tell
+            tell = transport.ask_coordinator
 
             async def slowly(*arguments):
                 if freezes <= loop.time() < freezes + 25:
                     await asyncio.sleep(25)
                 return await tell(*arguments)
 
-            transport._tell = slowly
+            transport.ask_coordinator = slowly
         await asyncio.gather(*tasks, return_exceptions=True)
         return found, ended
 
