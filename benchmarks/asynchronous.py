@@ -185,7 +185,7 @@ def measure(method, options):
         steps=options.steps,
         options=at.ray_engine.Options(address=options.address, timeout=30),
     )
-    owns, reports = [s["own"] for s in outcome.states], outcome.standing.reports
+    owns, reports = [s["own"] for s in outcome.states], outcome.status.reports
     warm = options.period + options.delay  # all has been compiled then
     begun = max(ends[warm] for _, ends, _ in owns)
     ended = min(ends[-1] for _, ends, _ in owns)

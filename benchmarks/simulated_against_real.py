@@ -188,7 +188,7 @@ def simulated(job, step, **network):
         dataclasses.replace(usual, **network),
         lj.asynchronous.Speeds(step),
         collectives=kind == "processes",
-        observe=lambda worker: ends[worker.index].append(worker.ports.now()),
+        observe=lambda worker: ends[worker.index].append(worker.transport.now()),
     )
     return per_100_steps([(end[WARM - 1], end[-1], len(end)) for end in ends])
 
