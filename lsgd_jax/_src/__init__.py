@@ -1,1 +1,1 @@
-"""What is not public: import from `lsgd_jax` itself."""
+"""Private modules: import from `lsgd_jax` itself."""

@@ -1,4 +1,4 @@
-"""What factories refuse, in one wording: the name, the rule, the value.
+"""Argument checks of factories, in one wording: the name, the rule, the value.
 
 Numbers that are traced have no value to check and pass: `optax.inject_hyperparams` calls
 the factories with such numbers.

@@ -1,4 +1,4 @@
-"""What travels: trees of parameters in a wire format, and what an agreement has sent.
+"""Trees of parameters on the wire, and the traffic of one agreement.
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
 z = r + Q(v - r). A mean: all workers' codes are gathered and added up in one order, so that
@@ -57,7 +57,7 @@ class Codec:
     def encode(
         self, tree: Tree, error: Tree | None = None, key: Array | None = None
     ) -> tuple[Message, Tree | None]:
-        """What travels of a tree, and its quantization error.
+        """Returns the message for a tree, and its quantization error.
 
         Args:
           tree: arrays of floats count as 0 where they are not finite.
@@ -84,7 +84,7 @@ class Codec:
         return self._packing.unpack(buffers, t=t)
 
     def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
-        """What travels of the buffers."""
+        """The message for the buffers."""
 
         def one(b: int, x: Array) -> Coded | Array:
             if not self._coded[b]:
@@ -121,7 +121,7 @@ def _is_coded(x: Array) -> bool:
 
 
 class WireState(NamedTuple):
-    """What a pull with a narrow wire format remembers; None is what it does not need.
+    """The memory of a pull with a narrow wire format; None where it needs none.
 
     Attributes:
       reference: r, the target agreed on last, 0 at first; a tree like the part, in float32
@@ -146,7 +146,7 @@ class WireState(NamedTuple):
         )
 
     def without_error(self, restored: Array) -> "WireState":
-        """Of a worker that was restored, which owes nothing any more."""
+        """The same for a worker that was restored, which owes nothing any more."""
         forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
         return self._replace(error=jax.tree.map(forget, self.error))
 

@@ -68,7 +68,7 @@ def _rows(where: Array, x: Array) -> Array:
 
 
 def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
-    """Of each leaf [W, ...] of floats its mean over the finite workers."""
+    """The mean of each leaf [W, ...] of floats over the finite workers."""
     masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
     if not packed:
         return [x.sum(axis=0) / finite.sum() for x in masked]

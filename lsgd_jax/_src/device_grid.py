@@ -114,7 +114,7 @@ def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
 
 
 def _host(device: jax.Device) -> int:
-    """What devices that are close to one another have in common.
+    """A number that devices which are close to one another have in common.
 
     XLA numbers TPU slices, and the machines (or NVLink domains) of GPUs and CPUs by their
     boot ids, so that processes on one machine have one number, however many there are.

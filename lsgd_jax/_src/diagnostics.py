@@ -1,4 +1,4 @@
-"""What the exchanges of an optimizer did, read from its state without communication."""
+"""Counters of an optimizer's exchanges, read from its state without communication."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lsgd_jax._src.trees import Tree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
-    """What one pull of an exchange, or one aggregation of gradients, did so far.
+    """Counters of one pull of an exchange, or of one aggregation of gradients.
 
     Attributes:
       steps: int32 scalar, steps taken.
@@ -73,7 +73,7 @@ class Diagnostics:
 
 
 def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
-    """What each pull or aggregation in an optimizer's state did, in the order of the chain.
+    """Counters of each pull or aggregation of an optimizer, in the order of the chain.
 
     Reads the state as `Workers.map` returns it; works under `jax.jit` as well, which
     copies what is needed before the state's buffers are donated to the next step.

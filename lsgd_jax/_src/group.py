@@ -79,7 +79,7 @@ class Group:
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
         self._line = Line(MeshChannel(self.axes)) if line is None else line
 
-    # Who is there
+    # Members
 
     @property
     def channel(self) -> Any:
@@ -116,7 +116,7 @@ class Group:
         mean, _ = self.masked_mean(params, all_finite(params))
         return self.shared(mean)
 
-    # What travels
+    # Messages
 
     def gather(self, x: Array) -> Array:
         """All workers' x, stacked in the order of `index`: shape [size, ...].

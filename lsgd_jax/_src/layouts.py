@@ -66,7 +66,7 @@ class Layouts:
         return best
 
     def of_leaves(self, tree: Tree) -> list[Spec | None]:
-        """Of every leaf its spec, as far as it is known."""
+        """The spec of every leaf, None where it is not known."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return [self.spec(keys(path), np.shape(leaf)) for path, leaf in leaves]
 

@@ -89,7 +89,7 @@ class Packing:
         return self.unpack(buffers) if len(buffers) == len(self._sizes) else buffers
 
     def runs(self, b: int) -> list[tuple[int, int, int]]:
-        """Of each leaf in a buffer its index, where it begins, and its size."""
+        """(index, start, size) of each leaf in a buffer."""
         members = self.members[b]
         sizes = [self._sizes[i] for i in members]
         ends = itertools.accumulate(size + -size % self._align for size in sizes)

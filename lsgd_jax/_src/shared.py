@@ -1,4 +1,4 @@
-"""What is equal on all workers, or within a group of them, and is kept once for it."""
+"""Values that are identical across a group of workers and stored once per group."""
 
 from typing import Any, Generic, NamedTuple, TypeVar
 

@@ -19,7 +19,7 @@ def is_key(x: Any) -> bool:
 
 
 def shared_flags(tree: Tree) -> list[bool]:
-    """Of every leaf, whether it stands in a `Shared` of all workers."""
+    """Whether each leaf stands in a `Shared` of all workers."""
     nodes = jax.tree.leaves(tree, is_leaf=is_shared)
     sizes = [(is_shared(node), len(jax.tree.leaves(node))) for node in nodes]
     return [shared for shared, size in sizes for _ in range(size)]
@@ -32,7 +32,7 @@ def map_flagged(fn: Callable[[Any, bool], Any], tree: Tree) -> Tree:
 
 
 def of_one(x: Any, leading_axes: int) -> jax.ShapeDtypeStruct:
-    """What one worker has of a leaf with so many axes in front of its own."""
+    """One worker's part of a leaf with so many axes in front of its own."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     weak = getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(np.shape(x)[leading_axes:], dtype, weak_type=weak)
@@ -101,7 +101,7 @@ def _packed(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _unpacked(rows: jax.Array, like: list[jax.Array]) -> list[np.ndarray]:
-    """What `_packed` was made of, on the host."""
+    """The inverse of `_packed`, on the host."""
     host, start, found = np.asarray(rows.addressable_data(0)), 0, []
     for x in like:
         end = start + x.nbytes // x.shape[0]

@@ -37,7 +37,7 @@ from lsgd_jax._src.trees import Tree
 
 Axes = frozenset[str]
 
-# What these return is equal over their axes; the other collectives return something else to
+# These return values that are equal over their axes; other collectives return others to
 # each worker.
 UNIFYING = {
     "psum",
@@ -59,7 +59,7 @@ def trace(
     sizes: Mapping[str, int],
     inside: Mapping[str, int] | None = None,
 ) -> Tree:
-    """What the function of one worker returns, once it is known that it cannot hang.
+    """Traces the function of one worker, and checks that it cannot hang.
 
     Args:
       fn: the function, written for one worker.
@@ -100,7 +100,7 @@ def trace(
 
 
 def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any, Axes]]:
-    """Of each leaf its path, itself, and the axes over which it may differ."""
+    """Yields (path, leaf, axes), where axes are the mesh axes over which it may differ."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, Shared)
     )

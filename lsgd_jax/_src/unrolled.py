@@ -58,7 +58,7 @@ def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """What evaluates a jaxpr: (constants and inputs) -> outputs."""
+    """A function that evaluates a jaxpr: (constants and inputs) -> outputs."""
     count = len(jaxpr.constvars)
 
     @jax.jit  # lowered once, called for each worker

@@ -79,7 +79,7 @@ Runs = Sequence[tuple[int, int]]
 
 
 class Coded(NamedTuple):
-    """What travels of an array of n elements.
+    """An array of n elements as it travels.
 
     Attributes:
       codes: int8 [n]; with 'int4' uint8 [ceil(n / 2)], two codes to a byte; with
@@ -149,7 +149,7 @@ def decode(
 
 
 def _only(x: Array, runs: Runs | None) -> Array:
-    """What travels of a flat x."""
+    """The elements of a flat x that travel."""
     if runs is None:
         return x
     return jnp.concatenate([x[start : start + size] for start, size in runs])
@@ -164,7 +164,7 @@ def _spread(x: Array, runs: Runs | None, align: int) -> Array:
 
 
 def _of_elements(scales: Array, size: int, wire: Wire) -> Array:
-    """Of each element the scale of its block."""
+    """The scale of each element's block."""
     return jnp.broadcast_to(scales[:, None], (scales.size, wire.block)).ravel()[:size]
 
 

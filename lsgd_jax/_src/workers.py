@@ -43,7 +43,7 @@ from lsgd_jax._src.transfer import (
 from lsgd_jax._src.trees import Tree
 
 
-# What an axis inside a worker cannot be called.
+# Names that an axis inside a worker cannot have.
 RESERVED = (
     *WORKER_AXES,
     *(form.format(axis) for form in (DEVICE, SLOT) for axis in WORKER_AXES),

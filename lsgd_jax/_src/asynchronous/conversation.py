@@ -127,7 +127,7 @@ class Conversation:
         return nothing, members
 
     async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
-        """What a peer sends; None if it does not answer, or has not of late."""
+        """The bytes that a peer sends; None if it does not answer, or has not of late."""
         self._peers.turn()
         if not self._peers.is_tried(peer):
             return None

@@ -149,7 +149,7 @@ class Mailbox:
             return self.count(vector if whole else vector[part])
 
     def contribution(self, number: int) -> Snapshot | None:
-        """What is shown; it stays this worker's contribution to the mean `number`."""
+        """The snapshot that stays this worker's contribution to the mean `number`."""
         with self._lock:
             return self.count(self._contribution(number))
 

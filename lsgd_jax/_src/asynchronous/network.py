@@ -77,7 +77,7 @@ class Network:
 
 
 def _ethernet(gigabits: float, latency: float) -> Network:
-    """Of each 1,538 bytes on the wire TCP carries 1,448."""
+    """TCP carries 1,448 of each 1,538 bytes on the wire."""
     return Network(bandwidth=0.94 * gigabits * 1e9 / 8, latency=latency)
 
 
@@ -184,7 +184,7 @@ class Links:
             return first + source, first + self._workers + target
         return source // self._locals, self._nodes + target // self._locals
 
-    # What is in flight
+    # Transfers in flight
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, call)

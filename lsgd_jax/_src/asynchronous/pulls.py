@@ -206,7 +206,7 @@ class PullsWorker:
         self._states = tuple(states)
         return bool(restored)
 
-    # What passes to a worker that starts again
+    # The state that passes to a worker that starts again
 
     def state(self) -> Any:
         """The pulls' states, and how many rounds there were."""
@@ -234,7 +234,7 @@ class _Compiled:
     def _init(self, params: Tree) -> tuple[PullState, ...]:
         x = trees.floats(params)
         begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
-        # What is in flight is a task of the driver, not a part of the state.
+        # A target in flight is a task of the driver, not a part of the state.
         return tuple(state._replace(pending=()) for state in alone(begin))
 
     def _local(self, x, u, states, loss, t, is_finite):

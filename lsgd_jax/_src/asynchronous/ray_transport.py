@@ -125,7 +125,7 @@ class RayTransport(Transport):
 
     @property
     def known(self) -> Known:
-        """What a coordinator that replaces one that failed must know of this worker."""
+        """The facts that a coordinator which replaces one that failed asks for."""
         with self._lock:
             closed = dict(self._closed)
         return Known(self._steps, self._number, closed, self._in_rounds, self.starts)

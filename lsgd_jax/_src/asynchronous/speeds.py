@@ -52,7 +52,7 @@ class Speeds:
         check_fraction("stall_probability", self.stall_probability)
 
     def of(self, worker: int, seed: int) -> "StepSeconds":
-        """What draws one worker's times."""
+        """A function that draws one worker's times."""
         return StepSeconds(self, worker, seed)
 
 

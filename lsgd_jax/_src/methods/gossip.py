@@ -69,7 +69,7 @@ def weight_dtype(params: Tree) -> Any:
 def send(
     group: Group, y: Tree, weight: Array, is_finite: Array, topology: Topology, t: Array
 ) -> tuple[Tree, Array, Tree | None]:
-    """What arrives if all workers send y with a share of their weight: Σ m_j y_j and Σ m_j.
+    """Sends y with a share of the weight; returns what arrives, Σ m_j y_j and Σ m_j.
 
     m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for a worker that is not
     finite. The third is the quantization error of this worker's own y, or None.

@@ -77,7 +77,7 @@ def check_group_size(group_size: int) -> None:
 
 
 def hops_of(group_size: int, workers: int) -> list[list[int]]:
-    """Of each round the hops between partners: the bits of its groups.
+    """Partner distances for each round, given as bit masks of the worker index.
 
     Raises:
       ValueError: the number of workers is no power of two.

@@ -23,7 +23,7 @@ from lsgd_jax._src.wire import Wire, WireFormat
 
 
 class LeaderState(NamedTuple):
-    """What a worker knows of its group's leader.
+    """A worker's knowledge of its group's leader.
 
     Attributes:
       losses: float [window], the last losses, a ring; per worker.

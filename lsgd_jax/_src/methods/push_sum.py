@@ -19,7 +19,7 @@ from lsgd_jax._src.wire import Wire, WireFormat
 
 
 class PushSumState(NamedTuple):
-    """What a worker of push-sum knows beside its parameters.
+    """The state of a push-sum worker beside its parameters.
 
     Attributes:
       weight: w, scalar in float32 at least, its push-sum weight; 1 at first; per worker.
