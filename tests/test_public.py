@@ -113,7 +113,9 @@ WRONG = {
 
 
 def test_mypy_strict_passes_a_right_program_and_finds_wrong_calls(tmp_path):
-    assert (ROOT / "lsgd_jax/py.typed").exists()
+    package = pathlib.Path(lj.__file__).parent  # in this checkout, or an installed wheel
+    assert (package / "py.typed").exists()
+    path = {"MYPYPATH": str(ROOT)} if package.parent == ROOT else {}
     program = tmp_path / "program.py"
     program.write_text(RIGHT + "\n".join(WRONG))
     done = subprocess.run(
@@ -122,7 +124,7 @@ def test_mypy_strict_passes_a_right_program_and_finds_wrong_calls(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={"MYPYPATH": str(ROOT), "PATH": ""},
+        env={**path, "PATH": ""},
         timeout=300,
     )
     lines = done.stdout.splitlines()
