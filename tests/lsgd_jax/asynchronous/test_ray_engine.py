@@ -133,7 +133,7 @@ ROWS = [
 
 @pytest.mark.slow
 def test_every_method_is_what_it_is_in_the_simulator(on_ray):
-    """Which `test_pulls` compares with lock step."""
+    """`test_pulls` compares the simulator with lock step."""
     for name in ROWS:
         method = Pulls(METHODS[name].make(2))
         expected = simulator.run(training()(0), method, 1, 2, 6).workers
