@@ -38,6 +38,7 @@ def leave_to_workers() -> None:
     """
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
+    lj.tune_cpu()
     check_platforms()
 
 

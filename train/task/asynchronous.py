@@ -76,6 +76,7 @@ def training(
 def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
     """The same for a worker that has a process of its own."""
     del index
+    lj.tune_cpu()  # a host of a cluster does not inherit the driver's environment
     compilation_cache.use(say=False)
     return training(config)
 

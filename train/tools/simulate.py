@@ -6,7 +6,7 @@
 
 takes real training steps, of all workers in this process, while a simulated clock says how
 long steps, messages and waits take. Options of a method stand behind its --method, as
---ray.wire does; all other options are those of `python -m train` and hold for every method.
+--method.wire does. All other options are those of `python -m train` and hold for all.
 DIR gets `simulated.json`, `simulated.csv`, `simulated.png` and of each method all its steps
 as CSV. The same seed gives the same numbers and times.
 """
@@ -307,6 +307,7 @@ def write(plan: Plan, runs: list[Recorded], rows: tables.Rows) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Simulates; the exit status is 0, 1 (stopped by an error) or 2 (wrong usage)."""
+    lj.tune_cpu()  # before jax uses a device
     try:
         plan = parse(arguments)
     except (ValueError, ImportError) as error:

@@ -1,10 +1,13 @@
 """Which devices a process uses."""
 
 import pytest
+from tiny import SMALL
 
 from train.cluster import devices
 from train.cluster.detection import Started
 from train.cluster.devices import local_device_ids
+from train.task import asynchronous
+from train.tools import simulate
 
 
 @pytest.fixture
@@ -30,6 +33,26 @@ def test_what_the_environment_asks_for_stays(emulated, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     devices.provide(8)
     assert emulated == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: devices.provide(1),
+        devices.leave_to_workers,
+        lambda: asynchronous.of_worker(SMALL, 0),
+        lambda: simulate.main(["no experiment"]),
+    ],
+    ids=["lock step", "driver", "worker", "simulator"],
+)
+def test_xla_is_tuned_wherever_steps_are_taken(start, emulated, monkeypatch):
+    tuned = []
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # leaves jax's configuration as it is
+    monkeypatch.setattr("lsgd_jax.tune_cpu", lambda: tuned.append(True))
+    monkeypatch.setattr(asynchronous, "training", lambda config: None)
+    monkeypatch.setattr(asynchronous.compilation_cache, "use", lambda say: None)
+    start()
+    assert tuned == [True]
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initial")])

@@ -170,6 +170,20 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, caps
     assert not folder.exists()
 
 
+def test_what_is_known_of_a_worker_that_hangs_is_saved(tmp_path, monkeypatch):
+    """A run that is stopped meanwhile keeps its own last state, not that of a peer."""
+
+    def hangs(status, remote):
+        if status.reports[0].steps >= 8 and 1 in status.present:
+            remote.lose(1)
+            signal.raise_signal(signal.SIGTERM)
+
+    run, result = run_of(tmp_path / "run", monkeypatch, {"befalls": hangs})
+    assert (result.stopped_by, result.saved) == (signal.SIGTERM, True)
+    rows = np.asarray(jax.tree.leaves(run.state.params)[-1])
+    assert not any(np.array_equal(rows[1], rows[i]) for i in (0, 2, 3))
+
+
 def test_a_run_with_nothing_left_to_do_has_not_diverged(tmp_path, monkeypatch):
     """The one worker that goes on has taken all its steps: its loss is unknown, not nan."""
 

@@ -16,6 +16,7 @@ from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
 from train.landscape.__main__ import main as landscape
 from train.metrics import log, plots
+from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
@@ -195,3 +196,21 @@ def test_what_can_not_be_leaves_no_folder_behind(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         open_run(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_event_is_written_to_a_folder_that_another_run_has_taken(tmp_path, monkeypatch):
+    class TakenOver(Exception):
+        pass
+
+    def check(lock):
+        if taken:
+            raise TakenOver
+
+    taken = []
+    monkeypatch.setattr(RunLock, "check", check)
+    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+    taken.append(True)
+    with pytest.raises(TakenOver):
+        run.write("train", loss=1.0)
+    assert not (run.folder / log.METRICS).exists()
+    run.lock.release()
