@@ -117,7 +117,7 @@ class Codec:
 
 
 def _is_coded(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1
+    return _is_float(x) and x.size > 1
 
 
 class WireState(NamedTuple):
@@ -137,7 +137,7 @@ class WireState(NamedTuple):
         cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
     ) -> "WireState":
         """Before the first exchange; `share` is `Group.shared`."""
-        nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), part)
+        nothing = trees.zeros(part)
         shared = share(nothing)
         reference = shared if shared.axes is None else nothing
         return cls(
@@ -184,13 +184,11 @@ class Line:
         return self.channel.broadcast(tree, source)
 
     def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
-        self._count((trees.widen(tree), jnp.float32(0)))
-        return self.channel.sum(tree, where, mean=False)
+        return self._total(tree, where, mean=False)
 
     def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
         del reference
-        self._count((trees.widen(tree), jnp.float32(0)))
-        return self.channel.sum(tree, where, mean=True)
+        return self._total(tree, where, mean=True)
 
     def permute(self, tree: Tree, permutation: Any, turn: int = 0) -> Tree:
         del turn
@@ -219,6 +217,10 @@ class Line:
         result = self.channel.switch(r, counted, operand)
         self.bytes_sent = before + sum(sent.values()) / max(len(sent), 1)
         return result
+
+    def _total(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+        self._count((trees.widen(tree), jnp.float32(0)))  # the number of workers, too
+        return self.channel.sum(tree, where, mean)
 
     def _count(self, tree: Tree) -> None:
         if self.channel.size > 1:
@@ -306,8 +308,7 @@ class NarrowLine(Line):
 
         def error(tree: Tree) -> Tree:
             codec = Codec(tree, self._wire)
-            nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
-            return codec.encode(tree, nothing, self._key(turn))[1]
+            return codec.encode(tree, trees.zeros(tree), self._key(turn))[1]
 
         return self._by_shard(error, tree)
 

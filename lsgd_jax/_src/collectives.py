@@ -18,7 +18,7 @@ from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import WORKER_AXES
-from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.trees import Tree, widen
 
 
 Permutation = Sequence[tuple[int, int]]
@@ -90,7 +90,7 @@ class MeshChannel:
         """The sum or mean of the trees of the workers for which `where` holds."""
 
         def add_up(tree: Tree, where: Array) -> tuple[Tree, Array]:
-            summed = (jax.tree.map(widened, tree), where.astype(jnp.float32))
+            summed = (widen(tree), where.astype(jnp.float32))
             packing = Packing(summed)
             take_part = lambda x: jnp.where(where, x, 0)
             sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]

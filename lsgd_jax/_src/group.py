@@ -18,7 +18,7 @@ from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import Axes, Shared, shared
-from lsgd_jax._src.trees import Tree, all_finite, widen, widened
+from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
 
 
 class Channel(Protocol):
@@ -223,7 +223,7 @@ class Group:
 
         def along(permutations: Sequence[Permutation]) -> Callable:
             def send(message: tuple[Tree, Array]) -> tuple[Tree, Array]:
-                sums = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), message[0])
+                sums = zeros(message[0])
                 mass = jnp.zeros_like(message[1])
                 for permutation in permutations:
                     arrived, m = self._line.permute(message, permutation)

@@ -43,6 +43,11 @@ def widen(tree: Tree) -> Tree:
     return jax.tree.map(widened, tree)
 
 
+def zeros(tree: Tree) -> Tree:
+    """Zeros like the `widened` leaves."""
+    return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
+
+
 def plus(x: Tree, u: Tree) -> Tree:
     """y = x + u as the worker will hold it: in the dtypes of x."""
     return jax.tree.map(lambda x, u: (x + u).astype(x.dtype), x, u)

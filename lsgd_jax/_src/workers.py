@@ -1,7 +1,7 @@
 """Workers: a node × local grid of workers over the devices at hand.
 
 `Workers.map` refuses, while tracing, a function in which workers would wait for each other
-forever, and a `Shared` output that may differ between workers; `lsgd_jax._uniform` tells
+forever, and a `Shared` output that may differ between workers; `_src/uniform.py` tells
 how it knows. One of its rules is optimistic: integer and bool SCALARS that each worker has
 of its own are taken to be equal on all workers, because wrappers such as
 `optax.MultiSteps` and `optax.conditionally_transform` count their steps in such leaves; so

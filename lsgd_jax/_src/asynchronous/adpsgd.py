@@ -87,8 +87,7 @@ class ADPSGDWorker(FreeRunningWorker):
             self.ask_snapshot(peer)
             return
         # The quantization error stays here, so that the sum of the two does not change.
-        packed = self.transport.mailbox.packed(self.worker.vector())
-        sent = self.transport.mailbox.wire.unpack(packed)
+        packed, sent = self.transport.mailbox.encoded(self.worker.vector())
         answer = self.transport.exchange(peer, packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 

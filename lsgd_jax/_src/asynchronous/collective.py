@@ -69,23 +69,18 @@ async def all_reduce(
     me, wire = transport.position.index, transport.mailbox.wire
     if transport.timed is not None and not wire.is_narrow:
         return await transport.timed.sum(key, vector, gives, group)
-    if wire.is_narrow:
-        owed = vector if error is None else vector + error
-        sent = transport.mailbox.packed(owed)
-        arrived = wire.unpack(sent)
-        post, own = sent, arrived
-    else:
-        owed, arrived, post, own = vector, vector, vector, vector
+    owed = vector if error is None else vector + error
+    sent, arrived = transport.mailbox.encoded(owed)
 
     async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
         givers = [i for i, gave in came.items() if gave]
         if not wire.is_narrow:
-            return await _in_chunks(transport, here, own, givers, list(came))
+            return await _in_chunks(transport, here, arrived, givers, list(came))
         others = await _from_peers(transport, {i: here for i in givers if i != me})
-        rows = [own if i == me else others[i] for i in givers]
-        return sum(rows[1:], rows[0]) if rows else np.zeros_like(own)
+        rows = [arrived if i == me else others[i] for i in givers]
+        return sum(rows[1:], rows[0]) if rows else np.zeros_like(arrived)
 
-    sums, came, done = await _together(transport, key, post, gives, group, collect)
+    sums, came, done = await _together(transport, key, sent, gives, group, collect)
     if error is not None:
         error[:] = owed - arrived if gives else 0
     return sums, sum(came.values()), done

@@ -76,11 +76,6 @@ class Compression:
         """Whether anything is rounded."""
         return self.wire.format != "float32"
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether it is rounded at random."""
-        return self.wire.rounding == "stochastic"
-
     def rounded(self, vector: np.ndarray, turn: int = 0) -> np.ndarray:
         """Q(x): the float32 vector that arrives when x is sent.
 

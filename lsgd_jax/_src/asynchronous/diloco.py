@@ -226,8 +226,7 @@ class DiLoCoWorker(FreeRunningWorker):
             outer = message = await self._moved(number, gradient, came, holders)
             if transport.mailbox.wire.is_narrow and finite(outer):
                 exact = outer + self._error
-                message = transport.mailbox.packed(exact)
-                outer = transport.mailbox.wire.unpack(message)
+                message, outer = transport.mailbox.encoded(exact)
                 self._error = exact - outer
         transport.mailbox.drop(("brought", number))
         transport.post(("anchor", number), message)

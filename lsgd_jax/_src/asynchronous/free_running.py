@@ -192,7 +192,8 @@ class FreeRunningWorker:
         error: Any = np.float32(0)
         if self.transport.mailbox.wire.is_narrow and self.is_finite:
             vector = self.worker.vector()
-            error = vector - self.transport.mailbox.rounded(vector)
+            _, arrives = self.transport.mailbox.encoded(vector)
+            error = vector - arrives
         self.in_flight[slot] = InFlight(
             self.transport.latest(peer), self.worker.count, peer, quantization_error=error
         )

@@ -63,9 +63,10 @@ class Mailbox:
         self._turn += 1
         return self.wire.pack(vector, self._turn)
 
-    def rounded(self, vector: np.ndarray) -> np.ndarray:
-        """The vector that arrives if this one is sent."""
-        return self.wire.unpack(self.packed(vector))
+    def encoded(self, vector: np.ndarray) -> tuple[Any, np.ndarray]:
+        """A vector as others get it, and the vector that arrives."""
+        packed = self.packed(vector)
+        return packed, self.wire.unpack(packed)
 
     def serve_state(self, state: Callable[[], Any]) -> None:
         """Sets what `state` returns."""
@@ -112,11 +113,6 @@ class Mailbox:
         return None if snapshot is None else self.wire.unpack(snapshot)
 
     # Requests of others. The answer is None as long as there is nothing to answer.
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the worker has begun."""
-        return self._vector is not None
 
     def latest(self) -> Snapshot | None:
         """The parameters, with what others have added."""

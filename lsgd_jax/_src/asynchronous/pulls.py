@@ -251,7 +251,7 @@ class _Compiled:
         self, pull: Pull, y: Tree, target: Target, state: PullState, is_finite, t
     ) -> Any:
         mine = parts.select(pull.part, trees.floats(y))
-        still = jax.tree.map(jnp.zeros_like, trees.widen(mine))
+        still = trees.zeros(mine)
         u, state, restored = alone(
             lambda: kernel.land(pull, mine, still, target, state, is_finite, t), *self._grid
         )

@@ -5,10 +5,9 @@ import math
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import Compression, Snapshot
+from lsgd_jax._src.asynchronous.compression import Compression
 from lsgd_jax._src.asynchronous.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.transport import (
     GridPosition,
@@ -78,7 +77,7 @@ class SimulatedTransport(Transport):
         simulation, me = self._simulation, self._index
         limit = self.now() + self.timeout
         is_lost = simulation.loss and simulation.random.random() < simulation.loss
-        size = sum(map(_bytes_of, arguments))
+        size = Compression.nbytes(arguments)
         came = await simulation.links.send(me, peer, size, limit)
         key, answer = arguments[0] if call == "fetch" else None, None
         while came and not is_lost and peer not in simulation.down:
@@ -91,7 +90,7 @@ class SimulatedTransport(Transport):
             except TimeoutError:
                 break
         if answer is not None:
-            if await simulation.links.send(peer, me, _bytes_of(answer), limit):
+            if await simulation.links.send(peer, me, Compression.nbytes(answer), limit):
                 return answer
         await self.sleep(max(limit - self.now(), 0))
         raise UnreachableError(f"worker {peer} did not answer within {self.timeout:g} s")
@@ -132,7 +131,7 @@ class SimulatedTransport(Transport):
             result, came = combine(brought), list(brought)
             if result is None:
                 raise UnreachableError(f"the source of {key} has failed")
-            size = _bytes_of(result)
+            size = Compression.nbytes(result)
             each = round(2 * (len(came) - 1) / len(came) * size)
             for i in came:
                 simulation.transports[i].mailbox.bytes_sent += each
@@ -171,9 +170,3 @@ class SimulatedTransport(Transport):
     async def _to_coordinator(self) -> None:
         """A small message to the node of worker 0, or back."""
         await self._simulation.links.send(self._index, 0, 0, math.inf)
-
-
-def _bytes_of(content: Any) -> int:
-    if isinstance(content, Snapshot):
-        content = content.vector
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(content))

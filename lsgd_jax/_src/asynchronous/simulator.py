@@ -102,7 +102,6 @@ class Simulation:
         tasks = self._tasks.setdefault(i, set())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     # Rounds
@@ -261,8 +260,7 @@ async def _conduct(
 
     def begin(i: int) -> None:
         workers[i] = Worker(training, method, simulation.enter(i, method), steps)
-        task = asyncio.ensure_future(take_part(workers[i]))
-        ends.append((i, simulation.own(i, task)))
+        ends.append((i, workers[i].transport.start(take_part(workers[i]))))
 
     for i in range(simulation.nodes * simulation.locals):
         if i in joins and not drops.get(i, math.inf) < joins[i]:

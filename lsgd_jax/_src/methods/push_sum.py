@@ -14,7 +14,7 @@ from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
-from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.trees import Tree, widened, zeros
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
@@ -146,7 +146,7 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     graph = for_group(topology)
 
     def init(params: Tree) -> PushSumState:
-        nothing = jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params)
+        nothing = zeros(params)
         dtype = weight_dtype(params)
         in_flight = tuple((nothing, jnp.zeros([], dtype)) for _ in range(staleness - 1))
         return PushSumState(jnp.ones([], dtype), in_flight)

@@ -10,7 +10,7 @@ from lsgd_jax._src.aggregate import aggregate
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.trees import Tree
 
 
 def allreduce(
@@ -161,7 +161,7 @@ def cge(
         raise ValueError("`decay` must be less than 1, or no gradient ever enters h")
 
     def rule(group, g, own, finite):
-        h = jax.tree.map(widened, g)
+        h = trees.widen(g)
         if decay:
             ema = jax.tree.map(lambda h, g: decay * h + (1 - decay) * g, own, h)
             h = own = trees.where(finite, ema, own)
@@ -178,7 +178,7 @@ def cge(
                 f"`faulty` must be less than the number of workers ({workers}), got "
                 f"{faulty=}"
             )
-        return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), params) if decay else ()
+        return trees.zeros(params) if decay else ()
 
     return aggregate(rule, axes, init)
 
