@@ -104,8 +104,7 @@ def create(config: Config, session: Session) -> pathlib.Path:
       ValueError: --run-dir is there already and is not an empty folder, or the folder
         cannot be made, or is not the same for all; nothing is left of it then.
     """
-    made = str(_make(config)) if session.is_main else ""
-    folder = pathlib.Path(session.agree(made))
+    folder = pathlib.Path(session.of_main(lambda: str(_make(config))))
     try:
         shared_folder.check(session, folder)
     except ValueError:
