@@ -20,6 +20,7 @@ from train.cluster.exit_status import (  # noqa: E402
 from train.cluster.session import Session, WorkersLost, is_of_xla  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.arrays import DataError  # noqa: E402
+from train.ray_config import check_installed  # noqa: E402
 from train.run.resuming import resume_command  # noqa: E402
 
 
@@ -34,6 +35,11 @@ def main(arguments: list[str]) -> int:
     session = Session()
     try:
         config = cli.parse(arguments)
+        if config.ray.processes and config.distributed.process_id is None:
+            check_installed()
+            from train.cluster import ray_train
+
+            return ray_train.run(config, arguments)
         if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
