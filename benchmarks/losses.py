@@ -66,7 +66,7 @@ class Host:
         return self.process.returncode
 
     def remove(self, count: int) -> None:
-        """Kills raylets of nodes on which processes of the run are, with all they started."""
+        """Kills raylets of nodes that processes of the run are on, with all they started."""
         used = [node for node in self.nodes if self._processes_of(node)]
         for node in used[:count]:
             self._cluster.remove_node(node, allow_graceful=False)
@@ -102,6 +102,7 @@ class Host:
             )
         except OSError:
             return 0
+        return max((event["step"] for event in events), default=0)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -177,6 +178,12 @@ LOSSES: dict[str, tuple[Callable[[Host], None], tuple[str, ...], int]] = {
         2,
     ),
 }
+
+
+HEAD = (
+    "| loss | steps: lost at → goes on from | seconds to the next step | status | "
+    "parameters at the end | processes left |\n|---|---|---|---|---|---|"
+)
 
 
 def numbers(folder: pathlib.Path) -> list[np.ndarray]:
