@@ -12,7 +12,7 @@ import tyro
 
 import lsgd_jax as lj
 from train.config_checks import check
-from train.data.vocabulary import Tokens
+from train.data.text import Tokens
 from train.distributed_config import DistributedConfig as DistributedConfig
 from train.ray_config import RayConfig as RayConfig
 from train.ray_config import check_pace
