@@ -26,7 +26,7 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What to train on and what to test with.
+    """Images to train on and images to test with.
 
     Attributes:
       train, test: images of one shape [H, W, C].
@@ -36,8 +36,8 @@ class Dataset:
       ValueError: arrays of other shapes or dtypes, no images, a label out of range.
 
     >>> some = Images(np.zeros((5, 8, 8, 1), np.uint8), np.arange(5, dtype=np.int32))
-    >>> Dataset(train=some, test=some, num_classes=5).train.images.shape
-    (5, 8, 8, 1)
+    >>> Dataset(train=some, test=some, num_classes=5).image_shape
+    (8, 8, 1)
     >>> Dataset(train=some, test=some, num_classes=4)
     Traceback (most recent call last):
     ValueError: the labels of `train` must be in 0..3, got 0..4
@@ -49,38 +49,31 @@ class Dataset:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Of one image: [H, W, C]."""
+        """The shape of an image: [H, W, C]."""
         return self.train.images.shape[1:]
 
     def __post_init__(self) -> None:
         lj.checks.check_positive_int("num_classes", self.num_classes)
         for name, part in (("train", self.train), ("test", self.test)):
-            _check_images(name, part.images)
-            _check_labels(name, part.labels, len(part.images), self.num_classes)
+            images, labels, most = part.images, part.labels, self.num_classes - 1
+            if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
+                raise ValueError(
+                    f"the images of `{name}` must be uint8 [N, H, W, C] and not empty, got "
+                    f"{images.dtype} {list(images.shape)}"
+                )
+            if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
+                raise ValueError(
+                    f"the labels of `{name}` must be int32 [{len(images)}], one per image, "
+                    f"got {labels.dtype} {list(labels.shape)}"
+                )
+            if labels.min() < 0 or labels.max() > most:
+                raise ValueError(
+                    f"the labels of `{name}` must be in 0..{most}, got {labels.min()}.."
+                    f"{labels.max()}"
+                )
         train, test = self.train.images.shape[1:], self.test.images.shape[1:]
         if train != test:
             raise ValueError(
                 "the images of `train` and `test` must be of one shape, got "
                 f"{list(train)} and {list(test)}"
             )
-
-
-def _check_images(name: str, images: np.ndarray) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
-        raise ValueError(
-            f"the images of `{name}` must be uint8 [N, H, W, C] and not empty, got "
-            f"{images.dtype} {list(images.shape)}"
-        )
-
-
-def _check_labels(name: str, labels: np.ndarray, count: int, num_classes: int) -> None:
-    if labels.dtype != np.int32 or labels.shape != (count,):
-        raise ValueError(
-            f"the labels of `{name}` must be int32 [{count}], one per image, got "
-            f"{labels.dtype} {list(labels.shape)}"
-        )
-    low, high = labels.min(), labels.max()
-    if low < 0 or high >= num_classes:
-        raise ValueError(
-            f"the labels of `{name}` must be in 0..{num_classes - 1}, got {low}..{high}"
-        )

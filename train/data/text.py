@@ -29,46 +29,19 @@ TEST_TOKENS = 2**14  # per worker and batch
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    r"""The tokens that ids stand for.
+    """The tokens that ids stand for.
 
     Attributes:
       characters: those of the text in the order of their code points; None: the 256 bytes.
 
-    >>> letters = Vocabulary.of(b"hello", "characters")
-    >>> letters.encode(b"hole").tolist(), letters.decode(letters.encode(b"hole"))
-    ([1, 3, 2, 0], 'hole')
-    >>> Vocabulary.of(b"", "bytes").encode("é".encode()).tolist()
-    [195, 169]
+    >>> Vocabulary("ehlo").decode(np.array([1, 3, 2, 0]))
+    'hole'
     """
 
     characters: str | None
 
-    @classmethod
-    def of(cls, text: bytes, tokens: Tokens) -> "Vocabulary":
-        """The vocabulary of a text in UTF-8, or in bytes of any kind."""
-        if tokens == "bytes":
-            return cls(None)
-        return cls("".join(map(chr, np.unique(_code_points(text)))))
-
     def __len__(self) -> int:
         return 256 if self.characters is None else len(self.characters)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """The ids of a text, in the smallest unsigned type that holds them.
-
-        Raises:
-          ValueError: a character that is not in the vocabulary.
-        """
-        if self.characters is None:
-            return np.frombuffer(text, np.uint8)
-        table = np.full(CODE_POINTS, -1, np.int32)
-        table[[ord(character) for character in self.characters]] = np.arange(len(self))
-        points = _code_points(text)
-        ids = table[points]
-        if (ids < 0).any():
-            unknown = chr(points[ids < 0][0])
-            raise ValueError(f"the character {unknown!r} is not in the vocabulary")
-        return ids.astype(np.min_scalar_type(len(self) - 1))
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of some ids; bytes that are not UTF-8 become the sign U+FFFD."""
@@ -79,8 +52,8 @@ class Vocabulary:
     @property
     def start(self) -> np.ndarray:
         """The token before a sample, [1]: the end of a line if there is one, or id 0."""
-        has_lines = self.characters is None or "\n" in self.characters
-        return self.encode(b"\n") if has_lines else np.zeros(1, np.uint8)
+        found = ord("\n") if self.characters is None else self.characters.find("\n")
+        return np.array([max(found, 0)], np.uint8)
 
     @property
     def nbytes(self) -> np.ndarray:
@@ -92,10 +65,6 @@ class Vocabulary:
     def to_json(self, **notes: str) -> str:
         """The vocabulary as JSON, with notes beside it."""
         return json.dumps({"characters": self.characters, **notes}) + "\n"
-
-
-def _code_points(text: bytes) -> np.ndarray:
-    return np.frombuffer(text.decode().encode("utf-32-le"), np.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +99,21 @@ def load(files: Sequence[str], tokens: Tokens) -> Text:
 
 
 def of(text: bytes, tokens: Tokens) -> Text:
-    """A text: the first nine tenths of its tokens are for training."""
-    # The vocabulary is the whole text's, so that no character of the test lacks an id.
-    vocabulary = Vocabulary.of(text, tokens)
-    ids = vocabulary.encode(text)
-    count = len(ids) * 9 // 10
-    return Text(ids[:count], ids[count:], vocabulary, hashlib.sha256(text).hexdigest())
+    """A text in UTF-8, or in bytes of any kind: nine tenths of its tokens are for training.
+
+    Ids are of the smallest unsigned type that holds them.
+    """
+    characters, ids = None, np.frombuffer(text, np.uint8)
+    if tokens == "characters":
+        points = np.frombuffer(text.decode().encode("utf-32-le"), np.uint32)
+        # Those of the whole text, so that no character of the test lacks an id.
+        present = np.zeros(CODE_POINTS, bool)
+        present[points] = True
+        characters = "".join(map(chr, np.flatnonzero(present)))
+        smallest = np.min_scalar_type(len(characters) - 1)
+        ids = (np.cumsum(present) - 1).astype(smallest)[points]
+    count, sha256 = len(ids) * 9 // 10, hashlib.sha256(text).hexdigest()
+    return Text(ids[:count], ids[count:], Vocabulary(characters), sha256)
 
 
 def standard_library() -> bytes:
@@ -153,12 +131,13 @@ def standard_library() -> bytes:
 
 
 def _read(file: str, tokens: Tokens) -> bytes:
-    path, wrong = pathlib.Path(file), None
+    path, text, wrong = pathlib.Path(file), b"", ""
     try:
         if path.exists() and not path.is_file():
             wrong = "is no regular file"  # reading a FIFO would wait for its other end
-        elif (text := path.read_bytes()) in (b"", codecs.BOM_UTF8):
-            wrong = "is empty"
+        else:
+            text = path.read_bytes()
+            wrong = "" if text.removeprefix(codecs.BOM_UTF8) else "is empty"
     except OSError as error:
         wrong = f"cannot be read: {error.strerror or error}"
     if wrong:

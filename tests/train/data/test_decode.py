@@ -5,7 +5,7 @@ import pytest
 from images import picture
 from PIL import Image
 
-from train.data import decode
+from train.data import imagenet
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def root_mean_square(a, b):
 
 def test_random_parts_have_the_areas_and_shapes_they_should():
     rng = np.random.default_rng(0)
-    boxes = np.array([decode.random_box(500, 400, rng) for _ in range(2000)])
+    boxes = np.array([imagenet.random_box(500, 400, rng) for _ in range(2000)])
     left, top, right, bottom = boxes.T
     assert left.min() == top.min() == 0 and right.max() == 500 and bottom.max() == 400
     width, height = right - left, bottom - top
@@ -40,18 +40,18 @@ def test_random_parts_have_the_areas_and_shapes_they_should():
 @pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (3, 2), (2000, 10)])
 def test_a_part_of_an_image_of_any_shape_lies_inside(size):
     for seed in range(20):
-        box = decode.random_box(*size, np.random.default_rng(seed))
+        box = imagenet.random_box(*size, np.random.default_rng(seed))
         assert 0 <= box[0] < box[2] <= size[0] and 0 <= box[1] < box[3] <= size[1]
 
 
 def test_where_nothing_fits_the_middle_is_taken():
-    assert decode.random_box(1000, 30, np.random.default_rng(0)) == (480, 0, 520, 30)
-    assert decode.random_box(30, 1000, np.random.default_rng(0)) == (0, 480, 30, 520)
+    assert imagenet.random_box(1000, 30, np.random.default_rng(0)) == (480, 0, 520, 30)
+    assert imagenet.random_box(30, 1000, np.random.default_rng(0)) == (0, 480, 30, 520)
 
 
 def test_the_middle_is_that_of_the_image_scaled_to_256(photo, tmp_path):
     photo.save(tmp_path / "a.png")
-    got = decode.read(tmp_path / "a.png", 224, decode.center_box)
+    got = imagenet.read(tmp_path / "a.png", 224, imagenet.center_box)
     scaled = photo.resize((320, 256), Image.Resampling.BILINEAR)
     expected = np.asarray(scaled.crop((48, 16, 48 + 224, 16 + 224)))
     assert got.shape == (224, 224, 3) and got.dtype == np.uint8
@@ -60,7 +60,7 @@ def test_the_middle_is_that_of_the_image_scaled_to_256(photo, tmp_path):
 
 def test_a_part_is_scaled_with_antialiasing(photo, tmp_path):
     photo.save(tmp_path / "a.png")
-    got = decode.read(tmp_path / "a.png", 32, lambda width, height: (100, 50, 356, 306))
+    got = imagenet.read(tmp_path / "a.png", 32, lambda width, height: (100, 50, 356, 306))
     whole = np.asarray(photo)[50:306, 100:356].astype(float)
     means = whole.reshape(32, 8, 32, 8, 3).mean(axis=(1, 3))
     assert root_mean_square(got, means) < 4
@@ -86,7 +86,7 @@ def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
         stored, expected = image.convert(mode), image.convert(mode)
     path = tmp_path / f"a.{suffix}"
     stored.save(path, lossless=True, quality=100)
-    got = decode.read(path, 30, lambda width, height: (0, 0, 30, 30))
+    got = imagenet.read(path, 30, lambda width, height: (0, 0, 30, 30))
     wanted = np.asarray(expected.convert("RGB").crop((0, 0, 30, 30)))
     assert got.shape == (30, 30, 3)
     assert root_mean_square(got, wanted) < (20 if mode == "1" else 4)
@@ -95,7 +95,7 @@ def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
 def test_transparent_palettes_are_no_warning(tmp_path):
     image = picture(np.random.default_rng(0)).convert("P")
     image.save(tmp_path / "a.png", transparency=bytes(range(256)))
-    got = decode.read(tmp_path / "a.png", 30, lambda width, height: (0, 0, 30, 30))
+    got = imagenet.read(tmp_path / "a.png", 30, lambda width, height: (0, 0, 30, 30))
     wanted = np.asarray(image.convert("RGB").crop((0, 0, 30, 30)))
     assert root_mean_square(got, wanted) < 1
 
@@ -112,10 +112,10 @@ def test_large_jpegs_are_decoded_small_and_look_the_same(photo, tmp_path, monkey
     )
     boxes = [(0, 0, 2000, 1500), (101, 203, 1103, 1007), (700, 300, 1000, 620)]
     for box in boxes:
-        small = decode.read(path, 224, lambda width, height, box=box: box)
+        small = imagenet.read(path, 224, lambda width, height, box=box: box)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "SPARE", 1e9)
-            whole = decode.read(path, 224, lambda width, height, box=box: box)
+            patch.setattr(imagenet, "SPARE", 1e9)
+            whole = imagenet.read(path, 224, lambda width, height, box=box: box)
         assert root_mean_square(small, whole) < 1
     assert decoded[0] == (1000, 750)  # 750 > 2 x 224
     assert decoded[1::2] == [(2000, 1500)] * 3
@@ -126,7 +126,7 @@ def test_large_jpegs_are_decoded_small_and_look_the_same(photo, tmp_path, monkey
 def test_what_is_no_image_raises(content, tmp_path):
     (tmp_path / "a.jpeg").write_bytes(content)
     with pytest.raises(OSError):
-        decode.read(tmp_path / "a.jpeg", 32, decode.center_box)
+        imagenet.read(tmp_path / "a.jpeg", 32, imagenet.center_box)
 
 
 def test_a_truncated_image_raises(photo, tmp_path):
@@ -135,4 +135,4 @@ def test_a_truncated_image_raises(photo, tmp_path):
         photo.save(path)
         path.write_bytes(path.read_bytes()[:5000])
         with pytest.raises(OSError):
-            decode.read(path, 32, decode.center_box)
+            imagenet.read(path, 32, imagenet.center_box)

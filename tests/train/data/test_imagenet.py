@@ -94,11 +94,11 @@ WRONG = {
     ),
     "less in val": (
         lambda d: shutil.rmtree(d / "val" / "cat"),
-        "must have the same classes, but cat is in train and not in val",
+        "must have the same classes, but only train has cat",
     ),
     "less in train": (
         lambda d: [shutil.rmtree(d / "train" / x) for x in ("ant", "bee")],
-        "must have the same classes, but ant, bee are in val and not in train",
+        "must have the same classes, but only val has ant, bee",
     ),
     "no images": (
         lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from images import make_folder
 
-from train.data import decode, imagenet, stream
+from train.data import imagenet, stream
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.sampler import EpochSampler, parts
@@ -68,8 +68,8 @@ def take(stream, start, stop):
 def cropped(path, worker, step, place):
     """The part of an image that a worker sees at a place in a batch."""
     rng = np.random.default_rng([SEED, worker, step, place, stream.CROPS])
-    box_of = lambda width, height: decode.random_box(width, height, rng)
-    return decode.read(path, SIZE, box_of)
+    box_of = lambda width, height: imagenet.random_box(width, height, rng)
+    return imagenet.read(path, SIZE, box_of)
 
 
 def assert_equal(some, others):
@@ -82,9 +82,9 @@ def assert_equal(some, others):
 @pytest.fixture
 def read(monkeypatch):
     """The paths of the files read, in order."""
-    paths, original = [], decode.read
+    paths, original = [], imagenet.read
     note = lambda path, *rest: paths.append(path) or original(path, *rest)
-    monkeypatch.setattr(decode, "read", note)
+    monkeypatch.setattr(imagenet, "read", note)
     return paths
 
 
@@ -158,7 +158,7 @@ def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
         assert valid.tolist() == [True] * 9 + [False] * 7
         np.testing.assert_array_equal(labels[:9], files.labels)
         for row in range(9):
-            expected = decode.read(files.path(row), SIZE, decode.center_box)
+            expected = imagenet.read(files.path(row), SIZE, imagenet.center_box)
             np.testing.assert_array_equal(pixels[row], expected)
     mine = list(make_stream(folder, Grid(2, 4)).test_batches)
     assert_equal(mine, jax.tree.map(lambda x: x[2:], batches))
@@ -249,7 +249,7 @@ def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
     def no_memory(*_):
         raise MemoryError("no room for an image")
 
-    monkeypatch.setattr(decode, "read", no_memory)
+    monkeypatch.setattr(imagenet, "read", no_memory)
     with pytest.raises(MemoryError, match="no room for an image"):
         take(reader, 0, 1)
 

@@ -17,7 +17,7 @@ import lsgd_jax as lj
 from configs.imagenet_resnet50 import CONFIG
 from train.__main__ import main
 from train.config import DataConfig, OptimizerConfig, WorkersConfig
-from train.data import decode, imagenet
+from train.data import imagenet
 from train.data.arrays import DataError
 from train.metrics import log
 from train.metrics.progress import Progress
@@ -147,7 +147,7 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     files = imagenet.load(data).test
     params, wrong = jax.tree.map(lambda x: x[1], run.state.params), 0
     for row in range(1, 9):
-        pixels = decode.read(files.path(row), SIZE, decode.center_box)
+        pixels = imagenet.read(files.path(row), SIZE, imagenet.center_box)
         x = run.experiment.forward.transforms.test(jnp.asarray(pixels[None]))
         logits = run.experiment.forward.model.apply({"params": params}, x, False)
         wrong += int(np.argmax(logits) != files.labels[row])

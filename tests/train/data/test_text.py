@@ -10,7 +10,7 @@ import pytest
 import lsgd_jax as lj
 from train.data import text
 from train.data.arrays import DataError
-from train.data.text import TEST_TOKENS, Vocabulary, Windows
+from train.data.text import TEST_TOKENS, Windows
 
 
 LETTERS = text.of("".join(chr(0x100 + i % 300) for i in range(1000)).encode(), "characters")
@@ -42,12 +42,20 @@ def test_the_standard_library_is_there_and_always_the_same():
 
 
 def test_many_characters_need_larger_ids():
-    vocabulary = Vocabulary("".join(map(chr, range(0x4E00, 0x4E00 + 300))))
-    ids = vocabulary.encode("一丁丫".encode())
-    assert ids.dtype == np.uint16 and ids.tolist() == [0, 1, 0x2B]
-    assert set(vocabulary.nbytes) == {3}
-    with pytest.raises(ValueError, match="the character 'x' is not in the vocabulary"):
-        vocabulary.encode(b"x")
+    whole = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
+    loaded = text.of(("一丁丫" + whole).encode(), "characters")
+    assert loaded.vocabulary.characters == whole
+    assert loaded.train.dtype == np.uint16 and loaded.train[:3].tolist() == [0, 1, 0x2B]
+    assert set(loaded.vocabulary.nbytes) == {3}
+
+
+@pytest.mark.parametrize(
+    "whole, tokens, start",
+    [("b\na", "characters", 0), ("b\n\ta", "characters", 1), ("ba", "characters", 0)]
+    + [("b\na", "bytes", 10), ("ba", "bytes", 10)],
+)
+def test_a_sample_begins_behind_the_end_of_a_line(whole, tokens, start):
+    assert text.of(whole.encode(), tokens).vocabulary.start.tolist() == [start]
 
 
 UNUSABLE = "`data.files` must name files of text, but .*file "
