@@ -43,10 +43,7 @@ class Stream:
 
     Args:
       folder: the images.
-      sampler: which images each worker sees at which step.
-      workers: the grid.
-      parts: of the training images each worker's own, int [W, size]; None: all.
-      test_batch: test images per worker and batch, at most.
+      sampler, workers, parts, test_batch: as of `Resident`.
       seed: of the random parts of images.
       threads: how many read.
       ahead: batches to read ahead.
