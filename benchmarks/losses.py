@@ -66,7 +66,7 @@ class Host:
         return self.process.returncode
 
     def remove(self, count: int) -> None:
-        """Kills raylets of nodes on which processes of the run are, with all they started."""
+        """Kills raylets of nodes on which processes of the run are, with these."""
         used = [node for node in self.nodes if self._processes_of(node)]
         for node in used[:count]:
             self._cluster.remove_node(node, allow_graceful=False)
@@ -97,11 +97,10 @@ class Host:
     def step(self) -> int:
         """The last step in the run's metrics, or 0."""
         try:
-            return max(
-                (x["step"] for x in log.read(self.folder).get("train", [])), default=0
-            )
+            events = log.read(self.folder).get("train", [])
         except OSError:
             return 0
+        return max((event["step"] for event in events), default=0)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -179,6 +178,12 @@ LOSSES: dict[str, tuple[Callable[[Host], None], tuple[str, ...], int]] = {
 }
 
 
+HEAD = (
+    "| loss | steps: lost at → goes on from | seconds to the next step | status | "
+    "parameters at the end | processes left |\n|---|---|---|---|---|---|"
+)
+
+
 def numbers(folder: pathlib.Path) -> list[np.ndarray]:
     """Everything that the last checkpoint holds."""
     path = (folder / "checkpoints" / str(STEPS) / "state").absolute()
@@ -224,11 +229,7 @@ def main() -> None:
         undisturbed = Host(scratch / "undisturbed")
         assert undisturbed.end() == 0, undisturbed.said
         expected = numbers(scratch / "undisturbed")
-        print(
-            "| loss | steps: lost at → goes on from | seconds to the next step | status ",
-            end="",
-        )
-        print("| parameters at the end | processes left |\n|---|---|---|---|---|---|")
+        print(HEAD)
         for i, loss in enumerate(options.only):
             print(measure(loss, scratch / str(i), expected), flush=True)
 
