@@ -14,8 +14,6 @@ from PIL import Image
 from train.data.arrays import DataError, Images
 
 
-NAMED = 5  # classes named in a message, at most
-
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
@@ -116,8 +114,8 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     for one, two, where in ((train, test, "train"), (test, train, "val")):
         if missing := sorted(set(one.classes) - set(two.classes)):
             raise DataError(
-                f"{top}: train and val must have the same classes, but only {where} has "
-                f"{_some(missing)}"
+                f"{top}: train and val must have the same classes, but {len(missing)} of "
+                f"them are only in {where}: {', '.join(missing[:5])}"
             )
     return ImageFolder(train, test, image_size)
 
@@ -140,7 +138,7 @@ def _find(folder: pathlib.Path) -> Files:
         with os.scandir(folder / name) as entries:
             names.append(sorted(os.fsencode(x.name) for x in entries if _is_image(x)))
     if empty := [name for name, found in zip(classes, names) if not found]:
-        raise DataError(f"{folder}: there is no image in {_some(empty)}")
+        raise DataError(f"{folder}: there is no image in {', '.join(empty[:5])}")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), list(map(len, names)))
     every = np.array(list(itertools.chain.from_iterable(names)))
     return Files(str(folder), tuple(classes), every, labels)
@@ -150,16 +148,6 @@ def _is_image(entry: os.DirEntry) -> bool:
     if not entry.name.lower().endswith(SUFFIXES) or entry.name.startswith("."):
         return False
     return entry.is_file() or entry.is_symlink()  # no FIFO, which would be waited for
-
-
-def _some(names: list[str]) -> str:
-    """The names, or the first of them.
-
-    >>> _some(["a", "b"]), _some(list("abcdefg"))
-    ('a, b', 'a, b, c, d, e and 2 more')
-    """
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def some(files: Files, count: int, seed: int, size: int) -> Images:

@@ -38,8 +38,8 @@ class Stream:
     of the same class as a rule; a test image that cannot be read does not count. Each
     such file is reported once.
 
-    At most ahead + 3 batches are read and not yet handed out: `ahead` of them decoded or
-    being decoded, one being put together, two on the devices.
+    At most ahead + 3 batches are read and not yet handed out; two of them are on the
+    devices.
 
     Args:
       folder: the images.

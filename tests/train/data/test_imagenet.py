@@ -112,11 +112,11 @@ WRONG = {
     "empty class": (lambda d: empty(d / "train" / "bee"), "there is no image in bee"),
     "less in val": (
         lambda d: shutil.rmtree(d / "val" / "cat"),
-        "must have the same classes, but only train has cat",
+        "must have the same classes, but 1 of them are only in train: cat",
     ),
     "less in train": (
         lambda d: [shutil.rmtree(d / "train" / x) for x in ("ant", "bee")],
-        "must have the same classes, but only val has ant, bee",
+        "must have the same classes, but 2 of them are only in val: ant, bee",
     ),
     "no images": (
         lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],
