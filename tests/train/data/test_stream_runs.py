@@ -13,7 +13,6 @@ import pytest
 import tiny
 from images import make_folder
 
-import lsgd_jax as lj
 from configs.imagenet_resnet50 import CONFIG
 from train.__main__ import main
 from train.config import DataConfig, OptimizerConfig, WorkersConfig
@@ -114,22 +113,6 @@ def test_the_step_needs_nothing_from_the_host(finished):
         for batch in batches:
             with jax.transfer_guard("disallow"):
                 state, _ = experiment.step(state, experiment.data, batch)
-
-
-def test_statistics_are_reestimated_from_the_files(finished):
-    run, _ = finished
-    experiment = run.experiment
-    center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
-    got = experiment.evaluation.reestimated(center, stats)
-    keys, means = experiment.worker_keys(), []
-    for step in range(6):  # an epoch
-        pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
-        for worker in range(2):
-            image_key, _ = jax.random.split(keys[worker])
-            x = experiment.forward.transforms.train(image_key, pixels[worker])
-            means.append(np.asarray(x).reshape(len(x), -1).mean(axis=0))
-    first = got["batch_stats"]["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
 
 
 def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
