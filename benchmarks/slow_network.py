@@ -23,9 +23,8 @@ import optax
 from limited_hosts import add_options, join, limited_hosts
 
 import lsgd_jax as lj
-from train import cli
+from train import cli, interconnect, plan
 from train.cluster.session import Session
-from train.tools import interconnect, plan
 
 
 PROCESSES, LEAVES = 4, 16

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.tools import simulate
+from train import simulate
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.tools import plan
-from train.tools.plan import Link
+from train import plan
+from train.plan import Link
 
 
 LINK = Link(latency=0.01, rate=1e7, workers=4)  # 4 MB take 0.41 s

@@ -8,11 +8,10 @@ import pathlib
 import pytest
 import tiny
 
-from train import cli
+from train import cli, compare
 from train import config as configuration
 from train.metrics import log, measures
 from train.task.experiment import make_optimizer
-from train.tools import compare
 
 
 OPTIONS = (
@@ -129,7 +128,7 @@ def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
 
 
 def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
-    folder = pathlib.Path(__file__).parents[3] / "benchmarks"
+    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(folder)  # as when it is run
     benchmark = importlib.import_module("language_model")
     given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]

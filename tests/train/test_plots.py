@@ -2,7 +2,7 @@
 
 import json
 
-from train.metrics import plots
+from train import plots
 
 
 def test_events_that_are_not_as_they_must_be_are_left_out(tmp_path):

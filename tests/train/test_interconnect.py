@@ -6,8 +6,8 @@ import pytest
 import rich.console
 import tiny
 
-from train.tools import interconnect
-from train.tools.interconnect import Measurement
+from train import interconnect
+from train.interconnect import Measurement
 
 
 def measured(**exchanges):
