@@ -1,23 +1,33 @@
 """The figures of a run, as PNG files beside its metrics: python -m train.plots RUN."""
 
+import json
+import logging
 import pathlib
 import sys
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 
 from train import command
 from train.metrics import log, traffic
 from train.metrics.measures import ERROR, of_events
+from train.run.folder import CONFIG
+
+
+# Matplotlib warns of every folder that it cannot write to, and takes a temporary one.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
+import matplotlib  # noqa: E402
 
 
 matplotlib.use("agg")
 
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator, NullFormatter  # noqa: E402
 
 
-Events = dict[str, list[dict[str, Any]]]
+Event = dict[str, Any]
+Events = dict[str, list[Event]]
 
 BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
 MOST_NAMED = 16  # workers
@@ -30,30 +40,29 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     Returns:
       The files written; figures for which there is no data yet are left out.
     """
-    events = log.read(folder)
-    figures = {
-        "training.png": _training(events),
-        "leaders.png": _leaders(events),
-        "consensus.png": _consensus(events),
-        "traffic.png": _traffic(events),
-        "pace.png": _pace(events),
-    }
-    written = []
-    for name, figure in figures.items():
+    events, written = log.read(folder), []
+    for name, make in FIGURES.items():
+        figure = make(events)
         if figure is not None:
-            figure.savefig(folder / name, dpi=120)
+            figure.suptitle(title(folder), fontsize=10)
+            written.append(folder / f"{name}.png")
+            tidy(figure).savefig(written[-1], dpi=120)
             plt.close(figure)
-            written.append(folder / name)
     return written
 
 
-def _column(events: list[dict[str, Any]], name: str) -> list[Any]:
-    return [event.get(name) for event in events]
+def title(folder: pathlib.Path) -> str:
+    """Names a run and its method, as far as its folder says."""
+    name = folder.resolve().name
+    try:
+        return f"{name}: {json.loads((folder / CONFIG).read_text())['method']['name']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return name
 
 
-def _plot(axes: Any, events: list[dict[str, Any]], x: str, y: str, **style: Any) -> None:
-    known = [event for event in events if isinstance(event.get(y), int | float)]
-    axes.plot(_column(known, x), _column(known, y), **style)
+def _plot(axes: Any, events: list[Event], x: str, y: str, **style: Any) -> None:
+    known = [event for event in events if event.get(y) is not None]
+    axes.plot([event[x] for event in known], [event[y] for event in known], **style)
 
 
 def _training(events: Events) -> Any:
@@ -63,23 +72,21 @@ def _training(events: Events) -> Any:
         return None
     measure = of_events(test)
     figure, grid = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
-    for column, (x, label) in enumerate(
-        (("step", "step"), ("seconds", "training time, s"))
-    ):
-        loss, error = grid[0][column], grid[1][column]
+    lines = {
+        "center": {"color": BLUE, "marker": "o", "ms": 3},
+        "best worker": {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"},
+    }
+    for (loss, error), x in zip(grid.T, ("step", "seconds")):
         _plot(loss, train, x, "loss", color=BLUE)
-        style = {"color": BLUE, "marker": "o", "ms": 3}
-        _plot(error, test, x, f"center_{measure.key}", **style, label="center")
-        style = {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"}
-        _plot(error, test, x, f"best_{measure.key}", **style, label="best worker")
-        loss.set_yscale("log")
-        if measure is ERROR:
-            error.set_ylim(bottom=0)
-        error.set_xlabel(label)
-    grid[0][0].set_ylabel("training loss, mean of workers")
-    grid[1][0].set_ylabel(measure.label)
+        for label, style in lines.items():
+            key = f"{label.split()[0]}_{measure.key}"
+            _plot(error, test, x, key, label=label, **style)
+        error.set_xlabel("step" if x == "step" else "training time, s")
+    grid[0][0].set(ylabel="training loss, mean of workers", yscale="log")
+    plain_numbers(grid[0][0].yaxis)
+    grid[1][0].set(ylabel=measure.label, ylim=(0 if measure is ERROR else None, None))
     grid[1][0].legend(frameon=False)
-    return tidy(figure)
+    return figure
 
 
 class GridSpan(NamedTuple):
@@ -93,8 +100,7 @@ class GridSpan(NamedTuple):
 
 def _grids(events: Events) -> list[GridSpan]:
     """The grids of a run that was resumed with other workers, one after another."""
-    known = [e for e in events.get("start", []) if _are_ints(e.get("workers"), count=2)]
-    starts = {event["step"]: event["workers"] for event in known}
+    starts = {event["step"]: event["workers"] for event in events.get("start", [])}
     last = max((event["step"] for kind in events.values() for event in kind), default=0)
     ends = [*list(starts)[1:], last]
     return [GridSpan(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
@@ -102,30 +108,30 @@ def _grids(events: Events) -> list[GridSpan]:
 
 def _leaders(events: Events) -> Any:
     """Which worker led when (left) and how often (right), in its node and of all."""
-    elections = [e for e in events.get("leaders", []) if _are_ints(e.get("leaders"))]
-    grids = _grids(events)
-    levels = [level for level in ("node", "all") if _of_level(elections, level)]
-    if not levels or not grids:
+    elections, grids = events.get("leaders", []), _grids(events)
+    levels = [[e for e in elections if e["level"] == level] for level in ("node", "all")]
+    shown = list(filter(None, levels))
+    if not shown or not grids:
         return None
     figure, grid = plt.subplots(
-        len(levels),
+        len(shown),
         2,
-        figsize=(9, 1.2 + 2.4 * len(levels)),
+        figsize=(9, 1.5 + 2.4 * len(shown)),
         squeeze=False,
         sharey=True,
         width_ratios=(3, 1),
         layout="constrained",
     )
-    for (when, often), level in zip(grid, levels):
-        _elections(when, often, _of_level(elections, level), grids)
+    for (when, often), of_level in zip(grid, shown):
+        _elections(when, often, of_level, grids)
         when.set_xlim(0, elections[-1]["step"] * 1.02)
     grid[-1][0].set_xlabel("step")
     grid[-1][1].set_xlabel("elections won")
-    return tidy(figure)
+    return figure
 
 
 def _elections(
-    when: Any, often: Any, elections: list[dict[str, Any]], grids: list[GridSpan]
+    when: Any, often: Any, elections: list[Event], grids: list[GridSpan]
 ) -> None:
     """The leaders of one level: against the steps, and how often each was elected."""
     workers = range(max(grid.nodes * grid.locals for grid in grids))
@@ -134,28 +140,18 @@ def _elections(
     when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
     counts = [leaders.count(worker) for worker in workers]
     often.barh(workers, counts, color=BLUE, height=0.7)
+    often.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     for begin, end, nodes, locals in grids:
         borders = np.arange(locals, nodes * locals, locals) - 0.5
         when.hlines(borders, begin, end, color=GREY, lw=0.8)
     for border in borders:  # of the last grid
         often.axhline(border, color=GREY, lw=0.8)
     is_node = elections[0]["level"] == "node"
-    title = "leader of each node" if is_node else "leader of all"
+    whose = "leader of each node" if is_node else "leader of all"
     changes = sum(a["leaders"] != b["leaders"] for a, b in zip(elections, elections[1:]))
-    summary = f"{title}: {changes} changes in {len(elections)} elections"
+    summary = f"{whose}: {changes} changes in {len(elections)} elections"
     when.set_title(summary, fontsize=10)
-    when.set_ylabel("worker")
-    when.set_yticks(workers)
-
-
-def _of_level(elections: list[dict[str, Any]], level: str) -> list[dict[str, Any]]:
-    return [event for event in elections if event.get("level") == level]
-
-
-def _are_ints(value: Any, count: int | None = None) -> bool:
-    """Whether an event has what it must have there: a line of the file may be damaged."""
-    is_list = isinstance(value, list) and all(isinstance(x, int) for x in value)
-    return is_list and len(value) == (count or len(value))
+    when.set(ylabel="worker", yticks=workers)
 
 
 def _consensus(events: Events) -> Any:
@@ -165,10 +161,8 @@ def _consensus(events: Events) -> Any:
         return None
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     _plot(axes, train, "step", "consensus_distance", color=BLUE)
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean ‖x_i − x̄‖ / ‖x̄‖")
-    axes.set_ylim(bottom=0)
-    return tidy(figure)
+    axes.set(xlabel="step", ylabel="mean ‖x_i − x̄‖ / ‖x̄‖", ylim=(0, None))
+    return figure
 
 
 def _traffic(events: Events) -> Any:
@@ -181,59 +175,61 @@ def _traffic(events: Events) -> Any:
     longest = max(every for event in train for every, *_ in event.get("pulls", []))
     shown = min(len(sent), max(2 * longest, AT_LEAST_SHOWN))
     figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-    steps = np.arange(1, shown + 1)
-    axes.bar(steps, megabytes[:shown], color=BLUE, edgecolor=BLUE, lw=0.8)
+    style = {"color": BLUE, "edgecolor": BLUE, "lw": 0.8}
+    axes.bar(np.arange(1, shown + 1), megabytes[:shown], **style)
     peak, mean = megabytes.max(), megabytes.mean()
     axes.axhline(mean, color=ORANGE, lw=1)
     axes.set_title(f"peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step", fontsize=10)
-    axes.set_xlabel("step" if shown == len(sent) else f"step (of {len(sent)})")
-    axes.set_ylabel("MB sent per worker")
-    axes.set_xlim(0, shown + 1)
-    return tidy(figure)
+    steps = "step" if shown == len(sent) else f"step (of {len(sent)})"
+    axes.set(xlabel=steps, ylabel="MB sent per worker", xlim=(0, shown + 1))
+    return figure
 
 
 def _pace(events: Events) -> Any:
     """How far each worker at its own pace was, and which part of the time it waited."""
-    count = max((len(e.get("steps") or ()) for e in events.get("pace", [])), default=0)
-    known = [e for e in events.get("pace", []) if _are_numbers(e, count)]
-    if not known:
+    last = events.get("pace", [{"steps": []}])[-1]
+    workers = range(len(last["steps"]))
+    known = [e for e in events.get("pace", []) if len(e["steps"]) == len(workers)]
+    if not workers:
         return None
     figure, (far, wait) = plt.subplots(
         1, 2, figsize=(9, 3.4), width_ratios=(3, 1), layout="constrained"
     )
-    seconds = _column(known, "seconds")
-    for i in range(count):
-        far.plot(seconds, [event["steps"][i] for event in known], lw=1.2, label=str(i))
-    last = known[-1]
+    for i in workers:
+        line = [(event["seconds"], event["steps"][i]) for event in known]
+        far.plot(*zip(*line), lw=1.2, label=str(i))
     shares = [100 * waited / max(last["seconds"], 1e-9) for waited in last["waited"]]
-    wait.barh(range(count), shares, color=BLUE, height=0.7)
-    far.set_xlabel("training time, s")
-    far.set_ylabel("steps of each worker")
-    if count <= MOST_NAMED:
+    wait.barh(workers, shares, color=BLUE, height=0.7)
+    far.set(xlabel="training time, s", ylabel="steps of each worker")
+    wait.set(xlabel="time waited, %", ylabel="worker")
+    if len(workers) <= MOST_NAMED:
         far.legend(frameon=False, title="worker", ncols=2)
-        wait.set_yticks(range(count))
-    wait.set_xlabel("time waited, %")
-    wait.set_ylabel("worker")
-    return tidy(figure)
+        wait.set_yticks(workers)
+    return figure
 
 
-def _are_numbers(event: dict[str, Any], count: int) -> bool:
-    """Whether an event has a number of steps and of seconds waited for each worker."""
-    columns = [event.get("steps"), event.get("waited")]
-    return all(
-        isinstance(values, list)
-        and len(values) == count
-        and all(isinstance(x, int | float) for x in values)
-        for values in columns
-    )
+FIGURES = {
+    "training": _training,
+    "leaders": _leaders,
+    "consensus": _consensus,
+    "traffic": _traffic,
+    "pace": _pace,
+}
 
 
 def tidy(figure: Any) -> Any:
-    """The figure without the frames that say nothing."""
+    """Returns the figure without the frames that say nothing."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     return figure
+
+
+def plain_numbers(axis: Any) -> None:
+    """Labels a logarithmic axis with 10 in place of 10¹, and between if it is short."""
+    low, high = axis.get_view_interval()
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("{x:g}" if high < 30 * low else NullFormatter())
 
 
 def main(arguments: list[str]) -> int:

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-from matplotlib import pyplot as plt
 
 import lsgd_jax as lj
 from train import cli, command, compilation_cache
@@ -32,7 +31,7 @@ from train.arguments import Parser
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, WorkersConfig
 from train.metrics import measures, tables
-from train.plots import tidy
+from train.plots import plt, tidy
 from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
 

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import math
 import pathlib
 
 import pytest
@@ -71,15 +72,43 @@ def test_a_run_that_diverges_is_one_of_the_results(quick, tmp_path, capsys):
     steps = ["--steps", "60", "--stop-after-nonfinite", "2"]
     arguments = [*command(str(out), "easgd"), *wild, *OPTIONS, *steps]
     for turn in range(2):
-        assert compare.main(arguments) == 0
+        assert compare.main(arguments) == 1
         rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
         assert [row["method"] for row in rows] == ["easgd", "wild"]
         assert rows[1]["test error, %"] == "diverged"
         assert float(rows[0]["test error, %"]) < 100
-        trained = "run folder" in capsys.readouterr().out
+        captured = capsys.readouterr()
+        assert captured.err == "error: diverged: wild-0\n"
+        trained = "run folder" in captured.out
         assert trained == (turn == 0)  # the second time there is nothing left to do
     tests = json.loads((out / "compare.json").read_text())
     assert tests[1]["values"][-1] is None and tests[1]["steps"][-1] < 60
+
+
+def test_a_last_test_that_is_not_finite_is_a_diverged_run(tmp_path):
+    """A run of few steps ends before it is given up; the error of nan is a number."""
+    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 90.0}
+    lines = [test | {"center_loss": 2.0}, test | {"step": 6, "center_loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curve = compare.read(tmp_path)
+    assert curve.diverged and curve.values == [90.0, math.inf] and curve.steps == [3, 6]
+
+
+def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(compare.plt, "close", drawn.append)
+    run = lambda sent, *values: compare.Curve([1, 2], [1.0, 2.0], [sent, 2 * sent], values)
+    curves = {("a", 0): run(0.5, 90, 5), ("a", 1): run(0.5, 80, 4), ("b", 0): run(40, 9, 8)}
+    curves["c", 0] = run(0.0, math.inf, math.inf)
+    compare.draw(curves, tmp_path / "compare.png")
+    (figure,) = drawn
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["a", "b", "c (× diverged)"]
+    first, second, *_ = figure.axes[0].lines
+    assert first.get_color() == second.get_color()
+    assert first.get_linestyle() != second.get_linestyle()
+    ticks = [float(x.get_text()) for x in figure.axes[2].get_xticklabels()]
+    assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
 
 
 def test_a_variant_has_options_of_its_own(tmp_path):
@@ -153,7 +182,7 @@ def test_mean_and_standard_deviation_over_seeds():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "the following arguments are required"),
+        ([], "experiment, --out must be given"),
         (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
         ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
         ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
