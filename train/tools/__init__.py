@@ -1,1 +1,1 @@
-"""The other commands: launch, compare, interconnect, graphs."""
+"""The launcher."""
