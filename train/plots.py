@@ -140,7 +140,7 @@ def _elections(
     when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
     counts = [leaders.count(worker) for worker in workers]
     often.barh(workers, counts, color=BLUE, height=0.7)
-    often.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    whole_numbers(often.xaxis)
     for begin, end, nodes, locals in grids:
         borders = np.arange(locals, nodes * locals, locals) - 0.5
         when.hlines(borders, begin, end, color=GREY, lw=0.8)
@@ -230,6 +230,11 @@ def plain_numbers(axis: Any) -> None:
     low, high = axis.get_view_interval()
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("{x:g}" if high < 30 * low else NullFormatter())
+
+
+def whole_numbers(axis: Any) -> None:
+    """Labels an axis with whole numbers only."""
+    axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def main(arguments: list[str]) -> int:
