@@ -17,7 +17,7 @@ WRITTEN = sorted(
 )
 WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
-TOOLS = "train.tools", "train.compare", "train.plan", "train.simulate", "train.plots"
+TOOLS = "train.compare", "train.plan", "train.simulate", "train.plots"
 
 # What a package must not import. Those of `train` that are not named may import all others.
 NOT_ABOVE = {

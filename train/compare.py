@@ -30,8 +30,7 @@ import lsgd_jax as lj
 from train import cli, command, compilation_cache
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
-from train.cluster.lost import WorkersLost
-from train.cluster.session import Session
+from train.cluster.session import Session, WorkersLost
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables, traffic
@@ -148,14 +147,13 @@ def join(configs: dict[Key, Config]) -> Session:
     on_ray = [method.name for method in chosen if method.is_asynchronous]
     if len(on_ray) == len(configs):
         devices.leave_to_workers()
-        return Session.single()
+        return Session()
     session = rendezvous.join(most)
     if on_ray and session.has_others:
         raise ValueError(
             "`methods` must be in lock step with several processes, got "
             f"{on_ray[0]}, whose workers are processes of Ray"
         )
-    devices.provide(most.workers.devices, len(session.members))
     return session
 
 
@@ -307,7 +305,7 @@ def draw(
 
 def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (not ended, or diverged), 2 (wrong usage)."""
-    session = Session.single()
+    session = Session()
     try:
         configs, out = parse(arguments)
         session = join(configs)
@@ -323,9 +321,10 @@ def main(arguments: Sequence[str]) -> int:
         return session.leave(WRONG_USAGE, str(error))
     except (OSError, WorkersLost) as error:
         return session.leave(STOPPED, f"{error}; the same command goes on")
-    if wrong := [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]:
-        return session.leave(STOPPED, f"diverged: {', '.join(wrong)}")
-    return SUCCESS
+    wrong = [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]
+    if wrong and session.is_main:
+        print(f"error: diverged: {', '.join(wrong)}", file=sys.stderr)
+    return STOPPED if wrong else SUCCESS
 
 
 def write_tests(curves: dict[Key, Curve], path: pathlib.Path) -> None:

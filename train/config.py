@@ -168,10 +168,7 @@ DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedCo
 RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
 
 # What may differ from process to process.
-FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED} - {
-    "distributed.survive",
-    "distributed.survive_minority",
-}
+FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED}
 
 # What may change when a run is resumed: how long it is, what it reports and where, and its
 # workers (see train.run.resharding).
@@ -233,6 +230,7 @@ def write(config: Config, path: os.PathLike) -> None:
 
 def _rename(values: dict[str, Any]) -> None:
     """Brings the names of earlier runs up to date."""
+    values.pop("distributed", None)  # is not part of a run
     ray = values.get("ray") or {}
     if "grace" in ray:
         ray["timeout"] = ray.pop("grace")

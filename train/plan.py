@@ -32,7 +32,7 @@ import tyro
 
 import lsgd_jax as lj
 from train import cli, command, compilation_cache
-from train.cluster import devices, rendezvous
+from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config
@@ -362,7 +362,7 @@ def propose(setting: Setting, share: float, console: rich.console.Console) -> No
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
-    session = Session.single()
+    session = Session()
     try:
         program, settings = "python -m train.plan", {"return_unknown_args": True}
         read: Any = cli.run(Options, arguments, program, description=__doc__, **settings)
@@ -370,7 +370,6 @@ def main(arguments: Sequence[str]) -> int:
         given = options.given()
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)
-        devices.provide(config.workers.devices, len(session.members))
         compilation_cache.use(say=session.is_main)
         is_known = len(given) == 4
         setting = Setting(0.0, 0, {}) if is_known else measure(config, session)
