@@ -65,7 +65,7 @@ def work(options: argparse.Namespace) -> None:
     """What each process does: measures, plans, and compares the plan with training."""
     session = join(cli.parse(BASE), options, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
-    session.connections.make(workers)
+    session.connect(workers.mesh)
     say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
     rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
     params = workers.replicate([jnp.ones([rows, 100]) for _ in range(LEAVES)])

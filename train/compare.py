@@ -170,6 +170,7 @@ def run(
         if result.stopped_by not in (None, NONFINITE):
             print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
             return None
+    session.wait_for_all()  # until the main process has written all metrics
     return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
 
 
