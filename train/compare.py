@@ -86,9 +86,8 @@ class Options:
 
 def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
     """Returns the configurations of all runs and the folder; ValueError for wrong usage."""
-    program, settings = "python -m train.compare", {"return_unknown_args": True}
-    read: Any = cli.run(Options, arguments, program, description=__doc__, **settings)
-    options, others = read
+    program = "python -m train.compare"
+    options, others = cli.run_with_others(Options, arguments, program, __doc__)
     check_left_out(others, "--method")
     names = filter(None, options.methods.split(","))
     lines: dict[str, list[str]] = {}
@@ -251,6 +250,15 @@ def spread(numbers: Sequence[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
 
 
+def as_json(curves: dict[Key, Curve]) -> str:
+    """The tests of each seed, with null for what is not finite."""
+    tests = []
+    for (method, seed), curve in curves.items():
+        known = [x if math.isfinite(x) else None for x in curve.values]
+        tests.append({"method": method, "seed": seed, **curve._asdict(), "values": known})
+    return json.dumps(tests, indent=1) + "\n"
+
+
 def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
     """Writes rows as NAME.csv and NAME.md; returns the latter's text."""
     tables.write_csv(rows, out / f"{name}.csv")
@@ -316,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
             return STOPPED
         if session.is_main:
             print(write(summarize(curves), out), end="")
-            write_tests(curves, out / "compare.json")
+            (out / "compare.json").write_text(as_json(curves))
             draw(curves, out / "compare.png")
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
@@ -326,15 +334,6 @@ def main(arguments: Sequence[str]) -> int:
     if wrong and session.is_main:
         print(f"error: diverged: {', '.join(wrong)}", file=sys.stderr)
     return STOPPED if wrong else SUCCESS
-
-
-def write_tests(curves: dict[Key, Curve], path: pathlib.Path) -> None:
-    """Writes the tests of each seed as JSON, which has null for what is not finite."""
-    tests = []
-    for (method, seed), curve in curves.items():
-        known = [x if math.isfinite(x) else None for x in curve.values]
-        tests.append({"method": method, "seed": seed, **curve._asdict(), "values": known})
-    path.write_text(json.dumps(tests, indent=1) + "\n")
 
 
 if __name__ == "__main__":

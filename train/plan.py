@@ -72,16 +72,6 @@ class Link(NamedTuple):
     workers: int
     measured: Mapping[tuple[str, str], float] = {}
 
-    @classmethod
-    def given(cls, mbit: float, latency_ms: float, workers: int) -> "Link":
-        """From what each worker can send, in Mbit/s, as a ring all-reduce uses it.
-
-        >>> Link.given(mbit=120, latency_ms=5, workers=4).rate
-        10000000.0
-        """
-        rate = mbit * 1e6 / 8 * workers / (2 * max(workers - 1, 1))
-        return cls(latency_ms / 1e3, rate, workers)
-
     def seconds(self, kind: str, payload: int, wire: lj.WireFormat = "float32") -> float:
         """Seconds of a pull towards a leader, with its election, or towards a mean.
 
@@ -318,7 +308,9 @@ def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> S
     """Puts what was given in the place of what was measured."""
     step, payload, links, leaves = setting
     if "mbit" in given:
-        widest = Link.given(given["mbit"], given["latency_ms"], nodes * locals)
+        workers = nodes * locals  # a ring all-reduce sends 2 (W - 1) / W payloads
+        rate = given["mbit"] * 1e6 / 8 * workers / (2 * max(workers - 1, 1))
+        widest = Link(given["latency_ms"] / 1e3, rate, workers)
         links = links | {ALL if nodes > 1 else INSIDE: widest}
     if "parameter_mb" in given:
         payload = round(1e6 * given["parameter_mb"])
@@ -364,9 +356,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
     session = Session()
     try:
-        program, settings = "python -m train.plan", {"return_unknown_args": True}
-        read: Any = cli.run(Options, arguments, program, description=__doc__, **settings)
-        options, others = read
+        program = "python -m train.plan"
+        options, others = cli.run_with_others(Options, arguments, program, __doc__)
         given = options.given()
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)

@@ -4,7 +4,7 @@ import json
 import logging
 import pathlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -89,21 +89,12 @@ def _training(events: Events) -> Any:
     return figure
 
 
-class GridSpan(NamedTuple):
-    """Steps of a run that had the same grid of workers."""
-
-    begin: int
-    end: int
-    nodes: int
-    locals: int
-
-
-def _grids(events: Events) -> list[GridSpan]:
-    """The grids of a run that was resumed with other workers, one after another."""
+def _grids(events: Events) -> list[tuple[int, int, int, int]]:
+    """(begin, end, nodes, locals) of a run that was resumed with other workers."""
     starts = {event["step"]: event["workers"] for event in events.get("start", [])}
     last = max((event["step"] for kind in events.values() for event in kind), default=0)
     ends = [*list(starts)[1:], last]
-    return [GridSpan(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
+    return [(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
 
 
 def _leaders(events: Events) -> Any:
@@ -131,10 +122,10 @@ def _leaders(events: Events) -> Any:
 
 
 def _elections(
-    when: Any, often: Any, elections: list[Event], grids: list[GridSpan]
+    when: Any, often: Any, elections: list[Event], grids: list[tuple[int, int, int, int]]
 ) -> None:
     """The leaders of one level: against the steps, and how often each was elected."""
-    workers = range(max(grid.nodes * grid.locals for grid in grids))
+    workers = range(max(nodes * locals for _, _, nodes, locals in grids))
     points = [(e["step"], worker) for e in elections for worker in e["leaders"]]
     steps, leaders = zip(*points)
     when.scatter(steps, leaders, s=14, marker="|", color=BLUE)

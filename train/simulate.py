@@ -38,6 +38,7 @@ from train.task.experiment import Experiment
 
 REFUSED = "coordinate-median", "licm", "cge", "post-local-sgd"
 OUTPUT = "simulated.json", "simulated.csv", "simulated.png"
+STEP = "seconds", "worker", "step", "loss", "waited", "staleness"
 BINS = 100  # of the simulated time, over which losses are averaged
 
 
@@ -129,9 +130,8 @@ class Options:
 def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
     """Returns the options and each method's configuration; ValueError for wrong usage."""
     common, own = _segments(arguments)
-    program, settings = "python -m train.simulate", {"return_unknown_args": True}
-    read: Any = cli.run(Options, common, program, description=__doc__, **settings)
-    options, others = read
+    program = "python -m train.simulate"
+    options, others = cli.run_with_others(Options, common, program, __doc__)
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
         config = cli.parse([options.experiment, *others, *segment])
@@ -199,9 +199,8 @@ class Recorded:
 
     Attributes:
       name: of the method.
-      steps: of all workers, in the order of time: when one had ended, whose it was, the
-        seconds that this worker had waited so far, and the staleness, in steps, of what it
-        was last mixed with.
+      steps: of all workers, in the order of time: `seconds` when one had ended, `waited` so
+        far by its worker, `staleness` in steps of what it was last mixed with.
       seconds: simulated, until the last worker had ended.
       waited: of each worker, seconds.
       bytes_sent: by each worker.
@@ -219,41 +218,28 @@ class Recorded:
     tested: dict[str, float]
     wall: float
 
-    @property
-    def waiting(self) -> float:
-        """The share of the time that the workers waited."""
-        return float(np.mean(self.waited)) / self.seconds if self.seconds else 0.0
-
-    @property
-    def per_100_steps(self) -> float:
-        """Seconds per 100 steps of a worker."""
-        return 100 * self.seconds * len(self.waited) / max(len(self.steps), 1)
-
-    @property
-    def staleness(self) -> dict[int, int]:
-        """How many steps there were of each staleness, rounded to whole steps."""
-        count = collections.Counter(round(step["staleness"]) for step in self.steps)
-        return dict(sorted(count.items()))
+    def summary(self) -> dict[str, Any]:
+        """All but the single steps, with what follows from it."""
+        stale = collections.Counter(round(step["staleness"]) for step in self.steps)
+        share = float(np.mean(self.waited)) / self.seconds if self.seconds else 0.0
+        pace = 100 * self.seconds * len(self.waited) / max(len(self.steps), 1)
+        derived = {"waiting": share, "per_100_steps": pace}
+        kept = {name: value for name, value in vars(self).items() if name != "steps"}
+        return {**kept, **derived, "staleness": dict(sorted(stale.items()))}
 
     def row(self) -> dict[str, Any]:
         """Its row of the table."""
-        measure = measures.shown(self.tested)[0]
+        measure, derived = measures.shown(self.tested)[0], self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
         return {
             "method": self.name,
             "simulated s": f"{self.seconds:.4g}",
-            "s / 100 steps": f"{self.per_100_steps:.4g}",
-            "waiting, %": f"{100 * self.waiting:.1f}",
+            "s / 100 steps": f"{derived['per_100_steps']:.4g}",
+            "waiting, %": f"{100 * derived['waiting']:.1f}",
             "staleness, mean": f"{np.mean(stale):.2f}",
             "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}",
             measure.label: f"{self.tested[measure.key]:.{measure.digits}f}",
         }
-
-    def summary(self) -> dict[str, Any]:
-        """What is kept of it as JSON."""
-        derived = "per_100_steps", "waiting", "staleness"
-        kept = {name: x for name, x in vars(self).items() if name != "steps"}
-        return kept | {name: getattr(self, name) for name in derived}
 
 
 def simulate(name: str, config: Config, options: Options, training: Any) -> Recorded:
@@ -262,17 +248,9 @@ def simulate(name: str, config: Config, options: Options, training: Any) -> Reco
     began = time.perf_counter()
 
     def observe(worker: lj.asynchronous.Worker) -> None:
-        report = worker.report
-        steps.append(
-            {
-                "seconds": worker.transport.now(),
-                "worker": worker.index,
-                "step": worker.count,
-                "loss": worker.loss,
-                "waited": report.waited,
-                "staleness": report.staleness,
-            }
-        )
+        now, report = worker.transport.now(), worker.report
+        step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
+        steps.append(dict(zip(STEP, step)))
 
     found = lj.asynchronous.simulator.run(
         training,
@@ -354,7 +332,7 @@ def draw(runs: list[Recorded], path: pathlib.Path) -> None:
         loss.plot(*_binned(run), label=run.name)
         share = 100 * np.divide(run.waited, run.seconds or 1)
         waiting.plot(share, marker=".", lw=0.8)
-        count = run.staleness
+        count = run.summary()["staleness"]
         staleness.plot(list(count), list(count.values()), marker=".")
         sent.bar(run.name, float(np.mean(run.across)) / 1e6)
     loss.set(xlabel="simulated seconds", ylabel="training loss, mean of workers")
