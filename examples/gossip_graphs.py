@@ -9,15 +9,12 @@ from typing import Literal
 import matplotlib
 import numpy as np
 import tyro
+from matplotlib import pyplot as plt
+
+import lsgd_jax as lj
 
 
-matplotlib.use("agg")
-
-from matplotlib import pyplot as plt  # noqa: E402
-
-import lsgd_jax as lj  # noqa: E402
-
-
+matplotlib.use("agg")  # no window
 # Bent, so that messages in both directions do not lie on each other.
 ARROW = {"arrowstyle": "->", "color": "#2566a8", "shrinkA": 9, "shrinkB": 9}
 ARROW |= {"connectionstyle": "arc3,rad=0.12"}

@@ -1,12 +1,14 @@
 """The figures of a run, as PNG files beside its metrics: python -m train.plots RUN."""
 
 import json
-import logging
 import pathlib
 import sys
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from train import command
 from train.metrics import log, traffic
@@ -14,17 +16,7 @@ from train.metrics.measures import ERROR, of_events
 from train.run.folder import CONFIG
 
 
-# Matplotlib warns of every folder that it cannot write to, and takes a temporary one.
-logging.getLogger("matplotlib").setLevel(logging.ERROR)
-
-import matplotlib  # noqa: E402
-
-
-matplotlib.use("agg")
-
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.ticker import MaxNLocator, NullFormatter  # noqa: E402
-
+matplotlib.use("agg")  # no window
 
 Event = dict[str, Any]
 Events = dict[str, list[Event]]
