@@ -111,21 +111,19 @@ def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkey
     assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
 
 
-def test_a_variant_has_options_of_its_own(tmp_path):
+def test_methods_and_variants_with_the_same_seeds_and_so_the_same_data(tmp_path):
     variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
-    arguments = [*command(str(tmp_path), "slowmo"), *variants, "--steps", "9"]
+    arguments = [*command(str(tmp_path), "slowmo", seeds=2), *variants, "--steps", "9"]
     configs, _ = compare.parse(arguments)
-    assert [name for name, _ in configs] == ["slowmo", "a", "b"]
-    assert [config.steps for config in configs.values()] == [9, 9, 9]
-    assert (configs["slowmo", 0].method.beta, configs["a", 0].method.beta) == (0.5, 0.7)
+    assert list(configs) == [
+        (name, seed) for name in ("slowmo", "a", "b") for seed in (0, 1)
+    ]
+    assert all(config.seed == seed for (_, seed), config in configs.items())
+    assert {(c.steps, c.batch_size, c.data) for c in configs.values()} == {
+        (9, configs["b", 0].batch_size, configs["b", 0].data)
+    }
+    assert (configs["slowmo", 0].method.beta, configs["a", 1].method.beta) == (0.5, 0.7)
     assert configs["b", 0].method.name == "lsgd"
-
-
-def test_the_same_seeds_and_so_the_same_data_for_every_method(tmp_path):
-    configs, _ = compare.parse(command(str(tmp_path), "lsgd", "sgp", seeds=2))
-    assert list(configs) == [("lsgd", 0), ("lsgd", 1), ("sgp", 0), ("sgp", 1)]
-    assert [config.seed for config in configs.values()] == [0, 1, 0, 1]
-    assert len({(c.steps, c.batch_size, c.data) for c in configs.values()}) == 1
 
 
 def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
@@ -139,10 +137,14 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_runs_on_text_are_compared_by_their_loss():
-    curve = compare.Curve([1, 2], [1.0, 2.0], [2.0, 4.0], [2.0, 1.87654], measures.LOSS)
-    (row,) = compare.summarize({("lsgd", 0): curve})
-    assert row["validation loss, nats"] == row["lowest, nats"] == "1.8765"
+def test_a_row_of_runs_on_text():
+    run = lambda *values: compare.Curve(
+        [1, 2], [1.0, 2.0], [2.0, 4.0], values, measures.LOSS
+    )
+    curves = {("lsgd", 0): run(2.0, 1.5), ("lsgd", 1): run(1.4, 1.9)}
+    (row,) = compare.summarize(curves)
+    assert row["validation loss, nats"] == "1.7000 ± 0.2828" and row["seeds"] == 2
+    assert row["lowest, nats"] == "1.4500 ± 0.0707"
     assert row["peak MB in a step"] == "–"  # a run of an older version
 
 
@@ -168,15 +170,6 @@ def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
         workers = config.workers.nodes * config.workers.locals
         assert workers == (1 if name == "independent" else 4)
         assert config.data.files == ("a", "b") and config.steps == 2000
-
-
-def test_mean_and_standard_deviation_over_seeds():
-    curves = {
-        ("lsgd", seed): compare.Curve([9], [1.0], [2.0], [error])
-        for seed, error in enumerate((10.0, 12.0, 14.0))
-    }
-    (row,) = compare.summarize(curves)
-    assert row["test error, %"] == "12.00 ± 2.00" and row["seeds"] == 3
 
 
 @pytest.mark.parametrize(
