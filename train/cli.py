@@ -4,13 +4,16 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import io
 import pkgutil
 import re
-from collections.abc import Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tyro
+from tyro import _errors
 
 import configs
 from train import config as configuration
@@ -20,6 +23,7 @@ from train.task import methods, optimizers
 
 
 PROGRAM = "python -m train"
+T = TypeVar("T")
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
@@ -202,3 +206,113 @@ def one_line(message: str) -> str:
     parts = re.split(r"^ *-+ *$", message, flags=re.MULTILINE)
     text = " ".join(parts[min(1, len(parts) - 1)].split()).partition(" Got errors:")[0]
     return re.sub(r"^Error parsing (__[\w-]+__: |\w+: )?", "", text).removesuffix(".")
+
+
+@contextlib.contextmanager
+def one_line_errors(prog: str, names: Iterable[str] = ()) -> Iterator[None]:
+    """Makes wrong usage of a command line, which tyro reads, a ValueError of one line.
+
+    tyro would print a box and exit. It has no public hook for that; this one is private.
+
+    Args:
+      prog: the command whose --help the line names.
+      names: options and other words, the nearest of which is proposed for a typo.
+    """
+    names = list(names)
+
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        reason = _reason(event, names)
+        if reason is not None:
+            raise ValueError(f"{reason}; see {prog} --help") from None
+
+    with _errors.on_parse_error(refuse):
+        yield
+
+
+def run(
+    function: Callable[..., T], arguments: Sequence[str], prog: str, **options: Any
+) -> T:
+    """Calls a function with the options of a command line, or makes a dataclass of them.
+
+    tyro reads names, types, defaults and help from the signature and the docstring.
+
+    Args:
+      function: the function, or the dataclass.
+      arguments: the command line.
+      prog: the command, as it is typed.
+      options: of `tyro.cli`.
+
+    Raises:
+      ValueError: a command line that cannot be understood.
+
+    >>> def double(number: int = 1): return 2 * number
+    >>> run(double, ["--number", "3"], "double")
+    6
+    >>> run(double, ["--nunber", "3"], "double")
+    Traceback (most recent call last):
+    ValueError: unrecognized option --nunber; did you mean --number?; see double --help
+    """
+    with one_line_errors(prog, _names(function)):
+        return tyro.cli(function, args=arguments, prog=prog, **options)
+
+
+def run_with_others(
+    function: Callable[..., T], arguments: Sequence[str], prog: str, text: str | None
+) -> tuple[T, list[str]]:
+    """`run`, and the arguments that it does not know, which another command reads."""
+    settings = {"description": text, "return_unknown_args": True}
+    made: Any = run(function, arguments, prog, **settings)
+    return made
+
+
+def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
+    """The options that tyro makes of the parameters of a function, or of a dataclass."""
+    hints = typing.get_type_hints(
+        function.__init__ if inspect.isclass(function) else function
+    )
+    for name in inspect.signature(function).parameters:
+        option, hint = prefix + name.replace("_", "-"), hints.get(name)
+        if dataclasses.is_dataclass(hint):
+            yield from _names(typing.cast(type, hint), f"{option}.")
+        else:
+            yield option
+
+
+def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
+    """The line for a wrong command line; None leaves a rare one to tyro."""
+    argument = getattr(event, "argument", None)
+    option = "" if argument is None else argument.display_name()
+    match event:
+        case (
+            _errors.UnrecognizedArgs(tokens=[unknown, *_])
+            | _errors.MissingArgs(unrecognized_tokens=[unknown, *_])
+        ):
+            given = unknown.partition("=")[0].replace("_", "-")
+            return f"unrecognized option {unknown}{meant(given, names)}"
+        case _errors.InvalidChoice():
+            choices, value = event.choices, event.value
+            listed = ", ".join(choices)
+            return f"{option} must be one of {listed}, got {value!r}{meant(value, choices)}"
+        case _errors.BadValue():
+            return f"{option} needs a value"
+        case _errors.MissingArgs():
+            missing = [given.arg.display_name() for given in event.missing_arguments]
+            return f"{', '.join(missing)} must be given"
+        case _errors.MissingSubcommand():
+            return (
+                f"one of {', '.join(event.subcommand_spec.parser_from_name)} must be given"
+            )
+        case _errors.InstantiationFailure():
+            message = event.message.splitlines()[0]
+            return f"{option}: {message}" if option else message
+    return None
+
+
+def meant(given: str, names: Iterable[str]) -> str:
+    """A proposal for a word that is none of the known ones; '' if none is near.
+
+    >>> meant("--metod", ["--method", "--method.wire"])
+    '; did you mean --method?'
+    """
+    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from train.landscape.results import Landscape, Map
-from train.metrics.plots import BLUE, GREY, tidy
+from train.plots import BLUE, GREY, tidy
 
 
 INK, RED = "#1f2328", "#b3261e"

@@ -14,14 +14,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from train import cli
+from train import cli, compare
 from train.arguments import Parser
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
+from train.compare import Curve, spread
 from train.config import Config
 from train.metrics import log as records
-from train.tools import compare
-from train.tools.compare import Curve, spread
 
 
 GRIDS = {4: (1, 4), 12: (3, 4), 16: (4, 4)}

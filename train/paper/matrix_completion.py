@@ -25,11 +25,11 @@ from matplotlib import pyplot as plt
 import lsgd_jax as lj
 from train.arguments import Parser
 from train.metrics import tables
-from train.metrics.plots import BLUE, ORANGE
 from train.paper import output
 from train.paper.factorization import loss_and_grad, problem_of
 from train.paper.instances import Instances, step_of
 from train.paper.methods import easgd, lgd
+from train.plots import BLUE, ORANGE
 
 
 SMALL, LARGE = 1e-7, 1e30

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from train.arguments import Parser
-from train.metrics.plots import tidy
+from train.plots import tidy
 from train.run import folder as run_folder
 
 

@@ -11,16 +11,16 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
+from train import compare, plots
 from train.__main__ import main
 from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
 from train.landscape.__main__ import main as landscape
-from train.metrics import log, plots
+from train.metrics import log
 from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.tools import compare
 
 
 pytestmark = pytest.mark.usefixtures("quick")

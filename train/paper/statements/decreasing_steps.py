@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.metrics.plots import BLUE, ORANGE
 from train.paper.statements.claim import Claim, Outcome
 from train.paper.statements.noisy_leader import (
     CONDITION,
@@ -29,6 +28,7 @@ from train.paper.statements.noisy_leader import (
     Setting,
     descend,
 )
+from train.plots import BLUE, ORANGE
 
 
 SIGMA, PULL = 3.0, 20.0  # σ, l

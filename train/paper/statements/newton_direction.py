@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.metrics.plots import GREY
 from train.paper.instances import Instances, step_of
 from train.paper.methods import lgd
 from train.paper.statements.claim import Claim, Outcome
+from train.plots import GREY
 
 
 RATE = 1e-4

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.metrics.plots import BLUE, GREY
 from train.paper.instances import Instances, step_of
 from train.paper.methods import lgd
 from train.paper.statements.claim import Claim, Outcome
+from train.plots import BLUE, GREY
 
 
 WORKERS = 4  # p

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from train.metrics.plots import BLUE, GREY, ORANGE
 from train.paper.instances import Instances, step_of
 from train.paper.methods import easgd, lgd
 from train.paper.statements.claim import Claim, Outcome
+from train.plots import BLUE, GREY, ORANGE
 
 
 RATE, PULL = 0.1, 0.08  # η; λ = ρ

@@ -3,16 +3,16 @@
 import csv
 import importlib
 import json
+import math
 import pathlib
 
 import pytest
 import tiny
 
-from train import cli
+from train import cli, compare
 from train import config as configuration
 from train.metrics import log, measures
 from train.task.experiment import make_optimizer
-from train.tools import compare
 
 
 OPTIONS = (
@@ -72,32 +72,58 @@ def test_a_run_that_diverges_is_one_of_the_results(quick, tmp_path, capsys):
     steps = ["--steps", "60", "--stop-after-nonfinite", "2"]
     arguments = [*command(str(out), "easgd"), *wild, *OPTIONS, *steps]
     for turn in range(2):
-        assert compare.main(arguments) == 0
+        assert compare.main(arguments) == 1
         rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
         assert [row["method"] for row in rows] == ["easgd", "wild"]
         assert rows[1]["test error, %"] == "diverged"
         assert float(rows[0]["test error, %"]) < 100
-        trained = "run folder" in capsys.readouterr().out
+        captured = capsys.readouterr()
+        assert captured.err == "error: diverged: wild-0\n"
+        trained = "run folder" in captured.out
         assert trained == (turn == 0)  # the second time there is nothing left to do
     tests = json.loads((out / "compare.json").read_text())
     assert tests[1]["values"][-1] is None and tests[1]["steps"][-1] < 60
 
 
-def test_a_variant_has_options_of_its_own(tmp_path):
+def test_a_last_test_that_is_not_finite_is_a_diverged_run(tmp_path):
+    """A run of few steps ends before it is given up; the error of nan is a number."""
+    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 90.0}
+    lines = [test | {"center_loss": 2.0}, test | {"step": 6, "center_loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curve = compare.read(tmp_path)
+    assert curve.diverged and curve.values == [90.0, math.inf] and curve.steps == [3, 6]
+
+
+def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(compare.plt, "close", drawn.append)
+    run = lambda sent, *values: compare.Curve([1, 2], [1.0, 2.0], [sent, 2 * sent], values)
+    curves = {("a", 0): run(0.5, 90, 5), ("a", 1): run(0.5, 80, 4), ("b", 0): run(40, 9, 8)}
+    curves["c", 0] = run(0.0, math.inf, math.inf)
+    compare.draw(curves, tmp_path / "compare.png")
+    (figure,) = drawn
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["a", "b", "c (× diverged)"]
+    first, second, *_ = figure.axes[0].lines
+    assert first.get_color() == second.get_color()
+    assert first.get_linestyle() != second.get_linestyle()
+    ticks = [float(x.get_text()) for x in figure.axes[2].get_xticklabels()]
+    assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
+
+
+def test_methods_and_variants_with_the_same_seeds_and_so_the_same_data(tmp_path):
     variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
-    arguments = [*command(str(tmp_path), "slowmo"), *variants, "--steps", "9"]
+    arguments = [*command(str(tmp_path), "slowmo", seeds=2), *variants, "--steps", "9"]
     configs, _ = compare.parse(arguments)
-    assert [name for name, _ in configs] == ["slowmo", "a", "b"]
-    assert [config.steps for config in configs.values()] == [9, 9, 9]
-    assert (configs["slowmo", 0].method.beta, configs["a", 0].method.beta) == (0.5, 0.7)
+    assert list(configs) == [
+        (name, seed) for name in ("slowmo", "a", "b") for seed in (0, 1)
+    ]
+    assert all(config.seed == seed for (_, seed), config in configs.items())
+    assert {(c.steps, c.batch_size, c.data) for c in configs.values()} == {
+        (9, configs["b", 0].batch_size, configs["b", 0].data)
+    }
+    assert (configs["slowmo", 0].method.beta, configs["a", 1].method.beta) == (0.5, 0.7)
     assert configs["b", 0].method.name == "lsgd"
-
-
-def test_the_same_seeds_and_so_the_same_data_for_every_method(tmp_path):
-    configs, _ = compare.parse(command(str(tmp_path), "lsgd", "sgp", seeds=2))
-    assert list(configs) == [("lsgd", 0), ("lsgd", 1), ("sgp", 0), ("sgp", 1)]
-    assert [config.seed for config in configs.values()] == [0, 1, 0, 1]
-    assert len({(c.steps, c.batch_size, c.data) for c in configs.values()}) == 1
 
 
 def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
@@ -111,10 +137,14 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_runs_on_text_are_compared_by_their_loss():
-    curve = compare.Curve([1, 2], [1.0, 2.0], [2.0, 4.0], [2.0, 1.87654], measures.LOSS)
-    (row,) = compare.summarize({("lsgd", 0): curve})
-    assert row["validation loss, nats"] == row["lowest, nats"] == "1.8765"
+def test_a_row_of_runs_on_text():
+    run = lambda *values: compare.Curve(
+        [1, 2], [1.0, 2.0], [2.0, 4.0], values, measures.LOSS
+    )
+    curves = {("lsgd", 0): run(2.0, 1.5), ("lsgd", 1): run(1.4, 1.9)}
+    (row,) = compare.summarize(curves)
+    assert row["validation loss, nats"] == "1.7000 ± 0.2828" and row["seeds"] == 2
+    assert row["lowest, nats"] == "1.4500 ± 0.0707"
     assert row["peak MB in a step"] == "–"  # a run of an older version
 
 
@@ -129,7 +159,7 @@ def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
 
 
 def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
-    folder = pathlib.Path(__file__).parents[3] / "benchmarks"
+    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(folder)  # as when it is run
     benchmark = importlib.import_module("language_model")
     given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]
@@ -142,19 +172,10 @@ def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
         assert config.data.files == ("a", "b") and config.steps == 2000
 
 
-def test_mean_and_standard_deviation_over_seeds():
-    curves = {
-        ("lsgd", seed): compare.Curve([9], [1.0], [2.0], [error])
-        for seed, error in enumerate((10.0, 12.0, 14.0))
-    }
-    (row,) = compare.summarize(curves)
-    assert row["test error, %"] == "12.00 ± 2.00" and row["seeds"] == 3
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "the following arguments are required"),
+        ([], "experiment, --out must be given"),
         (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
         ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
         ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
