@@ -18,6 +18,7 @@ from tyro import _errors
 import configs
 from train import config as configuration
 from train.config import Config, DistributedConfig
+from train.config_checks import meant
 from train.run import folder as run_folder
 from train.task import methods, optimizers
 
@@ -297,13 +298,3 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             message = event.message.splitlines()[0]
             return f"{option}: {message}" if option else message
     return None
-
-
-def meant(given: str, names: Iterable[str]) -> str:
-    """A proposal for a word that is none of the known ones; '' if none is near.
-
-    >>> meant("--metod", ["--method", "--method.wire"])
-    '; did you mean --method?'
-    """
-    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""

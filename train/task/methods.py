@@ -8,20 +8,28 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
+import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import optax
-import tyro
 
 import lsgd_jax as lj
-from train.task import asynchronous_methods, hybrids, options
+from train.config_checks import meant
+from train.task import asynchronous_methods, hybrids
 
 
 Factory = Callable[..., optax.GradientTransformation]
 
 # What the trainer gives a factory, or leaves to it, so that it is no option.
 GIVEN = {"axes", "learning_rate", "part"}
+
+# Graphs by their names on the command line.
+TOPOLOGIES = {
+    name.replace("_", "-"): getattr(lj.topology, name)
+    for name in ("ring", "exponential", "bipartite_exponential", "complete")
+}
 
 
 class Row(NamedTuple):
@@ -33,7 +41,6 @@ class Row(NamedTuple):
         or None.
       first: the factory of what stands before it and aggregates gradients, or None.
       made: parameters of the factories that are made of options by a function of its own.
-      summary: what the method is; by default its factory's first line.
       asynchronous: the factory of a method for workers that step at their own pace, or
         None; such a row has no other one.
     """
@@ -42,7 +49,6 @@ class Row(NamedTuple):
     last: Factory | None = None
     first: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
-    summary: str = ""
     asynchronous: Callable[..., lj.asynchronous.Method] | None = None
 
 
@@ -72,12 +78,7 @@ ROWS = (
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
-    Row(
-        "post-local-sgd",
-        lj.local_sgd,
-        first=allreduce_until,
-        summary="Post-local SGD: all-reduce SGD until a step, then local SGD.",
-    ),
+    Row("post-local-sgd", lj.local_sgd, first=allreduce_until),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
@@ -94,7 +95,7 @@ ROWS = (
     Row("coordinate-median", first=lj.coordinate_median),
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
-    Row("independent", summary="Independent workers: nothing is exchanged."),
+    Row("independent"),
     Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
     Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),
     Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
@@ -146,11 +147,6 @@ class Method:
         )
         return optax.chain(*first, base, *last)
 
-    def last(self, learning_rate: optax.ScalarOrSchedule = 1.0) -> Any:
-        """What stands behind the base optimizer; None if nothing does."""
-        factory = self.row.last
-        return None if factory is None else self._made(factory, learning_rate)
-
     def asynchronous(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is asynchronous.
 
@@ -181,7 +177,7 @@ class Method:
                 parts = inspect.signature(make).parameters
                 given[name] = make(**{part: getattr(self, part) for part in parts})
             elif name == "topology":
-                given[name] = options.TOPOLOGIES[getattr(self, name)]
+                given[name] = TOPOLOGIES[getattr(self, name)]
             elif name == "learning_rate":
                 given[name] = _of_library_steps(learning_rate)
             elif name not in GIVEN:
@@ -194,31 +190,53 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
     return (lambda t: rate(t - 1)) if callable(rate) else rate
 
 
-def _options(row: Row) -> list[options.Option]:
-    given = (row.first, row.last, row.asynchronous)
-    factories = [factory for factory in given if factory is not None]
-    found = []
-    for factory in factories:
-        found += options.read(factory, GIVEN | row.made.keys())
-    for make in row.made.values():
-        found += options.read(make)
-    return found
+def _options(function: Callable[..., Any], made: Mapping[str, Any]) -> type:
+    """A dataclass of a function's parameters.
+
+    tyro finds their help in its docstring, which is the function's.
+
+    Raises:
+      TypeError: a parameter without a default, or of a type that has no option.
+    """
+    hints, fields = typing.get_type_hints(function), []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in GIVEN or name in made:
+            continue
+        kind, default = _kind(name, hints[name]), parameter.default
+        if default is parameter.empty:
+            raise TypeError(f"{function} must have a default for {name!r}")
+        if name == "topology":
+            (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
+        fields.append((name, kind, dataclasses.field(default=default)))
+    described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
+    return dataclasses.make_dataclass(
+        function.__name__, fields, namespace=described, frozen=True
+    )
+
+
+def _kind(name: str, hint: Any) -> Any:
+    """The type of an option, for a parameter that may also be an object in Python."""
+    if name == "topology":
+        return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
+    parts = typing.get_args(hint)
+    for part in (hint, *parts):
+        if typing.get_origin(part) is Literal:
+            return part
+    for scalar in (bool, float, int, str):
+        if scalar in (hint, *parts):
+            return scalar | None if types.NoneType in parts else scalar
+    raise TypeError(f"{name!r} is of a type that has no option: {hint}")
 
 
 def _class(row: Row) -> type[Method]:
-    factory = row.last or row.first or row.asynchronous
-    summary = row.summary or (options.summary(factory) if factory else "")
-    as_field = lambda option: (
-        option.name,
-        Annotated[option.type, tyro.conf.arg(help=option.help)],
-        dataclasses.field(default=option.default),
-    )
+    # In the reverse of the order in which --help is to name their options.
+    functions = (*row.made.values(), row.asynchronous, row.last, row.first)
+    options = [_options(x, row.made) for x in functions if x is not None]
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
-        map(as_field, _options(row)),
-        bases=(Method,),
+        (),
+        bases=(*options, Method),
         namespace={
-            "__doc__": summary,
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
@@ -244,16 +262,13 @@ def find(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(
             f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
-            f"{_REMOVED.get(name, '')}"
+            f"{_REMOVED.get(name) or meant(name, METHODS)}"
         )
     return METHODS[name]
 
 
 def make(name: str, *values: Any, **options: Any) -> Method:
-    """A method with some of its options.
-
-    Raises:
-      ValueError: there is no method of that name.
+    """A method with some of its options, as `find` finds it.
 
     >>> make("easgd", period=4).period
     4

@@ -19,7 +19,7 @@ from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods, options
+from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
 
@@ -69,7 +69,7 @@ def test_every_default_on_the_command_line_is_the_librarys(name):
                 continue
             value = getattr(method, parameter.name)
             if parameter.name == "topology":
-                value = options.TOPOLOGIES[value]
+                value = methods.TOPOLOGIES[value]
             assert value == parameter.default
             left.remove(parameter.name)
     outer = {"outer_learning_rate", "outer_momentum"}
