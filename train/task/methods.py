@@ -248,9 +248,6 @@ def _class(row: Row) -> type[Method]:
 
 
 METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
-_REMOVED = {
-    "budget-lsgd": "; async-lsgd, in its blocking form on Ray, is the same rule",
-}
 
 
 def find(name: str) -> type[Method]:
@@ -262,7 +259,7 @@ def find(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(
             f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
-            f"{_REMOVED.get(name) or meant(name, METHODS)}"
+            f"{meant(str(name), METHODS)}"
         )
     return METHODS[name]
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from train.task.optimizers import OptimizerConfig
+from train.config import OptimizerConfig
 
 
 def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:

@@ -11,9 +11,9 @@ from train.run import resuming
 from train.tools import launch
 
 
-def began(folder, *options):
+def began(folder, *options, name="digits"):
     """The configuration of a run that began in a folder."""
-    config = cli.parse(["digits", "--run-dir", str(folder), *options])
+    config = cli.parse([name, "--run-dir", str(folder), *options])
     folder.mkdir()
     configuration.write(config, folder / "config.json")
     return config
@@ -38,9 +38,9 @@ def test_the_command_names_any_folder(tmp_path, monkeypatch, name):
 
 
 def test_settings_that_changed_since_the_run_began_are_named(tmp_path):
-    config = began(tmp_path / "run")
+    config = began(tmp_path / "run", name="cifar10-cnn7")
     workers = configuration.WorkersConfig(1, 3)
-    data = dataclasses.replace(config.data, accept_other_files=True, reader_threads=2)
+    data = dataclasses.replace(config.data, accept_other_files=True, dir="x")
     config = dataclasses.replace(config, steps=9, workers=workers, data=data, resume=True)
     assert resumed(config, tmp_path / "run") == config
 
