@@ -403,6 +403,13 @@ def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> li
     ]
 
 
+def began_with(config: Config) -> dict[str, Any]:
+    """The settings that stay as they are for the whole of a run, as JSON has them."""
+    kept = {name: x for name, x in fields(config).items() if name not in FREE_ON_RESUME}
+    del kept["name"]
+    return json.loads(json.dumps(kept))
+
+
 def fields(config: Config) -> dict[str, Any]:
     """All settings by their full names.
 

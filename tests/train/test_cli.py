@@ -343,6 +343,25 @@ def test_a_signal_saves_and_says_how_to_resume(
     assert [event["step"] for event in log.read(folder)["start"]] == [0, step]
 
 
+def test_resuming_notices_an_edited_setting_and_says_that_no_step_is_left(
+    tmp_path, monkeypatch, capsys
+):
+    tiny.install(set=monkeypatch.setattr)
+    folder = tmp_path / "run"
+    run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
+    assert main([*run, "--steps", "4"]) == 0
+    assert main([*run, "--resume", "--steps", "3"]) == 0
+    expected = (
+        "4 steps have been taken already, more than --steps 3: the run takes no other"
+    )
+    assert expected in capsys.readouterr().out
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    assert main([*run, "--resume", "--steps", "6"]) == 2
+    expected = "config.json was edited: the run began with seed=0, and it says seed=1"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path):
     """Files may not grow beyond 256 KiB: checkpoints fail, the rest goes on."""

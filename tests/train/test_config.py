@@ -26,21 +26,57 @@ def test_written_and_read_back(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 2, "name": "x"}', '{"format": 2, "nonsense": 1}']
+    "text, reason",
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "it is no JSON object"),
+        ('{"name": "digits"}', "is of a run in format 1, whose .*format 2"),
+        ('{"format": 2, "name": "x"}', "of a run: model is missing"),
+        ('{"format": 2, "nonsense": 1}', "there is no setting nonsense"),
+    ],
 )
-def test_a_file_that_holds_no_configuration(text, tmp_path):
+def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="holds no configuration of a run"):
-        configuration.read(tmp_path / "config.json")
-
-
-def test_a_run_of_an_older_version_is_refused_in_one_line(tmp_path):
-    (tmp_path / "config.json").write_text('{"name": "digits"}')
-    with pytest.raises(
-        ValueError, match="is of a run in format 1, whose .*format 2"
-    ) as seen:
+    with pytest.raises(ValueError, match=reason) as seen:
         configuration.read(tmp_path / "config.json")
     assert "\n" not in str(seen.value)
+
+
+@pytest.mark.parametrize(
+    "field, value, reason",
+    [
+        ("foo", 1, "there is no setting foo"),
+        ("optimizer.momentun", 0, "no setting optimizer.momentun; did you mean momentum?"),
+        ("method", None, "`method` must be an object with settings, got null"),
+        ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
+        ("method.period", "4", "there is no setting method.period"),
+        (
+            "method.local_period",
+            "4",
+            '`method.local_period` must be of type int, got .*"4"',
+        ),
+        ("optimizer", [], r"`optimizer` must be an object with settings, got \[\]"),
+        ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
+        ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
+        ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
+        ("workers.inside", [3], r"`workers.inside` must be of type tuple\[str, ...\], got"),
+        ("model", "vgg", "`model` must be of type Literal.*'vgg16'.*, got model=\"vgg\""),
+        ("steps", True, "`steps` must be of type int, got steps=true"),
+        ("seed", -1, r"`seed` must be in \[0, 2\*\*32\), got seed=-1"),
+    ],
+)
+def test_an_edited_setting_is_named(field, value, reason, tmp_path):
+    path = tmp_path / "config.json"
+    configuration.write(digits.CONFIG, path)
+    values = group = json.loads(path.read_text())
+    *groups, name = field.split(".")
+    for each in groups:
+        group = group[each]
+    group[name] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"holds no configuration of a run: .*{reason}"):
+        configuration.read(path)
 
 
 def test_the_length_of_a_run_is_part_of_a_cosine():
@@ -149,7 +185,8 @@ def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
     assert folder.name == f"{taken[0].name}-2"
 
 
-def test_earlier_runs_have_other_names_for_timeout_and_wire(tmp_path):
+def test_a_run_of_the_version_before_is_read(tmp_path):
+    """Its wire and timeout have other names; how its processes met does not matter."""
     method = methods.make("async-lsgd", wire="int8")
     config = dataclasses.replace(digits.CONFIG, method=method)
     path = tmp_path / "config.json"
@@ -157,5 +194,6 @@ def test_earlier_runs_have_other_names_for_timeout_and_wire(tmp_path):
     values = json.loads(path.read_text())
     values["ray"]["grace"] = values["ray"].pop("timeout")
     values["ray"]["wire"] = values["method"].pop("wire")
+    values["distributed"] = {"survive": True, "tls": None, "gone": 3}
     path.write_text(json.dumps(values))
     assert configuration.read(path) == config
