@@ -17,10 +17,14 @@ from train.cluster.exit_status import (  # noqa: E402
     SUCCESS,
     WRONG_USAGE,
 )
-from train.cluster.lost import WorkersLost, may_mean_a_loss  # noqa: E402
-from train.cluster.session import Session  # noqa: E402
+from train.cluster.session import Session, WorkersLost, is_of_xla  # noqa: E402
+from train.config import Config  # noqa: E402
 from train.data.arrays import DataError  # noqa: E402
+from train.ray_config import check_installed  # noqa: E402
 from train.run.resuming import resume_command  # noqa: E402
+
+
+NOT_BEGUN = "interrupted before training began; nothing was lost"
 
 
 def main(arguments: list[str]) -> int:
@@ -28,30 +32,44 @@ def main(arguments: list[str]) -> int:
 
     With several processes also 70 (an unexpected error) and 75 (a process was lost).
     """
-    session = Session.single()
+    session = Session()
     try:
         config = cli.parse(arguments)
-        from train.run import recovery  # half a second that --help does without
-        from train.run.open import open_run
+        if config.ray.processes and config.distributed.process_id is None:
+            check_installed()
+            from train.cluster import ray_train
 
+            return ray_train.run(config, arguments)
         if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
             session = rendezvous.join(config)
-            devices.provide(config.workers.devices, len(session.members))
+    except ValueError as error:
+        return session.leave(WRONG_USAGE, str(error))
+    except KeyboardInterrupt:
+        return session.leave(INTERRUPTED, NOT_BEGUN)
+    with session.ended_by_errors():
+        return train(config, session)
+
+
+def train(config: Config, session: Session) -> int:
+    """Trains together with the processes of the session; the exit status."""
+    from train.run import loop  # half a second that --help does without
+    from train.run.open import open_run
+
+    try:
         compilation_cache.use(say=session.is_main)
         interrupts.check()
         run = open_run(config, session)
         interrupts.check()
     except ValueError as error:
-        if may_mean_a_loss(error):
+        if is_of_xla(error):
             raise
         return session.leave(WRONG_USAGE, str(error))
     except KeyboardInterrupt:
-        line = "interrupted before training began; nothing was lost"
-        return session.leave(INTERRUPTED, line)
+        return session.leave(INTERRUPTED, NOT_BEGUN)
     try:
-        result = recovery.train(run)
+        result = loop.train(run)
     except KeyboardInterrupt:
         kept = "interrupted a second time; checkpoints written before are kept, to go on: "
         return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))

@@ -356,10 +356,7 @@ DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedCo
 RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
 
 # What may differ from process to process.
-FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED} - {
-    "distributed.survive",
-    "distributed.survive_minority",
-}
+FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED}
 
 # What may change when a run is resumed: how long it is, what it reports and where, and its
 # workers (see train.run.resharding).

@@ -20,9 +20,6 @@ class DistributedConfig:
     num_processes: int | None = None
     # Which of them this one is, from 0, if the cluster does not say so.
     process_id: int | None = None
-    # Folder with cert.pem, key.pem and ca.pem, by which the processes and the coordinator
-    # prove to one another who they are (mutual TLS; jax 0.12).
-    tls: str | None = None
     # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
     # if it sees several and the cluster has started several processes on the host.
     gpus: Literal["auto", "one", "all"] = "auto"
@@ -30,24 +27,11 @@ class DistributedConfig:
     start_timeout: int = 300
     # Seconds without a heartbeat after which a process counts as lost.
     heartbeat_timeout: int = 30
-    # Seconds without progress after which a process that the others wait for counts as
-    # hung, though it gives heartbeats; 0 for no limit. By default ten times the slowest
-    # step, test or checkpoint so far, at least 600.
-    progress_timeout: int | None = None
-    # Experimental: if a node is lost, continue without it from the last checkpoint instead
-    # of ending. Process 0 must not be lost.
-    survive: bool = False
-    # With `survive`: continue even if fewer than half of the nodes are left. They may have
-    # been cut off from the others, which must then not be resumed elsewhere.
-    survive_minority: bool = False
 
     def __post_init__(self):
         prefix = "distributed."
         for name in ("start_timeout", "heartbeat_timeout"):
             lj.checks.check_positive_int(prefix + name, getattr(self, name))
-        if self.progress_timeout is not None:
-            holds = self.progress_timeout >= 0
-            check(holds, prefix + "progress_timeout", "at least 0", self)
         if self.num_processes is not None:
             lj.checks.check_positive_int(prefix + "num_processes", self.num_processes)
         if self.coordinator is not None:

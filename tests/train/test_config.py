@@ -103,16 +103,16 @@ def test_only_how_long_and_what_is_reported_may_change():
 
 def test_new_run_folders_never_meet(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    first, second = (run_folder.create(config, Session.single()) for _ in range(2))
+    first, second = (run_folder.create(config, Session()) for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path
     assert run_folder.newest(str(tmp_path), "digits") == second
 
 
 def test_the_newest_run_is_of_the_same_experiment(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    folder = run_folder.create(config, Session.single())
+    folder = run_folder.create(config, Session())
     other = dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path))
-    run_folder.create(other, Session.single())
+    run_folder.create(other, Session())
     assert run_folder.newest(str(tmp_path), "digits") == folder
 
 
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, where, reason):
     where = {name: str(tmp_path / path) for name, path in where.items()}
     config = dataclasses.replace(digits.CONFIG, **where)
     with pytest.raises(ValueError, match=reason) as raised:
-        run_folder.create(config, Session.single())
+        run_folder.create(config, Session())
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -162,7 +162,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(configuration, "write", full)
     config = dataclasses.replace(digits.CONFIG, run_dir=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="run cannot be made: No space left on device"):
-        run_folder.create(config, Session.single())
+        run_folder.create(config, Session())
     assert not list(tmp_path.iterdir())
 
 
@@ -181,7 +181,7 @@ def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
         return folder
 
     monkeypatch.setattr(run_folder, "choose", raced)
-    folder = run_folder.create(config, Session.single())
+    folder = run_folder.create(config, Session())
     assert folder.name == f"{taken[0].name}-2"
 
 

@@ -7,7 +7,7 @@ import jax
 
 import lsgd_jax as lj
 from train.cluster.detection import Started
-from train.cluster.lost import may_mean_a_loss
+from train.cluster.session import is_of_xla
 
 
 def provide(count: int, processes: int = 1) -> None:
@@ -50,7 +50,7 @@ def check_platforms() -> None:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:  # the former: no plugin for CUDA
-        if may_mean_a_loss(error):
+        if is_of_xla(error) and jax.distributed.is_initialized():
             raise
         raise ValueError(
             "`JAX_PLATFORMS` must name devices that jax finds here, got "

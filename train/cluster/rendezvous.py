@@ -1,127 +1,89 @@
-"""The rendezvous of the processes of a run.
-
-`join` is called once, before jax uses a device.
-"""
+"""The rendezvous of the processes of a run, by jax.distributed."""
 
 import contextlib
+import hashlib
 import json
 import os
+import pathlib
 import signal
 import socket
-import ssl
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 import lsgd_jax as lj
-from train.cluster import address, claim, tls
+import train
 from train.cluster.detection import BY_ITSELF, find_out
-from train.cluster.devices import local_device_ids
-from train.cluster.ending import Ending
+from train.cluster.devices import local_device_ids, provide
 from train.cluster.exit_status import WRONG_USAGE
-from train.cluster.heartbeat import Heartbeat
-from train.cluster.key_value_store import JaxStore
-from train.cluster.session import PATIENCE_S, Session
+from train.cluster.session import Session, gather, is_of_xla
 from train.config import FREE_PER_PROCESS, Config, fields
+
+
+RETRY_S = 60.0  # a cluster may make a host's name known only after it has started the host
 
 
 def join(config: Config) -> Session:
     """Joins the processes that were started together with this one, if there are any.
 
-    From then on the loss of one ends all, see `train.cluster.heartbeat`, unless it is to be
-    survived, see `train.run.recovery`.
+    Call it before jax uses a device; afterwards the process has its devices. From then on
+    the loss of a process ends all of them.
 
     Raises:
-      ValueError: it cannot be known who the others are, or the port is taken. If they do
-        not come in time, or were started with other options, the process ends with a line
-        that says so.
+      ValueError: it cannot be known who the others are, the coordinator's address is
+        wrong or taken, or there are no devices.
     """
     options = config.distributed
     started = find_out(options, os.environ)
     if started is None:
-        return Session.single()
-    deadline = time.monotonic() + options.start_timeout
-    secure: ssl.SSLContext | None = None
-    where = started.arguments.get("coordinator_address", f"the address {started.by} gives")
-    ending = Ending(
-        f"the processes did not come together within {options.start_timeout} s through "
-        f"{where}; have all been started, and can all reach it? {BY_ITSELF}"
-    )
-    given = started.arguments.get("coordinator_address")
-    if given is not None:
-        ending.on_abort = lambda: (
-            f"the processes did not come together within {options.start_timeout} s through "
-            f"{given}: {address.what_answers(given, secure)}; have all been started, each "
-            f"with a number of its own, and can all reach it? {BY_ITSELF}"
-        )
+        provide(config.workers.devices)
+        return Session()
     gpus = local_device_ids(options.gpus, started, os.environ)
-    # Its handler of SIGTERM would swallow the signal; see `train.cluster.signals`.
-    jax.config.update("jax_enable_preemption_service", False)
-    if options.survive:
-        _make_losses_survivable(options.progress_timeout)
     try:
-        credentials, secure = tls.credentials(options.tls), tls.context(options.tls)
-        if given is not None:
-            address.check_name(given, options.start_timeout)
-        listening = _listening(started.arguments)
-        if given is not None and "process_id" in started.arguments:
-            for held in claim.take(given, started.arguments["process_id"]):
-                held.detach()  # until the process ends
-        if given is not None and not listening:
-            address.wait_for_coordinator(given, secure, deadline - time.monotonic())
+        _check_address(started.arguments)
+        _claim(started.arguments)
         with _without_proxies(), _ended_by_ctrl_c():
             jax.distributed.initialize(
                 **started.arguments,
-                **listening,
-                **credentials,
                 local_device_ids=gpus,
-                initialization_timeout=max(1, round(deadline - time.monotonic())),
+                initialization_timeout=options.start_timeout,
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
             )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
-    store = JaxStore()
-    session = Session(store, _meet(store))
-    session.connections.survive = options.survive
-    progress = options.progress_timeout
-    session.patience = {None: PATIENCE_S, 0: float("inf")}.get(
-        progress, 3.0 * (progress or 0)
-    )
-    session.heartbeat = Heartbeat(
-        session, ending, options.heartbeat_timeout, options.survive, progress
-    )
-    session.heartbeat.begin()
-    try:
-        _check_agreement(session, config)
-    except ValueError as error:
-        session.leave(WRONG_USAGE, str(error))
+    provide(config.workers.devices, jax.process_count())
+    session = Session(jax.process_index(), ["?"] * jax.process_count())
+    with session.ended_by_errors():
+        try:
+            _check_devices()
+            session.hosts = gather(socket.gethostname())
+            _check_agreement(session, config)
+        except ValueError as error:
+            if is_of_xla(error):
+                raise
+            session.leave(WRONG_USAGE, str(error))
     return session
 
 
-def _meet(store: JaxStore) -> list[str]:
-    """The hosts of those who came together, however many this process was told there are.
-
-    Raises:
-      JaxRuntimeError: they have not all come within 5 minutes.
-    """
-    store.write("hosts", socket.gethostname())
-    store.wait_at_barrier("hosts", 300)
-    return [host for _, host in sorted(store.read("hosts").items())]
+def _check_devices() -> None:
+    """Raises ValueError unless all processes have the same number of devices."""
+    counts = Counter(device.process_index for device in jax.devices())
+    for process, count in sorted(counts.items()):
+        if count != counts[0]:
+            raise ValueError(
+                "all processes must have the same number of devices, got "
+                f"{counts[0]} in process 0 and {count} in process {process}"
+            )
 
 
 def _check_agreement(session: Session, config: Config) -> None:
     """Raises ValueError unless all processes that came together are to do the same."""
-    count, came = len(session.members), len(session.hosts)
-    if came != count:
-        raise ValueError(
-            f"`distributed.num_processes` must be the same for all, got {count} in process "
-            f"{session.process_id}, but {came} came together"
-        )
-    mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__} | fields(config)
-    mine = {name: x for name, x in mine.items() if name not in FREE_PER_PROCESS}
+    mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__, "sources": sources()}
+    mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
     for process, theirs in enumerate(all_settings):
         for name, value in all_settings[0].items():
@@ -132,43 +94,78 @@ def _check_agreement(session: Session, config: Config) -> None:
                 )
 
 
-def _make_losses_survivable(progress_timeout: int | None) -> None:
-    """Has collectives with a lost process fail, and jax not end the others because of it.
-
-    By themselves they wait forever on GPUs. On CPUs they wait for half an hour at most, and
-    for as long as a process may take (to compile, say) they must; `train.cluster.network`
-    has them fail as soon as the heartbeats say that a process is lost.
-    """
-    seconds = max(1800, 3 * (progress_timeout or 0))
-    flags = (
-        f"--xla_cpu_collective_timeout_seconds={seconds}",
-        "--xla_gpu_nccl_terminate_on_error=false",
-        "--xla_gpu_nccl_async_execution=true",
-        "--xla_gpu_nccl_blocking_communicators=false",
-    )
-    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
-    os.environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] = "1"
-    jax.config.update("jax_enable_recoverability", True)
+def sources() -> str:
+    """A hash of the source files of `lsgd_jax` and `train`."""
+    found = hashlib.sha256()
+    for package in (lj, train):
+        for path in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
-def _listening(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Where process 0 is to listen, as an argument for jax; nothing for the others.
+def _check_address(arguments: Mapping[str, Any]) -> None:
+    """Raises OSError if the coordinator cannot be found, or cannot listen here.
 
-    Raises:
-      OSError: nothing can listen there. Asked for before jax is, which may die of it
-        (SIGSEGV, jax 0.10.2).
+    jax would wait for the first until its timeout, and may die of the second (SIGSEGV,
+    jax 0.10.2).
     """
     given = arguments.get("coordinator_address")
-    if given is None or arguments.get("process_id") != 0:
-        return {}
-    listens = address.where_to_listen(given)
-    host, port = address.split(listens)
+    if given is None:
+        return
+    host, _, port = given.rpartition(":")
+    _resolve(host.strip("[]"))
+    if arguments.get("process_id") != 0:
+        return
     try:
-        address.can_listen("" if host == "::" else host, port)
+        with socket.socket() as trial:
+            # As servers do: connections that were closed a moment ago take no port.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("", int(port)))
     except OSError as error:
-        reason = f"nothing can listen at {given}: {error.strerror}"
-        raise OSError(f"{reason}; is the port taken, by another run perhaps?") from error
-    return {"coordinator_bind_address": listens}
+        raise OSError(
+            f"nothing can listen at {given}: {error.strerror}; is the port taken, by "
+            "another run perhaps?"
+        ) from error
+
+
+def _claim(arguments: Mapping[str, Any]) -> None:
+    """Takes a process's number on this host, on Linux, until the process ends.
+
+    jax's coordinator takes a second process of a number for the first one, restarted, and
+    ends all.
+
+    Raises:
+      OSError: another process of this host has this number.
+    """
+    given, process_id = arguments.get("coordinator_address"), arguments.get("process_id")
+    if given is None or process_id is None or not hasattr(socket, "AF_UNIX"):
+        return
+    with socket.socket(socket.AF_UNIX) as claim:
+        try:
+            claim.bind(f"\0lsgd_jax/{given}/{process_id}")  # a name that is no file
+        except FileNotFoundError:  # not on Linux
+            return
+        except OSError as error:
+            raise OSError(
+                f"another process of this host is number {process_id} at {given} already: "
+                "is --distributed.process-id different for all, or does another run use "
+                "this port?"
+            ) from error
+        claim.detach()
+
+
+def _resolve(host: str) -> None:
+    patience = RETRY_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                reason = f"the host name {host} cannot be resolved here ({error.strerror})"
+                raise OSError(f"{reason}; is --distributed.coordinator right?") from error
+        time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -1,83 +1,56 @@
-"""What a process knows of the other processes of its run, and how it talks to them.
+"""A process among the processes of its run, and the texts that they exchange."""
 
-All of it is among the members of the run: the processes that were started, and after a
-loss that the run survives (see `train.run.recovery`) those that are left. Each such group
-has folders of its own at the store, so that what the lost ones have left behind, and what
-was in flight when they were lost, is of no account any more.
-"""
-
-import itertools
-import queue
+import contextlib
+import os
+import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from train.cluster import private_jax
-from train.cluster.barriers import Barriers
-from train.cluster.connections import Connections
-from train.cluster.exit_status import INTERRUPTED
-from train.cluster.key_value_store import KeyValueStore
-from train.cluster.lost import Late, Lost
-from train.cluster.work import Work
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-
-if TYPE_CHECKING:
-    from train.cluster.heartbeat import Heartbeat
+from train.cluster.exit_status import CRASHED, INTERRUPTED, LOST
 
 
-PATIENCE_S = 1800.0
-ASKING = "finding out which processes are lost"
-ASKS = "asks"  # the folder of the processes that have asked who is lost
+LAST_LINES_S = 2.0  # that the other processes get for theirs before process 0 ends
+
+
+class WorkersLost(RuntimeError):
+    """Asynchronous workers cannot go on: all are lost, or one has raised an error."""
 
 
 class Session:
     """This process among the processes of its run; made by `train.cluster.rendezvous.join`.
 
-    A process by itself has no store, and then nothing is communicated.
+    All processes must ask for texts in the same order: they travel as collectives.
 
     Args:
-      store: where the processes leave texts for one another.
-      hosts: the host of each process that was started.
+      process_id: the number of this process, from 0.
+      hosts: the host of each process.
 
     Attributes:
-      process_id: which process this one is, from 0.
-      hosts: as given.
-      barriers: where the processes meet while Orbax writes a checkpoint.
-      connections: those of its devices.
-      heartbeat: watches over the processes; None for a process by itself.
-      work: what the main thread of this process does.
-      stopping: whether any process was asked to stop.
-      patience: seconds to wait for others that give heartbeats.
-      where: says how far this process is and how to go on, for its last line.
+      process_id, hosts: as given.
+      where: returns how far this process is and how to go on, for its last line.
+
+    >>> session = Session()
+    >>> session.is_main, session.has_others, session.gather("a")
+    (True, False, ['a'])
     """
 
-    def __init__(self, store: KeyValueStore | None = None, hosts: Sequence[str] = ()):
-        self._store = store
-        self._started = 1 if store is None else store.num_processes
-        self._lost: set[int] = set()  # known to be lost
-        self._without: set[int] = set()  # those of them that the run goes on without
-        self._numbers = itertools.count()  # of the folders of this group
-        self.process_id = 0 if store is None else store.process_id
-        self.hosts = list(hosts)
-        self.barriers = Barriers(self)
-        self.connections = Connections(self)
-        self.heartbeat: Heartbeat | None = None
-        self.work, self.stopping, self.patience = Work(), False, PATIENCE_S
+    def __init__(self, process_id: int = 0, hosts: Sequence[str] = ("localhost",)):
+        self.process_id, self.hosts = process_id, list(hosts)
         self.where: Callable[[], str] = lambda: "before training began"
 
-    @classmethod
-    def single(cls) -> "Session":
-        """That of a process by itself.
-
-        >>> session = Session.single()
-        >>> session.is_main, session.has_others, session.members, session.gather("a")
-        (True, False, [0], ['a'])
-        """
-        return cls()
-
-    # Who there is
+    @property
+    def num_processes(self) -> int:
+        """The number of processes of the run."""
+        return len(self.hosts)
 
     @property
     def is_main(self) -> bool:
@@ -86,19 +59,8 @@ class Session:
 
     @property
     def has_others(self) -> bool:
-        """Whether this process was started as one of several."""
-        return self._started > 1
-
-    @property
-    def members(self) -> list[int]:
-        """The processes of the run, in order."""
-        return [i for i in range(self._started) if i not in self._without]
-
-    @property
-    def group(self) -> str:
-        """A name for the set of the members: 'all', or 'without-1-2'."""
-        without = map(str, sorted(self._without))
-        return "-".join(["without", *without]) if self._without else "all"
+        """Whether this process is one of several."""
+        return self.num_processes > 1
 
     def names(self, processes: Iterable[int]) -> str:
         """Processes as messages name them.
@@ -110,25 +72,31 @@ class Session:
             f"process {i} (host {self.hosts[i]})" for i in sorted(processes)
         )
 
-    # Texts for one another; all must ask for the same, in the same order
+    # Texts for one another
 
     def gather(self, text: str) -> list[str]:
-        """Every member's text, in every process.
-
-        Raises:
-          Late: they have not all come within `patience`; Lost: one of them is lost.
-        """
-        self.work.begin()
-        if self._store is None:
-            return [text]
-        folder = self.new_folder("round")
-        self.write(folder, text)
-        texts = self.wait_for_members(folder)
-        return [text for _, text in sorted(texts.items())]
+        """Every process's text, in every process."""
+        return gather(text) if self.has_others else [text]
 
     def agree(self, text: str) -> str:
         """The main process's text, in every process."""
         return self.gather(text)[0]
+
+    def of_main(self, make: Callable[[], str]) -> str:
+        """The text that the main process makes, in every process.
+
+        Raises:
+          ValueError: making it raises one; in every process.
+        """
+        text = error = ""
+        if self.is_main:
+            try:
+                text = make()
+            except ValueError as raised:
+                error = str(raised) or repr(raised)
+        if error := self.agree(error):
+            raise ValueError(error)
+        return self.agree(text)
 
     def same_everywhere(self, text: str) -> bool:
         """Whether every process has passed the same text."""
@@ -138,150 +106,88 @@ class Session:
         """Returns when every process has come here."""
         self.gather("")
 
-    # Texts at the store, for those with an order of their own
+    def connect(self, mesh: Mesh) -> None:
+        """Connects the devices of all processes with one another, while all are here.
 
-    def new_folder(self, name: str) -> str:
-        """A folder that is new to all; they must ask for it in the same order."""
-        return f"{name}-{next(self._numbers)}"
-
-    def write(self, folder: str, text: str) -> None:
-        """Leaves a text in a folder, in the place of this process's last one."""
-        if self._store is not None:
-            self._store.write(f"{self.group}/{folder}", text)
-
-    def read(self, folder: str) -> dict[int, str]:
-        """The texts that there are in a folder, by process."""
-        return {} if self._store is None else self._store.read(f"{self.group}/{folder}")
-
-    def write_for_all(self, folder: str, text: str) -> None:
-        """The same as `write`, in a folder that stays when members are lost."""
-        if self._store is not None:
-            self._store.write(folder, text)
-
-    def read_for_all(self, folder: str) -> dict[int, str]:
-        """What `write_for_all` has left, by process."""
-        return {} if self._store is None else self._store.read(folder)
-
-    def wait_for_members(self, folder: str, timeout: float | None = None) -> dict[int, str]:
-        """The texts in a folder, by process, once every member has left one.
-
-        jax's own barriers do not notice that a process is lost.
-
-        Args:
-          timeout: seconds to wait; by None `patience`.
-
-        Raises:
-          Late: they are not there in time; Lost: one of the members is lost, or asks who
-            is, and so does not come.
+        They would connect when they first communicate. On CPUs gloo gives up if one device
+        comes more than 30 s after another one by then, from compiling for example.
         """
-        timeout = self.patience if timeout is None else timeout
-        deadline, pause = time.monotonic() + timeout, 0.005
-        asked: dict[int, str] = {}
-        while True:
-            texts = self.read(folder)
-            if texts.keys() >= set(self.members):
-                return texts
-            self.check_no_member_is_lost()
-            if asked:
-                raise Lost(self.lost)
-            asked = self.read(ASKS)  # one that has ended in good order asks, too
-            if time.monotonic() > deadline:
-                missing = self.names(set(self.members) - texts.keys())
-                raise Late(f"{missing} did not come within {timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-
-    # Losses
-
-    @property
-    def lost(self) -> set[int]:
-        """The members that are known to be lost."""
-        return self._lost.intersection(self.members)
-
-    @property
-    def has_lost_some(self) -> bool:
-        """Whether the run goes on without some of the processes that were started."""
-        return bool(self._without)
-
-    def note_lost(self, processes: Iterable[int]) -> None:
-        """Notes that processes are lost: from then on no process waits for them."""
-        self._lost.update(processes)
-
-    def check_no_member_is_lost(self) -> None:
-        """Raises Lost if a member is known to be lost."""
-        if self.lost:
-            raise Lost(self.lost)
-
-    def lost_members(self, timeout: float | None = None) -> set[int]:
-        """The members that are lost; waits until each of the others has asked, too.
-
-        Args:
-          timeout: seconds to wait; by None `patience`.
-
-        Raises:
-          Late: one that lives does not ask in time, because it hangs, say.
-        """
-        if (store := self._store) is None:
-            return set()
-        timeout = self.patience if timeout is None else timeout
-        self.work.begin(ASKING)
-        self.write(ASKS, "")
-        answer: queue.Queue[set[int] | Exception] = queue.Queue()
-
-        def ask():
-            try:
-                answer.put(store.live(self.members))
-            except Exception as error:
-                answer.put(error)
-
-        # jax's own call has no time limit, nor could a signal interrupt it.
-        threading.Thread(target=ask, name="who lives", daemon=True).start()
-        try:
-            live = answer.get(timeout=min(timeout, threading.TIMEOUT_MAX))
-        except queue.Empty:
-            silent = self.names(set(self.members) - self.read(ASKS).keys())
-            raise Late(
-                f"{silent or 'the coordinator'} gives heartbeats, but did not say within "
-                f"{timeout:g} s which processes it can reach"
-            ) from None
-        if isinstance(live, Exception):
-            raise live
-        return set(self.members) - live
-
-    def service_port(self) -> int | None:
-        """The port of the store, if it is reached through the network."""
-        return None if self._store is None else self._store.service_port()
-
-    def is_service_there(self) -> bool:
-        """Whether the store can be reached, as far as a connection tells."""
-        return self._store is not None and self._store.is_service_there()
-
-    def go_on_without(self, processes: Iterable[int]) -> None:
-        """Takes processes out of the run; all who stay must do so."""
-        processes = set(processes)
-        self.note_lost(processes)
-        self.work = Work()  # the others may have come further, or less far
-        self._without |= processes
-        self._numbers = itertools.count()  # the same
-        if len(self.members) == 1:
-            private_jax.count_one_process()
+        if self.has_others:
+            meet = _meeting(mesh)
+            self.wait_for_all()
+            jax.block_until_ready(meet())
 
     # The end
 
-    def tell_where(self, where: Callable[[], str]) -> None:
-        """Sets what a last line adds if a process is lost: how far it is, how to go on."""
-        self.where = where
-
     def leave(self, status: int, line: str) -> int:
-        """Says why there is no going on, and ends the process if it is one of several.
+        """Says why this process cannot go on, and ends it if it is one of several.
 
-        One that simply went would wait for the others to come to their end, and they for
-        it.
+        At its regular end a process waits for the others, which may wait for this one.
 
         Returns:
           The exit status, if the process is by itself.
         """
-        if self.heartbeat is not None:
-            self.heartbeat.leave(status, line)
         print(line if status == INTERRUPTED else f"error: {line}", file=sys.stderr)
+        if self.has_others:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if self.is_main:  # jax aborts the others when this process has ended
+                time.sleep(LAST_LINES_S)
+            os._exit(status)
         return status
+
+    @contextlib.contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """Ends this process at an error, if it is one of several, so that all end soon."""
+        try:
+            yield
+        except Exception as error:
+            if not self.has_others:
+                raise
+            if is_of_xla(error):
+                reason = " ".join(str(error).split())[:200]
+                line = f"another process was lost {self.where()} ({reason})"
+                self.leave(LOST, line)
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+            self.leave(CRASHED, f"this process crashed {self.where()} ({reason})")
+
+
+def gather(text: str) -> list[str]:
+    """Every process's text, in every process that jax.distributed knows."""
+    mine = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(mine.size)).ravel()
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: mine.size] = mine
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes)]
+
+
+def is_of_xla(error: BaseException) -> bool:
+    """Whether an error comes from a computation, such as one that needs a lost process.
+
+    XLA's errors begin with their status; some of them come as ValueError.
+
+    >>> is_of_xla(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed"))
+    True
+    >>> is_of_xla(ValueError("`steps` must be a positive int, got steps=0"))
+    False
+    """
+    has_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error))
+    return bool(has_status) or isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _meeting(mesh: Mesh) -> Callable[[], jax.Array]:
+    """Sums over each group of devices, for which they need all their connections."""
+    axes = mesh.axis_names
+
+    def meet():
+        # One sum needs the one before: of independent ones each device may begin another
+        # one first, and wait for a device that waits for it. Sums of constants XLA drops.
+        total = 0
+        for group in (axes, *((axis,) for axis in axes)):
+            total = lax.psum(total + lax.axis_index(group), group)
+        return total
+
+    everywhere = jax.shard_map(meet, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
+    return jax.jit(everywhere).lower().compile()

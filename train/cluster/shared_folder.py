@@ -26,7 +26,7 @@ def check(session: Session, folder: pathlib.Path) -> None:
     sees = session.gather(str(_appears(folder, name)))
     if session.is_main:
         (folder / name).unlink(missing_ok=True)
-    blind = [i for i, seen in zip(session.members, sees) if seen != str(True)]
+    blind = [i for i, seen in enumerate(sees) if seen != str(True)]
     if blind:
         raise ValueError(
             f"all processes must see the run folder {folder.absolute()} of process 0 (host "

@@ -215,7 +215,7 @@ def _seconds_to(goal: float, curve: Curve) -> float | None:
 
 def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
-    session = Session.single()
+    session = Session()
     try:
         configs, setting, out = parse(arguments)
         session = compare.join(configs)

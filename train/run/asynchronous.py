@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import lsgd_jax as lj
-from train.cluster.lost import WorkersLost
+from train.cluster.session import WorkersLost
 from train.config import Config
 from train.metrics import pace
 from train.metrics.buffer import Interval

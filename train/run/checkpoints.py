@@ -1,6 +1,5 @@
 """Checkpoints of a run, written by Orbax beside the training loop."""
 
-import dataclasses
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,9 @@ from train.run.reading import Checkpoint, Unreadable, one_line, read
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is being written
+BARRIER_S = (
+    300  # that processes wait for one another; one may have failed to write its part
+)
 
 
 class Checkpoints:
@@ -43,15 +45,13 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._preservation,
             async_options=ocp.options.AsyncOptions(
-                barrier_sync_fn=session.barriers if session.has_others else None,
+                timeout_secs=BARRIER_S,
                 post_finalization_callback=self._write_checksums,
                 # If it made them in a thread and could not, its other threads would wait
                 # for it for ever, and the process would never end.
                 create_directories_asynchronously=False,
             ),
         )
-        if session.has_lost_some and len(session.members) > 1:
-            options = self._among_those_left(options)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._unconfirmed: int | None = None
 
@@ -64,17 +64,6 @@ class Checkpoints:
     def _write_checksums(self) -> None:
         """Orbax calls this when all files are there, and their folder is to be renamed."""
         checksums.write(self._folder / f"{self._unconfirmed}{TEMPORARY}")
-
-    def _among_those_left(
-        self, options: ocp.CheckpointManagerOptions
-    ) -> ocp.CheckpointManagerOptions:
-        """Options for a manager that does not wait for those who are lost."""
-        self._folder.mkdir(exist_ok=True)  # which such a manager does not do
-        active = ocp.options.MultiprocessingOptions(
-            active_processes=set(self._session.members),
-            barrier_sync_key_prefix=self._session.group,
-        )
-        return dataclasses.replace(options, create=False, multiprocessing_options=active)
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
         """Begins to write a checkpoint; training may go on meanwhile.
@@ -122,11 +111,6 @@ class Checkpoints:
             return False
         self._unconfirmed = None
         return True
-
-    def abandon(self) -> None:
-        """Waits for what is being written, whether it arrives or not."""
-        self._warn = lambda text: None
-        self.wait()
 
     def _failed(self, error: Exception | str) -> None:
         step = self._unconfirmed

@@ -104,8 +104,7 @@ def create(config: Config, session: Session) -> pathlib.Path:
       ValueError: --run-dir is there already and is not an empty folder, or the folder
         cannot be made, or is not the same for all; nothing is left of it then.
     """
-    made = str(_make(config)) if session.is_main else ""
-    folder = pathlib.Path(session.agree(made))
+    folder = pathlib.Path(session.of_main(lambda: str(_make(config))))
     try:
         shared_folder.check(session, folder)
     except ValueError:
@@ -121,13 +120,13 @@ def _make(config: Config) -> pathlib.Path:
         folder = choose(config)
         check_utf8(folder)
         if taken(folder):
-            raise _taken(folder)
+            raise is_taken(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _begin(config, folder)
     except FileExistsError:
         if config.run_dir is None and folder.is_dir():
             return _make(config)  # another run that begins now took this name
-        raise _taken(folder) from None
+        raise is_taken(folder) from None
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"the run folder {folder} cannot be made: {reason}") from error
@@ -152,7 +151,8 @@ def _remove(folder: pathlib.Path) -> None:
         folder.rmdir()
 
 
-def _taken(folder: pathlib.Path) -> ValueError:
+def is_taken(folder: pathlib.Path) -> ValueError:
+    """The error of a new run in a folder that is taken."""
     return ValueError(
         f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on with "
         "the run in it"

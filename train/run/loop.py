@@ -10,7 +10,6 @@ import jax
 
 import lsgd_jax as lj
 from train import config as configuration
-from train.cluster.nodes import Nodes
 from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
@@ -34,8 +33,7 @@ def train(run: Run) -> Result:
             )
             stopped_by = take(run)
             result = finish(run, stopped_by)
-        if not result.leaving:
-            result = conclude(run, result)
+        result = conclude(run, result)
     if run.lock is not None:
         run.lock.release()
     return result
@@ -49,11 +47,9 @@ def take_steps(run: Run) -> Reason | None:
     left = range(run.step, config.steps)
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
-            run.session.work.begin(f"at step {run.step + 1}")
             run.state, loss = experiment.step(run.state, experiment.data, batch)
             backlog.add(loss)
             run.step += 1
-            run.session.work.begin(f"after step {run.step}")
             run.buffer.add(run.step, loss, run.state.opt_state)
             comes = lambda every: run.step % every == 0
 
@@ -81,8 +77,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
     if tested:
         write_sample(run)
     saved = run.checkpoints.close() and begun
-    run.session.wait_for_all()  # who is lost before here is missed by all, or by none
-    leaving = leaving_processes(run) if stopped_by == signal.SIGTERM else []
+    run.session.wait_for_all()
     return Result(
         run.folder,
         run.step,
@@ -90,24 +85,15 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         tested,
         stopped_by,
         saved,
-        leaving,
         checkpoint=max(run.checkpoints.steps, default=None),
         finite_checkpoint=run.checkpoints.latest_finite(),
     )
 
 
-def leaving_processes(run: Run) -> list[int]:
-    """The processes that were asked to stop, if others can go on without them."""
-    asked = run.stop_signals.asked
-    left = Nodes.of(run.experiment.workers).without(asked)
-    can = run.config.distributed.survive and 0 in left.processes
-    return asked if can else []
-
-
 def announce(run: Run) -> None:
     """Writes and says with what the run begins, or goes on."""
     grid = [run.config.workers.nodes, run.config.workers.locals]
-    processes = len(run.session.members)
+    processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
     began = dict(processes=processes, settings=configuration.began_with(run.config))
     run.write("start", workers=grid, **began, **sizes, **_versions())

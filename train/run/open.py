@@ -96,7 +96,7 @@ def open_run(
       ValueError: the configuration, the data or the run folder is not what it must be;
         nothing has been written then.
     """
-    session = Session.single() if session is None else session
+    session = Session() if session is None else session
     resumed = run_folder.to_resume(config) if config.resume else None
     if resumed is not None:
         run_folder.check_same_experiment(config, resumed)
@@ -106,7 +106,7 @@ def open_run(
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
-    if workers > MANY * len(session.members):
+    if workers > MANY * session.num_processes:
         progress.say(f"placing {workers:,} workers, which takes a while")
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here, devices=devices)
@@ -121,7 +121,7 @@ def open_run(
         for name, text in experiment.forward.kept.items():
             if not (folder / name).exists():
                 (folder / name).write_text(text)
-    session.tell_where(lambda: where(config, folder, 0))
+    session.where = lambda: where(config, folder, 0)
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
         config.keep_checkpoints,
@@ -161,7 +161,7 @@ def open_run(
         stop_signals=StopSignals(session),
         lock=lock,
     )
-    session.tell_where(lambda: where(config, folder, run.step))
+    session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
 
@@ -178,12 +178,18 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         line = f"{line}; this run has stopped {session.where()}"
         os._exit(session.leave(STOPPED, line))  # whatever the main thread hangs in
 
-    if not session.is_main:
-        return None
-    try:
-        return RunLock(folder, progress.say, lost)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
+    held: list[RunLock] = []
+
+    def take() -> str:
+        try:
+            held.append(RunLock(folder, progress.say, lost))
+        except OSError as error:
+            reason = error.strerror
+            raise ValueError(f"{folder} cannot be written to: {reason}") from error
+        return ""
+
+    session.of_main(take)
+    return held[0] if held else None
 
 
 def starting_point(

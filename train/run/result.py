@@ -37,7 +37,6 @@ class Result(NamedTuple):
       tested: the tests after the last step; None if the run was stopped early.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint has arrived.
-      leaving: the processes that leave while the others go on; none if the run has ended.
       checkpoint: the step of the latest checkpoint, or None.
       finite_checkpoint: the step of the latest one with finite losses, or None.
       has_metrics: whether all metrics could be written.
@@ -49,7 +48,6 @@ class Result(NamedTuple):
     tested: Tested | None
     stopped_by: signal.Signals | str | None
     saved: bool
-    leaving: list[int]
     checkpoint: int | None = None
     finite_checkpoint: int | None = None
     has_metrics: bool = True

@@ -8,10 +8,9 @@ from typing import Any
 
 from train import config as configuration
 from train.config import DISTRIBUTED, FREE_ON_RESUME, Config, DistributedConfig
+from train.launch import LAUNCHER
 from train.run.folder import CONFIG
 
-
-LAUNCHER = "LSGD_JAX_LAUNCHER"  # in the environment: the command of train.launch, up to --
 
 # What the command names anyway, and how this process was started among others.
 LEFT_OUT = {"runs", "run_dir", "resume", "experiment"} | {

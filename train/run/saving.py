@@ -25,7 +25,6 @@ def save(run: Run) -> bool:
     run.reporter.report(run.buffer.flush())
     run.reporter.write_leaders(run.buffer.take_elections())
     jax.block_until_ready(run.state)
-    run.session.work.begin(f"saving step {run.step}")
     with run.stopwatch.paused():
         return run.checkpoints.save(run.step, run.state, notes(run))
 

@@ -10,7 +10,6 @@ from train.run.result import Tested
 
 def run_test(run: Run) -> Tested:
     """Tests the center and the best worker, and writes what was found."""
-    run.session.work.begin(f"testing after step {run.step}")
     run.reporter.report(run.buffer.flush())
     run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)

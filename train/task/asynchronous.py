@@ -95,7 +95,7 @@ class OneWorker:
     def _forward_of(self, index: int) -> Any:
         grid: Any = Alone(index, self._config.workers.nodes * self._config.workers.locals)
         grid.placed = self._placed
-        single = Session.single()
+        single = Session()
         return make_forward(self._config, self._data, grid, self._warn, single)
 
     @functools.cached_property

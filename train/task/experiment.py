@@ -66,11 +66,11 @@ class Experiment:
         self._config = config
         self._tx = make_optimizer(config)
         data = load(config) if dataset is None else dataset
-        grid, session = config.workers, session or Session.single()
+        grid, session = config.workers, session or Session()
         self.workers = lj.Workers(
             grid.nodes, grid.locals, devices=devices, inside=grid.axes
         )
-        session.connections.make(self.workers)
+        session.connect(self.workers.mesh)
         self.forward = make_forward(config, data, self.workers, warn, session)
         self.data = self.forward.source.data
         self.step = self.workers.map(self._step, donate=0)

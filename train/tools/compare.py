@@ -32,8 +32,7 @@ from train import cli, compilation_cache
 from train.arguments import Parser
 from train.cluster import devices, rendezvous
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
-from train.cluster.lost import WorkersLost
-from train.cluster.session import Session
+from train.cluster.session import Session, WorkersLost
 from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables, traffic
@@ -142,14 +141,13 @@ def join(configs: dict[tuple[str, int], Config]) -> Session:
     on_ray = [method.name for method in chosen if method.is_asynchronous]
     if len(on_ray) == len(configs):
         devices.leave_to_workers()
-        return Session.single()
+        return Session()
     session = rendezvous.join(most)
     if on_ray and session.has_others:
         raise ValueError(
             "`methods` must be in lock step with several processes, got "
             f"{on_ray[0]}, whose workers are processes of Ray"
         )
-    devices.provide(most.workers.devices, len(session.members))
     return session
 
 
@@ -316,7 +314,7 @@ def draw(
 
 def main(arguments: Sequence[str]) -> int:
     """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
-    session = Session.single()
+    session = Session()
     try:
         configs, out = parse(arguments)
         session = join(configs)

@@ -32,7 +32,7 @@ import rich.table
 import lsgd_jax as lj
 from train import cli, compilation_cache
 from train.arguments import Parser
-from train.cluster import devices, rendezvous
+from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config
@@ -265,7 +265,7 @@ def check_given(given: Mapping[str, float | None]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
-    session = Session.single()
+    session = Session()
     try:
         parser = Parser("python -m train.interconnect", __doc__)
         parser.add_argument("experiment", help="a named experiment, such as digits")
@@ -281,7 +281,6 @@ def main(arguments: Sequence[str]) -> int:
         check_given(given)
         config = cli.parse([options.experiment, *others])
         session = rendezvous.join(config)
-        devices.provide(config.workers.devices, len(session.members))
         compilation_cache.use(say=session.is_main)
         is_known = None not in given.values()
         measured = None if is_known else measure(config, session)
