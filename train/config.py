@@ -420,7 +420,7 @@ def switched(config: Config, changes: Mapping[str, Any]) -> Config:
     """The configuration with other settings, by their full names.
 
     Settings that do not belong to what is chosen now take their defaults. The warm-up
-    takes at most half of the steps of a shorter run.
+    takes at most half of the steps of a shorter run, unless that run is resumed.
 
     >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
     >>> other = switched(old, {"optimizer.name": "adamw"}).optimizer
@@ -435,7 +435,7 @@ def switched(config: Config, changes: Mapping[str, Any]) -> Config:
         for name, owners in table.items():
             if new[choice] not in owners:
                 new[name] = _default(name)
-    if new["steps"] < old["steps"]:
+    if new["steps"] < old["steps"] and not new["resume"]:
         half = new["steps"] // 2
         new["optimizer.warmup_steps"] = min(new["optimizer.warmup_steps"], half)
     of = lambda group, x: {f.name: new[f"{group}.{f.name}"] for f in dataclasses.fields(x)}

@@ -279,6 +279,13 @@ def test_resuming_takes_the_settings_of_the_run(tmp_path):
         cli.parse(cifar)
 
 
+def test_resuming_never_changes_the_warm_up(tmp_path):
+    warm = ["digits", "--optimizer.warmup-steps", "20"]
+    configuration.write(cli.parse(warm), tmp_path / "config.json")
+    resume = ["digits", "--resume", "--run-dir", str(tmp_path), "--steps", "10"]
+    assert cli.parse(resume).optimizer.warmup_steps == 20
+
+
 def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
     """The name in config.json counts, not how the folder's name begins."""
     for stamp, name in enumerate(["digits", "digits", "digits-bn", "my"], 1):

@@ -14,7 +14,6 @@ import tiny
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
-from train import cli
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log
 from train.run.loop import train
@@ -57,32 +56,22 @@ def test_the_list_holds_every_factory_of_the_library():
     assert len(found) >= 17 and set(found.values()) <= listed
 
 
-@pytest.mark.parametrize("name", IN_LOCK_STEP)
-def test_every_default_on_the_command_line_is_the_librarys(name):
-    method = cli.parse(["digits", "--method", name]).method
-    if name == "lsgd":  # the experiment has settings of its own
-        method = methods.make("lsgd")
-    left, row = set(vars(method)), METHODS[name].row
-    for factory in (row.first, row.last):
-        for parameter in inspect.signature(factory).parameters.values() if factory else ():
-            if parameter.name in methods.GIVEN or parameter.name in row.made:
-                continue
-            value = getattr(method, parameter.name)
-            if parameter.name == "topology":
-                value = methods.TOPOLOGIES[value]
-            assert value == parameter.default
-            left.remove(parameter.name)
-    outer = {"outer_learning_rate", "outer_momentum"}
-    assert left == (outer if "outer" in row.made else set())
-
-
-@pytest.mark.parametrize("name", [x for x in METHODS if METHODS[x].is_asynchronous])
-def test_a_method_at_own_pace_has_the_options_of_its_factory(name):
-    method = cli.parse(["digits", "--method", name]).method
-    parameters = inspect.signature(METHODS[name].row.asynchronous).parameters.values()
-    assert vars(method) == {x.name: x.default for x in parameters}
-    assert isinstance(method.asynchronous().window, int)
+@pytest.mark.parametrize("name", METHODS)
+def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
+    method, row = methods.make(name), METHODS[name].row
+    expected = {}
+    for function in (row.first, row.last, row.asynchronous, *row.made.values()):
+        for parameter in (
+            inspect.signature(function).parameters.values() if function else ()
+        ):
+            if parameter.name not in methods.GIVEN | row.made.keys():
+                expected[parameter.name] = parameter.default
+    found = vars(method)
+    if "topology" in found:
+        found = found | {"topology": methods.TOPOLOGIES[method.topology]}
+    assert found == expected
     assert pickle.loads(pickle.dumps(method)) == method
+    assert not method.is_asynchronous or isinstance(method.asynchronous().window, int)
 
 
 def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
