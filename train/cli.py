@@ -223,7 +223,7 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
                 expected = f"expected one of {', '.join(words)}"
                 return f"{expected}, got {unknown!r}{meant(given, words)}"
             kind = "option" if unknown.startswith("-") else "argument"
-            return f"unrecognized {kind} {unknown}{meant(given, names)}"
+            return f"unrecognized {kind} {unknown}{_proposal(given, names)}"
         case _errors.InvalidChoice():
             choices, value = event.choices, event.value
             listed = ", ".join(choices)
@@ -236,6 +236,27 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
         case _errors.MissingSubcommand():
             return f"expected one of {', '.join(event.subcommand_spec.parser_from_name)}"
         case _errors.InstantiationFailure():
-            message = event.message.splitlines()[0]
+            message = event.message.splitlines()[0].rstrip(".")
             return f"{option}: {message}" if option else message
     return None
+
+
+def _proposal(given: str, names: list[str]) -> str:
+    """A proposal for an option that there is not.
+
+    >>> _proposal("--momentum", ["--momentary", "--optimizer.momentum"])
+    '; did you mean --optimizer.momentum?'
+    >>> _proposal("--method.wire", ["--method", "--method.until"])
+    ''
+    """
+    same = {f"{given}.name", given.removesuffix(".name")}
+    same |= {name for name in names if name.endswith(f".{given.lstrip('-')}")}
+    if same := sorted(same.intersection(names)):
+        return f"; did you mean {same[0]}?"
+    group = given[: given.rfind(".") + 1]
+    siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
+    return (
+        meant(given.removeprefix(group), siblings, group)
+        if siblings
+        else meant(given, names)
+    )

@@ -511,7 +511,9 @@ def _build(cls: Any, values: Any, prefix: str = "") -> Any:
     hints, made = typing.get_type_hints(cls), {}
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"there is no setting {prefix}{name}{meant(name, known)}")
+            raise ValueError(
+                f"there is no setting {prefix}{name}{meant(name, known, prefix)}"
+            )
         made[name] = _restored(hints[name], value, prefix + name)
     for name, field in known.items():
         if field.default is dataclasses.MISSING and name not in values:

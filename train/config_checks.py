@@ -12,11 +12,11 @@ def check(holds: bool, name: str, rule: str, group: Any) -> None:
         raise ValueError(f"`{name}` must be {rule}, got {name}={value}")
 
 
-def meant(given: str, names: Iterable[str]) -> str:
+def meant(given: str, names: Iterable[str], prefix: str = "") -> str:
     """A proposal for a word that is none of the known ones; '' if none is near.
 
-    >>> meant("--metod", ["--method", "--method.wire"])
-    '; did you mean --method?'
+    >>> meant("perid", ["period", "wire"], "--method.")
+    '; did you mean --method.period?'
     """
-    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.65)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""

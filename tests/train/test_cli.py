@@ -91,6 +91,12 @@ WRONG = [  # a command line, and what is said of it
         "digits --method diloco --method.wire int3",
         "--method.wire must be one of float32, b",
     ),
+    ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
+    ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
+    ("digits --optimizer.name sdg", "lion, muon, lars, got 'sdg'; did you mean sgd?; see"),
+    ("digits --method allreduce --method.wire int8", "--method.wire; see python -m train"),
+    ("digits --momentum 0.5", "--momentum; did you mean --optimizer.momentum?; see python"),
+    ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
     # Settings, by themselves.
     ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),

@@ -47,7 +47,11 @@ def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
     "field, value, reason",
     [
         ("foo", 1, "there is no setting foo"),
-        ("optimizer.momentun", 0, "no setting optimizer.momentun; did you mean momentum?"),
+        (
+            "optimizer.momentun",
+            0,
+            "no setting optimizer.momentun; did you mean optimizer.momentum?",
+        ),
         ("method", None, "`method` must be an object with settings, got null"),
         ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
         ("method.period", "4", "there is no setting method.period"),
