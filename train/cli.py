@@ -255,8 +255,6 @@ def _proposal(given: str, names: list[str]) -> str:
         return f"; did you mean {same[0]}?"
     group = given[: given.rfind(".") + 1]
     siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
-    return (
-        meant(given.removeprefix(group), siblings, group)
-        if siblings
-        else meant(given, names)
-    )
+    if not siblings:
+        group, siblings = "", names
+    return meant(given.removeprefix(group), siblings, group)

@@ -43,6 +43,8 @@ class Row(NamedTuple):
       made: parameters of the factories that are made of options by a function of its own.
       asynchronous: the factory of a method for workers that step at their own pace, or
         None; such a row has no other one.
+      delay: the default of the factory's, for workers that step at their own pace while
+        what `last` exchanges travels; None: in lock step.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Row(NamedTuple):
     first: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
     asynchronous: Callable[..., lj.asynchronous.Method] | None = None
+    delay: int | None = None
 
 
 def outer_sgd(
@@ -101,8 +104,8 @@ ROWS = (
     Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
     Row("async-wagma", asynchronous=lj.asynchronous.WAGMA),
     Row("async-diloco", asynchronous=asynchronous_methods.diloco),
-    Row("overlapped-lsgd", asynchronous=asynchronous_methods.overlapped_lsgd),
-    Row("overlapped-diloco", asynchronous=asynchronous_methods.overlapped_diloco),
+    Row("overlapped-lsgd", lj.lsgd, delay=8),
+    Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
 )
 
 
@@ -145,7 +148,7 @@ class Method:
             [] if factory is None else [self._made(factory, learning_rate)]
             for factory in (self.row.first, self.row.last)
         )
-        return optax.chain(*first, base, *last)
+        return optax.chain(*first, base, *([] if self.is_asynchronous else last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is asynchronous.
@@ -153,8 +156,11 @@ class Method:
         Raises:
           ValueError: options that are not possible, or not for workers at their own pace.
         """
-        assert self.row.asynchronous is not None
-        return self.row.asynchronous(**vars(self))
+        if self.row.asynchronous is not None:
+            return self.row.asynchronous(**vars(self))
+        made = self.exchanges(1.0)
+        assert made is not None
+        return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
 
     def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
         """What stands behind the base optimizer, if there is anything."""
@@ -190,8 +196,8 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
     return (lambda t: rate(t - 1)) if callable(rate) else rate
 
 
-def _options(function: Callable[..., Any], made: Mapping[str, Any]) -> type:
-    """A dataclass of a function's parameters.
+def _options(function: Callable[..., Any], row: Row) -> type:
+    """A dataclass of the parameters of a function of a row.
 
     tyro finds their help in its docstring, which is the function's.
 
@@ -200,13 +206,15 @@ def _options(function: Callable[..., Any], made: Mapping[str, Any]) -> type:
     """
     hints, fields = typing.get_type_hints(function), []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in GIVEN or name in made:
+        if name in GIVEN or name in row.made:
             continue
         kind, default = _kind(name, hints[name]), parameter.default
         if default is parameter.empty:
             raise TypeError(f"{function} must have a default for {name!r}")
         if name == "topology":
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
+        if name == "delay" and row.delay is not None:
+            default = row.delay
         fields.append((name, kind, dataclasses.field(default=default)))
     described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
     return dataclasses.make_dataclass(
@@ -231,7 +239,7 @@ def _kind(name: str, hint: Any) -> Any:
 def _class(row: Row) -> type[Method]:
     # In the reverse of the order in which --help is to name their options.
     functions = (*row.made.values(), row.asynchronous, row.last, row.first)
-    options = [_options(x, row.made) for x in functions if x is not None]
+    options = [_options(x, row) for x in functions if x is not None]
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
         (),
@@ -240,7 +248,7 @@ def _class(row: Row) -> type[Method]:
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
-            "is_asynchronous": row.asynchronous is not None,
+            "is_asynchronous": row.asynchronous is not None or row.delay is not None,
             "row": row,
         },
         frozen=True,

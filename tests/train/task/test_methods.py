@@ -69,9 +69,13 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     found = vars(method)
     if "topology" in found:
         found = found | {"topology": methods.TOPOLOGIES[method.topology]}
+    if row.delay is not None:
+        expected["delay"] = row.delay
     assert found == expected
     assert pickle.loads(pickle.dumps(method)) == method
-    assert not method.is_asynchronous or isinstance(method.asynchronous().window, int)
+    if method.is_asynchronous:  # the engine exchanges, not the optimizer
+        assert isinstance(method.asynchronous().window, int)
+        assert not lj.diagnostics(method.around(optax.sgd(0.1)).init(jnp.zeros(3)))
 
 
 def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
