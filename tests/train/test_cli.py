@@ -113,7 +113,7 @@ WRONG = [  # a command line, and what is said of it
     ("text --transformer.layers 0", "`transformer.layers` must be a positive int"),
     ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
     ("digits --method.local-pull 7", "`local_pull` must be in [0, 1]"),
-    ("digits --method=diloco --method.outer-momentum=nan", "must be finite, got"),
+    ("digits --method=diloco --method.outer-momentum=nan", "must be finite as a"),
     (
         "digits --method diloco --method.fragments 4 --method.delay 16",
         "`delay` must be an int in [0, 16), got delay=16",

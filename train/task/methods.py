@@ -7,7 +7,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -126,12 +125,6 @@ class Method:
     is_asynchronous: ClassVar[bool]
     row: ClassVar[Row]
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                name = f"method.{name}"
-                raise ValueError(f"`{name}` must be finite, got {name}={value}")
-
     def around(
         self,
         base: optax.GradientTransformation,
@@ -144,11 +137,9 @@ class Method:
           learning_rate: that of `base`: a number or a schedule that counts from 0, as
             optax's do.
         """
-        first, last = (
-            [] if factory is None else [self._made(factory, learning_rate)]
-            for factory in (self.row.first, self.row.last)
-        )
-        return optax.chain(*first, base, *([] if self.is_asynchronous else last))
+        made = lambda factory: [self._made(factory, learning_rate)] if factory else []
+        last = None if self.is_asynchronous else self.row.last
+        return optax.chain(*made(self.row.first), base, *made(last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is asynchronous.
@@ -200,21 +191,17 @@ def _options(function: Callable[..., Any], row: Row) -> type:
     """A dataclass of the parameters of a function of a row.
 
     tyro finds their help in its docstring, which is the function's.
-
-    Raises:
-      TypeError: a parameter without a default, or of a type that has no option.
     """
     hints, fields = typing.get_type_hints(function), []
     for name, parameter in inspect.signature(function).parameters.items():
         if name in GIVEN or name in row.made:
             continue
-        kind, default = _kind(name, hints[name]), parameter.default
-        if default is parameter.empty:
-            raise TypeError(f"{function} must have a default for {name!r}")
+        default = parameter.default
         if name == "topology":
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
         if name == "delay" and row.delay is not None:
             default = row.delay
+        kind = _kind(name, hints[name])
         fields.append((name, kind, dataclasses.field(default=default)))
     described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
     return dataclasses.make_dataclass(

@@ -187,19 +187,6 @@ def test_clipping_stands_behind_the_aggregation():
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])
 
 
-@pytest.mark.parametrize(
-    "name, values, message",
-    [
-        ("sgd", {}, "`method` must be one of lsgd, easgd"),
-        ("parle", {"anchor_pull": np.inf}, "`method.anchor_pull` must be finite, got"),
-        ("lsgd", {"local_pull": np.nan}, "`method.local_pull` must be finite, got"),
-    ],
-)
-def test_wrong_methods(name, values, message):
-    with pytest.raises(ValueError, match=message):
-        methods.make(name, **values)
-
-
 def runs(name, folder):
     """Eight steps of a method with the whole trainer: (run, its last report)."""
     config = dataclasses.replace(
