@@ -213,6 +213,8 @@ def numbers(run_dir, step):
 
 
 def assert_equal_to_the_bit(some, others):
+    """Scores aside: a program for fewer devices may sum up a window in another order."""
     assert some.keys() == others.keys() and len(some) > 10
     for name in some:
-        np.testing.assert_array_equal(some[name], others[name], err_msg=name)
+        rtol = 1e-6 if name.endswith("['score']") else 0.0
+        np.testing.assert_allclose(some[name], others[name], rtol=rtol, err_msg=name)

@@ -13,6 +13,7 @@ starts processes again after a failure.
 import argparse
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import runpy
@@ -35,6 +36,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What gloo prints of each device that is connected, too many lines to find others between.
 NOISE = "[Gloo] Rank "
+GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
 
 
 def child() -> NoReturn:
@@ -142,13 +144,16 @@ class Processes:
 
     def _show(self, index: int, child: subprocess.Popen[str]) -> None:
         """Shows what a process prints; if no one reads it any more, all are to stop."""
-        assert child.stdout is not None
-        for line in child.stdout:
-            if self._lost_output or line.startswith(NOISE):
-                continue
-            try:
-                print(f"[{index}] {line.rstrip()}", flush=True)
-            except OSError:
+        with child.stdout as printed:  # type: ignore
+            for line in printed:
+                if not (self._lost_output or line.startswith(NOISE)):
+                    self._show_line(f"[{index}] {line.rstrip()}")
+
+    def _show_line(self, line: str) -> None:
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno in GONE:  # a full disk is no reason to stop
                 self._lost_output = True
                 self._send(signal.SIGTERM)
 

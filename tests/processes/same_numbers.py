@@ -104,7 +104,6 @@ def write_and_grow(folder, session):
     from train.run.open import open_run
 
     tiny.install()
-    jax.config.update("jax_num_cpu_devices", 2)  # of each process
     run = open_run(configured(folder / "run", 2, 2, steps=4), session)
     loop.train(run)
     before = numbers_of(run)
@@ -119,6 +118,8 @@ def write_and_grow(folder, session):
         np.savez(folder / "after.npz", **after)
     return {"owned": owned, "sources": sources, "same": same, "step": result.step}
 
+
+write_and_grow.devices = 4
 
 if __name__ == "__main__":
     sys.path.append(str(pathlib.Path(__file__).parents[1]))

@@ -98,7 +98,7 @@ def test_images_in_files_over_two_processes_are_the_same(
     broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
     for path in broken:
         path.write_bytes(b"")
-    single = together.imagenet(tmp_path / "one", Session.single())
+    single = together.imagenet(tmp_path / "one", Session())
     printed = "".join(capsys.readouterr())
     assert all(printed.count(str(path)) == 1 for path in broken)
     answers, outputs = run("imagenet", tmp_path / "two", 2, cache=cache)

@@ -134,7 +134,8 @@ def joined(port, count, rank):
 def main(jobs):
     """Does one of the jobs in this process, as the command line says."""
     job, folder, port, count, rank = sys.argv[1:]
-    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    all_devices = getattr(jobs[job], "devices", 8)
+    jax.config.update("jax_num_cpu_devices", all_devices // int(count))
     answer = jobs[job](pathlib.Path(folder), joined(port, count, rank))
     print("ANSWER " + json.dumps(answer), flush=True)
 

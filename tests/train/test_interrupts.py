@@ -35,7 +35,7 @@ def test_the_first_is_noted_and_the_second_interrupts(listening):
 
 def test_a_run_that_was_interrupted_before_its_first_step_stops_after_it(listening):
     os.kill(os.getpid(), signal.SIGINT)
-    with StopSignals(Session.single()) as signals:
+    with StopSignals(Session()) as signals:
         assert signals.stop_at(1) and signals.received == signal.SIGINT
 
 

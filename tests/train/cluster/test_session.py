@@ -1,118 +1,190 @@
-"""What several processes, here threads, tell one another."""
+"""The processes of a run; here threads, whose texts go through a list in memory."""
 
-import time
+import dataclasses
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from memory_store import Service, each, sessions
 
-from train.cluster import private_jax
-from train.cluster.lost import Late, Lost
+from configs.digits import CONFIG
+from train.cluster import rendezvous, session, shared_folder, signals
+from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.session import Session
+from train.cluster.signals import StopSignals
+from train.config import DistributedConfig
 
 
-COUNT = 3
+class Thread(Session):
+    """A session whose texts reach the sessions of other threads."""
+
+    def __init__(self, process_id, hosts, texts, barrier):
+        super().__init__(process_id, hosts)
+        self._texts, self._barrier = texts, barrier
+
+    def gather(self, text):
+        self._texts[self.process_id] = text
+        self._barrier.wait(30)
+        gathered = list(self._texts)
+        self._barrier.wait(30)
+        return gathered
 
 
-def test_all_get_the_texts_of_all_in_order():
-    def process(session):
-        time.sleep(0.02 * (COUNT - session.process_id))
-        first = session.gather(f"first of {session.process_id}")
-        return first, session.gather(f"second of {session.process_id}")
+def each(count, function):
+    """Calls a function with the session of each of so many processes; what they return."""
+    texts, barrier = [""] * count, threading.Barrier(count)
+    hosts = [chr(ord("a") + i) for i in range(count)]
+    sessions = [Thread(i, hosts, texts, barrier) for i in range(count)]
 
-    texts = [[f"{word} of {i}" for i in range(COUNT)] for word in ("first", "second")]
-    assert each(COUNT, process) == [tuple(texts)] * COUNT
+    def call(own):
+        try:
+            return function(own)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(call, sessions))
+
+
+# Texts
 
 
 def test_the_main_process_decides():
-    assert each(COUNT, lambda s: s.agree(str(s.process_id))) == ["0"] * COUNT
-    assert [session.is_main for session in sessions(COUNT)] == [True, False, False]
+    assert each(3, lambda own: own.agree(str(own.process_id))) == ["0"] * 3
+    assert each(3, lambda own: own.is_main) == [True, False, False]
 
 
 def test_what_differs_is_noticed_by_all():
-    assert each(COUNT, lambda s: s.same_everywhere("a")) == [True] * COUNT
-    differ = lambda s: s.same_everywhere("b" if s.process_id == 1 else "a")
-    assert each(COUNT, differ) == [False] * COUNT
+    assert each(3, lambda own: own.same_everywhere("a")) == [True] * 3
+    differ = lambda own: own.same_everywhere("b" if own.process_id == 1 else "a")
+    assert each(3, differ) == [False] * 3
 
 
-def test_no_process_goes_on_before_all_have_come():
-    arrived = []
+def test_an_error_of_the_main_process_is_one_of_all():
+    def fail():
+        raise ValueError("no room")
 
-    def process(session):
-        time.sleep(0.05 * session.process_id)
-        arrived.append(session.process_id)
-        session.wait_for_all()
-        return len(arrived)
-
-    assert each(COUNT, process) == [COUNT] * COUNT
+    assert each(2, lambda own: own.of_main(fail)) == ["no room"] * 2
+    assert each(2, lambda own: own.of_main(lambda: "made")) == ["made"] * 2
 
 
-def test_a_process_by_itself_waits_for_none(capsys):
-    session = Session.single()
-    session.wait_for_all()
-    session.connections.make(None)  # nothing to connect
-    assert session.same_everywhere("a") and session.agree("a") == "a"
-    assert session.lost_members() == set() and not session.has_lost_some
-    session.check_no_member_is_lost()
-    assert session.leave(2, "no such data") == 2
-    assert session.leave(130, "interrupted") == 130
+def test_a_process_by_itself_leaves_with_a_line(capsys):
+    own = Session()
+    own.wait_for_all()
+    assert own.leave(2, "no such data") == 2
+    assert own.leave(130, "interrupted") == 130
     assert capsys.readouterr().err == "error: no such data\ninterrupted\n"
+    with pytest.raises(ZeroDivisionError), own.ended_by_errors():
+        raise ZeroDivisionError
 
 
-def test_who_is_lost_is_not_waited_for():
-    session = sessions(COUNT)[0]
-    session.note_lost([2])
-    with pytest.raises(Lost, match="lost: process 2") as caught:
-        session.gather("")
-    assert caught.value.processes == [2]
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("UNKNOWN: Gloo failed"), LOST, "another process was lost at step 3 ("),
+        (ZeroDivisionError("x"), CRASHED, "this process crashed at step 3 (ZeroDivision"),
+    ],
+)
+def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
+    """Its regular end would wait for the others."""
+    monkeypatch.setattr(session, "LAST_LINES_S", 0.0)
+    monkeypatch.setattr(session.os, "_exit", lambda number: ended.append(number))
+    own, ended = Session(0, ["a", "b"]), []
+    own.where = lambda: "at step 3"
+    with own.ended_by_errors():
+        raise error
+    assert ended[0] == status
+    assert f"error: {line}" in capsys.readouterr().err
 
 
-def test_who_asks_whom_it_has_lost_is_not_waited_for():
-    """It never comes, and waits for the others to ask, too."""
-    asks, waits = sessions(2)
-    folder = waits.new_folder("x")
-    assert asks.lost_members() == set()
-    with pytest.raises(Lost):
-        waits.wait_for_members(folder)
-    for session in (asks, waits):
-        session.write(folder, str(session.process_id))
-    assert waits.wait_for_members(folder) == {0: "0", 1: "1"}
+# Agreement
 
 
-def test_waiting_comes_to_an_end():
-    session = sessions(COUNT)[0]
-    folder = session.new_folder("x")
-    session.write(folder, "")
-    names = r"process 1 \(host b\) and process 2 \(host c\)"
-    with pytest.raises(Late, match=f"{names} did not come within 0.05 s"):
-        session.wait_for_members(folder, timeout=0.05)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seed": 1}, "`seed` must be the same in all processes, got 0 in process 0 and 1"),
+        (  # each has its own
+            {
+                "data": dataclasses.replace(CONFIG.data, dir="x"),
+                "distributed": DistributedConfig(process_id=1),
+            },
+            None,
+        ),
+    ],
+)
+def test_processes_must_be_told_the_same(other, message):
+    configs = [CONFIG, dataclasses.replace(CONFIG, **other)]
+    check = lambda own: rendezvous._check_agreement(own, configs[own.process_id])
+    said = each(2, check)
+    assert said == [None] * 2 if message is None else all(message in x for x in said)
 
 
-def test_those_who_stay_talk_among_themselves():
-    """However far each was, and whatever the lost one has left behind."""
-    service = Service()
-    service.dead.add(1)
-    stay = lambda session: session.process_id != 1
-
-    def process(session):
-        if not stay(session):
-            return None
-        for _ in range(session.process_id):
-            session.new_folder("round")  # one was further than the other
-        assert session.lost_members() == {1}
-        session.go_on_without([1])
-        session.check_no_member_is_lost()
-        texts = session.gather(str(session.process_id))
-        return texts, session.members, session.group, session.has_others
-
-    left = (["0", "2"], [0, 2], "without-1", True)
-    assert each(COUNT, process, service) == [left, None, left]
+def test_other_source_files_are_noticed(monkeypatch):
+    versions = iter("ab")
+    monkeypatch.setattr(rendezvous, "sources", lambda: next(versions))
+    for said in each(2, lambda own: rendezvous._check_agreement(own, CONFIG)):
+        assert "`sources` must be the same in all processes" in said
 
 
-def test_the_last_one_is_all_that_jax_counts(monkeypatch):
-    counted = []
-    monkeypatch.setattr(private_jax, "count_one_process", lambda: counted.append(1))
-    session = sessions(COUNT)[0]
-    session.go_on_without([2])
-    assert not counted and session.members == [0, 1]
-    session.go_on_without([1])
-    assert counted and session.gather("a") == ["a"] and session.group == "without-1-2"
+def test_an_address_that_is_wrong_or_taken_is_found_out_before_jax_does():
+    arguments = {"coordinator_address": "nowhere.invalid:80", "process_id": 0}
+    with pytest.raises(OSError, match="host name nowhere.invalid cannot be resolved here"):
+        rendezvous._check_address(arguments)
+    with rendezvous.socket.create_server(("", 0)) as taken:
+        given = f"localhost:{taken.getsockname()[1]}"
+        arguments = {"coordinator_address": given, "process_id": 0}
+        with pytest.raises(OSError, match=f"nothing can listen at {given}: .* taken, by"):
+            rendezvous._check_address(arguments)
+        rendezvous._check_address(arguments | {"process_id": 1})
+
+
+# The run folder
+
+
+@pytest.mark.parametrize("other", ["shared", "own", "missing"])
+def test_all_must_see_the_run_folder(tmp_path, monkeypatch, other):
+    monkeypatch.setattr(shared_folder, "PATIENCE_S", 0.2)
+    for name in ("shared", "own"):
+        (tmp_path / name).mkdir()
+    folders = [tmp_path / "shared", tmp_path / other, tmp_path / "shared"]
+    said = each(3, lambda own: shared_folder.check(own, folders[own.process_id]))
+    if other == "shared":
+        assert said == [None] * 3
+    else:
+        words = "of process 0 (host a), which is not so in process 1 (host b): name one"
+        assert all(words in line for line in said)
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+# Signals
+
+
+@pytest.mark.parametrize(
+    ("asked", "received"),
+    [
+        ({1: signal.SIGTERM}, signal.SIGTERM),
+        ({0: signal.SIGTERM, 1: signal.SIGINT}, signal.SIGINT),
+        ({1: signal.SIGHUP}, signal.SIGTERM),
+    ],
+)
+def test_all_stop_at_the_step_that_jax_finds_and_for_the_same_reason(
+    monkeypatch, asked, received
+):
+    """Only the main thread may set handlers; here signals are noted by hand."""
+    passed_on = []
+    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signals.os, "kill", lambda pid, number: passed_on.append(number))
+    monkeypatch.setattr(
+        signals.multihost_utils, "reached_preemption_sync_point", lambda step: step == 5
+    )
+
+    def train(own):
+        with StopSignals(own) as stop:
+            if own.process_id in asked:
+                stop._note(asked[own.process_id], None)
+            steps = [step for step in range(1, 9) if stop.stop_at(step)]
+            return steps, stop.received
+
+    assert each(2, train) == [([5], received)] * 2
+    assert passed_on == [signal.SIGTERM] * len(asked)

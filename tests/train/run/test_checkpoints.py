@@ -34,7 +34,7 @@ def opened(tmp_path, warnings):
 
     def opened(keep=2):
         folder = tmp_path / "checkpoints"
-        return Checkpoints(folder, keep, warnings.append, Session.single())
+        return Checkpoints(folder, keep, warnings.append, Session())
 
     return opened
 

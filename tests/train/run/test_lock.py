@@ -203,7 +203,7 @@ def test_a_run_that_lost_its_folder_ends_at_once(tmp_path, monkeypatch, capsys):
     made, statuses = [], []
     monkeypatch.setattr(open, "RunLock", lambda folder, say, lost: made.append(lost))
     monkeypatch.setattr(os, "_exit", statuses.append)
-    open.hold(tmp_path, Session.single(), Progress(1))
+    open.hold(tmp_path, Session(), Progress(1))
     made[0]("process 5 on host a holds run, which has taken it over")
     assert statuses == [1]
     line = "error: process 5 on host a holds run, which has taken it over; this run has st"

@@ -161,13 +161,13 @@ class Toy:
 
     def save(self, folder, state, losses):
         grid = {"nodes": self.workers.nodes, "locals": self.workers.locals}
-        checkpoints = Checkpoints(folder, 3, pytest.fail, Session.single())
+        checkpoints = Checkpoints(folder, 3, pytest.fail, Session())
         notes = {"recent_losses": losses.tolist(), "workers": grid, "seconds": 1.0}
         assert checkpoints.save(int(state.step.value), state, notes)
         assert checkpoints.close()
 
     def restore(self, folder):
-        checkpoints = Checkpoints(folder, 3, pytest.fail, Session.single())
+        checkpoints = Checkpoints(folder, 3, pytest.fail, Session())
         restored = resharding.restore(checkpoints, self.fresh, self.workers)
         assert checkpoints.close()
         return restored
