@@ -5,24 +5,24 @@ import json
 
 import pytest
 
-from configs import cifar10_cnn7, cifar10_resnet20, cifar10_vgg16, digits
+from configs import cifar10_cnn7, digits
+from train import cli
 from train import config as configuration
 from train.cluster.session import Session
-from train.config import Config
 from train.run import folder as run_folder
 from train.task import methods
+from train.task.methods import METHODS
 
 
-@pytest.mark.parametrize(
-    "config",
-    [m.CONFIG for m in (digits, cifar10_cnn7, cifar10_resnet20, cifar10_vgg16)],
-    ids=lambda c: c.name,
-)
-def test_written_and_read_back(config, tmp_path):
-    configuration.write(config, tmp_path / "config.json")
-    assert configuration.read(tmp_path / "config.json") == config
-    with pytest.raises(FileExistsError):
-        configuration.write(config, tmp_path / "config.json")
+def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
+    known = [config for _, config in cli.experiments().values()]
+    method = lambda name: dataclasses.replace(digits.CONFIG, method=methods.make(name))
+    for number, config in enumerate([*known, *map(method, METHODS)]):
+        path = tmp_path / str(number)
+        configuration.write(config, path)
+        assert configuration.read(path) == config
+        with pytest.raises(FileExistsError):
+            configuration.write(config, path)
 
 
 @pytest.mark.parametrize(
@@ -118,17 +118,6 @@ def test_the_newest_run_is_of_the_same_experiment(tmp_path):
     other = dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path))
     run_folder.create(other, Session())
     assert run_folder.newest(str(tmp_path), "digits") == folder
-
-
-@pytest.mark.parametrize(
-    "experiment", [cifar10_cnn7, cifar10_resnet20, cifar10_vgg16], ids=lambda m: m.__name__
-)
-def test_the_papers_settings(experiment):
-    config = experiment.CONFIG
-    assert isinstance(config, Config)
-    assert (config.batch_size, config.optimizer.learning_rate) == (128, 0.1)
-    assert (config.optimizer.weight_decay, config.optimizer.momentum) == (1e-4, None)
-    assert (config.method.local_period, config.method.local_pull) == (64, 0.1)
 
 
 @pytest.mark.parametrize(

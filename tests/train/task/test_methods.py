@@ -10,14 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train.config import OptimizerConfig, WorkersConfig
-from train.metrics import log
-from train.run.loop import train
-from train.run.open import open_run
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
@@ -185,35 +181,3 @@ def test_clipping_stands_behind_the_aggregation():
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])
-
-
-def runs(name, folder):
-    """Eight steps of a method with the whole trainer: (run, its last report)."""
-    config = dataclasses.replace(
-        tiny.SMALL,
-        method=methods.make(name, **SMALL.get(name, {})),
-        steps=8,
-        test_every=8,
-        checkpoint_every=8,
-        run_dir=str(folder),
-    )
-    run = open_run(config)
-    result = train(run)
-    assert result.saved and result.stopped_by is None
-    assert 0 <= result.tested.center["error"] < 100
-    return run, log.read(result.folder)["train"][-1]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "post-local-sgd" else pytest.param(name, marks=pytest.mark.slow)
-        for name in IN_LOCK_STEP
-    ],
-)
-def test_the_trainer_reports_what_a_method_sends(name, tmp_path, monkeypatch):
-    tiny.install(set=monkeypatch.setattr)
-    run, last = runs(name, tmp_path / "run")
-    count = sum(x[0].size for x in jax.tree.leaves(run.state.params))
-    sent = last.get("bytes_sent", 0)
-    assert sent == 0 if name == "independent" else 4 * count * 4 <= sent <= 4 * count * 17
