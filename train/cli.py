@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro import _errors
@@ -21,7 +21,6 @@ from train import config as configuration
 from train.config import Config
 from train.config_checks import meant
 from train.run import folder as run_folder
-from train.task.methods import METHODS
 
 
 PROGRAM = "python -m train"
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 # The options that are read first, as the defaults of others depend on them.
 CHOICES: dict[str, Any] = {
-    "method.name": typing.cast(Any, Literal)[tuple(METHODS)],
+    "method.name": str,
     "model": configuration.Model,
     "data.name": configuration.Data,
     "optimizer.name": configuration.Optimizer,

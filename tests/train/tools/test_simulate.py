@@ -100,7 +100,7 @@ def test_options_stand_behind_their_method():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--method nonsense", "--method must be one of"),
+        ("--method nonsense", "`method` must be one of"),
         ("--method cge", "`method` must not aggregate gradients"),
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
