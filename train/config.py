@@ -506,7 +506,7 @@ def _build(cls: Any, values: Any, prefix: str = "") -> Any:
         raise ValueError(f"`{prefix[:-1]}` must be an object with settings, got {got}")
     if cls is Method:
         values = dict(values)
-        cls = find(values.pop("name", None))
+        cls = find(str(values.pop("name", None)))
     known = {field.name: field for field in dataclasses.fields(cls)}
     hints, made = typing.get_type_hints(cls), {}
     for name, value in values.items():
@@ -545,10 +545,9 @@ def _is_of(hint: Any, value: Any) -> bool:
             return value in parts
         case typing.Union | types.UnionType:
             return any(_is_of(part, value) for part in parts)
-        case origin if origin is tuple:
+        case origin if origin is tuple and isinstance(value, tuple):
             each = parts[:1] * len(value) if parts[-1] is ... else parts
-            fits = isinstance(value, tuple) and len(value) == len(each)
-            return fits and all(map(_is_of, each, value))
+            return len(value) == len(each) and all(map(_is_of, each, value))
     return type(value) in ((int, float) if hint is float else (hint,))
 
 

@@ -169,6 +169,7 @@ WRONG = [  # a command line, and what is said of it
         "digits --method overlapped-lsgd --method.delay 64",
         "`delay` must be an int in [0, 64), got delay=64",
     ),
+    ("digits --method async-lsgd --ray.cpus-per-worker inf", "a fraction of one, or a wh"),
     # Runs and data that are not there.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
     ("digits --resume --run-dir none", "holds no configuration of a run"),

@@ -65,6 +65,8 @@ def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
         ("workers.inside", [3], r"`workers.inside` must be of type tuple\[str, ...\], got"),
+        ("data.files", None, "`data.files` must be of type tuple"),
+        ("method.name", [], "`method` must be one of lsgd"),
         ("model", "vgg", "`model` must be of type Literal.*'vgg16'.*, got model=\"vgg\""),
         ("steps", True, "`steps` must be of type int, got steps=true"),
         ("seed", -1, r"`seed` must be in \[0, 2\*\*32\), got seed=-1"),

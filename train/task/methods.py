@@ -254,7 +254,7 @@ def find(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(
             f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
-            f"{meant(str(name), METHODS)}"
+            f"{meant(name, METHODS)}"
         )
     return METHODS[name]
 
