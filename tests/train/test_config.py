@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
 
@@ -83,6 +84,32 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"holds no configuration of a run: .*{reason}"):
         configuration.read(path)
+
+
+def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
+    """Any setting or group with any value that JSON has, with another name, or gone."""
+    path, random_ = tmp_path / "config.json", random.Random(0)
+    configs = [config for _, config in cli.experiments().values()]
+    values = None, True, 0, -1, 1.5, 10**400, float("inf"), "", "x", [], [1], ["a"], {}
+    refused = 0
+    for _ in range(300):
+        path.unlink(missing_ok=True)
+        configuration.write(random_.choice(configs), path)
+        edited = json.loads(path.read_text())
+        group = random_.choice([x for x in edited.values() if isinstance(x, dict)])
+        group = random_.choice([group, edited])
+        name = random_.choice(list(group))
+        old = group.pop(name)
+        rename, keep = random_.choice([(False, True), (True, True), (False, False)])
+        if keep:
+            group[name + "_" * rename] = old if rename else random_.choice(values)
+        path.write_text(json.dumps(edited))
+        try:
+            configuration.read(path)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert 100 < refused < 300
 
 
 def test_the_length_of_a_run_is_part_of_a_cosine():
