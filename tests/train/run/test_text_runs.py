@@ -11,14 +11,13 @@ import tiny
 from configs.text import CONFIG
 from train import cli
 from train.__main__ import main
-from train.config import DataConfig, WorkersConfig
+from train.config import DataConfig, TransformerConfig, WorkersConfig
 from train.data import text
 from train.metrics import log
 from train.run.folder import check_same_experiment
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.task.transformer_config import TransformerConfig
 
 
 TEXT = "abcd efgh ijkl. " * 40 + "größer "
