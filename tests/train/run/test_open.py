@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
+from paper.landscape.cli import main as landscape
 from train import compare, plots
 from train.__main__ import main
 from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
-from train.landscape.__main__ import main as landscape
 from train.metrics import log
 from train.run.lock import RunLock
 from train.run.loop import train
