@@ -1,6 +1,6 @@
 """Pictures of gossip graphs: every round, workers on a circle, an arrow per message.
 
-    python examples/gossip_graphs.py exponential 8 graph.png
+python examples/gossip_graphs.py exponential 8 graph.png
 """
 
 import pathlib
