@@ -120,8 +120,8 @@ def test_statistics_are_reestimated_from_the_files(finished):
     run, _ = finished
     experiment = run.experiment
     center, stats = lj.consensus(run.state.params), lj.consensus(run.state.stats)
-    got = experiment.evaluation.reestimated(center, stats)
-    keys, means = experiment.worker_keys(), []
+    got = experiment.reestimated(center, stats)
+    keys, means = experiment.task.keys(), []
     for step in range(6):  # an epoch
         pixels, _, _ = experiment.workers.fetch(experiment.batch(step))
         for worker in range(2):
