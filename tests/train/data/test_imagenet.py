@@ -16,8 +16,8 @@ from train.__main__ import main
 from train.config import DataConfig
 from train.data import imagenet
 from train.data.arrays import DataError
-from train.task import resnet50
-from train.task.resnet50 import Bottleneck, ResNet50
+from train.task import models
+from train.task.models import Bottleneck, ResNet50
 
 
 def test_classes_and_images_are_in_alphabetical_order(tmp_path):
@@ -205,11 +205,11 @@ def test_a_block_starts_as_the_identity():
 
 
 @pytest.mark.parametrize(
-    "stages", [((1, 8),), pytest.param(resnet50.STAGES, marks=pytest.mark.slow)]
+    "stages", [((1, 8),), pytest.param(models.STAGES, marks=pytest.mark.slow)]
 )
 def test_resnet50_learns_from_a_batch(stages, monkeypatch):
     """On small images; the gradient reaches every parameter."""
-    monkeypatch.setattr(resnet50, "STAGES", stages)
+    monkeypatch.setattr(models, "STAGES", stages)
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     model, x, labels = ResNet50(3), draw(4, 32, 32, 3), jnp.array([0, 1, 2, 0])
