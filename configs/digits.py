@@ -1,9 +1,9 @@
 """Leader SGD on scikit-learn's handwritten digits, 2 nodes x 4 workers.
 
-Command:   python -m train digits
-Hardware:  2 CPU cores (8 emulated devices)
-Time:      about 15 s of training
-Expected:  test error of the center below 2 %
+- Command: python -m train digits
+- Hardware: 2 CPU cores (8 emulated devices)
+- Time: about 15 s of training
+- Expected: test error of the center below 2 %
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig

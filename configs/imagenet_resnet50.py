@@ -1,10 +1,10 @@
 """Leader SGD on ImageNet with ResNet-50, 4 workers and one leader.
 
-Command:   python -m train imagenet-resnet50 --data.dir DIR
-           (DIR: train/CLASS/*.JPEG and val/CLASS/*.JPEG, a folder per class)
-Hardware:  4 GPUs, one worker each, and CPU cores to decode images (2 ms an image)
-Time:      not measured
-Paper:     LSGD with 4 workers ends at 25.7 % top-1 error on the validation images
+- Command: python -m train imagenet-resnet50 --data.dir DIR
+  (DIR: train/CLASS/*.JPEG and val/CLASS/*.JPEG, a folder per class)
+- Hardware: 4 GPUs, one worker each, and CPU cores to decode images (2 ms an image)
+- Time: not measured
+- Paper: LSGD with 4 workers ends at 25.7 % top-1 error on the validation images
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without
 momentum, weight decay 1e-4, pull 0.1 every 64 steps; with 4 workers there is one leader.

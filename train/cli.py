@@ -1,29 +1,54 @@
-"""The command line: python -m train NAME [--options]."""
+"""The command line: python -m train NAME [--options].
+
+tyro makes the options, and --help, of the fields of `train.config` and their comments, and
+of the factories of the methods and their docstrings.
+"""
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
-import io
+import inspect
 import pkgutil
-import re
-from collections.abc import Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro import _errors
 
 import configs
 from train import config as configuration
-from train.config import Config, DistributedConfig
+from train.config import Config
+from train.config_checks import meant
 from train.run import folder as run_folder
-from train.task import methods, optimizers
 
 
 PROGRAM = "python -m train"
+DESCRIPTION = f"""\
+Trains a named experiment. {PROGRAM} NAME --help explains its options.
+
+Compiled programs are kept in ~/.cache/lsgd_jax; JAX_COMPILATION_CACHE_DIR names another
+folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+"""
+T = TypeVar("T")
+
+# The options that are read first, as the defaults of others depend on them.
+CHOICES: dict[str, Any] = {
+    "method.name": str,
+    "model": configuration.Model,
+    "data.name": configuration.Data,
+    "optimizer.name": configuration.Optimizer,
+    "optimizer.schedule": configuration.Schedule,
+    "steps": int,
+    "name": str,
+    "runs": str,
+    "run_dir": str | None,
+    "resume": bool,
+}
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
-    """The named experiments in `configs`: what each is, and its configuration.
+    """The named experiments in `configs`: the description and the configuration of each.
 
     >>> list(experiments())[:3]
     ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16']
@@ -46,53 +71,72 @@ def parse(arguments: Sequence[str]) -> Config:
       ValueError: a command line that cannot be understood, or a setting that is not
         possible; SystemExit: help was asked for and printed.
     """
-    known = experiments()
-    name, *others = arguments or [""]
-    if name in ("-h", "--help"):
-        print(_overview(known))
-        raise SystemExit(0)
-    if name not in known:
-        raise ValueError(
-            f"the experiment must be one of {', '.join(known)}, got {name!r}; "
-            f"see {PROGRAM} --help"
+    known, prog = experiments(), PROGRAM
+    name, *rest = arguments or [""]
+    shown = {each: (text.partition("\n")[0], x) for each, (text, x) in known.items()}
+    names = [*known]
+    if name in known:
+        text, config = known[name]
+        config, rest, prog = _chosen(config, rest)
+        shown[name] = text, config
+        fields = configuration.fields(config).keys() - {"method.name", "experiment"}
+        names = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
+    with one_line_errors(prog, names):
+        config = tyro.extras.overridable_config_cli(
+            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest] if name else []
         )
-    text, config = known[name]
-    if "--resume" in others:
-        config = _resumed(config, others)
-    config = _switched(config, others)
-    config = _parse(name, text, config, _without_option("method", others))
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
     return config
 
 
-def _overview(known: dict[str, tuple[str, Config]]) -> str:
-    """What `--help` says without an experiment: each by the first line of its docstring."""
-    width = max(map(len, known))
-    lines = [
-        f"  {name:{width}}  {text.splitlines()[0]}" for name, (text, _) in known.items()
-    ]
-    listed = "\n".join(lines)
-    return (
-        f"usage: {PROGRAM} NAME [--options]\n\nTrains a named experiment:\n\n{listed}\n\n"
-        f"The options of an experiment: {PROGRAM} NAME --help\n\n"
-        "Compiled programs are kept in ~/.cache/lsgd_jax; JAX_COMPILATION_CACHE_DIR names "
-        "another\nfolder, JAX_ENABLE_COMPILATION_CACHE=false keeps none."
-    )
+def _chosen(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str], str]:
+    """The configuration that the options are to override.
+
+    Returns:
+      It, the options that are left, and the command that explains them.
+    """
+    own, prog = config.method.name, f"{PROGRAM} {config.experiment}"
+    choices, rest = _choices(config, arguments, prog)
+    if choices["resume"]:
+        config = _resumed(config, choices)
+        choices, rest = _choices(config, arguments, prog)
+    name = choices["method.name"]
+    prog += "" if name == own else f" --method {name}"
+    return configuration.switched(config, choices), rest, prog
 
 
-def _resumed(config: Config, arguments: Sequence[str]) -> Config:
+def _choices(
+    config: Config, arguments: Sequence[str], prog: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The choices of a command line by their full names, and the arguments that are left.
+
+    Args:
+      config: holds the choices that are left out.
+      arguments: the command line.
+      prog: the command whose --help explains them.
+    """
+    values, options = configuration.fields(config), []
+    for name, hint in CHOICES.items():
+        option = tyro.conf.arg(name="method" if name == "method.name" else name)
+        default = dataclasses.field(default=values[name])
+        options.append((name.replace(".", "_"), Annotated[hint, option], default))
+    made = dataclasses.make_dataclass("Choices", options)
+    with one_line_errors(prog):
+        chosen, rest = tyro.cli(
+            made, args=arguments, return_unknown_args=True, add_help=False
+        )
+    return dict(zip(CHOICES, dataclasses.astuple(chosen))), rest
+
+
+def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
     """The configuration of the run that the command line wants to resume."""
     from train.run import resharding  # what reads checkpoints is not needed for --help
     from train.run.reading import latest_notes
 
-    # Its processes may have had another rendezvous, which is no part of the experiment.
-    where: dict[str, Any] = {"resume": True, "distributed": DistributedConfig()}
-    for name in ("runs", "run_dir"):
-        given = _option(name, arguments)
-        where[name] = getattr(config, name) if given is None else given
-    name = _option("name", arguments) or config.name
-    folder = run_folder.to_resume(dataclasses.replace(config, name=name, **where))
+    where = {name: choices[name] for name in ("runs", "run_dir", "resume")}
+    wanted = dataclasses.replace(config, name=choices["name"], **where)
+    folder = run_folder.to_resume(wanted)
     saved = configuration.read(folder / run_folder.CONFIG)
     began_as = saved.experiment or saved.name
     if began_as != config.experiment and began_as in experiments():
@@ -102,103 +146,123 @@ def _resumed(config: Config, arguments: Sequence[str]) -> Config:
     return dataclasses.replace(saved, workers=latest or saved.workers, **where)
 
 
-def _switched(config: Config, arguments: Sequence[str]) -> Config:
-    """The configuration with the method, optimizer and schedule that were asked for.
+@contextlib.contextmanager
+def one_line_errors(prog: str, names: Iterable[str] = ()) -> Iterator[None]:
+    """Makes wrong usage of a command line, which tyro reads, a ValueError of one line.
 
-    The experiment's own options of another method, or of an optimizer or a schedule to
-    which they do not apply, are left out.
-    """
-    method = _option("method", arguments)
-    if method is None and "--method" in arguments:
-        method = ""  # asked for, and no name given
-    if method is not None and methods.find(method) is not type(config.method):
-        config = dataclasses.replace(config, method=methods.make(method))
-    asked = {field: _option(f"optimizer.{field}", arguments) for field in CHOICES}
-    chosen = {field: x for field, x in asked.items() if x in CHOICES[field]}
-    optimizer = optimizers.switched(config.optimizer, **chosen)
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-# The fields of the optimizer that decide which of its other ones apply.
-CHOICES = {"name": optimizers.NAMES, "schedule": optimizers.SCHEDULE_NAMES}
-
-
-def _option(name: str, arguments: Sequence[str]) -> str | None:
-    """The last value of --name VALUE or --name=VALUE, or None."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], None]):
-        option, equals, value = argument.partition("=")
-        if option.replace("_", "-") == f"--{name.replace('_', '-')}":
-            found = value if equals else following
-    return found
-
-
-def _without_option(name: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments without --name VALUE or --name=VALUE."""
-    kept: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == f"--{name}":
-            next(rest, None)
-        elif not argument.startswith(f"--{name}="):
-            kept.append(argument)
-    return kept
-
-
-def _parse(name: str, text: str, config: Config, arguments: Sequence[str]) -> Config:
-    """The configuration with the options of a command line.
+    tyro would print a box and exit. It has no public hook for that; this one is private.
 
     Args:
-      name, text, config: the experiment.
-      arguments: the options, without --method.
+      prog: the command whose --help the line names.
+      names: options and other words, the nearest of which is proposed for a typo.
     """
-    out, err, program = io.StringIO(), io.StringIO(), f"{PROGRAM} {name}"
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            parsed, unknown = tyro.cli(
-                Config,
-                prog=program,
-                description="",
-                default=config,
-                args=arguments,
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if stop.code:
-            reason = one_line(err.getvalue())
-            raise ValueError(f"{reason}; see {program} --help") from None
-        # tyro would run the lines of the experiment's table into one paragraph.
-        usage, *options = (line.rstrip() for line in out.getvalue().rstrip().split("\n"))
-        print(usage, "", text, *options, sep="\n")
-        raise
-    if unknown:
-        raise ValueError(_unrecognized(unknown[0], config, program))
-    return parsed
+    names = list(names)
+
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        reason = _reason(event, names)
+        if reason is not None:
+            raise ValueError(f"{reason}; see {prog} --help") from None
+
+    with _errors.on_parse_error(refuse):
+        yield
 
 
-def _unrecognized(argument: str, config: Config, program: str) -> str:
-    """What is said of an argument that no option knows, with the option that is nearest."""
-    given = argument.partition("=")[0].replace("_", "-").removeprefix("--")
-    of_methods = {
-        f"method.{field.name.replace('_', '-')}"
-        for method in methods.METHODS.values()
-        for field in dataclasses.fields(method)
-    }
-    if given in of_methods:
-        name = config.method.name
-        return f"--{given} is no option of {name}; see {program} --method {name} --help"
-    options = {field.replace("_", "-") for field in configuration.fields(config)}
-    near = difflib.get_close_matches(given, options - {"method.name"}, n=1)
-    meant = f"; did you mean --{near[0]}?" if near else ""
-    return f"unrecognized option {argument}{meant}; see {program} --help"
+def run(
+    function: Callable[..., T], arguments: Sequence[str], prog: str, **options: Any
+) -> T:
+    """Calls a function with the options of a command line, or makes a dataclass of them.
 
+    tyro reads names, types, defaults and help from the signature and the docstring.
 
-def one_line(message: str) -> str:
-    """What tyro prints about an error, without its title and what follows the message.
+    Args:
+      function: the function, or the dataclass.
+      arguments: the command line.
+      prog: the command, as it is typed.
+      options: of `tyro.cli`.
 
-    >>> one_line(" Wrong \\n ----- \\n  no value for \\n  --foo.\\n ----- \\n  For help")
-    'no value for --foo'
+    Raises:
+      ValueError: a command line that cannot be understood.
+
+    >>> def double(number: int = 1): return 2 * number
+    >>> run(double, ["--number", "3"], "double")
+    6
+    >>> run(double, ["--nunber", "3"], "double")
+    Traceback (most recent call last):
+    ValueError: unrecognized option --nunber; did you mean --number?; see double --help
     """
-    parts = re.split(r"^ *-+ *$", message, flags=re.MULTILINE)
-    text = " ".join(parts[min(1, len(parts) - 1)].split()).partition(" Got errors:")[0]
-    return re.sub(r"^Error parsing (__[\w-]+__: |\w+: )?", "", text).removesuffix(".")
+    with one_line_errors(prog, _names(function)):
+        return tyro.cli(function, args=arguments, prog=prog, **options)
+
+
+def run_with_others(
+    function: Callable[..., T], arguments: Sequence[str], prog: str, text: str | None
+) -> tuple[T, list[str]]:
+    """`run`, and the arguments that it does not know, which another command reads."""
+    settings = {"description": text, "return_unknown_args": True}
+    made: Any = run(function, arguments, prog, **settings)
+    return made
+
+
+def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
+    """The options that tyro makes of the parameters of a function, or of a dataclass."""
+    hints = typing.get_type_hints(
+        function.__init__ if inspect.isclass(function) else function
+    )
+    for name in inspect.signature(function).parameters:
+        option, hint = prefix + name.replace("_", "-"), hints.get(name)
+        if dataclasses.is_dataclass(hint):
+            yield from _names(typing.cast(type, hint), f"{option}.")
+        else:
+            yield option
+
+
+def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
+    """The line for a wrong command line; None leaves a rare one to tyro."""
+    argument = getattr(event, "argument", None)
+    option = "" if argument is None else argument.display_name()
+    match event:
+        case (
+            _errors.UnrecognizedArgs(tokens=[unknown, *_])
+            | _errors.MissingArgs(unrecognized_tokens=[unknown, *_])
+        ):
+            given = unknown.partition("=")[0].replace("_", "-")
+            words = [name for name in names if not name.startswith("-")]
+            if words:
+                expected = f"expected one of {', '.join(words)}"
+                return f"{expected}, got {unknown!r}{meant(given, words)}"
+            kind = "option" if unknown.startswith("-") else "argument"
+            return f"unrecognized {kind} {unknown}{_proposal(given, names)}"
+        case _errors.InvalidChoice():
+            choices, value = event.choices, event.value
+            listed = ", ".join(choices)
+            return f"{option} must be one of {listed}, got {value!r}{meant(value, choices)}"
+        case _errors.BadValue():
+            return f"{option} needs a value"
+        case _errors.MissingArgs():
+            missing = [given.arg.display_name() for given in event.missing_arguments]
+            return f"{', '.join(missing)} must be given"
+        case _errors.MissingSubcommand():
+            return f"expected one of {', '.join(event.subcommand_spec.parser_from_name)}"
+        case _errors.InstantiationFailure():
+            message = event.message.splitlines()[0].rstrip(".")
+            return f"{option}: {message}" if option else message
+    return None
+
+
+def _proposal(given: str, names: list[str]) -> str:
+    """A proposal for an option that there is not.
+
+    >>> _proposal("--momentum", ["--momentary", "--optimizer.momentum"])
+    '; did you mean --optimizer.momentum?'
+    >>> _proposal("--method.wire", ["--method", "--method.until"])
+    ''
+    """
+    same = {f"{given}.name", given.removesuffix(".name")}
+    same |= {name for name in names if name.endswith(f".{given.lstrip('-')}")}
+    if same := sorted(same.intersection(names)):
+        return f"; did you mean {same[0]}?"
+    group = given[: given.rfind(".") + 1]
+    siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
+    if not siblings:
+        group, siblings = "", names
+    return meant(given.removeprefix(group), siblings, group)

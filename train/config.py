@@ -1,27 +1,39 @@
-"""The configuration of a run: frozen dataclasses, from which the command line is made."""
+"""The configuration of a run: frozen dataclasses, from which the command line is made.
+
+`Config` checks itself. A setting has a full name, such as `optimizer.momentum`, on the
+command line, in messages and in the tables of this file.
+"""
 
 import dataclasses
 import json
+import math
+import operator
 import os
 import pathlib
+import types
 import typing
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, Literal
 
 import tyro
 
 import lsgd_jax as lj
-from train.config_checks import check
-from train.data.vocabulary import Tokens
+from train.config_checks import check, meant
+from train.data.text import Tokens
 from train.distributed_config import DistributedConfig as DistributedConfig
 from train.ray_config import RayConfig as RayConfig
 from train.ray_config import check_pace
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
-from train.task.optimizers import OptimizerConfig
-from train.task.transformer_config import TransformerConfig
-from train.workers_config import WorkersConfig as WorkersConfig
+
+
+Data = Literal["digits", "cifar10", "imagenet", "text"]
+Model = Literal[
+    "digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50", "transformer"
+]
+Optimizer = Literal["sgd", "adamw", "lion", "muon", "lars"]
+Schedule = Literal["constant", "drops", "cosine"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +42,8 @@ class DataConfig:
 
     # The data set: `digits` comes with scikit-learn, `text` is that of --data.files, the
     # others need --data.dir.
-    name: Literal["digits", "cifar10", "imagenet", "text"] = "digits"
-    # Folder (or .tar.gz) with the official files of the data set; for imagenet one with
+    name: Data = "digits"
+    # Folder with the official cifar-10-batches-bin (cifar10); for imagenet one with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
     dir: str | None = None
     # Files of text, of which the last tenth is for validation; by default the source of
@@ -41,7 +53,7 @@ class DataConfig:
     tokens: Tokens = "characters"
     # The most tokens that are seen at once (text).
     context: int = 64
-    # Accept binary data files of the right size whose checksum differs.
+    # Accept binary data files of the right size whose checksum differs (cifar10).
     accept_other_files: bool = False
     # Give each worker its own part of the training data instead of all of them.
     shard: bool = False
@@ -57,9 +69,100 @@ class DataConfig:
     read_ahead: int = 2
 
 
-FLOAT32_MAX = 3.4028235e38
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The network `transformer`, which predicts the next token of a text."""
 
-METHOD_HELP = f"""Choose another method with --method NAME: {", ".join(METHODS)}."""
+    # Number of blocks, each an attention and a perceptron.
+    layers: int = 4
+    # Attention heads of each block; must divide the width.
+    heads: int = 4
+    # Size of the vectors that stand for tokens.
+    width: int = 128
+    # How it knows where a token stands: vectors are rotated by their position, or one that
+    # is learned for each position is added.
+    positions: Literal["rotary", "learned"] = "rotary"
+    # What it computes in; parameters, logits and the loss are float32.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkersConfig:
+    """The grid of workers. A run may be resumed with another one (see --resume)."""
+
+    # Number of nodes (groups of workers with a fast interconnect).
+    nodes: int = 2
+    # Number of workers in each node.
+    locals: int = 4
+    # Devices of each worker, as mesh axes NAME=SIZE (such as fsdp=4): its parameters, its
+    # optimizer's state and its batches are sharded over all of them.
+    inside: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes inside a worker and their sizes.
+
+        >>> WorkersConfig(inside=("fsdp=2", "model=4")).axes
+        {'fsdp': 2, 'model': 4}
+        """
+        pairs = (axis.split("=") for axis in self.inside)
+        return {name: int(size) for name, size in pairs}
+
+    @property
+    def devices_each(self) -> int:
+        """How many devices a worker has."""
+        return math.prod(self.axes.values())
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are for one of them per worker, or per part of one."""
+        return self.nodes * self.locals * self.devices_each
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Every worker's own optimizer."""
+
+    # The optimizer: muon is for matrices, and adamw for embeddings and whatever else is in
+    # the model; lars is for large batches (with --method allreduce).
+    name: Optimizer = "sgd"
+    # Learning rate, at its highest if there is a schedule.
+    learning_rate: float = 0.1
+    # Momentum coefficient, in [0, 1): of sgd and lars, by default 0, and of muon, by
+    # default 0.95.
+    momentum: float | None = None
+    # Nesterov's momentum instead of the classical one: sgd and lars. Muon always has it.
+    nesterov: bool = False
+    # Decay rates of the two moments, in [0, 1): of adamw and of muon's adamw, by default
+    # (0.9, 0.999), and of lion, by default (0.9, 0.99).
+    betas: tuple[float, float] | None = None
+    # What is added to the root of the second moment: adamw, muon.
+    eps: float = 1e-8
+    # Weight decay: of sgd and lars an L2 penalty, added to the gradient; of adamw, lion and
+    # muon decoupled from it, multiplied by the learning rate only.
+    weight_decay: float = 0.0
+    # What weight decay is for: all parameters, or matrices and convolutions (of muon: what
+    # is not adamw's), without biases, the scales of norms and embeddings.
+    decay_of: Literal["all", "matrices"] = "all"
+    # Gradients of a larger norm, over all parameters of a worker, are scaled down to it.
+    clip: float | None = None
+    # How the learning rate changes after the warm-up: not at all, by drops at the steps
+    # named by --optimizer.drop-at, or along a cosine that ends at the last step.
+    schedule: Schedule = "constant"
+    # Steps over which the learning rate rises linearly to its full value.
+    warmup_steps: int = 0
+    # Steps after which the learning rate is multiplied by --optimizer.drop-factor.
+    drop_at: tuple[int, ...] = ()
+    # What the learning rate is multiplied by at each of --optimizer.drop-at.
+    drop_factor: float = 0.1
+    # Where the cosine ends, in [0, 1], as a part of the learning rate.
+    final_fraction: float = 0.0
+
+
+METHOD_HELP = (
+    f"Choose another method with --method NAME: {', '.join(METHODS)}. Schedules, functions "
+    "and objects are for Python; options are numbers and names."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +172,7 @@ class Config:
     # The run's name, with which the name of its folder begins; by default the experiment's.
     name: str
     # The network.
-    model: Literal[
-        "digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50", "transformer"
-    ]
+    model: Model
     # The data.
     data: DataConfig = DataConfig()
     # The network `transformer`.
@@ -116,49 +217,136 @@ class Config:
     ray: RayConfig = RayConfig()
 
     def __post_init__(self):
-        counts = (
-            "steps batch_size log_every test_every checkpoint_every keep_checkpoints "
-            "stop_after_nonfinite"
-        )
-        for name in counts.split():
-            lj.checks.check_positive_int(name, getattr(self, name))
-        each = self.workers.devices_each
-        rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
-        check(self.batch_size % each == 0, "batch_size", rule, self)
-        for name in ("crop", "read_ahead", "context"):
-            lj.checks.check_positive_int(f"data.{name}", getattr(self.data, name))
-        if self.data.reader_threads is not None:
-            lj.checks.check_positive_int("data.reader_threads", self.data.reader_threads)
-        warmup = self.optimizer.warmup_steps
-        if self.optimizer.schedule == "cosine" and warmup >= self.steps:
-            raise ValueError(
-                "`optimizer.warmup_steps` must be less than the steps of the run, got "
-                f"optimizer.warmup_steps={warmup}, steps={self.steps}"
-            )
-        data = self.data
-        check(data.padding >= 0, "data.padding", "at least 0", data)
-        _check_text(self)
+        check_values(self)
+        check_together(self)
         check_pace(self)
-        fits = data.name != "cifar10" or data.crop <= 32
-        check(fits, "data.crop", "at most 32 with cifar10", data)
-        check(
-            self.name not in ("", ".", "..") and "/" not in self.name,
-            "name",
-            "a name for a folder",
-            self,
+
+
+POSITIVE_INT = "a positive int", lambda x: type(x) is int and x > 0
+POSITIVE = "positive and finite", lambda x: 0 < x < math.inf
+NOT_NEGATIVE = "at least 0 and finite", lambda x: 0 <= x < math.inf
+COUNTS = (
+    "steps batch_size log_every test_every checkpoint_every keep_checkpoints "
+    "stop_after_nonfinite workers.nodes workers.locals data.context data.crop "
+    "data.reader_threads data.read_ahead transformer.layers transformer.heads "
+    "transformer.width"
+)
+
+
+def _are_axes(inside: tuple[str, ...]) -> bool:
+    pairs = [axis.partition("=") for axis in inside]
+    names = {name for name, _, _ in pairs}
+    sizes = all(size.isdecimal() and int(size) > 0 for _, _, size in pairs)
+    return sizes and all(map(str.isidentifier, names)) and len(names) == len(pairs)
+
+
+# What a setting must be if it is not None.
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(COUNTS.split(), POSITIVE_INT),
+    "name": ("a name for a folder", lambda x: x not in ("", ".", "..") and "/" not in x),
+    "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
+    "workers.inside": ("different names with sizes, such as fsdp=4", _are_axes),
+    "data.padding": NOT_NEGATIVE,
+    "optimizer.learning_rate": POSITIVE,
+    "optimizer.momentum": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "optimizer.betas": ("in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.clip": POSITIVE,
+    "optimizer.warmup_steps": NOT_NEGATIVE,
+    "optimizer.drop_at": (
+        "positive and ascending",
+        lambda x: all(before < at for before, at in zip((0, *x), x)),
+    ),
+    "optimizer.drop_factor": POSITIVE,
+    "optimizer.final_fraction": ("in [0, 1]", lambda x: 0 <= x <= 1),
+}
+
+# Settings that belong to some choices of another one. They are left out with the others.
+BELONGS = {
+    "optimizer.name": {
+        "optimizer.momentum": ("sgd", "muon", "lars"),
+        "optimizer.nesterov": ("sgd", "lars"),
+        "optimizer.betas": ("adamw", "lion", "muon"),
+        "optimizer.eps": ("adamw", "muon"),
+    },
+    "optimizer.schedule": {
+        "optimizer.drop_at": ("drops",),
+        "optimizer.drop_factor": ("drops",),
+        "optimizer.final_fraction": ("cosine",),
+    },
+    "data.name": {
+        "data.dir": ("cifar10", "imagenet"),
+        "data.files": ("text",),
+        "data.tokens": ("text",),
+        "data.context": ("text",),
+        "data.accept_other_files": ("cifar10",),
+        "data.crop": ("cifar10", "imagenet"),
+        "data.padding": ("cifar10",),
+        "data.reader_threads": ("imagenet",),
+        "data.read_ahead": ("imagenet",),
+    },
+    "model": {
+        f"transformer.{field.name}": ("transformer",)
+        for field in dataclasses.fields(TransformerConfig)
+    },
+}
+
+# The learning rate of an optimizer that is chosen without one: those of other optimizers
+# are of another order.
+USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
+
+FLOAT32_MAX = 3.4028235e38
+MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
+
+
+def check_values(config: Config) -> None:
+    """Raises ValueError for a setting that is not possible, or of no use."""
+    values = fields(config)
+    is_text = (config.data.name == "text", config.model == "transformer")
+    if is_text[0] != is_text[1]:
+        _refuse("model", "transformer with data.name=text, and only there", values)
+    for choice, table in BELONGS.items():
+        for name, owners in table.items():
+            if values[choice] not in owners and values[name] != _default(name):
+                _refuse(name, f"left out with {choice}={values[choice]}", values)
+    for name, (rule, holds) in RULES.items():
+        if values[name] is not None and not holds(values[name]):
+            _refuse(name, rule, values)
+    for name, value in values.items():
+        for x in value if isinstance(value, tuple) else (value,):
+            if type(x) is float and not abs(x) <= FLOAT32_MAX:
+                _refuse(name, "finite as a float32", values)
+            if type(x) is int and abs(x) >= 2**31 and name != "seed":
+                _refuse(name, "less than 2**31", values)
+
+
+def _default(name: str) -> Any:
+    return operator.attrgetter(name)(Config)
+
+
+def _refuse(name: str, rule: str, values: Mapping[str, Any]) -> typing.NoReturn:
+    raise ValueError(f"`{name}` must be {rule}, got {name}={values[name]}")
+
+
+def check_together(config: Config) -> None:
+    """Raises ValueError for settings that do not go together."""
+    grid, net, warmup = config.workers, config.transformer, config.optimizer.warmup_steps
+    if grid.nodes * grid.locals > MOST_WORKERS:
+        raise ValueError(
+            f"`workers.nodes` times `workers.locals` must be at most {MOST_WORKERS:,}, "
+            f"got {grid.nodes} x {grid.locals}"
         )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"`seed` must be in [0, 2**32), got seed={self.seed}")
-        for name, value in fields(self).items():
-            for x in value if isinstance(value, tuple) else (value,):
-                if type(x) is float and not abs(x) <= FLOAT32_MAX:
-                    raise ValueError(
-                        f"`{name}` must be finite as a float32, got {name}={value}"
-                    )
-                if type(x) is int and abs(x) >= 2**31 and name != "seed":
-                    raise ValueError(
-                        f"`{name}` must be less than 2**31, got {name}={value}"
-                    )
+    each = grid.devices_each
+    rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
+    check(config.batch_size % each == 0, "batch_size", rule, config)
+    rule = f"divisible by twice the heads (transformer.heads={net.heads})"
+    check(net.width % (2 * net.heads) == 0, "transformer.width", rule, net)
+    rule = f"more than the warm-up (optimizer.warmup_steps={warmup})"
+    fits = config.optimizer.schedule != "cosine" or warmup < config.steps
+    check(fits, "steps", rule, config)
+    fits = config.data.name != "cifar10" or config.data.crop <= 32
+    check(fits, "data.crop", "at most 32 with cifar10", config.data)
 
 
 # Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.
@@ -212,6 +400,13 @@ def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> li
     ]
 
 
+def began_with(config: Config) -> dict[str, Any]:
+    """The settings that stay as they are for the whole of a run, as JSON has them."""
+    kept = {name: x for name, x in fields(config).items() if name not in FREE_ON_RESUME}
+    del kept["name"]
+    return json.loads(json.dumps(kept))
+
+
 def fields(config: Config) -> dict[str, Any]:
     """All settings by their full names.
 
@@ -221,21 +416,47 @@ def fields(config: Config) -> dict[str, Any]:
     return _flat(_to_dict(config))
 
 
+def switched(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with other settings, by their full names.
+
+    Settings that do not belong to what is chosen now take their defaults. The warm-up
+    takes at most half of the steps of a shorter run, unless that run is resumed.
+
+    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
+    >>> other = switched(old, {"optimizer.name": "adamw"}).optimizer
+    >>> other.momentum, other.learning_rate, other.clip
+    (None, 0.001, 1.0)
+    """
+    old = fields(config)
+    new = old | dict(changes)
+    if new["optimizer.name"] != old["optimizer.name"]:
+        new["optimizer.learning_rate"] = USUAL_RATES[new["optimizer.name"]]
+    for choice, table in BELONGS.items():
+        for name, owners in table.items():
+            if new[choice] not in owners:
+                new[name] = _default(name)
+    if new["steps"] < old["steps"] and not new["resume"]:
+        half = new["steps"] // 2
+        new["optimizer.warmup_steps"] = min(new["optimizer.warmup_steps"], half)
+    of = lambda group, x: {f.name: new[f"{group}.{f.name}"] for f in dataclasses.fields(x)}
+    groups: dict[str, Any] = {
+        group: dataclasses.replace(before, **of(group, before))
+        for group, before in vars(config).items()
+        if dataclasses.is_dataclass(before) and group != "method"
+    }
+    if new["method.name"] != config.method.name:
+        groups["method"] = methods.make(new["method.name"])
+    own = {name: value for name, value in new.items() if "." not in name}
+    return dataclasses.replace(config, **own, **groups)
+
+
 def write(config: Config, path: os.PathLike) -> None:
-    """Writes the configuration as JSON to a new file."""
+    """Writes the configuration as JSON to a new file, but for how its processes meet."""
+    values = _to_dict(config)
+    del values["distributed"]
     with open(path, "x") as file:
-        json.dump({"format": FORMAT} | _to_dict(config), file, indent=2)
+        json.dump({"format": FORMAT} | values, file, indent=2)
         file.write("\n")
-
-
-def _rename(values: dict[str, Any]) -> None:
-    """Brings the names of earlier runs up to date."""
-    values.pop("distributed", None)  # is not part of a run
-    ray = values.get("ray") or {}
-    if "grace" in ray:
-        ray["timeout"] = ray.pop("grace")
-    if (wire := ray.pop("wire", "float32")) != "float32":
-        values["method"]["wire"] = wire
 
 
 def read(path: os.PathLike) -> Config:
@@ -247,10 +468,11 @@ def read(path: os.PathLike) -> Config:
     """
     try:
         values = json.loads(pathlib.Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
         found = values.pop("format", 1)
-        _rename(values)
-        config = _build(Config, values) if found == FORMAT else None
-    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        config = _build(Config, _renamed(values)) if found == FORMAT else None
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
     if config is None:
         raise ValueError(
@@ -261,28 +483,81 @@ def read(path: os.PathLike) -> Config:
     return config
 
 
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an earlier run with the names of now, without its rendezvous."""
+    values.pop("distributed", None)
+    ray, method = values.get("ray"), values.get("method")
+    if isinstance(ray, dict) and isinstance(method, dict):
+        if "grace" in ray:
+            ray["timeout"] = ray.pop("grace")
+        if (wire := ray.pop("wire", "float32")) != "float32":
+            method["wire"] = wire
+    return values
+
+
+def _build(cls: Any, values: Any, prefix: str = "") -> Any:
+    """The dataclass `cls` with values as JSON has them.
+
+    Raises:
+      ValueError: a setting, which it names, is unknown, missing or of another type.
+    """
+    if not isinstance(values, dict):
+        got = json.dumps(values)
+        raise ValueError(f"`{prefix[:-1]}` must be an object with settings, got {got}")
+    if cls is Method:
+        values = dict(values)
+        cls = find(str(values.pop("name", None)))
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    hints, made = typing.get_type_hints(cls), {}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(
+                f"there is no setting {prefix}{name}{meant(name, known, prefix)}"
+            )
+        made[name] = _restored(hints[name], value, prefix + name)
+    for name, field in known.items():
+        if field.default is dataclasses.MISSING and name not in values:
+            raise ValueError(f"{prefix}{name} is missing")
+    return cls(**made)
+
+
+def _restored(hint: Any, value: Any, name: str) -> Any:
+    """A value as it was before JSON, which knows neither dataclasses nor tuples."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, f"{name}.")
+    value = tuple(value) if isinstance(value, list) else value
+    if not _is_of(hint, value):
+        kind = hint.__name__ if isinstance(hint, type) else str(hint)
+        kind = kind.replace("typing.", "")
+        raise ValueError(f"`{name}` must be of type {kind}, got {name}={json.dumps(value)}")
+    return value
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Whether a value is of the type of a setting.
+
+    >>> _is_of(float | None, 3), _is_of(tuple[int, ...], (1, "2")), _is_of(int, True)
+    (True, False, False)
+    """
+    parts = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Literal:
+            return value in parts
+        case typing.Union | types.UnionType:
+            return any(_is_of(part, value) for part in parts)
+        case origin if origin is tuple and isinstance(value, tuple):
+            each = parts[:1] * len(value) if parts[-1] is ... else parts
+            return len(value) == len(each) and all(map(_is_of, each, value))
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
 def _to_dict(config: Config) -> dict[str, Any]:
     """The configuration as nested dicts, the method's name among its options."""
     values = dataclasses.asdict(config)
     return values | {"method": {"name": config.method.name, **values["method"]}}
 
 
-def _build(cls: type, values: dict[str, Any]) -> Any:
-    """The dataclass `cls` with the values, nested dataclasses included."""
-    if cls is Method:
-        cls = find(values.pop("name"))
-    hints = typing.get_type_hints(cls)
-    return cls(**{name: _restore(hints[name], value) for name, value in values.items()})
-
-
-def _restore(hint: Any, value: Any) -> Any:
-    """A value as it was before JSON, which knows neither dataclasses nor tuples."""
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -290,22 +565,3 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _check_text(config: Config) -> None:
-    """Raises ValueError for options of a text beside images, or the reverse."""
-    data, is_text = config.data, config.data.name == "text"
-    fits = is_text == (config.model == "transformer")
-    rule = "transformer with data.name=text, and only there"
-    check(fits, "model", rule, config)
-    if is_text:
-        check(data.dir is None, "data.dir", "left out with data.name=text", data)
-        return
-    for name, default in (("files", ()), ("tokens", "characters"), ("context", 64)):
-        rule = f"left out with data.name={data.name}"
-        check(getattr(data, name) == default, f"data.{name}", rule, data)
-    default, given = TransformerConfig(), config.transformer
-    for field in dataclasses.fields(given):
-        holds = getattr(given, field.name) == getattr(default, field.name)
-        rule = f"left out with model={config.model}"
-        check(holds, f"transformer.{field.name}", rule, given)

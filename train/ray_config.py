@@ -58,7 +58,7 @@ class RayConfig:
     def __post_init__(self):
         for name in ("cpus_per_worker", "gpus_per_worker"):
             value = getattr(self, name)
-            whole = value < 1 or value == int(value)
+            whole = value < 1 or value % 1 == 0
             holds = 0 <= value < math.inf and whole
             check(holds, f"ray.{name}", "a fraction of one, or a whole number", self)
         for name in ("processes", "devices_per_process", "min_processes"):

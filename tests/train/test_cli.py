@@ -1,5 +1,6 @@
 """python -m train as a person uses it: messages, exit statuses, signals, a full disk."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -11,14 +12,12 @@ import time
 import pytest
 import tiny
 
-import lsgd_jax as lj
 from train import cli
 from train import config as configuration
 from train.__main__ import main
 from train.metrics import log
 from train.task import methods
 from train.task.methods import METHODS
-from train.task.options import read
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,117 +57,133 @@ def end(process):
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "the experiment must be one of cifar10-cnn7,"),
-        (["numbers"], "text, got 'numbers'; see python -m train --help"),
-        (["digits", "--stepz", "3"], "option --stepz; did you mean --steps?; see python"),
-        (["digits", "--steps"], "Missing value for argument '--steps'"),
-        (["digits", "--nonsense"], "unrecognized option --nonsense; see python -m train"),
-        (["digits", "and more"], "unrecognized option and more; see python -m train dig"),
-        (["digits", "--steps", "many"], "--steps: invalid literal for int()"),
-        (["digits", "--steps", "0"], "`steps` must be a positive int, got steps=0"),
-        (["digits", "--model", "vgg"], "invalid choice 'vgg' for argument '--model'"),
-        (["digits", "--workers.nodes", "0"], "`workers.nodes` must be a positive int"),
-        (["digits", "--optimizer.momentum", "1"], "`optimizer.momentum` must be in [0, 1)"),
-        (["digits", "--optimizer.weight-decay", "nan"], "must be at least 0 and finite"),
-        (["digits", "--optimizer.name", "adamw", "--optimizer.nesterov"], "left out with"),
-        (["digits", "--optimizer.betas", "0.9"], "--optimizer.betas: no type matching"),
-        (["digits", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
-        (["digits", "--method.local-pull", "7"], "`local_pull` must be in [0, 1]"),
-        (
-            ["digits", "--method", "sgd"],
-            "`method` must be one of lsgd, easgd, downpour,",
-        ),
-        (
-            ["digits", "--method", "budget-lsgd"],
-            "got method='budget-lsgd'; async-lsgd, in its blocking form on Ray,",
-        ),
-        (["digits", "--ray.wire", "int8"], "--ray.wire"),
-        (["digits", "--method"], "got method=''"),
-        (["digits", "--method=easgd", "--method.local-pull", "0"], "--method.local-pull"),
-        (
-            "digits --method allreduce --method.wire int8".split(),
-            "--method.wire is no option of allreduce; see python -m train digits --method",
-        ),
-        (
-            "digits --method diloco --method.wire int3".split(),
-            "invalid choice 'int3' for argument '--method.wire'. Expected one of (",
-        ),
-        (
-            "digits --method diloco --method.fragments 4 --method.delay 16".split(),
-            "`delay` must be an int in [0, 16), got delay=16",
-        ),
-        (
-            "digits --method diloco --method.fragments 64".split(),
-            "`fragments` must be at most the number of leaves (8), got 64",
-        ),
-        (
-            ["digits", "--optimizer.learning-rate", "inf"],
-            "must be positive and finite, got",
-        ),
-        (["digits", "--optimizer.clip=1e39"], "`optimizer.clip` must be finite as a float"),
-        (
-            ["digits", "--method=diloco", "--method.outer-momentum=nan"],
-            "must be finite, got",
-        ),
-        (
-            "digits --ray.timeout 5".split(),
-            "`ray.timeout` must be left out with method.name=lsgd, got ray.timeout=5.0",
-        ),
-        (
-            "digits --method async-lsgd --distributed.num-processes 2".split(),
-            "`distributed.num_processes` must be left out with method.name=async-lsgd",
-        ),
-        (
-            "digits --method async-dpwa --workers.inside fsdp=2".split(),
-            "`workers.inside` must be left out with method.name=async-dpwa",
-        ),
-        (
-            "digits --method async-lsgd --method.wire int3".split(),
-            "invalid choice 'int3' for argument '--method.wire'. Expected one of (",
-        ),
-        (
-            "digits --method async-lsgd --batch-statistics average".split(),
-            "`batch_statistics` must be keep or reestimate with method.name=async-lsgd",
-        ),
-        (
-            "digits --method async-wagma --method.wire int8".split(),
-            "`wire` must be 'float32' or round at random for WAGMA",
-        ),
-        (
-            "digits --method async-lsgd --ray.address here".split(),
-            "`ray.address` must be HOST:PORT or auto, got ray.address=here",
-        ),
-        (
-            "digits --method async-lsgd --ray.gpus-per-worker 1.5".split(),
-            "`ray.gpus_per_worker` must be a fraction of one, or a whole number, got",
-        ),
-        (
-            "digits --method overlapped-lsgd --method.delay 64".split(),
-            "`delay` must be an int in [0, 64), got delay=64",
-        ),
-        (["digits", "--steps", "2147483648"], "`steps` must be less than 2**31, got steps"),
-        (
-            "digits --workers.nodes 1000 --workers.locals 1000".split(),
-            "must be at most 65,536, got 1000 x 1000",
-        ),
-        (["digits", "--name", "a/b"], "`name` must be a name for a folder, got name=a/b"),
-        (["digits", "--resume", "--runs", "none"], "there is no run of 'digits' in 'none'"),
-        (["digits", "--resume", "--run-dir", "none"], "holds no configuration of a run"),
-        (
-            ["cifar10-cnn7"],
-            "`data.dir` must name the folder of the official CIFAR-10 files",
-        ),
-    ],
-)
+NETWORKS = "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer"
+WRONG = [  # a command line, and what is said of it
+    ("", "expected one of cifar10-cnn7, cifar10-resnet20,"),
+    ("numbers", "text, got 'numbers'; see python -m train --help"),
+    ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
+    ("--steps 3 digits", "expected one of cifar10-cnn7,"),
+    ("digits --stepz 3", "option --stepz; did you mean --steps?; see python -m train digi"),
+    ("digits --metod easgd", "unrecognized option --metod; did you mean --method?; see"),
+    (
+        "digits --nonsense",
+        "unrecognized option --nonsense; see python -m train digits --help",
+    ),
+    ("digits and more", "unrecognized argument and; see python -m train digits --help"),
+    ("digits --steps", "--steps needs a value; see"),
+    ("digits --method", "--method needs a value; see"),
+    ("digits --steps many", "--steps: invalid literal for int() with base 10: 'many'"),
+    (
+        "digits --model vgg",
+        f"--model must be one of {NETWORKS}, got 'vgg'; did you mean vgg1",
+    ),
+    ("digits --method eagsd", "got method='eagsd'; did you mean easgd?"),
+    ("digits --optimizer.betas 0.9", "--optimizer.betas: no type matching"),
+    ("digits --ray.wire int8", "unrecognized option --ray.wire"),
+    (
+        "digits --method=easgd --method.local-pull 0",
+        "option --method.local-pull; see python -m train digits --method easgd --help",
+    ),
+    (
+        "digits --method diloco --method.wire int3",
+        "--method.wire must be one of float32, b",
+    ),
+    ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
+    ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
+    ("digits --optimizer.name sdg", "lion, muon, lars, got 'sdg'; did you mean sgd?; see"),
+    ("digits --method allreduce --method.wire int8", "--method.wire; see python -m train"),
+    ("digits --momentum 0.5", "--momentum; did you mean --optimizer.momentum?; see python"),
+    ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
+    # Settings, by themselves.
+    ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
+    ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
+    ("digits --seed -1", "`seed` must be in [0, 2**32), got seed=-1"),
+    ("digits --name a/b", "`name` must be a name for a folder, got name=a/b"),
+    ("digits --workers.nodes 0", "`workers.nodes` must be a positive int"),
+    ("digits --workers.inside fsdp", "`workers.inside` must be different names with sizes"),
+    (
+        "digits --workers.nodes 1000 --workers.locals 1000",
+        "at most 65,536, got 1000 x 1000",
+    ),
+    ("digits --optimizer.learning-rate inf", "must be positive and finite, got"),
+    ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
+    ("text --transformer.layers 0", "`transformer.layers` must be a positive int"),
+    ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
+    ("digits --method.local-pull 7", "`local_pull` must be in [0, 1]"),
+    ("digits --method=diloco --method.outer-momentum=nan", "must be finite as a"),
+    (
+        "digits --method diloco --method.fragments 4 --method.delay 16",
+        "`delay` must be an int in [0, 16), got delay=16",
+    ),
+    (
+        "digits --method diloco --method.fragments 64",
+        "`fragments` must be at most the number of leaves (8), got 64",
+    ),
+    # Settings that do not go together.
+    (
+        "digits --data.dir X",
+        "`data.dir` must be left out with data.name=digits, got data.di",
+    ),
+    ("digits --data.crop 3", "`data.crop` must be left out with data.name=digits, got"),
+    ("digits --transformer.layers 3", "must be left out with model=digits-cnn, got"),
+    (
+        "text --data.dir X",
+        "`data.dir` must be left out with data.name=text, got data.dir=X",
+    ),
+    ("cifar10-cnn7 --data.crop 40", "`data.crop` must be at most 32 with cifar10, got"),
+    ("digits --model transformer", "`model` must be transformer with data.name=text, and"),
+    (
+        "text --steps 60 --optimizer.warmup-steps 70",
+        "`steps` must be more than the warm-up (optimizer.warmup_steps=70), got steps=60",
+    ),
+    (
+        "digits --optimizer.name adamw --optimizer.nesterov",
+        "`optimizer.nesterov` must be left out with optimizer.name=adamw, got",
+    ),
+    ("digits --ray.timeout 5", "`ray.timeout` must be left out with method.name=lsgd, got"),
+    (
+        "digits --method async-lsgd --distributed.num-processes 2",
+        "`distributed.num_processes` must be left out with method.name=async-lsgd",
+    ),
+    (
+        "digits --method async-dpwa --workers.inside fsdp=2",
+        "`workers.inside` must be left out with method.name=async-dpwa",
+    ),
+    (
+        "digits --method async-lsgd --batch-statistics average",
+        "`batch_statistics` must be keep or reestimate with method.name=async-lsgd",
+    ),
+    (
+        "digits --method async-wagma --method.wire int8",
+        "`wire` must be 'float32' or round at random for WAGMA",
+    ),
+    (
+        "digits --method async-lsgd --ray.address here",
+        "`ray.address` must be HOST:PORT or auto, got ray.address=here",
+    ),
+    (
+        "digits --method async-lsgd --ray.gpus-per-worker 1.5",
+        "`ray.gpus_per_worker` must be a fraction of one, or a whole number, got",
+    ),
+    (
+        "digits --method overlapped-lsgd --method.delay 64",
+        "`delay` must be an int in [0, 64), got delay=64",
+    ),
+    ("digits --method async-lsgd --ray.cpus-per-worker inf", "a fraction of one, or a wh"),
+    # Runs and data that are not there.
+    ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
+    ("digits --resume --run-dir none", "holds no configuration of a run"),
+    ("cifar10-cnn7", "`data.dir` must name the folder of the official CIFAR-10 files"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG)
 def test_wrong_usage_is_one_line_and_status_2(
     arguments, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(arguments)
+        status = main(arguments.split())
     except SystemExit as stop:
         status = stop.code
     captured = capsys.readouterr()
@@ -189,8 +204,8 @@ def help_of(capsys, *arguments):
 
 def test_help_explains_every_field(capsys):
     text = help_of(capsys, "digits")
-    assert text.startswith("usage: python -m train digits [-h] [OPTIONS]\n\nLeader SGD on")
-    assert "\nCommand:   python -m train digits\nHardware:  2 CPU cores" in text
+    assert text.startswith("usage: python -m train digits [-h] [DIGITS OPTIONS]\n\nLeader")
+    assert "\n- Command: python -m train digits\n- Hardware: 2 CPU cores" in text
     words = " ".join(text.split())
     for option in (
         "--batch-size INT Images, or windows of text, per worker and step. (default: 32)",
@@ -204,40 +219,64 @@ def test_help_explains_every_field(capsys):
             assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
 
 
-def test_help_of_a_method_is_that_of_its_factory(capsys):
-    words = " ".join(help_of(capsys, "digits", "--method", "diloco").split())
-    for option in read(lj.diloco, {"axes", "outer", "part"}):
-        flag = "--method." + option.name.replace("_", "-")
-        values = r"(\{[^}]*\}|\S+)"  # a list of them is broken into lines
-        assert re.search(rf"{flag} {values} {re.escape(option.help)}", words)
-    assert "--method.outer-momentum FLOAT momentum of the outer optimizer" in words
-    assert "--method.local-pull" not in words
+@pytest.mark.parametrize("name", METHODS)
+def test_help_explains_the_options_of_every_method(capsys, name):
+    text = help_of(capsys, "digits", "--method", name).partition("method options")[2]
+    text = " ".join(text.partition(" distributed options")[0].split())
+    found = re.findall(r"--method\.([\w-]+)(?:, --\S+)? (.*?) \(default:", text)
+    fields = {x.name.replace("_", "-") for x in dataclasses.fields(METHODS[name])}
+    assert dict(found).keys() == fields
+    kinds = r"(\{[^}]*\}(\|\w+)?|INT|FLOAT|STR)?"
+    assert all(len(re.sub(f"^{kinds} ?", "", said)) > 5 for _, said in found)
 
 
 def test_help_names_the_experiments(capsys):
     text = help_of(capsys)
-    assert "\n  digits             Leader SGD on scikit-learn's handwritten digits" in text
+    assert "digits             Leader SGD on scikit-learn's handwritten digits" in text
 
 
-def test_another_optimizer_leaves_out_what_does_not_apply_to_it():
-    chosen = cli.parse(["digits", "--optimizer.name", "adamw"]).optimizer
-    assert (chosen.name, chosen.momentum, chosen.nesterov) == ("adamw", None, False)
-    assert chosen.learning_rate == 1e-3
-    given = "digits --optimizer.learning-rate 0.2 --optimizer.name adamw".split()
-    assert cli.parse(given).optimizer.learning_rate == 0.2
-    lion = "--optimizer.name=lion --optimizer.betas 0.9 0.98 --optimizer.clip 1".split()
-    assert cli.parse(["digits", *lion]).optimizer.betas == (0.9, 0.98)
-    cosine = "cifar10-resnet20 --optimizer.schedule cosine".split()
-    assert cli.parse(cosine).optimizer.drop_at == ()
+@pytest.mark.parametrize(
+    "arguments, group, values",
+    [
+        (
+            "digits --optimizer.name adamw",
+            "optimizer",
+            dict(name="adamw", momentum=None, nesterov=False, learning_rate=1e-3),
+        ),
+        (
+            "digits --optimizer.learning-rate 0.2 --optimizer.name=adamw",
+            "optimizer",
+            dict(name="adamw", learning_rate=0.2),
+        ),
+        (
+            "digits --optimizer.name=lion --optimizer.betas 0.9 0.98 --optimizer.clip 1",
+            "optimizer",
+            dict(betas=(0.9, 0.98), clip=1.0),
+        ),
+        ("cifar10-resnet20 --optimizer.schedule cosine", "optimizer", dict(drop_at=())),
+        ("text --steps 60", "optimizer", dict(warmup_steps=30)),
+        ("text --steps 60 --optimizer.warmup-steps 7", "optimizer", dict(warmup_steps=7)),
+        ("text --steps 5000", "optimizer", dict(warmup_steps=100)),
+        (
+            "cifar10-vgg16 --data.name digits --model digits-cnn",
+            "data",
+            dict(name="digits", crop=28, padding=0),
+        ),
+    ],
+)
+def test_a_choice_changes_the_defaults_of_what_depends_on_it(arguments, group, values):
+    chosen = vars(getattr(cli.parse(arguments.split()), group))
+    assert chosen | values == chosen
 
 
 def test_resuming_takes_the_settings_of_the_run(tmp_path):
     """Options left out are those of the run; others must not change the experiment."""
-    config = cli.parse(["digits", "--seed", "5", "--method.local-period", "3"])
-    configuration.write(config, tmp_path / "config.json")
+    begun = "digits --seed 5 --method.local-period 3 --optimizer.warmup-steps 20"
+    configuration.write(cli.parse(begun.split()), tmp_path / "config.json")
     resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
     resumed = cli.parse(resume)
     assert (resumed.seed, resumed.method.local_period, resumed.steps) == (5, 3, 9)
+    assert resumed.optimizer.warmup_steps == 20
     with pytest.raises(ValueError, match="seed: the run has 5, the command says 6"):
         cli.parse([*resume, "--seed", "6"])
     cifar = ["cifar10-cnn7", "--resume", "--run-dir", str(tmp_path), "--data.dir", "x"]
@@ -307,6 +346,25 @@ def test_a_signal_saves_and_says_how_to_resume(
     assert main([*QUICK, *resume]) == 0
     assert f"after {step + 4} steps" in capsys.readouterr().out
     assert [event["step"] for event in log.read(folder)["start"]] == [0, step]
+
+
+def test_resuming_notices_an_edited_setting_and_says_that_no_step_is_left(
+    tmp_path, monkeypatch, capsys
+):
+    tiny.install(set=monkeypatch.setattr)
+    folder = tmp_path / "run"
+    run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
+    assert main([*run, "--steps", "4"]) == 0
+    assert main([*run, "--resume", "--steps", "3"]) == 0
+    expected = (
+        "4 steps have been taken already, more than --steps 3: the run takes no other"
+    )
+    assert expected in capsys.readouterr().out
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    assert main([*run, "--resume", "--steps", "6"]) == 2
+    expected = "config.json was edited: the run began with seed=0, and it says seed=1"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.slow

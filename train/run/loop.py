@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
+from train import config as configuration
 from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
@@ -96,7 +97,8 @@ def announce(run: Run) -> None:
     grid = [run.config.workers.nodes, run.config.workers.locals]
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
-    run.write("start", workers=grid, processes=processes, **sizes, **_versions())
+    began = dict(processes=processes, settings=configuration.began_with(run.config))
+    run.write("start", workers=grid, **began, **sizes, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if run.resizing is not None:
         run.progress.say(str(run.resizing))
@@ -125,7 +127,7 @@ def conclude(run: Run, result: Result) -> Result:
 
 def draw(folder: pathlib.Path) -> None:
     """Draws the figures of a run."""
-    from train.metrics import plots  # not before training: Matplotlib takes a second
+    from train import plots  # not before training: Matplotlib takes a second
 
     plots.draw(folder)
 

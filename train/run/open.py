@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from train import config as configuration
 from train.cluster import shared_folder
 from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
@@ -109,7 +110,7 @@ def open_run(
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here, devices=devices)
     if resumed is not None:
-        check_same_data(experiment.forward.sizes, resumed)
+        check_same_start(config, experiment.forward.sizes, resumed)
         check_kept(experiment.forward.kept, resumed)
     fresh = experiment.init()  # more fragments than leaves, say: before there is a folder
     folder = run_folder.create(config, session) if resumed is None else resumed
@@ -128,6 +129,11 @@ def open_run(
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
     progress.resume(start.step)
+    if start.step > config.steps:
+        progress.say(
+            f"{start.step} steps have been taken already, more than --steps "
+            f"{config.steps}: the run takes no other"
+        )
     stopwatch = Stopwatch(start.notes["seconds"])
     check = (lambda: None) if lock is None else lock.check
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check)
@@ -204,10 +210,13 @@ def starting_point(
     return Restored(0, fresh, {"seconds": 0.0}, unknown, losses=[], resizing=None)
 
 
-def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
-    """Raises ValueError if a run began with other data than those at hand.
+def check_same_start(
+    config: Config, sizes: Mapping[str, int], folder: pathlib.Path
+) -> None:
+    """Raises ValueError if a run began with other data or settings than those at hand.
 
     Args:
+      config: the settings, which agree with those in config.json.
       sizes: see `Forward.sizes`.
       folder: of the run.
     """
@@ -217,6 +226,7 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
         starts = log.read(folder).get("start", [])
     except OSError as error:
         raise ValueError(f"{folder / log.METRICS} cannot be read: {error}") from error
+    now = configuration.began_with(config)
     for start in starts:
         for name, count in sizes.items():
             before = start.get(name)
@@ -224,6 +234,13 @@ def check_same_data(sizes: Mapping[str, int], folder: pathlib.Path) -> None:
                 raise ValueError(
                     f"{folder} is a run on other data: with {before} "
                     f"{name.replace('_', ' ')}, and here are {count}"
+                )
+        settings = start.get("settings")
+        for name, before in settings.items() if isinstance(settings, dict) else ():
+            if name in now and now[name] != before:
+                raise ValueError(
+                    f"{folder / run_folder.CONFIG} was edited: the run began with "
+                    f"{name}={before}, and it says {name}={now[name]}"
                 )
 
 

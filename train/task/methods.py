@@ -7,21 +7,28 @@
 import dataclasses
 import functools
 import inspect
-import math
+import types
+import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import optax
-import tyro
 
 import lsgd_jax as lj
-from train.task import asynchronous_methods, hybrids, options
+from train.config_checks import meant
+from train.task import asynchronous_methods, hybrids
 
 
 Factory = Callable[..., optax.GradientTransformation]
 
 # What the trainer gives a factory, or leaves to it, so that it is no option.
 GIVEN = {"axes", "learning_rate", "part"}
+
+# Graphs by their names on the command line.
+TOPOLOGIES = {
+    name.replace("_", "-"): getattr(lj.topology, name)
+    for name in ("ring", "exponential", "bipartite_exponential", "complete")
+}
 
 
 class Row(NamedTuple):
@@ -33,17 +40,18 @@ class Row(NamedTuple):
         or None.
       first: the factory of what stands before it and aggregates gradients, or None.
       made: parameters of the factories that are made of options by a function of its own.
-      summary: what the method is; by default its factory's first line.
       asynchronous: the factory of a method for workers that step at their own pace, or
         None; such a row has no other one.
+      delay: the default of the factory's, for workers that step at their own pace while
+        what `last` exchanges travels; None: in lock step.
     """
 
     name: str
     last: Factory | None = None
     first: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
-    summary: str = ""
     asynchronous: Callable[..., lj.asynchronous.Method] | None = None
+    delay: int | None = None
 
 
 def outer_sgd(
@@ -72,12 +80,7 @@ ROWS = (
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
-    Row(
-        "post-local-sgd",
-        lj.local_sgd,
-        first=allreduce_until,
-        summary="Post-local SGD: all-reduce SGD until a step, then local SGD.",
-    ),
+    Row("post-local-sgd", lj.local_sgd, first=allreduce_until),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
@@ -94,14 +97,14 @@ ROWS = (
     Row("coordinate-median", first=lj.coordinate_median),
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
-    Row("independent", summary="Independent workers: nothing is exchanged."),
+    Row("independent"),
     Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
     Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),
     Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
     Row("async-wagma", asynchronous=lj.asynchronous.WAGMA),
     Row("async-diloco", asynchronous=asynchronous_methods.diloco),
-    Row("overlapped-lsgd", asynchronous=asynchronous_methods.overlapped_lsgd),
-    Row("overlapped-diloco", asynchronous=asynchronous_methods.overlapped_diloco),
+    Row("overlapped-lsgd", lj.lsgd, delay=8),
+    Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
 )
 
 
@@ -122,12 +125,6 @@ class Method:
     is_asynchronous: ClassVar[bool]
     row: ClassVar[Row]
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                name = f"method.{name}"
-                raise ValueError(f"`{name}` must be finite, got {name}={value}")
-
     def around(
         self,
         base: optax.GradientTransformation,
@@ -140,16 +137,9 @@ class Method:
           learning_rate: that of `base`: a number or a schedule that counts from 0, as
             optax's do.
         """
-        first, last = (
-            [] if factory is None else [self._made(factory, learning_rate)]
-            for factory in (self.row.first, self.row.last)
-        )
-        return optax.chain(*first, base, *last)
-
-    def last(self, learning_rate: optax.ScalarOrSchedule = 1.0) -> Any:
-        """What stands behind the base optimizer; None if nothing does."""
-        factory = self.row.last
-        return None if factory is None else self._made(factory, learning_rate)
+        made = lambda factory: [self._made(factory, learning_rate)] if factory else []
+        last = None if self.is_asynchronous else self.row.last
+        return optax.chain(*made(self.row.first), base, *made(last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
         """What an engine runs, of a method that is asynchronous.
@@ -157,8 +147,11 @@ class Method:
         Raises:
           ValueError: options that are not possible, or not for workers at their own pace.
         """
-        assert self.row.asynchronous is not None
-        return self.row.asynchronous(**vars(self))
+        if self.row.asynchronous is not None:
+            return self.row.asynchronous(**vars(self))
+        made = self.exchanges(1.0)
+        assert made is not None
+        return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
 
     def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
         """What stands behind the base optimizer, if there is anything."""
@@ -181,7 +174,7 @@ class Method:
                 parts = inspect.signature(make).parameters
                 given[name] = make(**{part: getattr(self, part) for part in parts})
             elif name == "topology":
-                given[name] = options.TOPOLOGIES[getattr(self, name)]
+                given[name] = TOPOLOGIES[getattr(self, name)]
             elif name == "learning_rate":
                 given[name] = _of_library_steps(learning_rate)
             elif name not in GIVEN:
@@ -194,35 +187,55 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
     return (lambda t: rate(t - 1)) if callable(rate) else rate
 
 
-def _options(row: Row) -> list[options.Option]:
-    given = (row.first, row.last, row.asynchronous)
-    factories = [factory for factory in given if factory is not None]
-    found = []
-    for factory in factories:
-        found += options.read(factory, GIVEN | row.made.keys())
-    for make in row.made.values():
-        found += options.read(make)
-    return found
+def _options(function: Callable[..., Any], row: Row) -> type:
+    """A dataclass of the parameters of a function of a row.
+
+    tyro finds their help in its docstring, which is the function's.
+    """
+    hints, fields = typing.get_type_hints(function), []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in GIVEN or name in row.made:
+            continue
+        default = parameter.default
+        if name == "topology":
+            (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
+        if name == "delay" and row.delay is not None:
+            default = row.delay
+        kind = _kind(name, hints[name])
+        fields.append((name, kind, dataclasses.field(default=default)))
+    described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
+    return dataclasses.make_dataclass(
+        function.__name__, fields, namespace=described, frozen=True
+    )
+
+
+def _kind(name: str, hint: Any) -> Any:
+    """The type of an option, for a parameter that may also be an object in Python."""
+    if name == "topology":
+        return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
+    parts = typing.get_args(hint)
+    for part in (hint, *parts):
+        if typing.get_origin(part) is Literal:
+            return part
+    for scalar in (bool, float, int, str):
+        if scalar in (hint, *parts):
+            return scalar | None if types.NoneType in parts else scalar
+    raise TypeError(f"{name!r} is of a type that has no option: {hint}")
 
 
 def _class(row: Row) -> type[Method]:
-    factory = row.last or row.first or row.asynchronous
-    summary = row.summary or (options.summary(factory) if factory else "")
-    as_field = lambda option: (
-        option.name,
-        Annotated[option.type, tyro.conf.arg(help=option.help)],
-        dataclasses.field(default=option.default),
-    )
+    # In the reverse of the order in which --help is to name their options.
+    functions = (*row.made.values(), row.asynchronous, row.last, row.first)
+    options = [_options(x, row) for x in functions if x is not None]
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
-        map(as_field, _options(row)),
-        bases=(Method,),
+        (),
+        bases=(*options, Method),
         namespace={
-            "__doc__": summary,
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
-            "is_asynchronous": row.asynchronous is not None,
+            "is_asynchronous": row.asynchronous is not None or row.delay is not None,
             "row": row,
         },
         frozen=True,
@@ -230,9 +243,6 @@ def _class(row: Row) -> type[Method]:
 
 
 METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
-_REMOVED = {
-    "budget-lsgd": "; async-lsgd, in its blocking form on Ray, is the same rule",
-}
 
 
 def find(name: str) -> type[Method]:
@@ -244,16 +254,13 @@ def find(name: str) -> type[Method]:
     if name not in METHODS:
         raise ValueError(
             f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
-            f"{_REMOVED.get(name, '')}"
+            f"{meant(name, METHODS)}"
         )
     return METHODS[name]
 
 
 def make(name: str, *values: Any, **options: Any) -> Method:
-    """A method with some of its options.
-
-    Raises:
-      ValueError: there is no method of that name.
+    """A method with some of its options, as `find` finds it.
 
     >>> make("easgd", period=4).period
     4

@@ -1,12 +1,8 @@
 """How the learning rate changes over a run."""
 
-import math
-from typing import Any
-
-import jax.numpy as jnp
 import optax
 
-from train.task.optimizers import OptimizerConfig
+from train.config import OptimizerConfig
 
 
 def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:
@@ -32,32 +28,18 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     >>> [round(float(rate(step)), 3) for step in (0, 9, 10)]
     [0.5, 0.5, 0.05]
     """
-    after = _after_warmup(options, steps)
-    warmup, peak = options.warmup_steps, options.learning_rate
+    peak, warmup = options.learning_rate, options.warmup_steps
+    match options.schedule:
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case "drops":
+            at = [step - warmup for step in options.drop_at]
+            drops = dict.fromkeys(at, options.drop_factor)
+            after = optax.piecewise_constant_schedule(peak, drops)
+        case "cosine":
+            final = options.final_fraction
+            after = optax.cosine_decay_schedule(peak, steps - warmup, final)
     if not warmup:
-        return after
-    rest = after if callable(after) else optax.constant_schedule(after)
-
-    def rising(k: Any) -> Any:
-        return jnp.where(k < warmup, peak * (k + 1) / warmup, rest(k))
-
-    return rising
-
-
-def _after_warmup(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:
-    peak, final, warmup = (
-        options.learning_rate,
-        options.final_fraction,
-        options.warmup_steps,
-    )
-    if options.schedule == "drops":
-        drops = dict.fromkeys(options.drop_at, options.drop_factor)
-        return optax.piecewise_constant_schedule(peak, drops)
-    if options.schedule == "constant":
-        return peak
-
-    def cosine(k: Any) -> Any:
-        done = jnp.clip((k - warmup) / (steps - warmup), 0, 1)
-        return peak * (final + (1 - final) * (1 + jnp.cos(math.pi * done)) / 2)
-
-    return cosine
+        return peak if options.schedule == "constant" else after
+    rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)
+    return optax.join_schedules([rising, after], [warmup])

@@ -12,8 +12,7 @@ import optax
 from jax import Array
 
 from train.config import Config
-from train.data.text import Text
-from train.data.windows import Windows
+from train.data.text import Text, Windows
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
 from train.task.transformer import Transformer

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from train.task.optimizers import OptimizerConfig
+from train.config import OptimizerConfig
 from train.task.schedules import learning_rate
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from train.task.transformer import Transformer, rotated
-from train.task.transformer_config import TransformerConfig
 
 
 def built(**options):
@@ -63,16 +62,3 @@ def test_bfloat16_is_for_computing_only():
     assert logits.dtype == jnp.float32
     difference = np.abs(logits - expected).max()
     assert 0 < difference < 0.03 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(layers=0), "`transformer.layers` must be a positive int"),
-        (dict(heads=3), "`transformer.width` must be divisible by twice the heads, got"),
-        (dict(width=12), "must be divisible by twice the heads, got transformer.width=12"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        TransformerConfig(**options)
