@@ -20,10 +20,9 @@ import sys
 
 from side_by_side import Trainer, longest_period
 
-from train import cli
+from train import cli, compare
 from train.cluster import devices
 from train.task.experiment import Experiment
-from train.tools import compare
 
 
 ROWS = {

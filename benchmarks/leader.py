@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 import lsgd_jax as lj
+from train import compare
 from train.data import cifar10
 from train.data.arrays import Images
 from train.task.models import DigitsCNN
-from train.tools import compare
 
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images and labels

@@ -15,8 +15,8 @@ import json
 import pathlib
 import sys
 
+from train import compare
 from train.metrics import tables
-from train.tools import compare
 
 
 # Pulls as in the paper: one leader, or one center, and a strength of 0.1.

@@ -1,4 +1,4 @@
-"""What train.interconnect predicts of a slow network, and what training really waits for.
+"""What train.plan predicts of a slow network, and what training really waits for.
 
 Command:   sudo python benchmarks/slow_network.py --rate 100mbit
 Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
@@ -23,9 +23,8 @@ import optax
 from limited_hosts import add_options, join, limited_hosts
 
 import lsgd_jax as lj
-from train import cli
+from train import cli, plan
 from train.cluster.session import Session
-from train.tools import interconnect, plan
 
 
 PROCESSES, LEAVES = 4, 16
@@ -66,22 +65,17 @@ def work(options: argparse.Namespace) -> None:
     """What each process does: measures, plans, and compares the plan with training."""
     session = join(cli.parse(BASE), options, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
-    session.connections.make(workers)
+    session.connect(workers.mesh)
     say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
     rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
     params = workers.replicate([jnp.ones([rows, 100]) for _ in range(LEAVES)])
     payload = LEAVES * rows * 400
-    axes = ("node", "local")
-    seconds = interconnect.exchange_seconds(workers, params, axes)
-    latency = interconnect.exchange_seconds(workers, workers.replicate(jnp.ones(1)), axes)
-    pulls = interconnect.pull_seconds(workers, params, is_node=False)
-    link = plan.Link.of(seconds, latency, payload, PROCESSES)._replace(measured=pulls)
+    link = plan.measure_link(workers, params, ("node", "local"), PROCESSES)
     alone = Timed("--method independent", workers, params, session)
     step = alone.period_seconds(16, options) / 16
-    planned = [
-        (found.options, found.period, found.share)
-        for found in plan.proposals(None, link, step, payload, options.share, LEAVES)
-    ]
+    setting = plan.Setting(step, payload, {plan.ALL: link}, LEAVES)
+    proposals = setting.proposals(options.share)
+    planned = [(found.options, found.period, found.share()) for found in proposals]
     planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes
     say(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
     say("| settings | predicted, % | measured, % |\n| --- | --- | --- |")

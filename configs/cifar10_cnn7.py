@@ -1,7 +1,7 @@
 """Leader SGD on CIFAR-10 with the paper's 7-layer CNN, 4 workers and one leader.
 
 - Command: python -m train cifar10-cnn7 --data.dir DIR
-  (DIR: the official cifar-10-batches-bin, cifar-10-batches-py or their .tar.gz)
+  (DIR: the official folder cifar-10-batches-bin)
 - Paper: LSGD with 4 workers ends at 17.6 % test error (best 17.3 %)
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without

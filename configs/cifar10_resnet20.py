@@ -1,7 +1,7 @@
 """Leader SGD on CIFAR-10 with ResNet20, 4 workers and one leader.
 
 - Command: python -m train cifar10-resnet20 --data.dir DIR
-  (DIR: the official cifar-10-batches-bin, cifar-10-batches-py or their .tar.gz)
+  (DIR: the official folder cifar-10-batches-bin)
 - Paper: LSGD with 4 workers ends at 9.1 % test error (best 9.0 %)
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without

@@ -6,8 +6,8 @@ import hashlib
 import numpy as np
 import tiny
 
-from train.landscape.results import Landscape, Map, Pulls
-from train.landscape.saved_run import SavedRun
+from paper.landscape.results import Landscape, Map, Pulls
+from paper.landscape.saved_run import SavedRun
 
 
 SMALL = dataclasses.replace(tiny.SMALL, test_every=12)

@@ -120,3 +120,10 @@ def test_master_weights_stay_float32():
 def test_one_checkpoint_becomes_many_workers_and_one_again(tmp_path):
     before, after = load("one_checkpoint_to_many_workers").main(tmp_path)
     assert after < 0.6 * before
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])
+def test_gossip_graphs_are_drawn(graph, tmp_path):
+    for workers in (1, 8):
+        load("gossip_graphs").main(graph, workers, tmp_path / "graph.png")
+        assert (tmp_path / "graph.png").read_bytes()[:4] == b"\x89PNG"

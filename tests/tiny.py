@@ -93,7 +93,7 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
     if not figures:
         set(loop, "draw", lambda folder: None)
     if share:
-        from train.landscape import loss, saved_run
+        from paper.landscape import loss, saved_run
 
         set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)

@@ -194,6 +194,15 @@ def run(
         return tyro.cli(function, args=arguments, prog=prog, **options)
 
 
+def run_with_others(
+    function: Callable[..., T], arguments: Sequence[str], prog: str, text: str | None
+) -> tuple[T, list[str]]:
+    """`run`, and the arguments that it does not know, which another command reads."""
+    settings = {"description": text, "return_unknown_args": True}
+    made: Any = run(function, arguments, prog, **settings)
+    return made
+
+
 def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
     """The options that tyro makes of the parameters of a function, or of a dataclass."""
     hints = typing.get_type_hints(

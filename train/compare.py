@@ -1,9 +1,339 @@
-"""python -m train.compare: the command of `train.tools.compare`."""
+"""python -m train.compare: several methods under the same budget and data, side by side.
 
+    python -m train.compare digits --methods lsgd,easgd,local-sgd --seeds 3 --out DIR
+
+trains each method with seeds 0, 1, …; all other options are those of `python -m train` and
+hold for every method. `--variant NAME=OPTIONS` adds a method with options of its own:
+
+    --variant "often=--method lsgd --method.local-period 4"
+
+DIR gets a run folder for each, `compare.png` (test error or validation loss of the center
+against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ± standard
+deviation over the seeds), and `compare.json` (the tests of each seed). The same command
+resumes an interrupted comparison. The exit status is 1 if a run has diverged.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import shlex
+import statistics
 import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from train import command
-from train.tools.compare import main
+import tyro
+
+import lsgd_jax as lj
+from train import cli, command, compilation_cache
+from train.cluster import devices, rendezvous
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session, WorkersLost
+from train.config import FREE_ON_RESUME, WORKERS, Config
+from train.metrics import log as records
+from train.metrics import tables, traffic
+from train.metrics.measures import ERROR, Measure, of_events
+from train.plots import plain_numbers, plt, tidy
+from train.run import folder as run_folder
+from train.run import loop
+from train.run.open import open_run
+from train.run.result import NONFINITE
+
+
+class Curve(NamedTuple):
+    """The tests of one run, which the figure and the table show.
+
+    values: of the center, by the measure; inf where its loss was not finite.
+    peak_megabytes: the most that a worker has sent in a step; None if that is not known.
+    """
+
+    steps: list[int]
+    seconds: list[float]
+    megabytes: list[float]
+    values: list[float]
+    measure: Measure = ERROR
+    peak_megabytes: float | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended with a loss that is not finite."""
+        return not math.isfinite(self.values[-1])
+
+
+Key = tuple[str, int]  # method or variant, seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a comparison.
+
+    Args:
+      experiment: a named experiment, such as digits.
+      out: the folder for runs and results.
+      methods: names, joined by commas.
+      variant: NAME=OPTIONS, a method with options of its own.
+      seeds: number of seeds of each method.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    out: pathlib.Path
+    methods: str = ""
+    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    seeds: int = 1
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
+    """Returns the configurations of all runs and the folder; ValueError for wrong usage."""
+    program = "python -m train.compare"
+    options, others = cli.run_with_others(Options, arguments, program, __doc__)
+    check_left_out(others, "--method")
+    names = filter(None, options.methods.split(","))
+    lines: dict[str, list[str]] = {}
+    for variant in (*(f"{name}=--method {name}" for name in names), *options.variant):
+        name, _, text = variant.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or name in lines:
+            raise ValueError(
+                f"`variant` must be NAME=OPTIONS with a name of its own, got {variant!r}"
+            )
+        check_left_out(own := shlex.split(text))
+        lines[name] = [options.experiment, *others, *own]
+    if not lines:
+        raise ValueError("`methods` or `variant` must name what to compare")
+    return of_seeds(lines, options.seeds, options.out), options.out
+
+
+def check_left_out(arguments: Sequence[str], *more: str) -> None:
+    """Raises ValueError if a command line has options that a comparison sets itself."""
+    for name in ("--resume", "--run-dir", "--seed", *more):
+        if any(given.partition("=")[0] == name for given in arguments):
+            raise ValueError(f"{name} is set by the comparison; leave it out")
+
+
+def of_seeds(
+    lines: dict[str, list[str]], seeds: int, out: pathlib.Path
+) -> dict[Key, Config]:
+    """Returns the configurations of some command lines, each with seeds 0, 1, ….
+
+    Raises:
+      ValueError: fewer than one seed, a command line that is not possible, or a run that
+        began with other settings or workers, which would not be compared fairly.
+    """
+    lj.checks.check_positive_int("seeds", seeds)
+    configs = {}
+    for name, line in lines.items():
+        for seed in range(seeds):
+            folder = out / f"{name}-{seed}"
+            arguments = [*line, "--seed", str(seed), "--run-dir", str(folder)]
+            if (folder / run_folder.CHECKPOINTS).exists():
+                arguments.append("--resume")
+            configs[name, seed] = config = cli.parse(arguments)
+            if config.resume:
+                free = FREE_ON_RESUME - WORKERS
+                run_folder.check_same_experiment(config, folder, free)
+    return configs
+
+
+def join(configs: dict[Key, Config]) -> Session:
+    """Joins the other processes, with devices for the run that has the most workers.
+
+    Raises:
+      ValueError: there are others, and asynchronous methods are to be compared.
+    """
+    most = max(configs.values(), key=lambda c: c.workers.devices)
+    chosen = [config.method for config in configs.values()]
+    on_ray = [method.name for method in chosen if method.is_asynchronous]
+    if len(on_ray) == len(configs):
+        devices.leave_to_workers()
+        return Session()
+    session = rendezvous.join(most)
+    if on_ray and session.has_others:
+        raise ValueError(
+            "`methods` must be in lock step with several processes, got "
+            f"{on_ray[0]}, whose workers are processes of Ray"
+        )
+    return session
+
+
+def run(
+    configs: dict[Key, Config], out: pathlib.Path, session: Session
+) -> dict[Key, Curve] | None:
+    """Trains the runs that have not ended; returns all tests, None if one was stopped."""
+    for (name, seed), config in configs.items():
+        if config.resume and _has_ended(out / f"{name}-{seed}", config.steps):
+            continue
+        result = loop.train(opened := open_run(config, session))
+        if opened.lock is not None:
+            opened.lock.release()
+        if result.stopped_by not in (None, NONFINITE):
+            print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
+            return None
+    session.wait_for_all()  # until the main process has written all metrics
+    return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
+
+
+def _has_ended(folder: pathlib.Path, steps: int) -> bool:
+    try:
+        curve = read(folder)
+    except (ValueError, FileNotFoundError):
+        return False  # it was killed before its first test, or its first line
+    return curve.diverged or curve.steps[-1] == steps
+
+
+def read(folder: pathlib.Path) -> Curve:
+    """Reads the tests of a run folder; raises ValueError if there are none."""
+    events = records.read(folder)
+    tests, train = events.get("test", []), events.get("train", [])
+    measure = of_events(tests)
+    key = f"center_{measure.key}"
+    tests = [test for test in tests if {key, "bytes_sent"} <= test.keys()]
+    last = events.get("end", [{}])[-1]
+    if last.get("stopped_by") == NONFINITE:
+        sent = train[-1]["bytes_sent"] if train else 0
+        tests.append({"bytes_sent": sent, **last, key: None})
+    if not tests:
+        raise ValueError(f"{folder / records.METRICS} holds no test")
+    is_finite = lambda test: None not in (test[key], test.get("center_loss", 0))
+    sent = traffic.of_run(train)
+    return Curve(
+        steps=[test["step"] for test in tests],
+        seconds=[test["seconds"] for test in tests],
+        megabytes=[test["bytes_sent"] / 1e6 for test in tests],
+        values=[test[key] if is_finite(test) else math.inf for test in tests],
+        measure=measure,
+        peak_megabytes=None if sent is None else float(sent.max() / 1e6),
+    )
+
+
+def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
+    """Returns a row per method: the error at the end and at its lowest, seconds, bytes.
+
+    >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0])
+    >>> (row,) = summarize({("lsgd", 0): curve})
+    >>> row["method"], row["test error, %"], row["MB sent per worker"]
+    ('lsgd', '10.00', '8.0')
+    """
+    rows, measure = [], measure_of(curves)
+    for method in dict.fromkeys(method for method, _ in curves):
+        runs = [curve for (name, _), curve in curves.items() if name == method]
+        peak = max(run.peak_megabytes or 0 for run in runs)
+        columns = {
+            measure.label: ([x.values[-1] for x in runs], measure.digits),
+            f"lowest, {measure.unit}": ([min(x.values) for x in runs], measure.digits),
+            "training time, s": ([x.seconds[-1] for x in runs], 1),
+            "MB sent per worker": ([x.megabytes[-1] for x in runs], 1),
+        }
+        row = {name: spread(*column) for name, column in columns.items()}
+        peaks = {"peak MB in a step": f"{peak:.3g}" if peak else "–"}
+        rows.append({"method": method, "seeds": len(runs), **row, **peaks})
+    return rows
+
+
+def measure_of(curves: dict[Key, Curve]) -> Measure:
+    """Returns the measure; a run that diverged before its first test does not know it."""
+    known = (x.measure for x in curves.values() if any(map(math.isfinite, x.values)))
+    return next(known, ERROR)
+
+
+def spread(numbers: Sequence[float], digits: int) -> str:
+    """Formats mean ± standard deviation, or how many runs have diverged (inf).
+
+    >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2), spread([1.0, math.inf], 1)
+    ('2.0 ± 1.0', '1.00', '1 of 2 diverged')
+    """
+    if wrong := sum(not math.isfinite(x) for x in numbers):
+        return f"{wrong} of {len(numbers)} diverged" if len(numbers) > 1 else "diverged"
+    mean = f"{statistics.mean(numbers):.{digits}f}"
+    if len(numbers) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
+
+
+def as_json(curves: dict[Key, Curve]) -> str:
+    """The tests of each seed, with null for what is not finite."""
+    tests = []
+    for (method, seed), curve in curves.items():
+        known = [x if math.isfinite(x) else None for x in curve.values]
+        tests.append({"method": method, "seed": seed, **curve._asdict(), "values": known})
+    return json.dumps(tests, indent=1) + "\n"
+
+
+def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
+    """Writes rows as NAME.csv and NAME.md; returns the latter's text."""
+    tables.write_csv(rows, out / f"{name}.csv")
+    text = tables.markdown(rows)
+    (out / f"{name}.md").write_text(text)
+    return text
+
+
+AGAINST = {
+    "steps": "step",
+    "seconds": "training time, s",
+    "megabytes": "MB sent per worker",
+}
+LINES = "-", "--", ":", "-."  # of seed 0, 1, …
+
+
+def draw(
+    curves: dict[Key, Curve], path: pathlib.Path, against: Sequence[str] = tuple(AGAINST)
+) -> None:
+    """Draws what was measured against steps, seconds and bytes; a line per seed."""
+    size = 3.5 * len(against) + 2.5, 4
+    figure, panels = plt.subplots(
+        1, len(against), figsize=size, sharey=True, layout="constrained"
+    )
+    measure, methods = measure_of(curves), list(dict.fromkeys(name for name, _ in curves))
+    colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
+    diverged = {method for (method, _), curve in curves.items() if curve.diverged}
+    for axes, name in zip(panels, against):
+        top = (
+            axes.get_xaxis_transform()
+        )  # there is no y at which to mark what is not finite
+        for (method, seed), curve in curves.items():
+            color, x = colors(methods.index(method)), getattr(curve, name)
+            mark = " (× diverged)" if method in diverged else ""
+            style = {"color": color, "ls": LINES[seed % len(LINES)], "lw": 1.2}
+            axes.plot(x, curve.values, label=None if seed else method + mark, **style)
+            if curve.diverged:
+                axes.plot(x[-1], 0.97, "x", color=color, transform=top)
+        axes.set(xlabel=AGAINST[name], yscale="log")
+        plain_numbers(axes.yaxis)
+        sent = sorted(x for curve in curves.values() for x in curve.megabytes if x)
+        if name == "megabytes" and sent and sent[-1] > 50 * sent[0]:
+            axes.set_xscale("symlog", linthresh=sent[0])  # a method may send nothing
+            axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(left=0)
+    panels[0].set_ylabel(f"{measure.name} of the center, {measure.unit}")
+    labeled = panels[0].get_legend_handles_labels()
+    title = "a line style per seed"
+    figure.legend(*labeled, loc="outside right upper", frameon=False, title=title)
+    tidy(figure).savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compares; the exit status is 0, 1 (not ended, or diverged), 2 (wrong usage)."""
+    session = Session()
+    try:
+        configs, out = parse(arguments)
+        session = join(configs)
+        compilation_cache.use(say=session.is_main)
+        curves = run(configs, out, session)
+        if curves is None:
+            return STOPPED
+        if session.is_main:
+            print(write(summarize(curves), out), end="")
+            (out / "compare.json").write_text(as_json(curves))
+            draw(curves, out / "compare.png")
+    except ValueError as error:
+        return session.leave(WRONG_USAGE, str(error))
+    except (OSError, WorkersLost) as error:
+        return session.leave(STOPPED, f"{error}; the same command goes on")
+    wrong = [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]
+    if wrong and session.is_main:
+        print(f"error: diverged: {', '.join(wrong)}", file=sys.stderr)
+    return STOPPED if wrong else SUCCESS
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tyro
 
 import lsgd_jax as lj
 from train.config_checks import check, meant
-from train.data.vocabulary import Tokens
+from train.data.text import Tokens
 from train.distributed_config import DistributedConfig as DistributedConfig
 from train.ray_config import RayConfig as RayConfig
 from train.ray_config import check_pace
@@ -43,7 +43,7 @@ class DataConfig:
     # The data set: `digits` comes with scikit-learn, `text` is that of --data.files, the
     # others need --data.dir.
     name: Data = "digits"
-    # Folder (or .tar.gz) with the official files of the data set; for imagenet one with
+    # Folder with the official cifar-10-batches-bin (cifar10); for imagenet one with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
     dir: str | None = None
     # Files of text, of which the last tenth is for validation; by default the source of

@@ -1,9 +1,238 @@
-"""python -m train.plots: the command of `train.metrics.plots`."""
+"""The figures of a run, as PNG files beside its metrics: python -m train.plots RUN."""
 
+import json
+import pathlib
 import sys
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from train import command
-from train.metrics.plots import main
+from train.metrics import log, traffic
+from train.metrics.measures import ERROR, of_events
+from train.run.folder import CONFIG
+
+
+matplotlib.use("agg")  # no window
+
+Event = dict[str, Any]
+Events = dict[str, list[Event]]
+
+BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
+MOST_NAMED = 16  # workers
+AT_LEAST_SHOWN = 100  # steps; two periods if they are longer: all others are like these
+
+
+def draw(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Draws training, leaders, consensus, traffic and pace (.png) from a run's metrics.
+
+    Returns:
+      The files written; figures for which there is no data yet are left out.
+    """
+    events, written = log.read(folder), []
+    for name, make in FIGURES.items():
+        figure = make(events)
+        if figure is not None:
+            figure.suptitle(title(folder), fontsize=10)
+            written.append(folder / f"{name}.png")
+            tidy(figure).savefig(written[-1], dpi=120)
+            plt.close(figure)
+    return written
+
+
+def title(folder: pathlib.Path) -> str:
+    """Names a run and its method, as far as its folder says."""
+    name = folder.resolve().name
+    try:
+        return f"{name}: {json.loads((folder / CONFIG).read_text())['method']['name']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return name
+
+
+def _plot(axes: Any, events: list[Event], x: str, y: str, **style: Any) -> None:
+    known = [event for event in events if event.get(y) is not None]
+    axes.plot([event[x] for event in known], [event[y] for event in known], **style)
+
+
+def _training(events: Events) -> Any:
+    """Training loss and what tests measured against steps and against seconds."""
+    train, test = events.get("train", []), events.get("test", [])
+    if not train:
+        return None
+    measure = of_events(test)
+    figure, grid = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
+    lines = {
+        "center": {"color": BLUE, "marker": "o", "ms": 3},
+        "best worker": {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"},
+    }
+    for (loss, error), x in zip(grid.T, ("step", "seconds")):
+        _plot(loss, train, x, "loss", color=BLUE)
+        for label, style in lines.items():
+            key = f"{label.split()[0]}_{measure.key}"
+            _plot(error, test, x, key, label=label, **style)
+        error.set_xlabel("step" if x == "step" else "training time, s")
+    grid[0][0].set(ylabel="training loss, mean of workers", yscale="log")
+    plain_numbers(grid[0][0].yaxis)
+    grid[1][0].set(ylabel=measure.label, ylim=(0 if measure is ERROR else None, None))
+    grid[1][0].legend(frameon=False)
+    return figure
+
+
+def _grids(events: Events) -> list[tuple[int, int, int, int]]:
+    """(begin, end, nodes, locals) of a run that was resumed with other workers."""
+    starts = {event["step"]: event["workers"] for event in events.get("start", [])}
+    last = max((event["step"] for kind in events.values() for event in kind), default=0)
+    ends = [*list(starts)[1:], last]
+    return [(step, end, *grid) for (step, grid), end in zip(starts.items(), ends)]
+
+
+def _leaders(events: Events) -> Any:
+    """Which worker led when (left) and how often (right), in its node and of all."""
+    elections, grids = events.get("leaders", []), _grids(events)
+    levels = [[e for e in elections if e["level"] == level] for level in ("node", "all")]
+    shown = list(filter(None, levels))
+    if not shown or not grids:
+        return None
+    figure, grid = plt.subplots(
+        len(shown),
+        2,
+        figsize=(9, 1.5 + 2.4 * len(shown)),
+        squeeze=False,
+        sharey=True,
+        width_ratios=(3, 1),
+        layout="constrained",
+    )
+    for (when, often), of_level in zip(grid, shown):
+        _elections(when, often, of_level, grids)
+        when.set_xlim(0, elections[-1]["step"] * 1.02)
+    grid[-1][0].set_xlabel("step")
+    grid[-1][1].set_xlabel("elections won")
+    return figure
+
+
+def _elections(
+    when: Any, often: Any, elections: list[Event], grids: list[tuple[int, int, int, int]]
+) -> None:
+    """The leaders of one level: against the steps, and how often each was elected."""
+    workers = range(max(nodes * locals for _, _, nodes, locals in grids))
+    points = [(e["step"], worker) for e in elections for worker in e["leaders"]]
+    steps, leaders = zip(*points)
+    when.scatter(steps, leaders, s=14, marker="|", color=BLUE)
+    counts = [leaders.count(worker) for worker in workers]
+    often.barh(workers, counts, color=BLUE, height=0.7)
+    whole_numbers(often.xaxis)
+    for begin, end, nodes, locals in grids:
+        borders = np.arange(locals, nodes * locals, locals) - 0.5
+        when.hlines(borders, begin, end, color=GREY, lw=0.8)
+    for border in borders:  # of the last grid
+        often.axhline(border, color=GREY, lw=0.8)
+    is_node = elections[0]["level"] == "node"
+    whose = "leader of each node" if is_node else "leader of all"
+    changes = sum(a["leaders"] != b["leaders"] for a, b in zip(elections, elections[1:]))
+    summary = f"{whose}: {changes} changes in {len(elections)} elections"
+    when.set_title(summary, fontsize=10)
+    when.set(ylabel="worker", yticks=workers)
+
+
+def _consensus(events: Events) -> Any:
+    """How far apart the workers are."""
+    train = events.get("train", [])
+    if not any(event.get("consensus_distance") for event in train):
+        return None
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    _plot(axes, train, "step", "consensus_distance", color=BLUE)
+    axes.set(xlabel="step", ylabel="mean ‖x_i − x̄‖ / ‖x̄‖", ylim=(0, None))
+    return figure
+
+
+def _traffic(events: Events) -> Any:
+    """What a worker sends at each step: of all of them the peak and the mean."""
+    train = events.get("train", [])
+    sent = traffic.of_run(train)
+    if sent is None or not sent.any():
+        return None
+    megabytes = sent / 1e6
+    longest = max(every for event in train for every, *_ in event.get("pulls", []))
+    shown = min(len(sent), max(2 * longest, AT_LEAST_SHOWN))
+    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    style = {"color": BLUE, "edgecolor": BLUE, "lw": 0.8}
+    axes.bar(np.arange(1, shown + 1), megabytes[:shown], **style)
+    peak, mean = megabytes.max(), megabytes.mean()
+    axes.axhline(mean, color=ORANGE, lw=1)
+    axes.set_title(f"peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step", fontsize=10)
+    steps = "step" if shown == len(sent) else f"step (of {len(sent)})"
+    axes.set(xlabel=steps, ylabel="MB sent per worker", xlim=(0, shown + 1))
+    return figure
+
+
+def _pace(events: Events) -> Any:
+    """How far each worker at its own pace was, and which part of the time it waited."""
+    last = events.get("pace", [{"steps": []}])[-1]
+    workers = range(len(last["steps"]))
+    known = [e for e in events.get("pace", []) if len(e["steps"]) == len(workers)]
+    if not workers:
+        return None
+    figure, (far, wait) = plt.subplots(
+        1, 2, figsize=(9, 3.4), width_ratios=(3, 1), layout="constrained"
+    )
+    for i in workers:
+        line = [(event["seconds"], event["steps"][i]) for event in known]
+        far.plot(*zip(*line), lw=1.2, label=str(i))
+    shares = [100 * waited / max(last["seconds"], 1e-9) for waited in last["waited"]]
+    wait.barh(workers, shares, color=BLUE, height=0.7)
+    far.set(xlabel="training time, s", ylabel="steps of each worker")
+    wait.set(xlabel="time waited, %", ylabel="worker")
+    if len(workers) <= MOST_NAMED:
+        far.legend(frameon=False, title="worker", ncols=2)
+        wait.set_yticks(workers)
+    return figure
+
+
+FIGURES = {
+    "training": _training,
+    "leaders": _leaders,
+    "consensus": _consensus,
+    "traffic": _traffic,
+    "pace": _pace,
+}
+
+
+def tidy(figure: Any) -> Any:
+    """Returns the figure without the frames that say nothing."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def plain_numbers(axis: Any) -> None:
+    """Labels a logarithmic axis with 10 in place of 10¹, and between if it is short."""
+    low, high = axis.get_view_interval()
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("{x:g}" if high < 30 * low else NullFormatter())
+
+
+def whole_numbers(axis: Any) -> None:
+    """Labels an axis with whole numbers only."""
+    axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+
+
+def main(arguments: list[str]) -> int:
+    """Draws the figures of the run folders named on the command line."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("python -m train.plots RUN [RUN ...]: draws the figures of run folders")
+        return 0 if arguments else 2
+    for argument in arguments:
+        try:
+            for path in draw(pathlib.Path(argument)):
+                print(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"error: {argument} is no run folder: {error}", file=sys.stderr)
+            return 2
+    return 0
 
 
 if __name__ == "__main__":

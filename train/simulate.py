@@ -1,9 +1,395 @@
-"""python -m train.simulate: the command of `train.tools.simulate`."""
+"""python -m train.simulate NAME: methods under one network, in simulated time.
 
+    python -m train.simulate digits --method lsgd --method.local-period 8 \\
+      --method async-lsgd --method.local-period 8 --workers.nodes 16 \\
+      --network ethernet-1g --step-ms 20 --slow 0 3 --steps 100 --out DIR
+
+takes real training steps, of all workers in this process, while a simulated clock says how
+long steps, messages and waits take. Options of a method stand behind its --method, as
+--method.wire does. All other options are those of `python -m train` and hold for all.
+DIR gets `simulated.json`, `simulated.csv`, `simulated.png` and of each method all its steps
+as CSV. The same seed gives the same numbers and times.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from train import command
-from train.tools.simulate import main
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import tyro
+
+import lsgd_jax as lj
+from train import cli, command, compilation_cache
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.config import Config, WorkersConfig
+from train.metrics import measures, tables
+from train.plots import plain_numbers, plt, tidy, whole_numbers
+from train.task import asynchronous, methods, schedules
+from train.task.experiment import Experiment
+
+
+REFUSED = "coordinate-median", "licm", "cge", "post-local-sgd"
+OUTPUT = "simulated.json", "simulated.csv", "simulated.png"
+STEP = "seconds", "worker", "step", "loss", "waited", "staleness"
+BINS = 100  # of the simulated time, over which losses are averaged
+
+
+# What is asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is simulated.
+
+    Args:
+      experiment: a named experiment, such as digits.
+      network: the links between the nodes, such as ethernet-1g, wan-100m or free.
+      bandwidth_mbit: of a node's link, instead of the network's.
+      latency_ms: from node to node, instead of the network's.
+      inside_mbit: of each worker's link inside its node.
+      overhead_ms: of software around each message.
+      coordinator_ms: in which the coordinator serves a call.
+      step_ms: mean time of a training step.
+      slow: WORKER FACTOR, workers that are slower.
+      jitter: uniform noise of steps, in [0, 1].
+      lognormal: sigma of log-normal noise.
+      stall: PROBABILITY MILLISECONDS of a step to take longer.
+      drop: WORKER SECONDS, workers that fail.
+      join: WORKER SECONDS, workers that come, or come back.
+      loss: probability of a message to be lost.
+      timeout: seconds to wait for a worker.
+      out: the folder for results.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    network: str = "ethernet-1g"
+    bandwidth_mbit: float | None = None
+    latency_ms: float | None = None
+    inside_mbit: float | None = None
+    overhead_ms: float | None = None
+    coordinator_ms: float | None = None
+    step_ms: float = 10.0
+    slow: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    jitter: float = 0.0
+    lognormal: float = 0.0
+    stall: tuple[float, float] = (0.0, 0.0)
+    drop: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    join: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    loss: float = 0.0
+    timeout: float = 60.0
+    out: pathlib.Path | None = None
+
+    def links(self) -> lj.asynchronous.Network:
+        """The network; ValueError if there is none like it."""
+        asked = {
+            "bandwidth": (self.bandwidth_mbit, 1e6 / 8),
+            "latency": (self.latency_ms, 1e-3),
+            "inside_bandwidth": (self.inside_mbit, 1e6 / 8),
+            "overhead": (self.overhead_ms, 1e-3),
+            "coordinator": (self.coordinator_ms, 1e-3),
+        }
+        changed = {
+            k: value * unit for k, (value, unit) in asked.items() if value is not None
+        }
+        return dataclasses.replace(lj.asynchronous.Network.named(self.network), **changed)
+
+    def speeds(self) -> lj.asynchronous.Speeds:
+        """How long steps take; ValueError if they cannot."""
+        often, stall = self.stall
+        noise = self.jitter, self.lognormal, often, stall / 1e3
+        return lj.asynchronous.Speeds(self.step_ms / 1e3, self.slow, *noise)
+
+    def check(self, workers: int) -> None:
+        """Raises ValueError unless all this is possible with so many workers."""
+        self.links(), self.speeds()
+        for name in ("slow", "drop", "join"):
+            for worker, value in getattr(self, name).items():
+                if worker not in range(workers) or value < 0:
+                    raise ValueError(
+                        f"`{name}` must be workers from 0 to {workers - 1} with numbers "
+                        f"that are not negative, got {name}={worker} {value}"
+                    )
+        if not self.timeout > 0:
+            raise ValueError(f"`timeout` must be positive, got timeout={self.timeout}")
+        lj.checks.check_fraction("loss", self.loss)
+        taken = [x for x in OUTPUT if self.out is not None and (self.out / x).exists()]
+        if taken:
+            raise ValueError(
+                f"`out` must be a folder without {taken[0]}, got out={self.out}"
+            )
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
+    """Returns the options and each method's configuration; ValueError for wrong usage."""
+    common, own = _segments(arguments)
+    program = "python -m train.simulate"
+    options, others = cli.run_with_others(Options, common, program, __doc__)
+    configs: dict[str, Config] = {}
+    for segment in own or [[]]:
+        config = cli.parse([options.experiment, *others, *segment])
+        name, again = config.method.name, 2
+        while name in configs:
+            name, again = f"{config.method.name}-{again}", again + 1
+        configs[name] = config
+        method(config)
+    options.check(config.workers.nodes * config.workers.locals)
+    return options, configs
+
+
+def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The options that all methods share, and those of each method behind its name."""
+    common: list[str] = []
+    own: list[list[str]] = []
+    goes_on = common
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option == "--method":
+            own.append([])
+            goes_on = own[-1]
+        elif argument.startswith("--"):
+            is_own = option.startswith(("--method.", "--ray."))
+            goes_on = own[-1] if is_own and own else common
+        goes_on.append(argument)
+    return common, own
+
+
+def method(config: Config) -> lj.asynchronous.Method:
+    """Returns what workers do besides their own steps.
+
+    Raises:
+      ValueError: a method that cannot be simulated.
+    """
+    chosen, optimizer = config.method, config.optimizer
+    if chosen.is_asynchronous:
+        return chosen.asynchronous()
+    if chosen.name in REFUSED:
+        raise ValueError(
+            f"`method` must not aggregate gradients but by their mean (allreduce) to be "
+            f"simulated, got method={chosen.name}"
+        )
+    is_plain = optimizer.name == "sgd" and optimizer.clip is None
+    if chosen.name == "allreduce" and not is_plain:
+        raise ValueError(
+            "`optimizer.name` must be sgd without `optimizer.clip` to simulate "
+            "allreduce, where the mean of the gradients is that of the parameters, "
+            f"got optimizer.name={optimizer.name}, optimizer.clip={optimizer.clip}"
+        )
+    every = {"independent": config.steps + 1, "allreduce": 1}.get(chosen.name)
+    if every is not None:
+        return lj.asynchronous.Pulls(lj.exchange(lj.Pull(lj.average(), 1.0, every)))
+    exchange = chosen.exchanges(schedules.learning_rate(optimizer, config.steps))
+    assert exchange is not None
+    return lj.asynchronous.Pulls(exchange)
+
+
+# What is simulated
+
+
+@dataclasses.dataclass
+class Recorded:
+    """A simulated run.
+
+    Attributes:
+      name: of the method.
+      steps: of all workers, in the order of time: `seconds` when one had ended, `waited` so
+        far by its worker, `staleness` in steps of what it was last mixed with.
+      seconds: simulated, until the last worker had ended.
+      waited: of each worker, seconds.
+      bytes_sent: by each worker.
+      across: bytes that left each node.
+      tested: the consensus at the end.
+      wall: seconds that the simulation took.
+    """
+
+    name: str
+    steps: list[dict[str, float]]
+    seconds: float
+    waited: list[float]
+    bytes_sent: list[int]
+    across: list[float]
+    tested: dict[str, float]
+    wall: float
+
+    def summary(self) -> dict[str, Any]:
+        """All but the single steps, with what follows from it."""
+        stale = collections.Counter(round(step["staleness"]) for step in self.steps)
+        share = float(np.mean(self.waited)) / self.seconds if self.seconds else 0.0
+        pace = 100 * self.seconds * len(self.waited) / max(len(self.steps), 1)
+        derived = {"waiting": share, "per_100_steps": pace}
+        kept = {name: value for name, value in vars(self).items() if name != "steps"}
+        return {**kept, **derived, "staleness": dict(sorted(stale.items()))}
+
+    def row(self) -> dict[str, Any]:
+        """Its row of the table."""
+        measure, derived = measures.shown(self.tested)[0], self.summary()
+        stale = [step["staleness"] for step in self.steps] or [0]
+        return {
+            "method": self.name,
+            "simulated s": f"{self.seconds:.4g}",
+            "s / 100 steps": f"{derived['per_100_steps']:.4g}",
+            "waiting, %": f"{100 * derived['waiting']:.1f}",
+            "staleness, mean": f"{np.mean(stale):.2f}",
+            "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}",
+            measure.label: f"{self.tested[measure.key]:.{measure.digits}f}",
+        }
+
+
+def simulate(name: str, config: Config, options: Options, training: Any) -> Recorded:
+    """Trains with one method in simulated time, and tests the consensus."""
+    steps: list[dict[str, float]] = []
+    began = time.perf_counter()
+
+    def observe(worker: lj.asynchronous.Worker) -> None:
+        now, report = worker.transport.now(), worker.report
+        step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
+        steps.append(dict(zip(STEP, step)))
+
+    found = lj.asynchronous.simulator.run(
+        training,
+        method(config),
+        config.workers.nodes,
+        config.workers.locals,
+        config.steps,
+        options.links(),
+        options.speeds(),
+        config.seed,
+        options.timeout,
+        options.loss,
+        options.drop,
+        options.join,
+        collectives=not config.method.is_asynchronous,
+        observe=observe,
+    )
+    return Recorded(
+        name,
+        steps,
+        found.seconds,
+        waited=[worker.report.waited for worker in found.workers],
+        bytes_sent=[worker.transport.mailbox.bytes_sent for worker in found.workers],
+        across=found.sent.tolist(),
+        tested=consensus(config, found.workers),
+        wall=time.perf_counter() - began,
+    )
+
+
+def consensus(
+    config: Config, workers: Sequence[lj.asynchronous.Worker]
+) -> dict[str, float]:
+    """The test of the mean of the workers' parameters that are finite."""
+    finite = [w for w in workers if np.isfinite(w.vector()).all()] or list(workers)
+
+    def mean(*leaves):
+        total = np.mean([np.asarray(x, np.float64) for x in leaves], 0)
+        return jnp.asarray(total.astype(leaves[0].dtype)[None])
+
+    params = jax.tree.map(mean, *(worker.params for worker in finite))
+    stats = jax.tree.map(mean, *(worker.own.stats for worker in finite))
+    grid = WorkersConfig(nodes=1, locals=1)
+    one = dataclasses.replace(_alone(config), workers=grid, log_every=1)
+    experiment = Experiment(one, warn=lambda text: None, devices=jax.devices()[:1])
+    state = experiment.init()._replace(params=params, stats=stats)
+    return experiment.test_center(state)
+
+
+def _alone(config: Config) -> Config:
+    """The same with the base optimizer alone."""
+    alone = methods.make("independent")
+    return dataclasses.replace(config, method=alone, ray=type(config.ray)())
+
+
+# What is shown
+
+
+def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
+    """Writes the results into a folder."""
+    for run in runs:
+        if run.steps:
+            tables.write_csv(run.steps, out / f"{run.name}.csv")
+    tables.write_csv([run.row() for run in runs], out / "simulated.csv")
+    kept = {
+        "network": dataclasses.asdict(options.links()),
+        "speeds": dataclasses.asdict(options.speeds()),
+        "options": {k: getattr(options, k) for k in ("loss", "timeout", "drop", "join")},
+        "methods": [run.summary() for run in runs],
+    }
+    (out / "simulated.json").write_text(json.dumps(kept, indent=2) + "\n")
+    draw(runs, out / "simulated.png")
+
+
+def draw(runs: list[Recorded], path: pathlib.Path) -> None:
+    """Loss against simulated seconds, waiting by worker, staleness and bytes, as a PNG."""
+    figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    (loss, waiting), (staleness, sent) = grid
+    for run in runs:
+        loss.plot(*_binned(run), label=run.name)
+        share = 100 * np.divide(run.waited, run.seconds or 1)
+        waiting.plot(share, marker=".", lw=0.8)
+        count = run.summary()["staleness"]
+        staleness.plot(list(count), list(count.values()), marker=".")
+        sent.bar(run.name, float(np.mean(run.across)) / 1e6)
+    loss.set(xlabel="simulated seconds", ylabel="training loss, mean of workers")
+    loss.legend(frameon=False)
+    waiting.set(xlabel="worker", ylabel="time spent waiting, %")
+    staleness.set(xlabel="staleness, steps", ylabel="steps")
+    for axes in (loss, staleness):
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis)
+    whole_numbers(waiting.xaxis)
+    whole_numbers(staleness.xaxis)
+    sent.set_ylabel("MB that left a node, mean")
+    sent.tick_params(axis="x", rotation=20)
+    tidy(figure).savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds, loss): the mean of the steps that ended in each part of the time."""
+    seconds, loss = ([step[key] for step in run.steps] for key in ("seconds", "loss"))
+    count, edges = np.histogram(seconds, BINS, (0, run.seconds))
+    total, _ = np.histogram(seconds, BINS, (0, run.seconds), weights=loss)
+    return edges[1:][count > 0], total[count > 0] / count[count > 0]
+
+
+def run(
+    options: Options, configs: dict[str, Config], console: rich.console.Console
+) -> None:
+    """Simulates all methods, prints and writes what was found."""
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    first = next(iter(configs.values()))
+    training = asynchronous.training(_alone(first), warn=console.print)
+    runs = []
+    for name, config in configs.items():
+        runs.append(found := simulate(name, config, options, training))
+        console.print(
+            f"{name}: {len(found.steps)} steps in {found.seconds:.4g} simulated seconds; "
+            f"the simulation took {found.wall:.1f} s"
+        )
+    console.print(tables.markdown([found.row() for found in runs]), end="")
+    if options.out is not None:
+        write(options, runs, options.out)
+        console.print(f"written: {options.out / OUTPUT[-1]} and the numbers beside it")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Simulates; the exit status is 0, 1 (stopped by an error) or 2 (wrong usage)."""
+    lj.tune_cpu()  # before jax uses a device
+    try:
+        options, configs = parse(arguments)
+        compilation_cache.use(say=True)
+        run(options, configs, rich.console.Console(highlight=False, soft_wrap=True))
+    except (OSError, ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOPPED if isinstance(error, OSError) else WRONG_USAGE
+    return SUCCESS
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_
         more = ["--keep-checkpoints", "100", "--steps", "32"]
         trainers = start(2, *more)
         trainers.until(lambda: 8 in checkpoints(run))
-        fill(disk, leave=2**15)
+        fill(disk, leave=2**13)
         assert trainers.end() == [1, 1], trainers.printed(0)
         for i, name in enumerate(["warning: ", "process 1: warning: "]):
             assert f"\n{name}the checkpoint of step " in trainers.printed(i)
@@ -221,14 +221,16 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
         "import resource, sys; '--distributed.process-id=1' in sys.argv and "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18)); "
     )
-    wide = "import tiny; tiny.install(tiny.Wide); "
+    wide = (
+        "import tiny; tiny.install(tiny.Wide); "
+        "from train.run import checkpoints; checkpoints.BARRIER_S = 5; "
+    )
     trainers = start(2, "--steps", "8", before=full, tiny=wide)
     assert trainers.end() == [1, 1], trainers.printed(0)
     words = "warning: the checkpoint of step {} was not written: {}"
     for step in (4, 8):
-        reason = "another process could not write its part"
-        assert words.format(step, reason) in trainers.printed(0)
-        assert words.format(step, "OUT_OF_RANGE") in trainers.printed(1)
+        assert words.format(step, "") in trainers.printed(0)  # by Orbax's timeout
+        assert words.format(step, "") in trainers.printed(1)
     assert "after 8 steps" in trainers.last_line(0)
     assert checkpoints(tmp_path / "run") == []
 
@@ -238,9 +240,9 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
 
 @pytest.mark.slow
 def test_processes_that_were_told_other_things_do_not_begin(start, tmp_path):
-    """Here another seed, and a data folder, which may well be another one."""
+    """Here another seed; how long to wait may well differ."""
     by = lambda count: [
-        ([*own, f"--seed={i}", f"--data.dir={i}"], set_)
+        ([*own, f"--seed={i}", f"--distributed.start-timeout={100 + i}"], set_)
         for i, (own, set_) in enumerate(by_options(count))
     ]
     trainers = start(2, by=by)

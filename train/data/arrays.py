@@ -1,18 +1,15 @@
 """A dataset: images and labels in the host's memory."""
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
-
-import lsgd_jax as lj
 
 
 class DataError(ValueError):
     """The data files are missing or wrong; the message says what would be right."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Images:
+class Images(NamedTuple):
     """Images and their labels.
 
     Attributes:
@@ -24,23 +21,12 @@ class Images:
     labels: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    """What to train on and what to test with.
+class Dataset(NamedTuple):
+    """Images to train on and images to test with.
 
     Attributes:
       train, test: images of one shape [H, W, C].
       num_classes: labels are 0 to num_classes - 1.
-
-    Raises:
-      ValueError: arrays of other shapes or dtypes, no images, a label out of range.
-
-    >>> some = Images(np.zeros((5, 8, 8, 1), np.uint8), np.arange(5, dtype=np.int32))
-    >>> Dataset(train=some, test=some, num_classes=5).train.images.shape
-    (5, 8, 8, 1)
-    >>> Dataset(train=some, test=some, num_classes=4)
-    Traceback (most recent call last):
-    ValueError: the labels of `train` must be in 0..3, got 0..4
     """
 
     train: Images
@@ -49,38 +35,5 @@ class Dataset:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Of one image: [H, W, C]."""
+        """The shape of an image: [H, W, C]."""
         return self.train.images.shape[1:]
-
-    def __post_init__(self) -> None:
-        lj.checks.check_positive_int("num_classes", self.num_classes)
-        for name, part in (("train", self.train), ("test", self.test)):
-            _check_images(name, part.images)
-            _check_labels(name, part.labels, len(part.images), self.num_classes)
-        train, test = self.train.images.shape[1:], self.test.images.shape[1:]
-        if train != test:
-            raise ValueError(
-                "the images of `train` and `test` must be of one shape, got "
-                f"{list(train)} and {list(test)}"
-            )
-
-
-def _check_images(name: str, images: np.ndarray) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4 or 0 in images.shape:
-        raise ValueError(
-            f"the images of `{name}` must be uint8 [N, H, W, C] and not empty, got "
-            f"{images.dtype} {list(images.shape)}"
-        )
-
-
-def _check_labels(name: str, labels: np.ndarray, count: int, num_classes: int) -> None:
-    if labels.dtype != np.int32 or labels.shape != (count,):
-        raise ValueError(
-            f"the labels of `{name}` must be int32 [{count}], one per image, got "
-            f"{labels.dtype} {list(labels.shape)}"
-        )
-    low, high = labels.min(), labels.max()
-    if low < 0 or high >= num_classes:
-        raise ValueError(
-            f"the labels of `{name}` must be in 0..{num_classes - 1}, got {low}..{high}"
-        )

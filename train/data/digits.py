@@ -35,18 +35,14 @@ def load() -> Dataset:
     labels = table[:, -1].astype(np.int32)
     # NumPy guarantees that what RandomState draws never changes; Generator may change.
     order = np.random.RandomState(SEED).permutation(len(labels))
-    train, test = order[:NUM_TRAIN], order[NUM_TRAIN:]
-    return Dataset(
-        train=Images(images[train], labels[train]),
-        test=Images(images[test], labels[test]),
-        num_classes=10,
-    )
+    parts = (Images(images[rows], labels[rows]) for rows in np.split(order, [NUM_TRAIN]))
+    return Dataset(*parts, num_classes=10)
 
 
 def _table() -> Any:
-    """Of each digit its 64 values and which it is, [1797, 65].
+    """The 64 values of each digit and its class, [1797, 65].
 
-    Those of `sklearn.datasets.load_digits`, from its file: the import takes a second.
+    They are read from scikit-learn's file: its import would take a second.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:

@@ -1,18 +1,34 @@
-"""ImageNet, or any images in a folder per class; they stay in their files."""
+"""ImageNet, or any images in a folder per class; they stay in their files until read."""
 
 import dataclasses
 import hashlib
+import itertools
+import math
 import os
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
+from PIL import Image
 
-from train.data import decode
 from train.data.arrays import DataError, Images
-from train.data.decode import SUFFIXES
 
 
-NAMED = 5  # classes named in a message, at most
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+
+AREA = (0.08, 1.0)  # of the image
+RATIO = (3 / 4, 4 / 3)  # width / height
+ATTEMPTS = 10
+
+SHORTER_SIDE = 256 / 224  # of the image that is tested, in sizes of the crop
+
+# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size as long as this many pixels are left
+# for each one wanted, per axis: the result differs by less than one gray level (root mean
+# square); with 1 it would be two or three.
+SPARE = 2
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,34 +48,14 @@ class Files:
     labels: np.ndarray
 
     def path(self, row: int) -> str:
-        """Where an image is."""
+        """The path of an image."""
         name = os.fsdecode(self.names[row])
         return os.path.join(self.folder, self.classes[self.labels[row]], name)
 
 
-def some(files: Files, count: int, seed: int, size: int) -> Images:
-    """Images drawn at random, in the host's memory; what cannot be read is left out.
-
-    Raises:
-      DataError: none of them can be read.
-    """
-    pixels, labels = [], []
-    for row in np.random.default_rng(seed).permutation(len(files.labels)):
-        if len(labels) == count:
-            break
-        try:
-            pixels.append(decode.read(files.path(row), size, decode.center_box))
-        except Exception:  # Pillow raises all kinds
-            continue
-        labels.append(files.labels[row])
-    if not labels:
-        raise DataError(f"no image in {files.folder} can be read")
-    return Images(np.stack(pixels), np.array(labels, np.int32))
-
-
 @dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """What to train on and what to test with, as files of images of any size.
+    """Images to train on and images to test with, as files of any size.
 
     Attributes:
       train, test: the files, class by class in alphabetical order.
@@ -72,16 +68,16 @@ class ImageFolder:
 
     @property
     def num_classes(self) -> int:
-        """Labels are 0 to num_classes - 1."""
+        """The number of classes: labels are 0 to num_classes - 1."""
         return len(self.train.classes)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Of what is read: [H, W, C]."""
+        """The shape of an image as it is read: [H, W, C]."""
         return self.image_size, self.image_size, 3
 
     def digest(self) -> str:
-        """Differs between folders of different files; their contents do not matter."""
+        """A hash of the names of all files; their contents do not matter."""
         whole = hashlib.sha256()
         for part in (self.train, self.test):
             whole.update("/".join(part.classes).encode(errors="surrogateescape"))
@@ -95,10 +91,6 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     The classes are the names of the folders, in alphabetical order. Images are files whose
     names end with .jpeg, .jpg, .png, .bmp or .webp in any case; other files are passed
     over. No image is opened.
-
-    Args:
-      folder: the folder with `train` and `val` in it.
-      image_size: side of the square that a network sees.
 
     Raises:
       DataError: no such folders, a class without images, or other classes in `val` than in
@@ -119,12 +111,11 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
         train, test = _find(top / "train"), _find(top / "val")
     except OSError as error:
         raise DataError(f"ImageNet cannot be read: {error}") from error
-    for name, other in (("train", "val"), ("val", "train")):
-        one, two = (train, test) if name == "train" else (test, train)
+    for one, two, where in ((train, test, "train"), (test, train, "val")):
         if missing := sorted(set(one.classes) - set(two.classes)):
             raise DataError(
-                f"{top}: train and val must have the same classes, but {_some(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} in {name} and not in {other}"
+                f"{top}: train and val must have the same classes, but {len(missing)} of "
+                f"them are only in {where}: {', '.join(missing[:5])}"
             )
     return ImageFolder(train, test, image_size)
 
@@ -137,34 +128,116 @@ def _find(folder: pathlib.Path) -> Files:
         entries = list(entries)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     if not classes:
-        loose = sum(_is_image(entry) for entry in entries)
+        loose = sum(map(_is_image, entries))
         raise DataError(
             f"{folder} must hold a folder per class, got none"
             + (f", but {loose} images; move them into class folders" if loose else "")
         )
-    names: list[bytes] = []
-    counts = []
+    names = []
     for name in classes:
         with os.scandir(folder / name) as entries:
-            found = sorted(os.fsencode(entry.name) for entry in entries if _is_image(entry))
-        names += found
-        counts.append(len(found))
-    if empty := [name for name, count in zip(classes, counts) if not count]:
-        raise DataError(f"{folder}: there is no image in {_some(empty)}")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
-    return Files(str(folder), tuple(classes), np.array(names), labels)
+            names.append(sorted(os.fsencode(x.name) for x in entries if _is_image(x)))
+    if empty := [name for name, found in zip(classes, names) if not found]:
+        raise DataError(f"{folder}: there is no image in {', '.join(empty[:5])}")
+    labels = np.repeat(np.arange(len(classes), dtype=np.int32), list(map(len, names)))
+    every = np.array(list(itertools.chain.from_iterable(names)))
+    return Files(str(folder), tuple(classes), every, labels)
 
 
 def _is_image(entry: os.DirEntry) -> bool:
-    name = entry.name.lower()
-    return name.endswith(SUFFIXES) and not name.startswith(".") and not entry.is_dir()
+    if not entry.name.lower().endswith(SUFFIXES) or entry.name.startswith("."):
+        return False
+    return entry.is_file() or entry.is_symlink()  # no FIFO, which would be waited for
 
 
-def _some(names: list[str]) -> str:
-    """The names, or the first of them.
+def some(files: Files, count: int, seed: int, size: int) -> Images:
+    """Images drawn at random, in the host's memory; unreadable ones are left out.
 
-    >>> _some(["a", "b"]), _some(list("abcdefg"))
-    ('a, b', 'a, b, c, d, e and 2 more')
+    Raises:
+      DataError: none of them can be read.
     """
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    pixels, labels = [], []
+    for row in np.random.default_rng(seed).permutation(len(files.labels)):
+        if len(labels) == count:
+            break
+        try:
+            pixels.append(read(files.path(row), size, center_box))
+        except Exception:  # Pillow raises all kinds
+            continue
+        labels.append(files.labels[row])
+    if not labels:
+        raise DataError(f"no image in {files.folder} can be read")
+    return Images(np.stack(pixels), np.array(labels, np.int32))
+
+
+# From a file to pixels
+
+
+def read(path: str, size: int, box_of: Callable[[int, int], Box]) -> np.ndarray:
+    """Reads a part of an image as RGB, scaled to size x size with antialiasing.
+
+    Gray, CMYK and palette images are converted; transparency is dropped, and so is the
+    orientation that a camera noted. Large JPEGs are decoded at a fraction of their size,
+    but with at least two pixels per axis for each one wanted.
+
+    Args:
+      path: a JPEG, PNG, BMP or WebP file, whatever its name ends with.
+      size: of the result.
+      box_of: (width, height) of the image -> the part to take.
+
+    Returns:
+      uint8 [size, size, 3].
+
+    Raises:
+      OSError, SyntaxError, ValueError, …: not an image, or not a whole one.
+    """
+    with Image.open(path, formats=FORMATS) as image:
+        width, height = image.size
+        left, top, right, bottom = box_of(width, height)
+        spare = SPARE * size / min(right - left, bottom - top)
+        image.draft(None, (math.ceil(width * spare), math.ceil(height * spare)))
+        across, down = image.width / width, image.height / height
+        box = (left * across, top * down, right * across, bottom * down)
+        part = _rgb(image).resize((size, size), Image.Resampling.BILINEAR, box)
+    return np.asarray(part)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I;16":  # Pillow would clip 16 bits instead of scaling them
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "P":
+        image = image.convert("RGBA")  # a palette may hold transparent colors
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
+    """A part for training: random area (8 to 100 %) and shape (3:4 to 4:3), whole pixels.
+
+    As in Szegedy et al., CVPR 2015. If ten attempts do not fit into the image, the result
+    is its middle, as large as the shape may be.
+
+    >>> random_box(500, 375, np.random.default_rng(0))
+    (65, 166, 194, 337)
+    """
+    for _ in range(ATTEMPTS):
+        area = width * height * rng.uniform(*AREA)
+        ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.integers((width - w, height - h), endpoint=True).tolist()
+            return left, top, left + w, top + h
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def center_box(width: int, height: int) -> Box:
+    """The part for testing: the middle square, 224/256 of the shorter side.
+
+    >>> center_box(512, 256)
+    (144.0, 16.0, 368.0, 240.0)
+    """
+    side = min(width, height) / SHORTER_SIDE
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side

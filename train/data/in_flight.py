@@ -7,14 +7,11 @@ import jax
 
 
 class Backlog:
-    """Waits for the oldest step when too many are on their way.
+    """Waits for the oldest step when more than `most` are on their way.
 
-    A step holds its batch until it is done: without a bound a reader that is faster than
+    A step holds its batch until it is done. Without a bound a reader that is faster than
     the devices would fill their memory, and a run that is asked to stop would first do all
     the steps that it has handed over.
-
-    Args:
-      most: how many may be on their way.
     """
 
     def __init__(self, most: int):

@@ -1,4 +1,4 @@
-"""Data that lie on the devices."""
+"""Images that lie on the devices."""
 
 import functools
 from collections.abc import Generator
@@ -26,8 +26,8 @@ class Resident:
       data: the training images and labels on the devices: of each worker its own part, or
         in a `Shared` all of them.
       test_batches: (images, labels, whether it counts) [W, b, ...], of all test images.
-      most_in_flight: steps that may wait for a device. They hold nothing large, but
-        whoever asks the run to stop waits for them.
+      most_in_flight: steps that may wait for a device. They hold nothing large, but a
+        request to stop the run waits for them.
     """
 
     most_in_flight = 4

@@ -26,12 +26,6 @@ class EpochSampler:
     """
 
     def __init__(self, size: int, batch_size: int, seed: int):
-        if size < 1:
-            raise ValueError(
-                "with --data.shard there must be a training image for every worker, and "
-                "there are more workers than images; take fewer workers, or leave "
-                "--data.shard off"
-            )
         if batch_size > size:
             raise ValueError(
                 f"`batch_size` must be at most {size}, the number of training images per "
@@ -40,14 +34,11 @@ class EpochSampler:
             )
         self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
 
-        @functools.lru_cache(maxsize=2)  # who reads ahead goes to and fro between epochs
+        @functools.lru_cache(maxsize=2)  # reading ahead alternates between two epochs
         def orders(epoch: int, workers: range) -> np.ndarray:
-            return np.stack(
-                [
-                    np.random.default_rng([seed, worker, epoch]).permutation(size)
-                    for worker in workers
-                ]
-            ).astype(np.int32)
+            order = lambda worker: np.random.default_rng([seed, worker, epoch])
+            each = [order(worker).permutation(size) for worker in workers]
+            return np.stack(each).astype(np.int32)
 
         self._orders = orders
 

@@ -1,19 +1,18 @@
-"""From the bytes of a batch to what a network sees, inside the jitted step.
+"""From the bytes of a batch to a network's input, inside the jitted step.
 
 Every transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C]; those for training
 take a random key.
 """
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Transforms:
+class Transforms(NamedTuple):
     """The transforms of a data set: train(key, images) and test(images)."""
 
     train: Callable[[Array, Array], Array]
@@ -44,9 +43,7 @@ def random_crop_flip(key: Array, images: Array, size: int) -> Array:
     corners = jax.random.randint(corner_key, (batch, 2), 0, most + 1)
 
     def crop(image, corner):
-        return jax.lax.dynamic_slice(
-            image, (corner[0], corner[1], 0), (size, size, channels)
-        )
+        return jax.lax.dynamic_slice(image, (*corner, 0), (size, size, channels))
 
     return random_flip(flip_key, jax.vmap(crop)(images, corners))
 
@@ -70,9 +67,8 @@ def cifar10(size: int = 28, padding: int = 0) -> Transforms:
       size: side of the crops.
       padding: black pixels put around the images before they are cropped at random.
     """
-    scale = lambda images: normalize(
-        images, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-    )
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    scale = lambda images: normalize(images, mean, std)
     border = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     pad = lambda images: jnp.pad(images, border) if padding else images
     return Transforms(

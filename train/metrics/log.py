@@ -142,10 +142,16 @@ def _is_sound(event: dict[str, Any]) -> bool:
         return isinstance(pulls, list) and all(map(_is_schedule, pulls))
     if kind == "start":
         return _are_ints(event.get("workers"), range(2, 3))
+    if kind == "pace":
+        return all(map(_are_numbers, (event.get("steps"), event.get("waited"))))
     if kind == "leaders":
         known = event.get("level") in ("node", "all")
         return known and _are_ints(event.get("leaders"), range(1, sys.maxsize))
     return True
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and {type(x) for x in values} <= {int, float}
 
 
 def _is_schedule(values: Any) -> bool:

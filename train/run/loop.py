@@ -125,7 +125,7 @@ def conclude(run: Run, result: Result) -> Result:
 
 def draw(folder: pathlib.Path) -> None:
     """Draws the figures of a run."""
-    from train.metrics import plots  # not before training: Matplotlib takes a second
+    from train import plots  # not before training: Matplotlib takes a second
 
     plots.draw(folder)
 

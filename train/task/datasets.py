@@ -29,8 +29,8 @@ def load_dataset(config: Config) -> Data:
         return folder, transforms.imagenet()
     if config.data.dir is None:
         raise ValueError(
-            "`data.dir` must name the folder of the official CIFAR-10 files (or their "
-            ".tar.gz), got data.dir=None"
+            "`data.dir` must name the folder of the official CIFAR-10 files, "
+            "cifar-10-batches-bin, got data.dir=None"
         )
     dataset = cifar10.load(config.data.dir, config.data.accept_other_files)
     return dataset, transforms.cifar10(config.data.crop, config.data.padding)

@@ -12,9 +12,7 @@ from jax import Array
 
 import lsgd_jax as lj
 from train.config import Config
-from train.data.text import Text
-from train.data.vocabulary import Vocabulary
-from train.data.windows import Windows
+from train.data.text import Text, Vocabulary, Windows
 from train.task.forward import TestResult
 from train.task.inside import split_batch
 from train.task.sampling import continued

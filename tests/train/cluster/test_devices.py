@@ -3,11 +3,11 @@
 import pytest
 from tiny import SMALL
 
+from train import simulate
 from train.cluster import devices
 from train.cluster.detection import Started
 from train.cluster.devices import local_device_ids
 from train.task import asynchronous
-from train.tools import simulate
 
 
 @pytest.fixture

@@ -1,32 +1,33 @@
-"""Images in a folder per class: what is found, and what is wrong with a folder."""
+"""Images in a folder per class: what is found, what is wrong, and how they are decoded."""
 
 import dataclasses
+import os
 import shutil
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from images import make_folder
+from images import make_folder, picture
+from PIL import Image
 
 from configs.imagenet_resnet50 import CONFIG
-from train import config as configuration
 from train.__main__ import main
 from train.config import DataConfig
 from train.data import imagenet
 from train.data.arrays import DataError
-from train.task import resnet50
-from train.task.resnet50 import Bottleneck, ResNet50
+
+
+# What is found
 
 
 def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     make_folder(tmp_path, classes=("bee", "ant"), train=3, val=2)
-    (tmp_path / "train" / "ant" / "B.JpG").write_bytes(b"")
-    (tmp_path / "train" / "ant" / "gone.png").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "train" / "ant" / "readme.txt").write_text("no image")
-    (tmp_path / "train" / "ant" / "._0.JPEG").write_text("another system's notes")
-    (tmp_path / "train" / "ant" / "folder.jpeg").mkdir()
+    ants = tmp_path / "train" / "ant"
+    (ants / "B.JpG").write_bytes(b"")
+    (ants / "gone.png").symlink_to(tmp_path / "nowhere")
+    (ants / "readme.txt").write_text("no image")
+    (ants / "._0.JPEG").write_text("another system's notes")
+    (ants / "folder.jpeg").mkdir()
+    os.mkfifo(ants / "fifo.jpeg")
     (tmp_path / "train" / "list.txt").write_text("ant bee")
     found = imagenet.load(tmp_path, image_size=32)
     assert found.train.classes == found.test.classes == ("ant", "bee")
@@ -38,11 +39,6 @@ def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     assert found.train.labels.tolist() == [0] * 5 + [1] * 3
     assert found.train.labels.dtype == np.int32
     assert found.test.path(3) == f"{tmp_path}/val/bee/1.JPEG"
-
-
-def test_a_class_of_its_own_may_be_one_image(tmp_path):
-    found = imagenet.load(make_folder(tmp_path / "a", ("ant",), train=1, val=1))
-    assert found.train.labels.tolist() == found.test.labels.tolist() == [0]
 
 
 def test_names_that_are_no_unicode(tmp_path):
@@ -71,173 +67,6 @@ def test_the_digest_tells_folders_apart(tmp_path):
     assert digest() != before
 
 
-def empty(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def loose(folder):
-    empty(folder / "val")
-    for i in range(2):
-        (folder / "val" / f"{i}.JPEG").write_bytes(b"")
-
-
-WRONG = {
-    "no folder": (shutil.rmtree, "does not exist; ImageNet would be a folder with train/"),
-    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it would hold"),
-    "no val": (lambda d: shutil.rmtree(d / "val"), "val is missing; it would hold"),
-    "empty train": (lambda d: empty(d / "train"), "must hold a folder per class, got none"),
-    "loose images": (loose, "got none, but 2 images; move them into class folders"),
-    "empty class": (
-        lambda d: empty(d / "train" / "bee"),
-        "there is no image in bee",
-    ),
-    "less in val": (
-        lambda d: shutil.rmtree(d / "val" / "cat"),
-        "must have the same classes, but cat is in train and not in val",
-    ),
-    "less in train": (
-        lambda d: [shutil.rmtree(d / "train" / x) for x in ("ant", "bee")],
-        "must have the same classes, but ant, bee are in val and not in train",
-    ),
-    "no images": (
-        lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],
-        "24 images in a row cannot be read, the last of them",
-    ),
-    "nothing to test": (
-        lambda d: [path.write_bytes(b"no") for path in (d / "val").rglob("*.JPEG")],
-        "2.JPEG: it is no JPEG, PNG, BMP or WebP image",
-    ),
-}
-
-
-@pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_one_line_and_nothing_is_written(
-    change, message, tmp_path, capsys
-):
-    folder = make_folder(tmp_path / "data")
-    change(folder)
-    command = "imagenet-resnet50 --model digits-bn --data.crop 16 --batch-size 2"
-    where = ["--data.dir", str(folder), "--runs", str(tmp_path / "runs")]
-    assert main([*command.split(), *where]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and captured.out == ""
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "images.tar").write_bytes(b"")
-    with pytest.raises(DataError, match="images.tar is not a folder; ImageNet would be"):
-        imagenet.load(tmp_path / "images.tar")
-
-
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("", "`data.dir` must name the folder with train/CLASS/*.JPEG"),
-        (
-            "--model cnn7 --data.dir DIR",
-            "'cnn7' takes 28 x 28 images, 'imagenet' has",
-        ),
-        ("--batch-size 25 --data.dir DIR", "`batch_size` must be at most 24"),
-        ("--data.shard --data.dir DIR", "`batch_size` must be at most 6"),
-    ],
-)
-def test_wrong_options_are_one_line(option, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "data")
-    arguments = option.replace("DIR", str(folder)).split()
-    assert main(["imagenet-resnet50", *arguments]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("name", ["crop", "reader_threads", "read_ahead"])
-def test_counts_are_positive(name):
-    with pytest.raises(ValueError, match=f"`data.{name}` must be a positive int, got"):
-        dataclasses.replace(CONFIG, data=DataConfig("imagenet", **{name: 0}))
-
-
-def test_the_configuration_is_written_and_read_back(tmp_path):
-    configuration.write(CONFIG, tmp_path / "config.json")
-    assert configuration.read(tmp_path / "config.json") == CONFIG
-
-
-def test_the_papers_settings():
-    optimizer, method = CONFIG.optimizer, CONFIG.method
-    assert (CONFIG.workers.nodes, CONFIG.workers.locals, CONFIG.batch_size) == (1, 4, 128)
-    assert (optimizer.learning_rate, optimizer.weight_decay) == (0.1, 1e-4)
-    assert not optimizer.momentum and not CONFIG.data.shard
-    assert (method.local_pull, method.local_period, method.global_pull) == (0.1, 64, 0)
-    assert CONFIG.data.crop == 224 and CONFIG.model == "resnet50"
-
-
-# The network
-
-
-@pytest.mark.parametrize("classes", [1000, 3])
-def test_resnet50_has_its_published_size(classes):
-    model, x = ResNet50(classes), jnp.zeros((2, 32, 32, 3))
-    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
-    count = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
-    assert count == 25_557_032 - 2049 * (1000 - classes)
-    stages = [
-        variables["params"][f"Bottleneck_{i}"]["Conv_2"]["kernel"].shape[-1]
-        for i in (0, 2, 3, 6, 7, 12, 13, 15)
-    ]
-    assert stages == [256, 256, 512, 512, 1024, 1024, 2048, 2048]
-    apply = lambda variables: model.apply(variables, x, True, mutable=["batch_stats"])
-    logits, stats = jax.eval_shape(apply, variables)
-    assert logits.shape == (2, classes)
-    assert sum(leaf.size for leaf in jax.tree.leaves(stats)) == 53_120
-
-
-def test_a_block_starts_as_the_identity():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 256)), jnp.float32)
-    block = Bottleneck(64)
-    variables = block.init(jax.random.key(0), x, False)
-    np.testing.assert_array_equal(block.apply(variables, x, False), jnp.maximum(x, 0))
-    assert "Conv_3" not in variables["params"]
-    halved = Bottleneck(64, stride=2)
-    variables = jax.eval_shape(lambda: halved.init(jax.random.key(0), x, False))
-    shape = lambda name: variables["params"][name]["kernel"].shape
-    assert shape("Conv_1") == (3, 3, 64, 64) and shape("Conv_3") == (1, 1, 256, 256)
-
-
-@pytest.mark.parametrize(
-    "stages", [((1, 8),), pytest.param(resnet50.STAGES, marks=pytest.mark.slow)]
-)
-def test_resnet50_learns_from_a_batch(stages, monkeypatch):
-    """On small images; the gradient reaches every parameter."""
-    monkeypatch.setattr(resnet50, "STAGES", stages)
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    model, x, labels = ResNet50(3), draw(4, 32, 32, 3), jnp.array([0, 1, 2, 0])
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
-    # Not the initial values, whose compilation takes long, but of their size.
-    size = lambda leaf: np.sqrt(2 * leaf.shape[-1] / np.prod(leaf.shape))  # by the inputs
-    value = lambda leaf: draw(*leaf.shape) * size(leaf) if leaf.ndim > 1 else 0.3
-    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, value(leaf)), shapes["params"])
-    stats = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes["batch_stats"])
-
-    @jax.jit
-    def step(params):
-        def loss_of(params):
-            variables = {"params": params, "batch_stats": stats}
-            logits, new = model.apply(variables, x, True, mutable=["batch_stats"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean(), new["batch_stats"]
-
-        (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        rate = 0.01 * loss / optax.tree.norm(grads, squared=True)  # the loss falls by 1 %
-        return loss, new, grads, optax.tree.add_scale(params, -rate, grads)
-
-    loss, new, grads, moved = step(params)
-    assert float(step(moved)[0]) == pytest.approx(0.99 * float(loss), rel=0.005)
-    for leaf in jax.tree.leaves((grads, new)):
-        assert np.isfinite(leaf).all() and jnp.abs(leaf).max() > 0
-
-
 def test_some_images_are_the_middles_of_files_that_can_be_read(tmp_path):
     make_folder(tmp_path, classes=("ant", "bee"), train=4, val=1)
     (tmp_path / "train" / "ant" / "1.JPEG").write_bytes(b"no image")
@@ -252,3 +81,194 @@ def test_some_images_are_the_middles_of_files_that_can_be_read(tmp_path):
         path.write_bytes(b"no image")
     with pytest.raises(DataError, match="no image in .*train can be read"):
         imagenet.some(files, count=5, seed=0, size=32)
+
+
+# What is wrong
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def loose(folder):
+    empty(folder / "val")
+    for i in range(2):
+        (folder / "val" / f"{i}.JPEG").write_bytes(b"")
+
+
+def file_in_its_place(folder):
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+
+
+WRONG = {
+    "no folder": (shutil.rmtree, "does not exist; ImageNet would be a folder with train/"),
+    "a file": (file_in_its_place, "data is not a folder; ImageNet would be a folder with"),
+    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it would hold"),
+    "empty train": (lambda d: empty(d / "train"), "must hold a folder per class, got none"),
+    "loose images": (loose, "got none, but 2 images; move them into class folders"),
+    "empty class": (lambda d: empty(d / "train" / "bee"), "there is no image in bee"),
+    "less in val": (
+        lambda d: shutil.rmtree(d / "val" / "cat"),
+        "must have the same classes, but 1 of them are only in train: cat",
+    ),
+    "less in train": (
+        lambda d: [shutil.rmtree(d / "train" / x) for x in ("ant", "bee")],
+        "must have the same classes, but 2 of them are only in val: ant, bee",
+    ),
+    "no images": (
+        lambda d: [path.write_bytes(b"") for path in (d / "train").rglob("*.JPEG")],
+        "24 images in a row cannot be read, the last of them",
+    ),
+    "nothing to test": (
+        lambda d: [path.write_bytes(b"no") for path in (d / "val").rglob("*.JPEG")],
+        "2.JPEG: it is no JPEG, PNG, BMP or WebP image",
+    ),
+}
+OPTIONS = {
+    "": "`data.dir` must name the folder with train/CLASS/*.JPEG",
+    "--model cnn7 --data.dir DIR": "'cnn7' takes 28 x 28 images, 'imagenet' has",
+    "--batch-size 25 --data.dir DIR": "`batch_size` must be at most 24",
+    "--data.shard --data.dir DIR": "`batch_size` must be at most 6",
+}
+SMALL = "--model digits-bn --data.crop 16 --batch-size 2 --data.dir DIR"
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [(change, SMALL, message) for change, message in WRONG.values()]
+    + [(lambda d: None, options, message) for options, message in OPTIONS.items()],
+    ids=[*WRONG, "no data.dir", "another network", "a large batch", "small parts"],
+)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(
+    change, options, message, tmp_path, capsys
+):
+    folder = make_folder(tmp_path / "data")
+    change(folder)
+    words = options.replace("DIR", str(folder)).split()
+    assert main(["imagenet-resnet50", *words, "--runs", str(tmp_path / "runs")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["crop", "reader_threads", "read_ahead"])
+def test_counts_are_positive(name):
+    with pytest.raises(ValueError, match=f"`data.{name}` must be a positive int, got"):
+        dataclasses.replace(CONFIG, data=DataConfig("imagenet", **{name: 0}))
+
+
+# Decoding
+
+
+@pytest.fixture
+def photo():
+    """An image of 500 x 400 with structure at all scales."""
+    rng = np.random.default_rng(0)
+    noise = [rng.integers(0, 256, (n, n, 3), np.uint8) for n in (4, 16, 64)]
+    layers = [np.asarray(Image.fromarray(x).resize((500, 400))) for x in noise]
+    return Image.fromarray(np.mean(layers, axis=0).astype(np.uint8))
+
+
+def root_mean_square(a, b):
+    return np.sqrt(np.mean((a.astype(float) - b.astype(float)) ** 2))
+
+
+def test_random_parts_have_the_areas_and_shapes_they_should():
+    rng = np.random.default_rng(0)
+    boxes = np.array([imagenet.random_box(500, 400, rng) for _ in range(2000)])
+    left, top, right, bottom = boxes.T
+    assert left.min() == top.min() == 0 and right.max() == 500 and bottom.max() == 400
+    width, height = right - left, bottom - top
+    area, ratio = width * height / (500 * 400), width / height
+    assert 0.078 < area.min() < 0.09 and 0.9 < area.max() <= 1
+    assert 0.74 < ratio.min() < 0.76 and 1.31 < ratio.max() < 1.35
+    # Small parts always fit: uniform in the area and the logarithm of the shape.
+    small = area < 0.5
+    assert np.mean(area[small]) == pytest.approx((0.08 + 0.5) / 2, abs=0.01)
+    assert np.mean(np.log(ratio[small])) == pytest.approx(0, abs=0.02)
+
+
+def test_a_part_of_an_image_of_any_shape_lies_inside():
+    for width, height in ((1, 1), (1, 1000), (1000, 1), (3, 2), (2000, 10)):
+        for seed in range(20):
+            box = imagenet.random_box(width, height, np.random.default_rng(seed))
+            assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
+    # Where nothing fits it is the middle.
+    assert imagenet.random_box(1000, 30, np.random.default_rng(0)) == (480, 0, 520, 30)
+    assert imagenet.random_box(30, 1000, np.random.default_rng(0)) == (0, 480, 30, 520)
+
+
+def test_parts_are_scaled_with_antialiasing(photo, tmp_path):
+    path = tmp_path / "a.png"
+    photo.save(path)
+    got = imagenet.read(path, 224, imagenet.center_box)
+    scaled = photo.resize((320, 256), Image.Resampling.BILINEAR)
+    expected = np.asarray(scaled.crop((48, 16, 48 + 224, 16 + 224)))
+    assert got.shape == (224, 224, 3) and got.dtype == np.uint8
+    assert root_mean_square(got, expected) < 0.5
+    got = imagenet.read(path, 32, lambda width, height: (100, 50, 356, 306))
+    whole = np.asarray(photo)[50:306, 100:356].astype(float)
+    assert root_mean_square(got, whole.reshape(32, 8, 32, 8, 3).mean(axis=(1, 3))) < 4
+
+
+KINDS = {
+    "jpeg": ["RGB", "L", "CMYK"],
+    "png": ["RGB", "L", "1", "P", "transparent P", "RGBA", "LA", "I;16"],
+    "bmp": ["RGB", "L", "1", "P"],
+    "webp": ["RGB", "RGBA"],
+}
+
+
+@pytest.mark.parametrize(
+    "suffix, mode", [(suffix, mode) for suffix in KINDS for mode in KINDS[suffix]]
+)
+def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
+    image, options = picture(np.random.default_rng(0)), {}
+    if mode == "I;16":
+        gray = np.asarray(image.convert("L")).astype(np.uint16)
+        stored, expected = Image.fromarray(gray * 257), image.convert("L")
+    else:
+        stored = expected = image.convert(mode.split()[-1])
+    if mode == "transparent P":  # Pillow warns unless it is converted to RGBA
+        options = {"transparency": bytes(range(256))}
+    stored.save(tmp_path / f"a.{suffix}", lossless=True, quality=100, **options)
+    box = lambda width, height: (0, 0, 30, 30)
+    got = imagenet.read(tmp_path / f"a.{suffix}", 30, box)
+    wanted = np.asarray(expected.convert("RGB").crop((0, 0, 30, 30)))
+    assert got.shape == (30, 30, 3)
+    assert root_mean_square(got, wanted) < (20 if mode == "1" else 4)
+
+
+def test_large_jpegs_are_decoded_small_and_look_the_same(photo, tmp_path, monkeypatch):
+    path = tmp_path / "a.jpeg"
+    photo.resize((2000, 1500)).save(path, quality=95)
+    decoded, resize = [], Image.Image.resize
+    note = lambda self, *args: decoded.append(self.size) or resize(self, *args)
+    monkeypatch.setattr(Image.Image, "resize", note)
+    boxes = [(0, 0, 2000, 1500), (101, 203, 1103, 1007), (700, 300, 1000, 620)]
+    for box in boxes:
+        small = imagenet.read(path, 224, lambda width, height, box=box: box)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(imagenet, "SPARE", 1e9)
+            whole = imagenet.read(path, 224, lambda width, height, box=box: box)
+        assert root_mean_square(small, whole) < 1
+    assert decoded[0] == (1000, 750)  # 750 > 2 x 224
+    assert decoded[1::2] == [(2000, 1500)] * 3
+    assert decoded[4] == (2000, 1500)  # a small part is taken from the whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no image", b"\xff\xd8\xff\xe0", b"%!PS\n", "cut.jpeg", "cut.png"],
+)
+def test_what_is_no_image_or_no_whole_one_raises(content, photo, tmp_path):
+    path = tmp_path / "a.jpeg"
+    if isinstance(content, str):
+        photo.save(tmp_path / content)
+        content = (tmp_path / content).read_bytes()[:5000]
+    path.write_bytes(content)
+    with pytest.raises(OSError):
+        imagenet.read(path, 32, imagenet.center_box)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny
 
-from train import cli
-from train.metrics import log, plots, traffic
+from train import cli, plots
+from train.metrics import log, traffic
 from train.run.loop import train
 from train.run.open import open_run
 

@@ -12,7 +12,8 @@ import pytest
 import tiny
 from harness import exchanges
 
-from train.metrics import log, plots
+from train import plots
+from train.metrics import log
 from train.metrics.tensorboard import EventFiles
 from train.run import checkpoints
 from train.run.loop import train

@@ -11,16 +11,16 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
+from paper.landscape.cli import main as landscape
+from train import compare, plots
 from train.__main__ import main
 from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
-from train.landscape.__main__ import main as landscape
-from train.metrics import log, plots
+from train.metrics import log
 from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.tools import compare
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -183,7 +183,7 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
         ),
         (
             {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(10, 200)},
-            "with --data.shard there must be a training image for every worker",
+            "`batch_size` must be at most 0, the number of training images per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
         ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),

@@ -9,11 +9,11 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train import cli
+from train import cli, plots
 from train import config as configuration
 from train.__main__ import main
 from train.config import OptimizerConfig, WorkersConfig
-from train.metrics import log, plots
+from train.metrics import log
 from train.run import reporting
 from train.run.loop import train
 from train.run.open import open_run

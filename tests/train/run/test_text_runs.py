@@ -12,6 +12,7 @@ from configs.text import CONFIG
 from train import cli
 from train.__main__ import main
 from train.config import DataConfig, TransformerConfig, WorkersConfig
+from train.data import text
 from train.metrics import log
 from train.run.folder import check_same_experiment
 from train.run.loop import train
@@ -80,7 +81,7 @@ def test_a_test_is_the_mean_over_the_validation_text(finished):
     """Windows of the context one after the other, in one batch without workers."""
     run, result = finished
     vocabulary = run.experiment.forward.vocabulary
-    ids = vocabulary.encode(TEXT.encode()).astype(np.int32)[len(TEXT) * 9 // 10 :]
+    ids = text.of(TEXT.encode(), "characters").test.astype(np.int32)
     params = jax.tree.map(lambda x: x[0], run.state.params)  # of equal workers
     windows = ids[8 * np.arange(8)[:, None] + np.arange(9)]
     assert windows[-1, -1] == ids[-1] and len(ids) == 65

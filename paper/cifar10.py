@@ -1,0 +1,231 @@
+"""CIFAR-10: LSGD and its relatives with three networks, beside the published figures.
+
+    python -m paper cifar10 --data.dir DIR --out OUT --model resnet20 --workers 16
+
+trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and a single worker (`sgd`) with the
+paper's settings; any option of `python -m train` may follow and holds for all of them. OUT
+gets a run folder for each, `cifar10.png` (test error against steps, seconds and bytes) and
+two tables beside the published figures: `cifar10` (errors, bytes, changes of the leader)
+and `reached` (seconds of training to an error). The same command resumes a comparison that
+was interrupted.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from train import cli, compare
+from train.arguments import Parser
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
+from train.compare import Curve, spread
+from train.config import Config
+from train.metrics import log as records
+
+
+GRIDS = {4: (1, 4), 12: (3, 4), 16: (4, 4)}
+PERIOD = 64
+
+# Of EASGD and DOWNPOUR the period is LSGD's own, so that a worker sends as many bytes.
+METHODS = {
+    "lsgd": "--method lsgd".split(),
+    "easgd": f"--method easgd --method.period {PERIOD}".split(),
+    "downpour": f"--method downpour --method.period {PERIOD}".split(),
+    "allreduce": "--method allreduce".split(),
+    "lars": "--method allreduce --optimizer.name lars".split(),
+    "sgd": "--method independent --workers.nodes 1 --workers.locals 1".split(),
+}
+
+# The learning rate with Nesterov's momentum was not published: 0.01 keeps η / (1 - μ).
+RECIPES = {
+    "paper": [],
+    "nesterov": (
+        "--optimizer.momentum 0.9 --optimizer.nesterov --optimizer.learning-rate 0.01"
+    ).split(),
+}
+LARS_RATE = 100  # times the others' learning rate: LARS scales it by 0.001 |w| / |g|
+
+# Test error in % at the end (and at its lowest). Teng et al., NeurIPS 2019, poster; with
+# Nesterov's momentum from the first author's later pages, where SGD is data-parallel.
+PUBLISHED = {
+    ("cnn7", 16, "paper"): {
+        "lsgd": "17.0 (16.9)",
+        "easgd": "17.3 (17.3)",
+        "downpour": "20.1 (18.6)",
+        "sgd": "19.9 (19.2)",
+    },
+    ("cnn7", 4, "paper"): {
+        "lsgd": "17.6 (17.3)",
+        "easgd": "17.5 (17.2)",
+        "downpour": "18.7 (18.3)",
+        "sgd": "19.9 (19.2)",
+    },
+    ("resnet20", 16, "paper"): {
+        "lsgd": "9.1 (8.7)",
+        "easgd": "10.0 (9.5)",
+        "downpour": "11.5 (11.4)",
+        "sgd": "9.65 (9.6)",
+    },
+    ("resnet20", 4, "paper"): {
+        "lsgd": "9.1 (9.0)",
+        "easgd": "9.4 (9.3)",
+        "downpour": "9.4 (9.1)",
+        "sgd": "9.6 (9.5)",
+    },
+    ("vgg16", 4, "paper"): {
+        "lsgd": "9.9 (9.8)",
+        "easgd": "10.3 (10.0)",
+        "downpour": "10.1 (10.0)",
+        "sgd": "9.6 (9.6)",
+    },
+    ("resnet20", 12, "nesterov"): {
+        "lsgd": "8.5",
+        "easgd": "9.7",
+        "lars": "8.2",
+        "allreduce": "10.2",
+    },
+    ("cnn7", 12, "nesterov"): {
+        "lsgd": "16.8",
+        "easgd": "16.7",
+        "lars": "17.0",
+        "allreduce": "17.8",
+    },
+}
+# Seconds to an error in % with 16 workers, from the poster.
+PUBLISHED_SECONDS = {
+    "cnn7": {
+        "lsgd": {25: 97, 20: 219, 19: 272, 18: 371},
+        "easgd": {25: 150, 20: 306, 19: 384, 18: 605},
+    },
+    "resnet20": {
+        "lsgd": {20: 84, 15: 152, 12: 287, 10: 578},
+        "easgd": {20: 333, 15: 401, 12: 561, 10: 1030},
+    },
+}
+GOALS = {"cnn7": (40, 30, 25, 20, 19, 18), "resnet20": (40, 20, 15, 12, 10)}
+GOALS["vgg16"] = GOALS["resnet20"]
+
+Setting = tuple[str, int, str]
+
+
+def parse(
+    arguments: Sequence[str],
+) -> tuple[dict[tuple[str, int], Config], Setting, pathlib.Path]:
+    """The configuration of every (method, seed), the setting, the folder for it all.
+
+    Raises:
+      ValueError: an unknown model, number of workers, recipe or method.
+    """
+    parser = Parser("python -m paper cifar10", __doc__)
+    parser.add_argument("--model", choices=GOALS, default="cnn7", help="the network")
+    parser.add_argument(
+        "--workers", type=int, choices=GRIDS, default=4, help="4, 3 x 4 or 4 x 4 workers"
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="paper",
+        help="the paper's settings, or Nesterov's momentum 0.9 of the author's later pages",
+    )
+    parser.add_argument("--methods", default=",".join(METHODS), help="joined by commas")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds each")
+    parser.add_argument("--out", required=True, help="the folder for runs and results")
+    options, others = parser.parse_known_args(arguments)
+    compare.check_left_out(others, "--method", "--workers.nodes", "--workers.locals")
+    nodes, locals = GRIDS[options.workers]
+    grid = ["--workers.nodes", str(nodes), "--workers.locals", str(locals)]
+    start = [f"cifar10-{options.model}", *grid, *RECIPES[options.recipe], *others]
+    commands = {}
+    for method in options.methods.split(","):
+        if method not in METHODS:
+            raise ValueError(
+                f"`methods` must be some of {', '.join(METHODS)}, got {method!r}"
+            )
+        commands[method] = [*start, *METHODS[method]]
+        if method == "lsgd" and nodes > 1:
+            commands[method] += ["--method.global-pull", "0.1"]
+        if method == "lars":
+            commands[method] += _lars_rate(start)
+    out = pathlib.Path(options.out)
+    setting = (options.model, options.workers, options.recipe)
+    return compare.of_seeds(commands, options.seeds, out), setting, out
+
+
+def _lars_rate(command: list[str]) -> list[str]:
+    rate = cli.parse(command).optimizer.learning_rate
+    return ["--optimizer.learning-rate", str(LARS_RATE * rate)]
+
+
+def leader_changes(folder: pathlib.Path) -> str:
+    """How often the leader of the first node changed, of how many elections."""
+    elections = records.read(folder).get("leaders", [])
+    leaders = [event["leaders"][0] for event in elections if event["level"] == "node"]
+    if not leaders:
+        return "–"
+    changes = sum(a != b for a, b in zip(leaders, leaders[1:]))
+    return f"{changes} of {len(leaders)}"
+
+
+def errors(
+    curves: dict[tuple[str, int], Curve], setting: Setting, out: pathlib.Path
+) -> list[dict[str, Any]]:
+    """A row per method: its errors, and those that were published."""
+    published = PUBLISHED.get(setting, {})
+    rows = []
+    for row in compare.summarize(curves):
+        method = row["method"]
+        row["published: end (best)"] = published.get(method, "–")
+        row["changes of the leader"] = leader_changes(out / f"{method}-0")
+        rows.append(row)
+    return rows
+
+
+def reached(curves: dict[tuple[str, int], Curve], setting: Setting) -> list[dict[str, Any]]:
+    """A row per method: seconds of training until the error was first below a goal.
+
+    >>> curves = {("lsgd", 0): Curve([1, 2], [5.0, 9.0], [0.0, 0.0], [42.0, 24.0])}
+    >>> (row,) = reached(curves, ("cnn7", 4, "paper"))
+    >>> row["40 %"], row["25 %"], row["18 %"]
+    ('9 s', '9 s', '–')
+    """
+    model, workers, recipe = setting
+    known = PUBLISHED_SECONDS.get(model, {}) if (workers, recipe) == (16, "paper") else {}
+    rows = []
+    for method in dict.fromkeys(method for method, _ in curves):
+        row = {"method": method}
+        for goal in GOALS[model]:
+            runs = [curve for (name, _), curve in curves.items() if name == method]
+            times = [_seconds_to(goal, curve) for curve in runs]
+            found = [seconds for seconds in times if seconds is not None]
+            text = f"{spread(found, 0)} s" if found else "–"
+            if 0 < len(found) < len(runs):
+                text += f" ({len(found)} of {len(runs)} seeds)"
+            if goal in known.get(method, {}):
+                text += f" (published {known[method][goal]} s)"
+            row[f"{goal} %"] = text
+        rows.append(row)
+    return rows
+
+
+def _seconds_to(goal: float, curve: Curve) -> float | None:
+    pairs = zip(curve.seconds, curve.values)
+    return next((seconds for seconds, error in pairs if error <= goal), None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
+    session = Session()
+    try:
+        configs, setting, out = parse(arguments)
+        session = compare.join(configs)
+        curves = compare.run(configs, out, session)
+    except ValueError as error:
+        return session.leave(WRONG_USAGE, str(error))
+    if curves is None:
+        return STOPPED
+    if not session.is_main:
+        return SUCCESS
+    print(compare.write(errors(curves, setting, out), out, "cifar10"))
+    print(compare.write(reached(curves, setting), out, "reached"), end="")
+    compare.draw(curves, out / "cifar10.png")
+    return SUCCESS

@@ -1,0 +1,1 @@
+"""The loss around a worker and its leaders: python -m paper landscape RUN."""

@@ -1,0 +1,175 @@
+"""From a run to its landscape: the plane, points on it, the trajectory, the losses."""
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+import lsgd_jax as lj
+from paper.landscape import plane
+from paper.landscape.loss import batches_of, fitting_chunk, measure_of
+from paper.landscape.points import ALONG, CENTER, Points, role_of
+from paper.landscape.results import Landscape, Map, Mark, Pulls
+from paper.landscape.saved_run import SavedRun
+from paper.landscape.trajectory import Trajectory, projection
+from train.data import imagenet
+from train.data.imagenet import ImageFolder
+from train.metrics.progress import Pace, Progress
+
+
+FAR = 10  # times the median distance: such a point does not widen the figure
+
+Places = dict[str, np.ndarray]
+
+
+def compute_landscape(
+    run: SavedRun, options: argparse.Namespace, say: Callable[[str], None]
+) -> Landscape:
+    """Chooses the plane, retraces the trajectory, measures the losses.
+
+    Raises:
+      ValueError: no such worker, or its parameters are not finite.
+    """
+    points = Points(run, options.worker)
+    trajectory = Trajectory(run, options.path_steps, say)
+    here = points.of(points.worker)
+    candidates = itertools.chain(points.places(), points.directions(trajectory.snapshots))
+    exact, taken = plane.through(here, candidates)
+    on = plane.Plane(here, exact.basis.astype(here.dtype))
+
+    workers = run.experiment.workers
+    positions = workers.fetch(projection(workers, on)(run.state.params))
+    paths = trajectory.on(on)
+    marks = marks_of(points, on, taken)
+    low, high = frame_of(
+        np.concatenate([np.stack(list(marks.values())), positions]),
+        paths[:, points.worker],
+        np.stack(list(taken.values())),
+        options.margin,
+    )
+    xs, ys = np.linspace(low, high, options.grid).T
+    grid = np.stack(np.meshgrid(xs, ys), axis=-1).reshape(-1, 2)
+    places = np.concatenate([grid, np.stack(list(marks.values()))[:, :2]])
+
+    measure = Measurement(run, on, options, say)
+    names = ["train", "test"] if options.test else ["train"]
+    measured = [measure(name, places) for name in names]
+    square = lambda values: values[: len(grid)].reshape(len(ys), len(xs))
+    marks_losses = measured[0].loss[len(grid) :]
+    first, second = (
+        f"{'' if name.startswith(ALONG) else 'towards '}{name}" for name in taken
+    )
+    return Landscape(
+        title=title_of(run, points, taken),
+        xlabel=f"distance of parameters, {first}",
+        ylabel=f"at right angles, {second}",
+        worker=points.worker,
+        xs=xs,
+        ys=ys,
+        maps=[m._replace(loss=square(m.loss), error=square(m.error)) for m in measured],
+        marks=[Mark(*mark, loss) for mark, loss in zip(marks.items(), marks_losses)],
+        positions=positions,
+        steps=np.arange(run.step - len(trajectory.steps), run.step + 1),
+        paths=paths,
+        pulls=pulls_of(points, run, trajectory.steps),
+    )
+
+
+def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
+    """What the figure names, the worker first, and where: [a, b, distance]."""
+    where = lambda point: np.asarray(plane.coordinates(on, point))
+    shown = [points.worker, *(worker for _, worker in points.roles)]
+    marks = {points.name(worker): where(points.of(worker)) for worker in shown}
+    center = where(points.center)
+    if np.linalg.norm(center) > plane.SAME_POINT * np.linalg.norm(on.origin):
+        marks[CENTER] = center
+    for name, place in taken.items():
+        if not name.startswith(ALONG):
+            marks.setdefault(name, np.append(place, 0.0))
+    return marks
+
+
+def frame_of(
+    positions: np.ndarray, path: np.ndarray, taken: np.ndarray, margin: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The corners of what is shown: marks and workers [n, 3], the path [T, 3], no outliers.
+
+    If all are in one point: as far as the points [2, 2] that the plane goes through.
+    """
+    places = np.concatenate([_near(positions), _near(path)])[:, :2]
+    if not np.ptp(places, axis=0).any():
+        places = np.concatenate([places, taken, -taken])
+    return plane.frame(places, margin)
+
+
+def _near(places: np.ndarray) -> np.ndarray:
+    """Those that are not far out, compared with the others; nan is."""
+    lengths = np.linalg.norm(places[:, :2], axis=1)
+    known = lengths[np.isfinite(lengths)]
+    return places[lengths <= FAR * np.median(known)] if known.size else places[:0]
+
+
+def title_of(run: SavedRun, points: Points, taken: Places) -> str:
+    """The run, and what the plane goes through."""
+    config = run.config
+    through = [points.name(points.worker)]
+    through += [name for name in taken if not name.startswith(ALONG)]
+    along = [name.removeprefix(ALONG) for name in taken if name.startswith(ALONG)]
+    plane_ = f"the plane through {_joined(through)}"
+    plane_ += f", along {_joined(along)}" if along else ""
+    return f"{config.name}, {config.method.name}, step {run.step}\n{plane_}"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
+    """What the worker went through after which of the steps, if not after all of them."""
+    grid, found = run.config.workers, []
+    done = range(steps.start + 1, steps.stop + 1)
+    for pull in points.pulls:
+        if pull.period > 1:
+            role = role_of(pull, points.worker, grid.nodes, grid.locals)
+            name = "exchange" if pull.leader is None else f"pull to the {role}"
+            found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
+    return found
+
+
+class Measurement:
+    """Measures the losses at places of one plane, every device at some of them."""
+
+    def __init__(
+        self,
+        run: SavedRun,
+        on: plane.Plane,
+        options: argparse.Namespace,
+        say: Callable[[str], None],
+    ):
+        self._on, self._measure = on, measure_of(run)
+        self._data, self._seed = run.data[0], run.config.seed
+        self._images, self._chunk, self._say = options.images, options.chunk, say
+        self._devices = lj.Workers(1, len(jax.devices()))
+
+    def __call__(self, name: str, places: np.ndarray) -> Map:
+        """The loss and the error, [N], at places [N, 2], of 'train' or 'test' images."""
+        part = getattr(self._data, name)
+        if isinstance(self._data, ImageFolder):
+            size = self._data.image_size
+            part = imagenet.some(part, self._images, self._seed, size)
+        batches = batches_of(part, self._images, self._seed)
+        images = sum(len(labels) for _, labels in batches)
+        device = self._devices.mesh.devices.flat[0]
+        chunk = self._chunk or fitting_chunk(
+            self._measure, self._on.origin, batches[0], device
+        )
+        self._say(f"measuring {len(places)} points over {images} {name} images")
+        pace = Pace()
+        with Progress(len(places), what="point") as progress:
+            show = lambda done: progress.show(done, None, pace(done))
+            sums = plane.evaluate(
+                *(self._measure, self._on, places, batches, self._devices, chunk, show)
+            )
+        return Map(name, images, sums[:, 0] / images, 100 * sums[:, 1] / images)

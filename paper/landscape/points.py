@@ -1,0 +1,157 @@
+"""The points that the plane of a landscape goes through."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+import lsgd_jax as lj
+from paper.landscape import plane
+from paper.landscape.plane import flat
+from paper.landscape.saved_run import SavedRun
+
+
+CENTER, ALONG = "the center", "along "
+Candidate = tuple[str, np.ndarray]
+
+
+def scores_of(pulls: Sequence[lj.Diagnostics], recent: np.ndarray) -> np.ndarray:
+    """How the workers are judged, [W]: by the scores of elections, or by recent losses.
+
+    What is not finite is inf.
+    """
+    scores = [np.asarray(pull.score) for pull in pulls if pull.score is not None]
+    judged = scores[-1] if scores else recent
+    return np.where(np.isfinite(judged), judged, np.inf)
+
+
+def worst(scores: np.ndarray, among: np.ndarray) -> int:
+    """The worker with the worst score among some, a finite one if there is one.
+
+    >>> worst(np.array([1.0, 3.0, np.inf, 9.0]), np.array([True, True, True, False]))
+    1
+    """
+    judged = among & np.isfinite(scores)
+    chosen = np.flatnonzero(judged if judged.any() else among)
+    return int(chosen[np.argmax(scores[chosen])])
+
+
+def role_of(pull: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
+    """What the leader of a worker's group is called."""
+    if nodes == 1 or locals == 1:
+        return "leader"
+    return (
+        f"leader of node {worker // locals}" if pull.axes == ("local",) else "leader of all"
+    )
+
+
+def leaders_of(
+    worker: int, pulls: Sequence[lj.Diagnostics], scores: np.ndarray, nodes: int
+) -> list[tuple[str, int]]:
+    """A worker's leaders, the nearest first, as (role, worker).
+
+    They are those of the last election; before the first, those that the scores elect.
+    """
+    grid = np.arange(len(scores)).reshape(nodes, -1)
+    locals = grid.shape[1]
+    found = []
+    for pull in pulls:
+        if pull.leader is None:
+            continue
+        group = grid[worker // locals] if pull.axes == ("local",) else grid.ravel()
+        elected = int(pull.leader[worker])
+        leader = group[elected if elected >= 0 else np.argmin(scores[group])]
+        found.append((role_of(pull, worker, nodes, locals), int(leader)))
+    return list(dict.fromkeys(found))
+
+
+class Points:
+    """A worker, those it is shown with, and what else a plane may go through.
+
+    Args:
+      run: the run.
+      worker: whose landscape it is; None: the worst of those that lead no worker.
+
+    Attributes:
+      worker: that worker.
+      roles: those it is shown with, as (role, worker): its leaders, or the best worker.
+      pulls: what each pull did so far.
+      center: the model that the workers represent together, [P].
+
+    Raises:
+      ValueError: no such worker, or its parameters are not finite.
+    """
+
+    def __init__(self, run: SavedRun, worker: int | None):
+        workers, grid = run.experiment.workers, run.config.workers
+        self._run, self._params = run, run.state.params
+        self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
+        scores = scores_of(self.pulls, run.recent)
+        finite = workers.fetch(lj.is_finite(self._params))
+        leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
+        leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
+        self.worker = self._chosen(worker, scores, finite, leading)
+        sound = np.flatnonzero(finite)
+        self._by_score = sound[np.argsort(scores[sound], kind="stable")]
+        self.roles = leaders(self.worker)
+        self._led = bool(self.roles)
+        if not self._led and len(sound) > 1:
+            self.roles = [("best", int(self._by_score[0]))]
+        self.center = flat(lj.center(self._params, run.state.opt_state))
+
+    def _chosen(
+        self,
+        worker: int | None,
+        scores: np.ndarray,
+        finite: np.ndarray,
+        leading: list[int],
+    ) -> int:
+        at = f"at step {self._run.step} of {self._run.folder}"
+        if not finite.any():
+            raise ValueError(f"no worker has finite parameters {at}")
+        if worker is None:
+            led = finite & ~np.isin(np.arange(len(finite)), leading)
+            return worst(scores, led if led.any() else finite)
+        if not 0 <= worker < len(scores):
+            raise ValueError(f"`worker` must be in 0..{len(scores) - 1}, got {worker=}")
+        if not finite[worker]:
+            sound = ", ".join(map(str, np.flatnonzero(finite)))
+            raise ValueError(
+                f"`worker` must have finite parameters, and {at} only {sound} have them, "
+                f"got {worker=}"
+            )
+        return worker
+
+    def of(self, worker: int) -> np.ndarray:
+        """A worker's parameters, [P]."""
+        return flat(jax.tree.map(lambda x: x[worker], self._params))
+
+    def name(self, worker: int) -> str:
+        """The worker and its roles: 'worker 2 (leader of node 0)'."""
+        roles = [role for role, other in self.roles if other == worker]
+        return f"worker {worker}" + (f" ({', '.join(roles)})" if roles else "")
+
+    def places(self) -> Iterator[Candidate]:
+        """Names of points that the plane should go through, the most wanted first."""
+        named = ((self.name(worker), self.of(worker)) for _, worker in self.roles)
+        center = [(CENTER, self.center)]
+        yield from itertools.chain(*((named, center) if self._led else (center, named)))
+        for worker in self._by_score:
+            yield self.name(worker), self.of(worker)
+
+    def directions(
+        self, snapshots: Callable[[int], np.ndarray | None]
+    ) -> Iterator[Candidate]:
+        """What to take if these span no plane: main directions, random ones."""
+        here, seen = self.of(self.worker), snapshots(self.worker)
+        if seen is not None:
+            main = plane.principal(seen.astype(np.float64), here.astype(np.float64))
+            for count, point in enumerate(main, 1):
+                yield f"{ALONG}principal direction {count} of the trajectory", point
+        start = self._run.experiment.init().params
+        yield "the start of training", flat(jax.tree.map(lambda x: x[self.worker], start))
+        params = jax.tree.map(lambda x: np.asarray(x[self.worker]), self._params)
+        for seed in range(8):
+            step = flat(plane.filterwise_random(seed, params))
+            yield f"{ALONG}random direction {seed}", here + step

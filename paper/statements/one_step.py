@@ -1,0 +1,161 @@
+r"""One step on a strongly convex f: the leader's advantage comes on top of SGD's descent.
+
+For m-strongly convex f with M-Lipschitz gradient (κ = M/m), a leader z with f(z) ≤ f(x)
+and x₊ = x − η(g + λ(x − z)), g an unbiased gradient of variance σ²:
+
+.. math::
+  E f(x_+) - f^* \le (1 - m\eta)(f(x) - f^*) - \eta\lambda(f(x) - f(z))
+    + \tfrac12 \eta^2 M \sigma^2
+
+if η ≤ 1/(2M) and ηλ ≤ 1/(2κ). (Smoothness bounds f(x₊); strong convexity gives
+∇f·(x − z) ≥ f(x) − f(z) + (m/2)‖x − z‖², whose last term pays for M(ηλ)²‖x − z‖².)
+
+Checked on random f(x) = ½xᵀHx + s Σ_k log cosh x_k, x in five dimensions, κ up to 100,
+with noise ±σv along a unit vector v, so that the expectation is a mean of two steps.
+
+Paper: theorem on the one-step descent of LSGD.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib import pyplot as plt
+
+from paper.instances import Instances, step_of
+from paper.methods import lgd
+from paper.statements.claim import Claim, Outcome
+
+
+class Cases(NamedTuple):
+    """Random functions, places and settings; arrays [cases, ...] of float64.
+
+    Attributes:
+      hessian: H [d, d]; bend: s; f has its minimum 0 at 0.
+      convexity: m, the least eigenvalue of H; smoothness: M, the greatest, and s.
+      x, z: the worker's place and the leader's, [d], f(z) ≤ f(x).
+      noise: σv [d].
+      rate: η; pull: λ.
+    """
+
+    hessian: np.ndarray
+    bend: np.ndarray
+    convexity: np.ndarray
+    smoothness: np.ndarray
+    x: np.ndarray
+    z: np.ndarray
+    noise: np.ndarray
+    rate: np.ndarray
+    pull: np.ndarray
+
+
+def height(x: jax.Array, hessian: jax.Array, bend: jax.Array) -> jax.Array:
+    """f(x) = ½xᵀHx + s Σ log cosh x_k."""
+    log_cosh = jnp.logaddexp(x, -x) - jnp.log(2.0)
+    return x @ hessian @ x / 2 + bend * log_cosh.sum()
+
+
+heights = jax.jit(jax.vmap(height))
+
+
+def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Cases:
+    """Random cases with steps up to `largest` times what the statement allows."""
+    dimension = 5
+    rotation = np.linalg.qr(rng.standard_normal((count, dimension, dimension)))[0]
+    spectrum = 10 ** rng.uniform(-1, 1, (count, dimension))
+    hessian = (rotation * spectrum[:, None]) @ rotation.swapaxes(1, 2)
+    bend = rng.choice([0.0, 1.0], count) * rng.uniform(0, 10, count)
+    least, greatest = spectrum.min(axis=1), spectrum.max(axis=1) + bend
+
+    scale = 10 ** rng.uniform(-1, 1, (count, 1))
+    x = scale * rng.standard_normal((count, dimension))
+    z = x * rng.uniform(-1, 1, (count, 1)) + scale * rng.standard_normal(x.shape)
+    lower = np.asarray(heights(z, hessian, bend) <= heights(x, hessian, bend))[:, None]
+    x, z = np.where(lower, x, z), np.where(lower, z, x)
+
+    # Half of the noise lies where the bound is tightest, along the steepest curvature.
+    steepest = np.take_along_axis(rotation, spectrum.argmax(axis=1)[:, None, None], axis=2)
+    anywhere = rng.standard_normal((count, dimension))
+    along = np.where(rng.random((count, 1)) < 0.5, steepest[..., 0], anywhere)
+    along /= np.linalg.norm(along, axis=1, keepdims=True)
+    noise = 10 ** rng.uniform(-2, 2, (count, 1)) * along
+
+    # A third each: at the limit of η, at the limit of ηλ, anywhere below both.
+    kind = rng.integers(0, 3, count)
+    rate = np.where(kind == 0, 1.0, 10 ** rng.uniform(-3, 0, count)) / (2 * greatest)
+    fraction = np.where(kind == 1, 1.0, 10 ** rng.uniform(-3, 0, count))
+    pull = fraction * least / (2 * greatest) / rate
+    rate, pull = largest * rate, pull * largest
+    return Cases(hessian, bend, least, greatest, x, z, noise, rate, pull)
+
+
+def step_heights(cases: Cases) -> np.ndarray:
+    """E f(x₊): the library's step of a worker at x with a leader at z, both noises."""
+
+    def one(x, hessian, bend, noise, rate, pull):
+        value, grad = jax.value_and_grad(height)(x, hessian, bend)
+        tx = lgd(rate, lambda _: rate * pull)
+        step = step_of(tx, lambda _: (value, grad + noise))
+        x, _, _ = step(x, tx.init(x))
+        return height(x, hessian, bend)
+
+    count = len(cases.x)
+    instances = Instances(2 * count, workers=2)
+    twice = lambda a: np.concatenate([a, a])
+    still = np.zeros_like(cases.noise)
+    pairs = np.stack([twice(cases.x), twice(cases.z)], axis=1)
+    noises = np.concatenate([cases.noise, -cases.noise])
+    heights_after = instances.map(one)(
+        instances.put(pairs),
+        *instances.share_out((twice(cases.hessian), twice(cases.bend))),
+        instances.put(np.stack([noises, twice(still)], axis=1)),
+        *instances.share_out((twice(cases.rate), twice(cases.pull))),
+    )
+    return instances.fetch(heights_after)[:, 0].reshape(2, count).mean(axis=0)
+
+
+def bounds(cases: Cases) -> np.ndarray:
+    """What the statement says of E f(x₊), one value per case."""
+    at_x = np.asarray(heights(cases.x, cases.hessian, cases.bend))
+    at_z = np.asarray(heights(cases.z, cases.hessian, cases.bend))
+    eta = cases.rate
+    variance = np.square(cases.noise).sum(axis=1)
+    return (
+        (1 - cases.convexity * eta) * at_x
+        - eta * cases.pull * (at_x - at_z)
+        + eta**2 * cases.smoothness * variance / 2
+    )
+
+
+def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
+    """Compares the step with the bound in random cases."""
+    drawn = draw_cases(np.random.default_rng(seed), cases, largest)
+    expected, bound = step_heights(drawn), bounds(drawn)
+    before = np.asarray(heights(drawn.x, drawn.hessian, drawn.bend))
+    scale = before + np.square(drawn.noise).sum(axis=1) * drawn.rate
+    excess = (expected - bound) / scale
+    gain = drawn.rate * drawn.pull
+    claim = Claim(
+        "E f(x₊) − f* ≤ (1 − mη)(f(x) − f*) − ηλ(f(x) − f(z)) + ½η²Mσ²",
+        f"left − right, of f(x) − f* + ησ², worst of {cases} random cases",
+        float(excess.max()),
+        "≤",
+        0.0,
+        1e-14,
+    )
+    return Outcome([claim], [], draw(expected / before, bound / before, gain))
+
+
+def draw(expected: np.ndarray, bound: np.ndarray, gain: np.ndarray) -> Any:
+    """E f(x₊) against its bound, both as shares of f(x)."""
+    figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
+    image = axes.scatter(bound, expected, c=gain, s=4, norm="log", cmap="viridis")
+    ends = [min(expected.min(), bound.min()), max(expected.max(), bound.max())]
+    axes.plot(ends, ends, "--", lw=1, color="black", label="equal")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel("bound / (f(x) − f*)")
+    axes.set_ylabel("(E f(x₊) − f*) / (f(x) − f*)")
+    axes.legend(frameon=False)
+    figure.colorbar(image, label="ηλ")
+    return figure

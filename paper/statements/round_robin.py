@@ -1,0 +1,178 @@
+r"""EASGD in round robin on f(x) = x²/2: for which η and α it is stable.
+
+One worker after the other steps with the center, old values on both right sides:
+
+.. math::
+  x_i \leftarrow x_i - \eta x_i - \alpha (x_i - c), \qquad
+  c \leftarrow c + \alpha (x_i - c), \qquad i = t \bmod p,
+
+so a round of p workers is the linear map F = F_{p-1} ⋯ F_0 of (x_0, …, x_{p-1}, c), and the
+method is stable if no eigenvalue of F is larger than 1. Claimed: it is if
+
+.. math:: 0 \le \eta \le 2, \qquad 0 \le \alpha \le \frac{4 - 2\eta}{4 - \eta},
+
+for any p (then every F_i, symmetric, has norm at most 1), and for p = 1 only if. For
+p = 1 the map is read off the library's own EASGD step, too: of two workers one is left
+out because its loss is nan, which leaves EASGD with one worker and α = β/2. It is read off
+where 0 ≤ α ≤ 1, as the library's pulls end at their target; all of the claimed region lies
+there.
+
+Source: Zhang, Choromanska, LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015,
+section on the stability of EASGD and ADMM.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib import pyplot as plt
+
+from paper.instances import Instances, step_of
+from paper.methods import easgd
+from paper.statements.claim import Claim, Outcome
+
+
+def round_map(eta: Any, alpha: Any, workers: int) -> np.ndarray:
+    """F [..., p + 1, p + 1], for η and α of one shape [...]."""
+    eta, alpha = np.broadcast_arrays(eta, alpha)
+    identity = np.zeros((*eta.shape, workers + 1, workers + 1)) + np.eye(workers + 1)
+    whole = identity
+    for i in range(workers):
+        one = identity.copy()
+        one[..., i, i], one[..., i, -1] = 1 - eta - alpha, alpha
+        one[..., -1, i], one[..., -1, -1] = alpha, 1 - alpha
+        whole = one @ whole
+    return whole
+
+
+def radius(matrix: np.ndarray) -> np.ndarray:
+    """The largest modulus of an eigenvalue, of each matrix [..., n, n]."""
+    return np.abs(np.linalg.eigvals(matrix)).max(axis=-1)
+
+
+def limit(eta: np.ndarray) -> np.ndarray:
+    """The claimed largest α.
+
+    >>> limit(np.array([0.0, 2.0])).tolist()
+    [1.0, 0.0]
+    """
+    return (4 - 2 * eta) / (4 - eta)
+
+
+def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
+    """The largest stable α found by bisection, between stable at 0 and unstable at 2.5."""
+    low, high = np.zeros_like(eta), np.full_like(eta, 2.5)
+    for _ in range(60):
+        middle = (low + high) / 2
+        stable = radius(round_map(eta, middle, workers)) <= 1 + 1e-12
+        low, high = np.where(stable, middle, low), np.where(stable, high, middle)
+    return low
+
+
+def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """(x, c) -> (x, c) as `lj.easgd` steps with one worker: [cases, 2, 2], η, α [cases].
+
+    The center starts as the mean of both workers: the one left out stands where the
+    center comes to lie as wanted, at (1, 0) and at (0, 1).
+    """
+    starts = np.array([[1.0, -1.0], [0.0, 2.0]])
+    count = len(eta)
+    instances = Instances(2 * count, workers=2)
+
+    def one(x, eta, alpha, out):
+        tx = easgd(eta, lambda _: 2 * alpha)
+        step = step_of(tx, lambda x: (jnp.where(out, jnp.nan, x * x / 2), x))
+        x, state, _ = step(x, tx.init(x))
+        return x, optax.tree.get(state, "center").value
+
+    out = np.broadcast_to([False, True], (2 * count, 2))
+    x, center = instances.map(one)(
+        instances.put(np.repeat(starts, count, axis=0)),
+        *instances.share_out((np.tile(eta, 2), np.tile(alpha, 2))),
+        instances.put(out),
+    )
+    columns = np.stack([instances.fetch(x)[:, 0], instances.fetch(center)[:, 0]], axis=1)
+    return columns.reshape(2, count, 2).transpose(1, 2, 0)
+
+
+def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
+    """Maps the stable region; nothing is random, the seed is not used."""
+    del seed
+    counts = range(1, workers + 1)
+    eta = np.linspace(0, 2, grid)
+    share = np.linspace(0, 1, grid)[:, None]
+    inside = [radius(round_map(eta, share * limit(eta), p)).max() for p in counts]
+
+    # Everywhere, in and out of the region, but for what lies on its border.
+    eta_all, alpha_all = np.meshgrid(
+        np.linspace(-0.51, 3.01, grid), np.linspace(-0.203, 1.507, grid)
+    )
+    claimed = (0 <= eta_all) & (eta_all <= 2)
+    claimed &= (0 <= alpha_all) & (alpha_all <= limit(eta_all))
+    matrix = round_map(eta_all, alpha_all, 1)
+    unlike = (radius(matrix) <= 1 + 1e-12) != claimed
+    allowed = (0 <= alpha_all) & (alpha_all <= 1)  # beyond, pulls are clipped
+    read_off = library_map(eta_all[allowed], alpha_all[allowed])
+
+    borders = {p: largest_stable(eta, p) for p in counts}
+    beyond = {p: float((border - limit(eta)).max()) for p, border in borders.items()}
+    claims = [
+        Claim(
+            "EASGD round robin on x²/2 is stable if 0 ≤ η ≤ 2, 0 ≤ α ≤ (4 − 2η)/(4 − η)",
+            f"spectral radius, largest of {grid}² points for each p = 1 … {workers}",
+            float(max(inside)),
+            "≤",
+            1.0,
+            1e-9,
+        ),
+        Claim(
+            "EASGD with one worker: and only if",
+            f"points of {grid}² in [−0.5, 3] × [−0.2, 1.5] where stability differs, p = 1",
+            float(unlike.sum()),
+            "≤",
+            0.0,
+            0.0,
+        ),
+        Claim(
+            "EASGD with one worker: the border is α = (4 − 2η)/(4 − η)",
+            f"distance of the largest stable α from it, worst of {grid} η",
+            float(np.abs(borders[1] - limit(eta)).max()),
+            "≤",
+            0.0,
+            1e-9,
+        ),
+        Claim(
+            "EASGD with one worker: the map is that of the library's step",
+            f"entries of the map, largest deviation at {allowed.sum()} points, 0 ≤ α ≤ 1",
+            float(np.abs(read_off - matrix[allowed]).max()),
+            "≤",
+            0.0,
+            1e-14,
+        ),
+    ]
+    excess = ", ".join(f"{beyond[p]:.2g} (p = {p})" for p in counts if p > 1)
+    remarks = [
+        "With several workers the condition is enough, and tight only for odd p: the "
+        f"largest stable α lies above (4 − 2η)/(4 − η) by up to {excess}."
+    ]
+    pair = radius(round_map(eta_all, alpha_all, 2))
+    return Outcome(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
+
+
+def draw(eta: np.ndarray, alpha: np.ndarray, radii: list[np.ndarray]) -> Any:
+    """The spectral radius over η and α for one and for two workers."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    border = np.linspace(0, 2, 101)
+    for p, (axes, largest) in enumerate(zip(panels, radii), start=1):
+        levels = np.linspace(0, 2, 21)
+        style = {"cmap": "RdBu_r", "extend": "max"}
+        image = axes.contourf(eta, alpha, largest, levels, **style)
+        axes.contour(eta, alpha, largest, [1 + 1e-9], colors="black", linewidths=1.4)
+        axes.plot(border, limit(border), "--", color="tab:green", lw=2)
+        axes.set_xlabel("η")
+        axes.set_title(f"p = {p}", fontsize=10)
+    panels[0].set_ylabel("α")
+    figure.colorbar(image, ax=panels, label="spectral radius")
+    figure.suptitle("black: stable inside; green, dashed: (4 − 2η)/(4 − η)", fontsize=10)
+    return figure

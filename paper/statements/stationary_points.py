@@ -1,0 +1,206 @@
+r"""Where the workers come to rest: LSGD's leader where f is stationary, EASGD's nowhere.
+
+At a fixed point of the LGD step with leader l, the one worker with the lowest f,
+
+.. math:: \nabla f(x_l) = 0, \qquad \nabla f(x_i) = -\lambda (x_i - x_l),
+
+so the leader stands where f itself is stationary. At a fixed point of EASGD with workers
+in different basins of f
+
+.. math:: \nabla f(x_i) = -\rho (x_i - c) \ne 0, \qquad c = \frac{1}{W} \sum_j x_j,
+
+and no worker does. (λ, ρ: the pulls per unit of the learning rate.)
+
+Checked on random tilted double wells in the plane, f(x) = Σ_k ¼(x_k² − 1)² + a_k x_k,
+with a worker in each of the four basins.
+
+Paper: section on stationary points (theorem on LSGD's objective).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib import pyplot as plt
+
+from paper.instances import Instances, step_of
+from paper.methods import easgd, lgd
+from paper.statements.claim import Claim, Outcome
+from train.plots import BLUE, GREY, ORANGE
+
+
+RATE, PULL = 0.1, 0.08  # η; λ = ρ
+CORNERS = np.array([(-1, -1), (-1, 1), (1, -1), (1, 1)], float)
+METHODS = {
+    "LSGD": lgd(RATE, RATE * PULL),
+    "EASGD": easgd(RATE, RATE * PULL * len(CORNERS)),
+}
+
+
+def wells(x: jax.Array, tilt: jax.Array) -> jax.Array:
+    """f at x [2], with the tilt a [2]."""
+    return jnp.sum(jnp.square(jnp.square(x) - 1) / 4 + tilt * x)
+
+
+def settle(method: str, starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
+    """Where the workers [instances, 4, 2] stand after that many steps."""
+    tx = METHODS[method]
+    step = step_of(tx, jax.value_and_grad(wells))
+    instances = Instances(*starts.shape[:2])
+
+    def run(x, tilt):
+        one = lambda carry, _: (step(*carry, tilt)[:2], None)
+        return jax.lax.scan(one, (x, tx.init(x)), length=steps)[0][0]
+
+    return instances.fetch(
+        instances.map(run)(instances.put(starts), instances.share_out(tilts))
+    )
+
+
+def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
+    """The same by gradient descent on Σ_i f(x_i) + λ/2‖x_i − x_l‖², x_l not held fixed."""
+
+    def objective(x, tilt):
+        values = jax.vmap(wells, (0, None))(x, tilt)
+        gaps = x - x[jnp.argmin(values)][None]
+        return values.sum() + PULL / 2 * jnp.square(gaps).sum()
+
+    def run(x, tilt):
+        one = lambda x, _: (x - RATE * jax.grad(objective)(x, tilt), None)
+        return jax.lax.scan(one, x, length=steps)[0]
+
+    return np.asarray(jax.jit(jax.vmap(run))(starts, tilts))
+
+
+def gradients(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
+    """∇f at every worker, like x."""
+    return x**3 - x + tilts[:, None]
+
+
+def values(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
+    """f at every worker [instances, 4]."""
+    return ((x**2 - 1) ** 2 / 4 + tilts[:, None] * x).sum(axis=-1)
+
+
+def led_apart(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
+    """Which instances have one leader, and every worker in a basin of its own."""
+    first, second = np.sort(values(x, tilts), axis=1)[:, :2].T
+    basins = [len(set(map(tuple, np.sign(one)))) for one in x]
+    return (second - first > 1e-6) & (np.array(basins) == len(CORNERS))
+
+
+def norms(x: np.ndarray) -> np.ndarray:
+    """The length of every worker's vector."""
+    return np.linalg.norm(x, axis=-1)
+
+
+def leader_of(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
+    """Where each instance's leader stands [instances, 1, 2]."""
+    first = values(x, tilts).argmin(axis=1)
+    return np.take_along_axis(x, first[:, None, None], axis=1)
+
+
+def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
+    """Lets both methods come to rest in random landscapes."""
+    rng = np.random.default_rng(seed)
+    tilts = rng.uniform(0.02, 0.2, (landscapes, 2))
+    starts = CORNERS[None] * rng.uniform(0.7, 1.3, (landscapes, *CORNERS.shape))
+    starts = np.stack([one[rng.permutation(len(CORNERS))] for one in starts])
+
+    ends = {name: settle(name, starts, tilts, steps) for name in METHODS}
+    x, kept = ends["LSGD"], led_apart(ends["LSGD"], tilts)
+    first = leader_of(x, tilts)
+    at_leader = norms(gradients(first, tilts))[kept]
+    balance = norms(gradients(x, tilts) + PULL * (x - first))[kept]
+
+    y, apart = ends["EASGD"], led_apart(ends["EASGD"], tilts)
+    center = y.mean(axis=1, keepdims=True)
+    elastic = norms(gradients(y, tilts) + PULL * (y - center))[apart]
+    at_workers = norms(gradients(y, tilts))[apart]
+    shortest = PULL * norms(y - center)[apart]
+
+    z = settle_literally(starts, tilts, steps)
+    unlike = norms(gradients(leader_of(z, tilts), tilts))[led_apart(z, tilts)]
+
+    worst = lambda found: float(found.max()) if found.size else float("nan")
+    least = lambda found: float(found.min()) if found.size else float("nan")
+    claims = [
+        Claim(
+            "LSGD at rest, one leader: ∇f(leader) = 0",
+            f"‖∇f(leader)‖, worst of {kept.sum()} landscapes",
+            worst(at_leader),
+            "≤",
+            0.0,
+            1e-12,
+        ),
+        Claim(
+            "LSGD at rest: ∇f(x_i) = −λ(x_i − leader)",
+            f"‖∇f + λ(x_i − leader)‖, worst of {balance.size} workers",
+            worst(balance),
+            "≤",
+            0.0,
+            1e-12,
+        ),
+        Claim(
+            "EASGD at rest in different basins: ∇f(x_i) = −ρ(x_i − c)",
+            f"‖∇f + ρ(x_i − c)‖, worst of {elastic.size} workers",
+            worst(elastic),
+            "≤",
+            0.0,
+            1e-12,
+        ),
+        Claim(
+            "EASGD at rest in different basins: ∇f(x_i) ≠ 0",
+            f"‖∇f(x_i)‖, least of {at_workers.size} workers, against the least ρ‖x_i − c‖",
+            least(at_workers),
+            "≥",
+            least(shortest),
+            1e-12,
+        ),
+    ]
+    remarks = [
+        "The leader is held fixed when LSGD's objective Σ f(x_i) + λ/2‖x_i − leader‖² is "
+        "differentiated, as in the step. Differentiated through the leader as well, its "
+        "stationary points have ∇f(leader) = λΣ(x_i − leader), which is not 0: gradient "
+        f"descent on it came to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in "
+        f"{unlike.size} landscapes."
+    ]
+    others = norms(x - first)[kept] > 0
+    groups = {
+        "LSGD, leaders": at_leader,
+        "LSGD, others": norms(gradients(x, tilts))[kept][others],
+        "EASGD, workers": at_workers,
+    }
+    return Outcome(claims, remarks, draw(tilts[0], x[0], y[0], groups))
+
+
+def draw(
+    tilt: np.ndarray, lsgd: np.ndarray, easgd: np.ndarray, groups: dict[str, np.ndarray]
+) -> Any:
+    """One landscape with the workers at rest, and the gradients in all landscapes."""
+    figure, (plane, strip) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+    side = np.linspace(-1.6, 1.6, 201)
+    grid = np.stack(np.meshgrid(side, side), axis=-1)
+    height = values(grid.reshape(1, -1, 2), tilt[None]).reshape(len(side), -1)
+    plane.contour(side, side, height, 24, colors=GREY, linewidths=0.6)
+    roots = [np.roots([1, 0, -1, a]).real for a in tilt]
+    for corner in CORNERS:
+        minimum = [r[np.abs(r - s).argmin()] for r, s in zip(roots, corner)]
+        plane.plot(*minimum, "+", color="black", ms=11, zorder=1)
+    plane.plot(*lsgd.T, "o", color=BLUE, ms=5, label="LSGD")
+    best = lsgd[values(lsgd[None], tilt[None])[0].argmin()]
+    plane.plot(*best, "*", color=BLUE, ms=15, mec="black", mew=0.6, label="its leader")
+    plane.plot(*easgd.T, "s", color=ORANGE, ms=5, label="EASGD")
+    plane.plot(*easgd.mean(axis=0), "x", color=ORANGE, ms=9, mew=2, label="its center")
+    plane.legend(fontsize=8, loc="center left")
+    plane.set_title("at rest in one landscape (+: minima of f)", fontsize=10)
+    plane.set_aspect("equal")
+    jitter = np.random.default_rng(0)
+    for place, lengths in enumerate(map(np.ravel, groups.values())):
+        spread = place + jitter.uniform(-0.25, 0.25, lengths.size)
+        strip.semilogy(spread, lengths, ".", ms=3, color=(BLUE, BLUE, ORANGE)[place])
+    strip.set_xticks(range(len(groups)), list(groups))
+    strip.set_ylabel("‖∇f(x_i)‖")
+    strip.set_title("all landscapes", fontsize=10)
+    return figure

@@ -1,0 +1,51 @@
+"""The loss at a point of parameter space."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from landscapes import SMALL
+
+from paper.landscape import loss
+from paper.landscape.plane import flat
+from train.task.datasets import load_dataset
+
+
+def test_batch_statistics_are_those_of_the_images_at_the_point():
+    """As the network sees a batch while training; the workers' own are not used."""
+    config = dataclasses.replace(SMALL, model="digits-bn")
+    dataset, transforms = load_dataset(config)
+    ((images, labels),) = loss.batches_of(dataset.train, 64, seed=0)
+    model, x = loss.MODELS["digits-bn"](), transforms.test(images)
+    variables = jax.jit(lambda: model.init(jax.random.key(0), x, train=False))()
+    params = variables["params"]
+    spoiled = jax.tree.map(lambda x: x + 7, {"batch_stats": variables["batch_stats"]})
+    state = jax.tree.map(lambda x: x[None], {"params": params, "stats": spoiled})
+    case = SimpleNamespace(
+        config=config, data=(dataset, transforms), state=SimpleNamespace(**state)
+    )
+    measure = jax.jit(loss.measure_of(case))
+    logits, _ = model.apply(variables, x, True, mutable=["batch_stats"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    expected = [float(losses.sum()), float(np.sum(logits.argmax(axis=1) != labels))]
+    seen = measure(jnp.asarray(flat(params)), (images, labels))
+    np.testing.assert_allclose(seen, expected, rtol=1e-5)
+
+
+def test_as_many_points_at_a_time_as_fit_into_half_the_memory():
+    measure = lambda point, batch: jnp.tanh(jnp.outer(point, batch)).sum()[None]
+    point, batch = jnp.ones(1000), jnp.ones(1000)
+    chunk = lambda free: loss.fitting_chunk(
+        *(measure, point, batch),
+        SimpleNamespace(
+            platform="gpu",
+            memory_stats=lambda: {"bytes_limit": free + 10**6, "bytes_in_use": 10**6},
+        ),
+    )
+    assert chunk(0) == 1 and chunk(10**12) == loss.MOST_POINTS
+    assert loss.fitting_chunk(measure, point, batch, jax.devices()[0]) == 1
+    without = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
+    assert loss.fitting_chunk(measure, point, batch, without) == 1

@@ -1,0 +1,121 @@
+"""The command: what it writes, what it leaves alone, and wrong usage."""
+
+import shutil
+
+import numpy as np
+import pytest
+from landscapes import contents, landscape_of
+from paper.landscape.cli import main
+
+from paper.landscape import cli as command
+from paper.landscape.results import Mark
+from train.data.arrays import DataError
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The command with a landscape that is known already."""
+    known = landscape_of(np.eye(3), [[1, 1, 1], [0, 0, 0]], [Mark("a", np.zeros(3), 1.0)])
+    monkeypatch.setattr(command, "SavedRun", lambda *args: None)
+    monkeypatch.setattr(command, "compute_landscape", lambda *args: known)
+
+
+def test_own_results_are_drawn_again_and_others_are_left_alone(copied, computed, capsys):
+    assert main([str(copied)]) == 0 and main([str(copied)]) == 0
+    before = contents(copied)
+    for name in ("landscape.png", "landscape.npz"):
+        own = (copied / name).read_bytes()
+        (copied / name).write_text("mine")
+        capsys.readouterr()
+        assert main([str(copied)]) == 2
+        assert f"{name} is there and not from this" in capsys.readouterr().err
+        assert (copied / name).read_text() == "mine"
+        (copied / name).write_bytes(own)
+    assert contents(copied) == before
+
+
+def test_results_go_elsewhere_if_asked(run, computed, tmp_path):
+    before = contents(run)
+    assert main([str(run), "--out", str(tmp_path / "a" / "b")]) == 0
+    assert contents(run) == before
+    names = {path.name for path in (tmp_path / "a" / "b").iterdir()}
+    assert names == {"landscape.png", "landscape.npz"}
+
+
+def test_a_full_disk_leaves_the_old_results(tmp_path):
+    (tmp_path / "landscape.png").write_bytes(b"old")
+
+    def fill(file):
+        file.write(b"half of")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError):
+        command.write(tmp_path / "landscape.png", fill)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_what_goes_wrong_while_working(run, computed, monkeypatch, capsys, tmp_path):
+    for error, status in ((KeyboardInterrupt(), 130), (OSError("disk full"), 1)):
+
+        def fail(*args, error=error):
+            raise error
+
+        monkeypatch.setattr(command, "compute_landscape", fail)
+        assert main([str(run), "--out", str(tmp_path)]) == status
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--worker 4", "`worker` must be in 0..3, got worker=4"),
+        ("--step 7", "`step` must be that of a checkpoint (6, 12), got step=7"),
+        ("--grid 1", "`grid` must be at least 2, got grid=1"),
+        ("--images 0", "`images` must be a positive int, got images=0"),
+        ("--chunk 0", "`chunk` must be a positive int, got chunk=0"),
+        ("--path-steps -1", "`path_steps` must be at least 0, got path_steps=-1"),
+        ("--margin nan", "`margin` must be at least 0, got margin=nan"),
+        ("--grid x", "argument --grid: invalid int value"),
+        ("--nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(run, options, message, capsys, tmp_path):
+    before = contents(run)
+    assert main([str(run), *options.split(), "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {message}") and printed.count("\n") == 1
+    assert contents(run) == before and not list(tmp_path.iterdir())
+
+
+def test_no_run_and_no_checkpoint(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert main([str(folder), "--out", str(out)]) == 2
+        assert "holds no configuration of a run" in capsys.readouterr().err
+    shutil.copy(run / "config.json", tmp_path)
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no checkpoint yet" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "the following arguments are required: run" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
+
+
+def test_data_that_have_moved(run, monkeypatch, capsys, tmp_path):
+    def load(config):
+        raise DataError(f"nothing in {config.data.dir}")
+
+    monkeypatch.setattr("paper.landscape.saved_run.load_dataset", load)
+    for options, reason in (
+        (["--data-dir", "there"], "`data.dir` must be left out with data.name=digits"),
+        ([], "nothing in None"),
+    ):
+        assert main([str(run), *options, "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {reason}")
+
+
+def test_a_place_that_is_no_folder(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main([str(run), "--out", str(tmp_path / "file")]) == 2
+    assert "cannot take the results" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,45 @@
+"""Retracing the steps to a checkpoint."""
+
+import jax
+import numpy as np
+from landscapes import but
+
+from paper.landscape import trajectory
+from paper.landscape.plane import Plane, flat
+
+
+def retraced(saved, most=100):
+    """The trajectory to a checkpoint, on a plane along two parameters, and what is said."""
+    lines = []
+    origin = flat(jax.tree.map(lambda x: x[0], saved.state.params))
+    basis = np.eye(2, origin.size, dtype=np.float32)
+    path = trajectory.Trajectory(saved, most, lines.append)
+    return path, path.on(Plane(origin, basis)), lines
+
+
+def test_the_first_checkpoint_is_reached_from_the_start_of_training(saved):
+    first = but(saved, step=6, state=saved.state_at(6))
+    path, paths, lines = retraced(first)
+    assert path.steps == range(6) and paths.shape == (7, 4, 3)
+    assert not any("warning" in line for line in lines)
+    # All workers start in one point.
+    assert np.ptp(paths[0], axis=0).max() == 0 and np.ptp(paths[-1]) > 0
+
+
+def test_a_trajectory_that_ends_elsewhere_is_reported(saved, monkeypatch):
+    advance = trajectory.advance
+    monkeypatch.setattr(
+        trajectory, "advance", lambda e, state, step: advance(e, state, step + 1)
+    )
+    _, _, lines = retraced(saved)
+    (line,) = [line for line in lines if "warning" in line]
+    assert "does not end where the checkpoint is" in line
+
+
+def test_a_trajectory_that_is_too_long_is_left_out_and_said(saved):
+    path, paths, lines = retraced(saved, most=5)
+    assert len(path.steps) == len(paths) == 0
+    (line,) = lines
+    assert line.startswith("the trajectory from step 6 to 12 is left out (6 steps")
+    assert line.endswith("--path-steps 6 retraces it")
+    assert retraced(saved, most=0)[2] == []

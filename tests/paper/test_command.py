@@ -1,0 +1,113 @@
+"""python -m paper: names, wrong usage and folders."""
+
+import pathlib
+import sys
+import types
+
+import pytest
+from matplotlib import pyplot as plt
+
+from paper import __main__ as paper
+from paper.statements import round_robin
+from paper.statements.claim import Claim, Outcome
+
+
+def test_help_names_every_experiment(capsys):
+    assert paper.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in paper.EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", paper.EXPERIMENTS)
+def test_every_experiment_explains_its_options(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        paper.main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"python -m paper {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the experiment must be one of sinc, "),
+        (["nonsense"], "got 'nonsense'"),
+        (["sinc", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["sinc", "--starts", "0"], "`starts` must be a positive int, got starts=0"),
+        (["sinc", "--starts", "x"], "invalid int value: 'x'"),
+        (["sinc", "--seed", "-1"], "`seed` must be at least 0"),
+        (["matrix-completion", "--ranks", "1,x"], "`ranks` must be integers separated"),
+        (["matrix-completion", "--ranks", "0"], "`ranks` must lie in 1..1000"),
+        (["matrix-completion", "--ranks", "1001"], "`ranks` must lie in 1..1000"),
+        (["matrix-completion", "--pull", "2"], "`pull` must be in [0, 1]"),
+        (["matrix-completion", "--pull", "0.2"], "pull x workers"),
+        (["matrix-completion", "--learning-rate", "nan"], "`learning_rate` must be at"),
+        (["matrix-completion", "--instances", "0"], "`instances` must be a positive int"),
+        (["theory", "--only", "one-step,two"], "`only` must be one of 'stationary-points'"),
+        (["theory", "--seed", "-1"], "`seed` must be at least 0"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert paper.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+SMALL = {
+    "sinc": "--iterations 3 --starts 2 --random-iterations 2",
+    "matrix-completion": "--dimension 8 --ranks 1 --instances 1 --iterations 1",
+    "theory": "--only round-robin",
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_folder_with_something_in_it_is_left_untouched(name, tmp_path, capsys):
+    (tmp_path / "mine").write_text("kept")
+    assert paper.main([name, *SMALL[name].split(), "--out", str(tmp_path)]) == 2
+    assert "`out` must be a new or empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_file_in_the_folder_s_place_is_left_untouched(tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    for out in ("file", "file/below"):
+        arguments = ["sinc", *SMALL["sinc"].split(), "--out", str(tmp_path / out)]
+        assert paper.main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_without_out_a_new_folder_every_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim = Claim("zero is at most zero", "0", 0.0, "≤", 0.0, 1e-3)
+    quick = lambda seed: Outcome([claim], [], plt.figure())
+    monkeypatch.setattr(round_robin, "check", quick)
+    for _ in range(2):
+        assert paper.main(["theory", "--only", "round-robin"]) == 0
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    assert all(path.name.startswith("paper-theory-") for path in folders)
+
+
+def test_an_experiment_is_registered_by_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    module = types.SimpleNamespace(__doc__="Something else.", main=lambda given: len(given))
+    monkeypatch.setitem(sys.modules, "somewhere", module)
+    monkeypatch.setitem(paper.EXPERIMENTS, "other", "somewhere")
+    assert paper.main(["other", "--a", "--b"]) == 2
+    module.main = interrupted
+    assert paper.main(["other"]) == 130
+    assert capsys.readouterr().err.startswith("interrupted")
+
+
+def test_experiments_are_modules_of_the_package():
+    folder = pathlib.Path(paper.__file__).parent
+    for module in paper.EXPERIMENTS.values():
+        assert (folder / f"{module.rpartition('.')[2]}.py").exists()

@@ -1,0 +1,150 @@
+"""Matrix completion: F without cancellation, both methods by hand, the published levels."""
+
+import csv
+
+import jax
+import numpy as np
+import pytest
+
+from paper import __main__ as paper
+from paper import matrix_completion
+from paper.factorization import loss_and_grad, problem_of
+
+
+def exact(x, u):
+    """F by its definition, in the longest floats there are."""
+    x, u = x.astype(np.longdouble), u.astype(np.longdouble)
+    return float(np.square(x @ x.T - u @ u.T).sum() / 4)
+
+
+def by_library(x, u):
+    with jax.enable_x64(True):
+        loss, grad = jax.jit(loss_and_grad)(x, problem_of(u))
+        return float(loss), np.asarray(grad)
+
+
+@pytest.mark.parametrize("shape", [(30, 1), (30, 4), (30, 20), (6, 6)])
+def test_f_and_its_gradient_are_those_of_the_definition(shape):
+    rng = np.random.default_rng(0)
+    x, u = rng.standard_normal((2, *shape))
+    loss, grad = by_library(x, u)
+    assert loss == pytest.approx(exact(x, u), rel=1e-12)
+    np.testing.assert_allclose(grad, (x @ x.T - u @ u.T) @ x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("distance", [1e-3, 1e-6, 1e-9])
+def test_f_keeps_its_digits_near_a_solution(distance):
+    rng = np.random.default_rng(1)
+    u, e = rng.standard_normal((2, 200, 5))
+    turn = np.linalg.qr(rng.standard_normal((5, 5)))[0]
+    x = u @ turn + distance * e
+    wanted = exact(x, u)
+    loss, _ = by_library(x, u)
+    assert loss == pytest.approx(wanted, rel=1e-11 / distance)
+    if distance < 1e-8:  # where the trace formula has nothing left
+        squares = lambda a: np.square(a).sum()
+        trace = (squares(x.T @ x) - 2 * squares(u.T @ x) + squares(u.T @ u)) / 4
+        assert abs(trace - wanted) > wanted / 10
+
+
+def test_f_of_a_solution_is_nearly_zero():
+    rng = np.random.default_rng(2)
+    u = rng.standard_normal((1000, 10))
+    turn = np.linalg.qr(rng.standard_normal((10, 10)))[0]
+    assert by_library(u @ turn, u)[0] < 1e-20
+
+
+def by_hand(u, x, rate, pull, iterations, lead):
+    """F of the best worker at every iteration, one instance, the equations as they read."""
+    center, best = x.mean(axis=0), []
+    for _ in range(iterations + 1):
+        values = [exact(one, u) for one in x]
+        best.append(min(values))
+        target = x[int(np.argmin(values))] if lead else center
+        center = center + pull * (x - center).sum(axis=0)
+        grads = np.stack([(one @ one.T - u @ u.T) @ one for one in x])
+        x = x - rate * grads - pull * (x - target)
+    return best
+
+
+def options_of(arguments):
+    return matrix_completion.parse(arguments.split())
+
+
+def test_both_methods_are_the_equations():
+    options = options_of(
+        "--dimension 20 --ranks 1,3 --instances 2 --workers 3 --iterations 12 "
+        "--learning-rate 0.02 --pull 0.05"
+    )
+    with jax.enable_x64(True):
+        curves = matrix_completion.run(options, lambda text: None, lambda text: None)
+    assert list(curves) == [(1, "LGD"), (1, "EASGD"), (3, "LGD"), (3, "EASGD")]
+    for (rank, method), curve in curves.items():
+        draw = np.random.default_rng([0, rank]).standard_normal
+        us, starts = draw((2, 20, rank)), draw((2, 3, 20, rank))
+        for u, x, got in zip(us, starts, curve):
+            wanted = by_hand(u, x, 0.02, 0.05, 12, lead=method == "LGD")
+            np.testing.assert_allclose(got, wanted, rtol=1e-9)
+
+
+def check_published(instances, levels):
+    """LGD gets below, EASGD stays at: rank -> (iteration, F of LGD, F of EASGD at 49)."""
+    ranks = ",".join(map(str, levels))
+    options = options_of(f"--ranks {ranks} --instances {instances}")
+    with jax.enable_x64(True):
+        curves = matrix_completion.run(options, lambda text: None, lambda text: None)
+    for rank, (iteration, below, stalls) in levels.items():
+        lgd = np.median(curves[rank, "LGD"], axis=0)
+        easgd = np.median(curves[rank, "EASGD"], axis=0)
+        assert lgd[iteration] < below
+        assert easgd[49] == pytest.approx(stalls, rel=0.04)
+        drops = lgd[1:][30:] / lgd[:-1][30:]  # linear: by about the same factor each time
+        assert (drops < 0.75).all() and drops.std() < 0.05
+
+
+def test_the_published_levels_at_rank_1():
+    check_published(3, {1: (30, 1e-7, 0.012)})
+
+
+@pytest.mark.slow
+def test_the_published_levels_at_high_ranks():
+    check_published(3, {10: (40, 1e-7, 0.12)})
+    check_published(10, {50: (49, 2e-6, 0.59), 100: (49, 1e-2, 1.17)})
+
+
+def test_the_command(tmp_path, capsys):
+    command = (
+        "--dimension 50 --ranks 1,2 --instances 2 --iterations 60 --learning-rate 0.01"
+    )
+    assert paper.main(["matrix-completion", *command.split(), "--out", str(tmp_path)]) == 0
+    assert jax.numpy.ones(1).dtype == np.float32  # float64 ends here
+    printed = capsys.readouterr().out
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"curves.png", "curves.csv", "table.md", "table.csv"}
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") in printed
+    assert "rank 2, EASGD: F = " in printed
+
+    with open(tmp_path / "curves.csv") as file:
+        points = list(csv.DictReader(file))
+    assert len(points) == 2 * 2 * 2 * 61
+    with open(tmp_path / "table.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rank"], row["method"]) for row in rows] == [
+        (rank, method) for rank in "12" for method in ("LGD", "EASGD")
+    ]
+    for row in rows:
+        last = [
+            float(point["F"])
+            for point in points
+            if (point["rank"], point["method"]) == (row["rank"], row["method"])
+            and point["iteration"] == "60"
+        ]
+        assert row["F at iteration 60, median"] == f"{np.median(last):.3g}"
+        assert row["lowest"] == f"{min(last):.3g}"
+
+
+def test_a_learning_rate_that_is_too_large_is_shown_as_it_is(tmp_path, capsys):
+    command = "--dimension 20 --ranks 1 --instances 1 --iterations 9 --learning-rate 10"
+    assert paper.main(["matrix-completion", *command.split(), "--out", str(tmp_path)]) == 0
+    assert "| 1 | LGD | 1 | inf | inf | inf | – |" in capsys.readouterr().out

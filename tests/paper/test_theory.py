@@ -1,0 +1,192 @@
+"""The statements hold, and the checks of them can fail."""
+
+import csv
+import functools
+
+import jax
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+
+from paper import __main__ as paper
+from paper import theory
+from paper.statements import (
+    decreasing_steps,
+    newton_direction,
+    noisy_leader,
+    one_step,
+    round_robin,
+    stationary_points,
+)
+from paper.statements.claim import Claim, Outcome
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+    plt.close("all")
+
+
+def all_hold(outcome):
+    assert outcome.claims
+    return all(claim.holds for claim in outcome.claims)
+
+
+def test_stationary_points():
+    assert all_hold(stationary_points.check(seed=3, landscapes=20))
+
+
+def test_workers_that_are_not_at_rest_are_found_out():
+    first, balance, elastic, _ = stationary_points.check(landscapes=4, steps=20).claims
+    assert not first.holds and not balance.holds and not elastic.holds
+
+
+def test_followers_and_easgd_stand_away_from_the_minima():
+    tilts = np.array([[0.1, 0.05]])
+    starts = stationary_points.CORNERS[None]
+    lsgd = stationary_points.settle("LSGD", starts, tilts, 2000)
+    lengths = stationary_points.norms(stationary_points.gradients(lsgd, tilts))[0]
+    assert lengths.argmin() == 0 and lengths[0] < 1e-12  # the deepest well is at (-1, -1)
+    assert (lengths[1:] > stationary_points.PULL).all()
+    literal = stationary_points.settle_literally(starts, tilts, 2000)
+    lengths = stationary_points.norms(stationary_points.gradients(literal, tilts))[0]
+    assert (lengths > stationary_points.PULL).all()  # the leader's, too
+
+
+def test_one_step():
+    assert all_hold(one_step.check(seed=3, cases=500))
+
+
+def test_steps_beyond_the_limits_break_the_inequality():
+    assert not all_hold(one_step.check(cases=500, largest=6.0))
+
+
+def test_one_step_is_the_equation():
+    cases = one_step.draw_cases(np.random.default_rng(0), 50)
+    quadratic = cases._replace(bend=np.zeros(50))
+    c = quadratic
+    grad = np.einsum("nij,nj->ni", c.hessian, c.x)
+    x = c.x - c.rate[:, None] * (grad + c.pull[:, None] * (c.x - c.z))
+    height = lambda x: np.einsum("ni,nij,nj->n", x, c.hessian, x) / 2
+    wanted = height(x) + c.rate**2 * height(c.noise)
+    lead = height(c.z) < height(c.x)  # without the bend z may be the higher one
+    assert lead.sum() > 30
+    np.testing.assert_allclose(one_step.step_heights(c)[lead], wanted[lead], rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_noisy_leader():
+    assert all_hold(noisy_leader.check(seed=3, groups=20, steps=400))
+
+
+@pytest.mark.slow
+def test_without_a_pull_the_noise_is_that_of_sgd():
+    """E f = Σ h_k/2 · (ησ)²/d / (1 − (1 − ηh_k)²) in the end, exactly."""
+    rate, sigma, groups = 0.05, 2.0, 200
+    rows = np.zeros((groups, 1))
+    setting = lambda row: noisy_leader.Setting(rate, 0.0, sigma, 5.0)
+    heights = noisy_leader.descend(setting, rows, 600, seed=0)[:, 200:].mean(axis=1)
+    h = noisy_leader.CURVATURE
+    wanted = np.sum(h / 2 * (rate * sigma) ** 2 / len(h) / (1 - (1 - rate * h) ** 2))
+    error = heights.std() / np.sqrt(groups)
+    assert error < 0.01 * wanted
+    assert abs(heights.mean() - wanted) < 4 * error
+
+
+@pytest.mark.slow
+def test_decreasing_steps():
+    assert all_hold(decreasing_steps.check(seed=3, groups=10, steps=4000))
+
+
+def test_constant_steps_have_no_rate(monkeypatch):
+    constant = lambda row: noisy_leader.Setting(0.05, 0.5, 3.0, row[0])
+    monkeypatch.setattr(decreasing_steps, "setting_of", constant)
+    assert not all_hold(decreasing_steps.check(groups=10, steps=2000))
+
+
+@pytest.mark.slow
+def test_newton_direction():
+    assert all_hold(newton_direction.check(radii=100, turns=200, angles=7))
+
+
+def test_shares_by_hand():
+    """The share of a half-plane in a circle, if there is no other side to the wedge."""
+    share = newton_direction.share_measurer(200, 400)
+    h, x = np.array([1.0, 10.0]), newton_direction.place(45.0)
+    theta = np.radians(newton_direction.turn_of(x, h))
+    assert np.degrees(theta) == pytest.approx(39.29, abs=0.01)
+    # The edge goes through x along −∇f; on the unit circle it lies this far from 0:
+    grad = h * x
+    normal = np.array([-grad[1], grad[0]]) / np.sqrt(h)
+    offset = abs(np.array([-grad[1], grad[0]]) @ x) / np.linalg.norm(normal)
+    offset /= np.sqrt(x @ (h * x))
+    segment = (np.arccos(offset) - offset * np.sqrt(1 - offset**2)) / np.pi
+    assert share(x, h, 1e-3) == pytest.approx(1 - segment, abs=1e-3)
+
+
+def test_a_leader_pulls_little_only_if_the_pull_is_small():
+    share = newton_direction.share_measurer(50, 100)
+    x, h = newton_direction.place(85.0), np.array([1.0, 10.0])
+    assert share(x, h, newton_direction.small_pull(x, h)) > 0.5
+    assert share(x, h, 1.0) < 0.4
+
+
+def test_round_robin():
+    assert all_hold(round_robin.check(grid=31, workers=4))
+
+
+def test_a_round_by_hand():
+    rng = np.random.default_rng(0)
+    eta, alpha, x, c = 0.3, 0.2, rng.standard_normal(3), rng.standard_normal()
+    whole = round_robin.round_map(np.float64(eta), np.float64(alpha), 3)
+    wanted = whole @ np.append(x, c)
+    for i in range(3):
+        x[i], c = x[i] - eta * x[i] - alpha * (x[i] - c), c + alpha * (x[i] - c)
+    np.testing.assert_allclose(wanted, np.append(x, c), rtol=1e-14)
+
+
+def test_two_workers_are_stable_beyond_the_condition():
+    border = round_robin.largest_stable(np.array([1.0]), 2)[0]
+    assert border > round_robin.limit(np.array([1.0]))[0] + 0.03
+    radii = round_robin.radius(
+        round_robin.round_map(1.0, border + np.array([-1e-3, 1e-3]), 2)
+    )
+    assert radii[0] < 1 < radii[1]
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    for module, sizes in (
+        (stationary_points, {"landscapes": 20, "steps": 2500}),
+        (round_robin, {"grid": 31, "workers": 3}),
+    ):
+        monkeypatch.setattr(module, "check", functools.partial(module.check, **sizes))
+    arguments = ["theory", "--only", "stationary-points,round-robin", "--seed", "1"]
+    assert paper.main([*arguments, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("holds: ") == 8 and "all claims hold" in printed
+    files = {path.name for path in tmp_path.iterdir()}
+    figures = {"stationary-points.png", "round-robin.png"}
+    assert files == figures | {"theory.md", "theory.csv"}
+    with open(tmp_path / "theory.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["holds"] for row in rows] == ["yes"] * 8
+    table = (tmp_path / "theory.md").read_text(encoding="utf-8")
+    assert table.count("\n| ") == 9 and "Seen besides" in table
+
+
+def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
+    def check(name, seed):
+        wrong = Claim("one is at most zero", "1", 1.0, "≤", 0.0, 1e-3)
+        return Outcome([wrong], [], plt.figure())
+
+    monkeypatch.setattr(theory, "check", check)
+    assert paper.main(["theory", "--only", "one-step", "--out", str(tmp_path)]) == 1
+    assert "FAILS: one is at most zero" in capsys.readouterr().out
+    assert "| NO |" in (tmp_path / "theory.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_statement_in_full(seed, tmp_path):
+    assert paper.main(["theory", "--seed", str(seed), "--out", str(tmp_path)]) == 0

@@ -1,0 +1,194 @@
+"""train.compare: same budget and data for every method, table, figure, resuming."""
+
+import csv
+import importlib
+import json
+import math
+import pathlib
+
+import pytest
+import tiny
+
+from train import cli, compare
+from train import config as configuration
+from train.metrics import log, measures
+from train.task.experiment import make_optimizer
+
+
+OPTIONS = (
+    "--workers.nodes 1 --workers.locals 2 --batch-size 8 --steps 6 --test-every 3 "
+    "--log-every 3 --checkpoint-every 6"
+).split()
+
+
+def command(out, *methods, seeds=1):
+    return ["digits", "--methods", ",".join(methods), "--seeds", str(seeds), "--out", out]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+
+
+def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
+    out = tmp_path / "out"
+    variant = ["--variant", "often=--method easgd --method.period 2"]
+    assert compare.main([*command(str(out), "allreduce"), *variant, *OPTIONS]) == 0
+    printed = capsys.readouterr().out
+    table = (out / "compare.md").read_text()
+    assert printed.endswith(table) and table.count("\n") == 4
+    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert configuration.read(out / "often-0" / "config.json").method.period == 2
+    with open(out / "compare.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == ["allreduce", "often"]
+    for row in rows:
+        last = log.read(out / f"{row['method']}-0")["test"][-1]
+        assert row["test error, %"] == f"{last['center_error']:.2f}"
+        assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
+        exchanges = {"allreduce": 6, "often": 3}[row["method"]]
+        assert row["peak MB in a step"] == f"{last['bytes_sent'] / 1e6 / exchanges:.3g}"
+    tests = json.loads((out / "compare.json").read_text())
+    assert [(x["method"], x["steps"]) for x in tests] == [
+        ("allreduce", [3, 6]),
+        ("often", [3, 6]),
+    ]
+
+    # One method more: what has ended is not trained again, what is missing is, and what was
+    # killed before it began goes on.
+    begun = out / "independent-0"
+    (begun / "checkpoints").mkdir(parents=True)
+    options = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
+    configuration.write(cli.parse(options), begun / "config.json")
+    more = [*command(str(out), "allreduce", "independent"), *variant, *OPTIONS]
+    assert compare.main(more) == 0
+    starts = lambda name: len(log.read(out / f"{name}-0")["start"])
+    assert [starts(x) for x in ("often", "allreduce", "independent")] == [1, 1, 1]
+
+
+def test_a_run_that_diverges_is_one_of_the_results(quick, tmp_path, capsys):
+    out = tmp_path / "out"
+    wild = ["--variant", "wild=--method easgd --optimizer.learning-rate 1e38"]
+    steps = ["--steps", "60", "--stop-after-nonfinite", "2"]
+    arguments = [*command(str(out), "easgd"), *wild, *OPTIONS, *steps]
+    for turn in range(2):
+        assert compare.main(arguments) == 1
+        rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
+        assert [row["method"] for row in rows] == ["easgd", "wild"]
+        assert rows[1]["test error, %"] == "diverged"
+        assert float(rows[0]["test error, %"]) < 100
+        captured = capsys.readouterr()
+        assert captured.err == "error: diverged: wild-0\n"
+        trained = "run folder" in captured.out
+        assert trained == (turn == 0)  # the second time there is nothing left to do
+    tests = json.loads((out / "compare.json").read_text())
+    assert tests[1]["values"][-1] is None and tests[1]["steps"][-1] < 60
+
+
+def test_a_last_test_that_is_not_finite_is_a_diverged_run(tmp_path):
+    """A run of few steps ends before it is given up; the error of nan is a number."""
+    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 90.0}
+    lines = [test | {"center_loss": 2.0}, test | {"step": 6, "center_loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curve = compare.read(tmp_path)
+    assert curve.diverged and curve.values == [90.0, math.inf] and curve.steps == [3, 6]
+
+
+def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(compare.plt, "close", drawn.append)
+    run = lambda sent, *values: compare.Curve([1, 2], [1.0, 2.0], [sent, 2 * sent], values)
+    curves = {("a", 0): run(0.5, 90, 5), ("a", 1): run(0.5, 80, 4), ("b", 0): run(40, 9, 8)}
+    curves["c", 0] = run(0.0, math.inf, math.inf)
+    compare.draw(curves, tmp_path / "compare.png")
+    (figure,) = drawn
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["a", "b", "c (× diverged)"]
+    first, second, *_ = figure.axes[0].lines
+    assert first.get_color() == second.get_color()
+    assert first.get_linestyle() != second.get_linestyle()
+    ticks = [float(x.get_text()) for x in figure.axes[2].get_xticklabels()]
+    assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
+
+
+def test_methods_and_variants_with_the_same_seeds_and_so_the_same_data(tmp_path):
+    variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
+    arguments = [*command(str(tmp_path), "slowmo", seeds=2), *variants, "--steps", "9"]
+    configs, _ = compare.parse(arguments)
+    assert list(configs) == [
+        (name, seed) for name in ("slowmo", "a", "b") for seed in (0, 1)
+    ]
+    assert all(config.seed == seed for (_, seed), config in configs.items())
+    assert {(c.steps, c.batch_size, c.data) for c in configs.values()} == {
+        (9, configs["b", 0].batch_size, configs["b", 0].data)
+    }
+    assert (configs["slowmo", 0].method.beta, configs["a", 1].method.beta) == (0.5, 0.7)
+    assert configs["b", 0].method.name == "lsgd"
+
+
+def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
+    """They could be resumed, but not with the budget of the others."""
+    (config,) = compare.parse(command(str(tmp_path), "lsgd"))[0].values()
+    (tmp_path / "lsgd-0" / "checkpoints").mkdir(parents=True)
+    configuration.write(config, tmp_path / "lsgd-0" / "config.json")
+    assert list(compare.parse(command(str(tmp_path), "lsgd"))[0]) == [("lsgd", 0)]
+    assert compare.main([*command(str(tmp_path), "lsgd"), "--workers.nodes", "1"]) == 2
+    message = "another configuration: workers.nodes: the run has 2, the command says 1"
+    assert message in capsys.readouterr().err
+
+
+def test_a_row_of_runs_on_text():
+    run = lambda *values: compare.Curve(
+        [1, 2], [1.0, 2.0], [2.0, 4.0], values, measures.LOSS
+    )
+    curves = {("lsgd", 0): run(2.0, 1.5), ("lsgd", 1): run(1.4, 1.9)}
+    (row,) = compare.summarize(curves)
+    assert row["validation loss, nats"] == "1.7000 ± 0.2828" and row["seeds"] == 2
+    assert row["lowest, nats"] == "1.4500 ± 0.0707"
+    assert row["peak MB in a step"] == "–"  # a run of an older version
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 300])
+def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    status = compare.main(["digits", "--methods=lsgd", "--out", str(tmp_path / name)])
+    assert status in (1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.out == "" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
+    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(folder)  # as when it is run
+    benchmark = importlib.import_module("language_model")
+    given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]
+    configs, _ = compare.parse(benchmark.command(benchmark.parse(given)))
+    assert [name for name, _ in configs] == list(benchmark.ROWS)
+    for (name, _), config in configs.items():
+        make_optimizer(config)  # nothing that does not go together
+        workers = config.workers.nodes * config.workers.locals
+        assert workers == (1 if name == "independent" else 4)
+        assert config.data.files == ("a", "b") and config.steps == 2000
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "experiment, --out must be given"),
+        (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
+        ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
+        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
+        (command("out", "nonsense"), "`method` must be one of lsgd, easgd"),
+        (command("out", "lsgd", seeds=0), "`seeds` must be a positive int, got seeds=0"),
+        ([*command("out", "lsgd"), "--seed", "3"], "--seed is set by the comparison"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,67 @@
+"""Figures of metrics that are damaged in parts."""
+
+import json
+import os
+import subprocess
+import sys
+
+from train import plots
+
+
+def test_events_that_are_not_as_they_must_be_are_left_out(tmp_path):
+    at = lambda kind, step, **values: {"kind": kind, "step": step, "seconds": 1, **values}
+    leaders = lambda step, **values: at("leaders", step, **{"level": "all", **values})
+    events = [
+        at("start", 0, workers=[1, "2"]),
+        at("start", 0, workers=[1, 2]),
+        at("train", 4, loss="low", consensus_distance=[]),
+        at("train", 8, loss=1.0, consensus_distance=0.5, pulls=[[4, 0, 80, 2]]),
+        at("train", 9, loss=1.0, pulls=[[0, 0, 80, 2]]),
+        at("train", 9, loss=1.0, pulls=[4]),
+        at("test", 8, center_error={}, best_error=None),
+        leaders(4, leaders=[1]),
+        leaders(6, leaders=["1"]),
+        leaders(8, leaders=1),
+        leaders(8),
+        at("leaders", 8, leaders=[0]),
+    ]
+    lines = "\n".join(map(json.dumps, events))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    drawn = {path.name for path in plots.draw(tmp_path)}
+    assert drawn == {"training.png", "leaders.png", "consensus.png", "traffic.png"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[5]))
+    assert plots.draw(tmp_path) == []
+
+
+def test_figures_name_their_run_and_count_elections_in_whole_numbers(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    at = lambda kind, **values: {"kind": kind, "step": 9, "seconds": 1, **values}
+    events = [
+        at("start", workers=[1, 2]),
+        at("train", loss=1.0, consensus_distance=0.5),
+        at("leaders", level="all", leaders=[1]),
+        at("pace", steps=[4, "5"], waited=[0.5, 0.1]),
+        at("pace", steps=[4, 5], waited=[0.5, 0.1]),
+        at("pace", steps=[4, 5, 6], waited=[0.5, 0.1, 0]),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
+    (tmp_path / "config.json").write_text(json.dumps({"method": {"name": "easgd"}}))
+    names = [path.stem for path in plots.draw(tmp_path)]
+    assert names == ["training", "leaders", "consensus", "pace"]
+    assert {figure.get_suptitle() for figure in drawn} == {f"{tmp_path.name}: easgd"}
+    when, often = drawn[1].axes
+    assert all(tick == int(tick) for tick in often.get_xticks())
+    assert [len(line.get_xdata()) for line in drawn[3].axes[0].lines] == [1, 1, 1]
+
+
+def test_matplotlib_says_nothing_of_a_home_that_cannot_be_written(tmp_path):
+    environment = os.environ | {
+        "HOME": "/proc/none",
+        "MPLCONFIGDIR": "",
+        "TMPDIR": str(tmp_path),
+    }
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "seconds": 1}')
+    command = [sys.executable, "-m", "train.plots", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,124 @@
+"""train.simulate: its command line, what it writes, and what it refuses."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+import lsgd_jax as lj
+from train import simulate
+
+
+@pytest.fixture
+def small(monkeypatch):
+    tiny.install(tiny.Wide, set=monkeypatch.setattr)
+    monkeypatch.setattr(simulate.compilation_cache, "use", lambda say: None)
+
+
+LINE = lj.asynchronous.Training(
+    lambda i: (np.zeros(3, np.float32), (), i),
+    lambda x, opt_state, own, t: (0.1 * (own - x), opt_state, own, np.sum((x - own) ** 2)),
+)
+GRID = "--workers.nodes 2 --workers.locals 2"
+COMMON = f"digits {GRID} --steps 4 --batch-size 16 --step-ms 20".split()
+PERIODS = "--method.local-period 2 --method.global-period 4".split()
+LSGD = ["--method", "lsgd", *PERIODS]
+ASYNC = ["--method", "async-lsgd", *PERIODS, "--method.wire", "int8"]
+
+
+@pytest.mark.slow
+def test_methods_are_compared_under_one_network(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    line = [*COMMON, *LSGD, *ASYNC, "--slow", "3", "2", "--out", str(out), "--seed", "1"]
+    assert simulate.main(line) == 0
+    names = ["lsgd", "async-lsgd"]
+    kept = json.loads((out / "simulated.json").read_text())
+    found = {x["name"]: x for x in kept["methods"]}
+    assert list(found) == names and kept["speeds"]["slow"] == {"3": 2.0}
+    for name in names:
+        with open(out / f"{name}.csv") as file:
+            steps = list(csv.DictReader(file))
+        assert len(steps) == 16
+        times = [float(step["seconds"]) for step in steps]
+        assert times == sorted(times) and times[-1] <= found[name]["seconds"]
+        assert 0 <= found[name]["tested"]["error"] <= 100
+        assert len(found[name]["waited"]) == 4 and sum(found[name]["bytes_sent"]) > 0
+    assert found["async-lsgd"]["seconds"] < found["lsgd"]["seconds"]
+    assert found["lsgd"]["seconds"] == pytest.approx(4 * 0.04, rel=0.2)
+    assert (out / "simulated.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "| lsgd |" in printed and "| async-lsgd |" in printed
+
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert simulate.main(line) == 2  # nothing is written over
+    assert "`out` must be a folder without simulated.json" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in out.iterdir()}
+
+
+def test_the_same_seed_writes_the_same_files(monkeypatch, tmp_path):
+    """In small, with a problem that compiles fast."""
+    monkeypatch.setattr(simulate, "consensus", lambda config, workers: {"error": 50.0})
+    monkeypatch.setattr(simulate.asynchronous, "training", lambda config, warn: LINE)
+    monkeypatch.setattr(simulate.compilation_cache, "use", lambda say: None)
+    monkeypatch.setattr(simulate, "draw", lambda runs, path: None)
+    for out in ("a", "b"):
+        options = ["--jitter", "0.2", "--seed", "5", "--out", str(tmp_path / out)]
+        assert simulate.main([*COMMON, *LSGD, *options]) == 0
+    first, second = (tmp_path / out / "lsgd.csv" for out in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes() and first.stat().st_size > 500
+
+
+@pytest.mark.slow
+def test_synchronous_methods_are_simulated(small, monkeypatch):
+    monkeypatch.setattr(simulate, "consensus", lambda config, workers: {"error": 50.0})
+    names = ["allreduce", "independent", "easgd", "sgp", "slowmo"]
+    options, configs = simulate.parse(
+        [*COMMON, "--network", "ethernet-100m", *(f"--method={name}" for name in names)]
+    )
+    training = simulate.asynchronous.training(simulate._alone(configs["sgp"]))
+    waiting = {}
+    for name, config in configs.items():
+        found = simulate.simulate(name, config, options, training)
+        assert len(found.steps) == 16 and found.seconds >= 0.08 - 1e-9
+        waiting[name] = found.summary()["waiting"]
+    assert waiting["independent"] < 0.02 < 0.3 < min(waiting["allreduce"], waiting["sgp"])
+
+
+def test_options_stand_behind_their_method():
+    line = [*COMMON, *LSGD, "--method", "lsgd", "--seed", "3", "--network", "wan-1g"]
+    options, configs = simulate.parse([*line, "--latency-ms", "5", "--stall", "0.1", "500"])
+    first, second = configs.values()
+    assert list(configs) == ["lsgd", "lsgd-2"]
+    assert (first.method.local_period, first.seed) == (2, 3)
+    assert (second.method.local_period, second.seed) == (8, 3)
+    assert (first.workers.nodes, first.workers.locals) == (2, 2)
+    network, speeds = options.links(), options.speeds()
+    assert network.latency == 0.005 and network.bandwidth == 0.94e9 / 8
+    assert (speeds.stall_probability, speeds.stall) == (0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--method nonsense", "`method` must be one of"),
+        ("--method cge", "`method` must not aggregate gradients"),
+        ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
+        ("--network ethernet", "`network` must be one of ethernet-100m"),
+        ("--slow 4 2", "`slow` must be workers from 0 to 3 with numbers"),
+        ("--slow 3", "--slow: "),
+        ("--slow 1 0", r"`slow[1]` must be positive, got slow[1]=0.0"),
+        ("--drop 1 -5", "that are not negative, got drop=1 -5.0"),
+        ("--stall often", "--stall needs a value"),
+        ("--step-ms 0", "`step` must be positive"),
+        ("--timeout 0", "`timeout` must be positive, got timeout=0.0"),
+        ("--loss 2", "`loss` must be in"),
+        ("--workers.nodes 0", "workers.nodes"),
+        ("--nonsense 1", "--nonsense"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_2(options, message, capsys):
+    assert simulate.main([*COMMON, *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -1,1 +1,0 @@
-"""The loss around a worker and its leaders: python -m train.landscape RUN."""

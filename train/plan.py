@@ -1,0 +1,380 @@
+"""python -m train.plan NAME: settings with which workers wait little for exchanges.
+
+    python -m train.plan cifar10-cnn7 --data.dir DIR --share 0.05
+
+measures, on the devices of all processes, a training step of the experiment without any
+exchange, and exchanges of its parameters inside the node, across nodes, and among all
+workers. For LSGD and DiLoCo in several wire formats it proposes the shortest periods, and
+fragments, with which workers wait no more than that share of the time, and the delay that
+hides an exchange where it travels in the background. All options of `python -m train` may
+follow; run it as the training would be run. Nothing is written.
+
+    python -m train.plan cifar10-cnn7 --step-ms 30 --parameter-mb 4 \\
+      --mbit 100 --latency-ms 1
+
+plans for what is given, and measures the rest; the network is that among all workers.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+import tyro
+
+import lsgd_jax as lj
+from train import cli, command, compilation_cache
+from train.cluster import rendezvous
+from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
+from train.config import Config
+from train.task import methods
+from train.task.experiment import Experiment
+
+
+SCALE = 4 / lj.Wire().block  # bytes per parameter
+# Bytes per parameter of a wire format, and its messages: the scales go by themselves.
+WIRES: dict[lj.WireFormat, tuple[float, int]] = {
+    "float32": (4.0, 1),
+    "int8": (1.0 + SCALE, 2),
+    "int4": (0.5 + SCALE, 2),
+}
+MOST_FRAGMENTS = 16
+OVERHEAD = 0.1  # what fragments may add to an exchange by their latencies
+STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # to measure
+INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
+
+
+# The network
+
+
+class Link(NamedTuple):
+    """How a group of workers exchanges parameters: one all-reduce, all at once.
+
+    Attributes:
+      latency: seconds of an exchange of next to nothing.
+      rate: bytes of parameters per second, on top of that.
+      workers: in the group.
+      measured: seconds of whole pulls by kind ('leader' or 'mean') and wire format, with
+        the work to encode and decode parameters; others are computed.
+    """
+
+    latency: float
+    rate: float
+    workers: int
+    measured: Mapping[tuple[str, str], float] = {}
+
+    def seconds(self, kind: str, payload: int, wire: lj.WireFormat = "float32") -> float:
+        """Seconds of a pull towards a leader, with its election, or towards a mean.
+
+        An all-reduce of float32 brings each worker 2 (W - 1) / W payloads, a gather of
+        fewer bits W - 1.
+        """
+        if (kind, wire) in self.measured:
+            return self.measured[kind, wire]
+        size, messages = WIRES[wire]
+        more = self.workers / 2 if kind == "mean" and wire != "float32" else 1
+        waits = messages + (kind == "leader")
+        return waits * self.latency + more * payload / 4 * size / self.rate
+
+
+# The proposals
+
+
+class Proposal(NamedTuple):
+    """Settings of a method, and what they cost.
+
+    Attributes:
+      options: as they stand on the command line.
+      period: the steps after which all is repeated.
+      exchanges: seconds of each, and the steps between two of them.
+      step: seconds of a step without exchanges.
+    """
+
+    options: str
+    period: int
+    exchanges: tuple[tuple[float, int], ...]
+    step: float
+
+    @property
+    def pause(self) -> float:
+        """Seconds of the longest wait."""
+        return sum(seconds for seconds, _ in self.exchanges)
+
+    @property
+    def delay(self) -> int:
+        """The steps that the exchanges last, fewer than there are between two."""
+        shortest = min(every for _, every in self.exchanges)
+        return min(math.ceil(self.pause / self.step), shortest - 1)
+
+    def share(self, delay: int = 0) -> float:
+        """The share of the time that is spent waiting, while `delay` steps are taken."""
+        left = ((max(0, x - delay * self.step), every) for x, every in self.exchanges)
+        wait = sum(seconds / every for seconds, every in left)
+        return wait / (self.step + wait)
+
+
+class Setting(NamedTuple):
+    """What is planned for.
+
+    Attributes:
+      step: seconds of a training step without exchanges.
+      payload: bytes of the parameters, in float32.
+      links: by level; levels with one worker are left out.
+      leaves: of the parameters: a fragment has one at least.
+    """
+
+    step: float
+    payload: int
+    links: dict[str, Link]
+    leaves: int = MOST_FRAGMENTS
+
+    def proposals(self, share: float) -> Iterator[Proposal]:
+        """LSGD and DiLoCo in each wire format, to wait at most a share of the time."""
+        allowed = share / (1 - share) * self.step
+        for method in (self._lsgd, self._diloco):
+            yield from (method(allowed, wire) for wire in WIRES)
+
+    def _lsgd(self, allowed: float, wire: lj.WireFormat) -> Proposal:
+        """Each of two levels gets half; the outer period is at least the inner one."""
+        options, exchanges, period = "--method lsgd", [], 1
+        levels = {"local": self.links.get(INSIDE), "global": self.links.get(ALL)}
+        known = {name: link for name, link in levels.items() if link is not None}
+        for name, link in known.items():
+            seconds = link.seconds("leader", self.payload, wire)
+            period = max(period, power_of_two(len(known) * seconds / allowed))
+            exchanges.append((seconds, period))
+            options += f" --method.{name}-period {period}"
+        options += f" --method.wire {wire}"
+        return Proposal(options, period, tuple(exchanges), self.step)
+
+    def _diloco(self, allowed: float, wire: lj.WireFormat) -> Proposal:
+        """Fragments are as many as their latencies and the leaves let them be."""
+        link = self.links.get(ALL) or self.links[INSIDE]
+        whole = link.seconds("mean", self.payload, wire)
+        more = WIRES[wire][1] * link.latency
+        fits = lambda count: (count - 1) * more <= OVERHEAD * whole
+        most, fragments = min(self.leaves, MOST_FRAGMENTS), 1
+        while 2 * fragments <= most and fits(2 * fragments):
+            fragments *= 2
+        total = whole + (fragments - 1) * more
+        period = power_of_two(max(total / allowed, fragments))
+        options = (
+            f"--method diloco --method.period {period} --method.fragments {fragments} "
+            f"--method.wire {wire}"
+        )
+        one = total / fragments, period // fragments
+        return Proposal(options, period, (one,), self.step)
+
+
+def power_of_two(least: float) -> int:
+    """The smallest power of two that is at least so much, and 1.
+
+    >>> power_of_two(0.3), power_of_two(16), power_of_two(17)
+    (1, 16, 32)
+    """
+    return 2 ** max(0, math.ceil(math.log2(least)))
+
+
+# The measurement
+
+
+def measure(config: Config, session: Session) -> Setting:
+    """Measures an experiment on the devices of all processes."""
+    config = dataclasses.replace(config, method=methods.make("independent"))
+    experiment = Experiment(config, session=session)
+    state, workers = experiment.init(), experiment.workers
+    nodes, locals = config.workers.nodes, config.workers.locals
+    groups = {
+        INSIDE: (("local",), locals),
+        ACROSS: (("node",), nodes),
+        ALL: (("node", "local"), nodes * locals if nodes > 1 else 1),
+    }
+    links = {
+        name: measure_link(workers, state.params, *group)
+        for name, group in groups.items()
+        if group[1] > 1
+    }
+    payload, leaves = _bytes(state.params), len(jax.tree.leaves(state.params))
+    return Setting(_step(experiment, state), payload, links, leaves)
+
+
+def measure_link(
+    workers: lj.Workers, params: Any, axes: tuple[str, ...], count: int
+) -> Link:
+    """Measures how the groups of `count` workers along some axes exchange parameters."""
+    take = workers.map(lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0)))
+    nothing = workers.replicate(jnp.zeros(1))
+    seconds = _median(lambda: take(params), EXCHANGES)
+    latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)
+    pulls = {} if axes == ("node",) else pull_seconds(workers, params, axes)
+    return Link(latency, _bytes(params) / (seconds - latency), count, pulls)
+
+
+def _bytes(params: Any) -> int:
+    return sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def pull_seconds(
+    workers: lj.Workers, params: Any, axes: tuple[str, ...]
+) -> dict[tuple[str, str], float]:
+    """Seconds of whole pulls in the node, or of all workers, by kind and wire format."""
+    inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
+    found: dict[tuple[str, str], float] = {}
+    for wire in WIRES:
+        pulls = {
+            "leader": lj.lsgd(inner, outer, 1, 1, wire=wire),
+            "mean": lj.diloco(1, axes=axes, wire=wire),
+        }
+        for kind, tx in pulls.items():
+
+            def step(params, state, tx=tx):
+                no_move = jax.tree.map(jnp.zeros_like, params)
+                updates, state = tx.update(no_move, state, params, value=jnp.float32(0))
+                return lj.apply_updates(params, updates), state
+
+            state = workers.map(tx.init)(params)
+            once = functools.partial(workers.map(step), params, state)
+            found[kind, wire] = _median(once, EXCHANGES // 2)
+    return found
+
+
+def _step(experiment: Experiment, state: Any) -> float:
+    """Seconds of a training step among several without a pause."""
+    batches = [experiment.batch(step) for step in range(STEPS)]
+
+    def block():
+        nonlocal state
+        for batch in batches:
+            state, _ = experiment.step(state, experiment.data, batch)
+        return state
+
+    return _median(block, BLOCKS) / STEPS
+
+
+def _median(work: Callable[[], Any], times: int) -> float:
+    """The median of the seconds that something takes, without the compilation."""
+    wait = lambda: jax.block_until_ready(work())
+    wait()
+    return statistics.median(timeit.repeat(wait, number=1, repeat=times))
+
+
+# The command
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to plan for.
+
+    Args:
+      experiment: a named experiment, such as digits.
+      share: of the time that workers may wait for exchanges.
+      step_ms: plan for a step of so many milliseconds.
+      parameter_mb: plan for so many megabytes of float32 parameters.
+      mbit: plan for links of so many Mbit/s among the workers.
+      latency_ms: of an exchange of next to nothing there, with --mbit.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    share: float = 0.05
+    step_ms: float | None = None
+    parameter_mb: float | None = None
+    mbit: float | None = None
+    latency_ms: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """Returns what takes the place of a measurement; ValueError if it cannot be."""
+        if not 0 < self.share < 1:
+            raise ValueError(f"`share` must be in (0, 1), got share={self.share}")
+        names = "step_ms", "parameter_mb", "mbit", "latency_ms"
+        given = {k: x for k in names if (x := getattr(self, k)) is not None}
+        for name, value in given.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
+        if ("mbit" in given) != ("latency_ms" in given):
+            raise ValueError("`mbit` and `latency_ms` must be given together")
+        return given
+
+
+def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> Setting:
+    """Puts what was given in the place of what was measured."""
+    step, payload, links, leaves = setting
+    if "mbit" in given:
+        workers = nodes * locals  # a ring all-reduce sends 2 (W - 1) / W payloads
+        rate = given["mbit"] * 1e6 / 8 * workers / (2 * max(workers - 1, 1))
+        widest = Link(given["latency_ms"] / 1e3, rate, workers)
+        links = links | {ALL if nodes > 1 else INSIDE: widest}
+    if "parameter_mb" in given:
+        payload = round(1e6 * given["parameter_mb"])
+        links = {name: link._replace(measured={}) for name, link in links.items()}
+    return Setting(given.get("step_ms", 1e3 * step) / 1e3, payload, links, leaves)
+
+
+def report(setting: Setting, console: rich.console.Console) -> None:
+    """Prints what was measured."""
+    step, payload, links, _ = setting
+    console.print(
+        f"parameters: {payload / 1e6:.1f} MB; a step without exchanges: {1e3 * step:.1f} ms"
+    )
+    if not links:
+        console.print("one worker: there is no other worker to exchange anything with")
+        return
+    table = rich.table.Table("exchange", "time, ms", "MB/s", "latency, ms")
+    seconds = 0.0
+    for name, link in links.items():
+        seconds = link.latency + payload / link.rate
+        rate = f"{payload / seconds / 1e6:,.0f}"
+        table.add_row(name, f"{1e3 * seconds:.2f}", rate, f"{1e3 * link.latency:.2f}")
+    console.print(table)
+    console.print(
+        f"all-reduce SGD, with an exchange at every step, would take "
+        f"{(step + seconds) / step:.2f} times as long as no exchange at all"
+    )
+
+
+def propose(setting: Setting, share: float, console: rich.console.Console) -> None:
+    """Prints the proposals."""
+    console.print(
+        f"to wait for exchanges at most {100 * share:g} % of the time (in brackets: where "
+        "they travel in the background, such a delay hides them):"
+    )
+    for found in setting.proposals(share):
+        late = f"delay {found.delay}: {100 * found.share(found.delay):.1f} %"
+        pauses = f"pauses of {1e3 * found.pause:.1f} ms ({late})"
+        console.print(f"{100 * found.share():4.1f} %, {pauses}: {found.options}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
+    session = Session()
+    try:
+        program = "python -m train.plan"
+        options, others = cli.run_with_others(Options, arguments, program, __doc__)
+        given = options.given()
+        config = cli.parse([options.experiment, *others])
+        session = rendezvous.join(config)
+        compilation_cache.use(say=session.is_main)
+        is_known = len(given) == 4
+        setting = Setting(0.0, 0, {}) if is_known else measure(config, session)
+    except ValueError as error:
+        return session.leave(WRONG_USAGE, str(error))
+    quiet = not session.is_main
+    console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
+    if not is_known:
+        report(setting, console)
+    setting = put(given, setting, config.workers.nodes, config.workers.locals)
+    if setting.links:
+        propose(setting, options.share, console)
+    return SUCCESS
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

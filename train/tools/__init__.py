@@ -1,1 +1,0 @@
-"""The other commands: launch, compare, interconnect, graphs."""
