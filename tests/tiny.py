@@ -16,7 +16,7 @@ from train.data.arrays import Dataset, Images
 from train.run import loop
 from train.run import open as opening
 from train.task import experiment, methods
-from train.task.asynchronous_experiment import AsynchronousExperiment
+from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 from train.task.models import MODELS
 

@@ -293,8 +293,9 @@ def draw(
         for (method, seed), curve in curves.items():
             color, x = colors(methods.index(method)), getattr(curve, name)
             mark = " (× diverged)" if method in diverged else ""
+            label = None if seed else method + mark
             style = {"color": color, "ls": LINES[seed % len(LINES)], "lw": 1.2}
-            axes.plot(x, curve.values, label=None if seed else method + mark, **style)
+            axes.plot(x, curve.values, marker=".", label=label, **style)
             if curve.diverged:
                 axes.plot(x[-1], 0.97, "x", color=color, transform=top)
         axes.set(xlabel=AGAINST[name], yscale="log")
@@ -306,7 +307,7 @@ def draw(
         axes.set_xlim(left=0)
     panels[0].set_ylabel(f"{measure.name} of the center, {measure.unit}")
     labeled = panels[0].get_legend_handles_labels()
-    title = "a line style per seed"
+    title = "a line style per seed" if any(seed for _, seed in curves) else None
     figure.legend(*labeled, loc="outside right upper", frameon=False, title=title)
     tidy(figure).savefig(path, dpi=120)
     plt.close(figure)

@@ -110,4 +110,5 @@ def test_an_experiment_is_registered_by_one_line(monkeypatch, capsys):
 def test_experiments_are_modules_of_the_package():
     folder = pathlib.Path(paper.__file__).parent
     for module in paper.EXPERIMENTS.values():
-        assert (folder / f"{module.rpartition('.')[2]}.py").exists()
+        path = module.removeprefix("paper.").replace(".", "/")
+        assert (folder / f"{path}.py").exists()

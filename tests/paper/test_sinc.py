@@ -20,7 +20,7 @@ from paper.sinc_landscape import (
 )
 
 
-ORACLES = pathlib.Path(__file__).parents[2] / "oracles"
+ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def test_one_that_fails_ends_all(run, ending, status):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on_and_a_missing_reader_ends_all(tmp_path, number):
-    """A signal to the launcher; then nobody reads what the processes print."""
+    """A signal to the launcher; then no one reads what the processes print."""
     program = HEAD + (
         "def stop(number, _): pathlib.Path('saved').write_text(str(number)); sys.exit(0)\n"
         "for n in (2, 15): signal.signal(n, stop)\n"

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, plots, tables."""
+"""Metrics, progress and tables of runs."""

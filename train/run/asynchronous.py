@@ -23,8 +23,7 @@ from train.run.reading import Archive
 from train.run.result import NONFINITE
 from train.run.saving import save
 from train.run.testing import run_test
-from train.task.asynchronous import Own, of_worker
-from train.task.asynchronous_experiment import AsynchronousExperiment, State
+from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worker
 
 
 GIB = 2**30
@@ -83,7 +82,8 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
         return None
     for step in reversed(archive.steps):
         with contextlib.suppress(ValueError):  # damaged, or of other workers
-            return experiment.apart(archive.restore(step, like).state)[index]
+            read = functools.partial(archive.restore, step)
+            return experiment.apart(experiment.restored(read, like).state)[index]
     return None
 
 

@@ -16,6 +16,7 @@ from train.run.open import Run
 from train.run.result import NONFINITE, Result, last_line
 from train.run.saving import save, saved_if_data_fail
 from train.run.testing import run_test
+from train.task.experiment import Experiment
 
 
 SAMPLE = "sample.txt"
@@ -42,6 +43,7 @@ def train(run: Run) -> Result:
 def take_steps(run: Run) -> Reason | None:
     """Takes the steps that are left; what stops the run before they are taken, or None."""
     config, experiment = run.config, run.experiment
+    assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
     left = range(run.step, config.steps)

@@ -29,9 +29,8 @@ from train.run.reporting import Reporter
 from train.run.resharding import Resizing, Restored
 from train.run.result import where
 from train.run.stopwatch import Stopwatch
-from train.task.asynchronous_experiment import AsynchronousExperiment
-from train.task.experiment import Experiment
-from train.task.state import TrainState
+from train.task.asynchronous import AsynchronousExperiment
+from train.task.experiment import BaseExperiment, Experiment
 
 
 MANY = 128  # workers of a process, whose placing is felt
@@ -46,7 +45,7 @@ class Run:
       session: this process among those of the run.
       experiment: the configuration, built.
       folder: the run folder.
-      state: of the training after `step` steps.
+      state: of the training after `step` steps, see `train.task.state`.
       step: steps taken.
       resizing: how the workers have changed, or None.
       checkpoints: those of the run folder.
@@ -61,9 +60,9 @@ class Run:
 
     config: Config
     session: Session
-    experiment: Experiment
+    experiment: BaseExperiment
     folder: pathlib.Path
-    state: TrainState
+    state: Any
     step: int
     resizing: Resizing | None
     checkpoints: Checkpoints
@@ -194,14 +193,15 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
 
 def starting_point(
     config: Config,
-    experiment: Experiment,
+    experiment: BaseExperiment,
     checkpoints: Checkpoints,
     progress: Progress,
-    fresh: TrainState,
+    fresh: Any,
 ) -> Restored:
     """The latest checkpoint if the run is resumed, or else the state before step 1."""
     if config.resume:
-        restored = resharding.restore(checkpoints, fresh, experiment.workers)
+        read = lambda like: resharding.restore(checkpoints, like, experiment.workers)
+        restored = experiment.restored(read, fresh)
         if restored is not None:
             return restored
         folder = run_folder.to_resume(config)

@@ -1,17 +1,17 @@
-"""What one worker trains that steps at its own pace.
+"""Workers that train asynchronously: one alone, and the states of all of them stacked.
 
-The parts are those of `train.task.experiment`: a worker sees at its own step t what it
-would see at step t among workers in lock step.
+A worker sees at its own step t the batch and the random key that it would see at step t
+among workers in lock step.
 """
 
 import functools
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
 
 import lsgd_jax as lj
 from train import compilation_cache
@@ -19,18 +19,16 @@ from train.cluster.session import Session
 from train.config import Config
 from train.data.text import Text
 from train.task.datasets import Data
-from train.task.experiment import (
-    first_variables,
-    load,
-    make_forward,
-    make_optimizer,
-    worker_keys,
-)
+from train.task.experiment import BaseExperiment, Task, load
 from train.task.forward import Source
+from train.task.state import AsynchronousState, EngineState, TrainState
+
+
+State = dict[str, Any]  # of one worker, as an engine gives and takes it
 
 
 class Own(NamedTuple):
-    """What stays with a worker and changes, or says which one it is.
+    """The part of a worker's state that its peers do not take over.
 
     Attributes:
       index: which worker.
@@ -41,36 +39,53 @@ class Own(NamedTuple):
     stats: Any
 
 
-class Given(NamedTuple):
-    """What a worker is given for good.
-
-    Attributes:
-      batches: what it learns from.
-      data: what of that lies on the device.
-      key: its random key; the step is folded in.
-    """
-
-    batches: "Batches"
-    data: Any
-    key: Array
-
-
 def training(
     config: Config,
     dataset: Data | Text | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> lj.asynchronous.Training:
-    """What each worker of a configuration trains; built once for all of a process.
+    """The training of the workers of one process, compiled once for all of them.
 
     Args:
       config: the experiment's.
-      dataset, warn: as for `Experiment`.
+      dataset, warn: as for `Task`.
 
     Raises:
-      ValueError, DataError: as `Experiment` does.
+      ValueError, DataError: as `Task` does.
     """
-    one = OneWorker(config, load(config) if dataset is None else dataset, warn)
-    return lj.asynchronous.Training(one.init, one.step)
+    dataset = load(config) if dataset is None else dataset
+    placed: dict[tuple, Any] = {}
+    grid = config.workers
+
+    @functools.cache
+    def task_of(index: int) -> tuple[Task, "Batches"]:
+        place = Place(index, grid.nodes * grid.locals, placed)
+        task = Task(config, dataset, place, warn, Session())
+        return task, Batches(task.forward.source)
+
+    task, _ = task_of(0)
+    keys, learn = task.keys(), jax.jit(task.learn)
+
+    @functools.cache
+    def start() -> tuple[Any, Any, Any]:
+        stats = task.first_variables()
+        params = stats.pop("params")
+        return params, jax.jit(task.tx.init)(params), stats
+
+    def init(index: int) -> tuple[Any, Any, Own]:
+        task_of(index)
+        params, opt_state, stats = start()
+        return params, opt_state, Own(index, stats)
+
+    def step(params: Any, opt_state: Any, own: Own, t: Any) -> Any:
+        task, batches = task_of(own.index)
+        done: Any = lj.Shared(np.int32(t - 1))
+        state = TrainState(params, own.stats, opt_state, keys[own.index], done)
+        data, batch = task.forward.source.data, batches.at(int(done.value))
+        updates, opt_state, stats, loss = learn(state, data, batch)
+        return updates, opt_state, own._replace(stats=stats), loss
+
+    return lj.asynchronous.Training(init, step)
 
 
 def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
@@ -81,79 +96,29 @@ def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
     return training(config)
 
 
-class OneWorker:
-    """What `training` is made of; the arguments as there."""
-
-    def __init__(self, config: Config, data: Data | Text, warn: Callable[[str], None]):
-        self._config, self._data, self._warn = config, data, warn
-        self._tx = make_optimizer(config)  # the base optimizer: the method is the engine's
-        self._placed: dict[tuple, Any] = {}
-        self._given: dict[int, Given] = {}
-        self._forward = self._forward_of(0)
-        self._step = jax.jit(self._take_step)
-
-    def _forward_of(self, index: int) -> Any:
-        grid: Any = Alone(index, self._config.workers.nodes * self._config.workers.locals)
-        grid.placed = self._placed
-        single = Session()
-        return make_forward(self._config, self._data, grid, self._warn, single)
-
-    @functools.cached_property
-    def _start(self) -> tuple[Any, Any, Any]:
-        variables = first_variables(self._forward, self._config.seed)
-        params = variables.pop("params")
-        return params, jax.jit(self._tx.init)(params), variables
-
-    def init(self, index: int) -> tuple[Any, Any, Own]:
-        """Where worker `index` begins: (params, opt_state, own)."""
-        grid, source = self._config.workers, self._forward_of(index).source
-        key = worker_keys(self._config.seed, grid.nodes * grid.locals)[index]
-        self._given[index] = Given(Batches(source), source.data, key)
-        params, opt_state, stats = self._start
-        return params, opt_state, Own(index, stats)
-
-    def step(self, params: Any, opt_state: Any, own: Own, t: Any) -> Any:
-        """The step number t: (updates, opt_state, own, loss)."""
-        batches, data, key = self._given[own.index]
-        batch = batches.at(int(t) - 1)
-        updates, opt_state, stats, loss = self._step(
-            params, opt_state, own.stats, key, data, batch, t
-        )
-        return updates, opt_state, own._replace(stats=stats), loss
-
-    def _take_step(self, params, opt_state, stats, key, data, batch, t):
-        key = jax.random.fold_in(key, t - 1)
-
-        def loss_of(params):
-            return self._forward.loss(params, stats, data, batch, key)
-
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        updates, opt_state = self._tx.update(grads, opt_state, params)
-        return updates, opt_state, stats, loss
-
-
-class Alone:
-    """The grid as one of its workers sees it: of `lj.Workers` what data need.
+class Place:
+    """Puts the data of one worker without a grid on the device: see `Task.place`.
 
     Args:
       index: which worker.
       num_workers: W.
+      placed: the data that all workers of the process read, by their host arrays.
 
-    >>> grid = Alone(index=2, num_workers=4)
-    >>> grid.owned, grid.put_owned(jnp.ones((1, 3))).shape
+    >>> place = Place(2, num_workers=4, placed={})
+    >>> place.owned, place.put_owned(jnp.ones((1, 3))).shape
     (range(2, 3), (3,))
     """
 
-    def __init__(self, index: int, num_workers: int):
+    def __init__(self, index: int, num_workers: int, placed: dict[tuple, Any]):
         self.owned, self.num_workers = range(index, index + 1), num_workers
-        self.placed: dict[tuple, Any] = {}  # what all workers read, by the host's arrays
+        self._placed = placed
 
     def share(self, tree: Any) -> lj.Shared:
         """Puts a tree on the device, once for all workers of a process."""
         key = tuple(map(id, jax.tree.leaves(tree)))
-        if key not in self.placed:
-            self.placed[key] = tree, jax.tree.map(jnp.asarray, tree)
-        return lj.Shared(self.placed[key][1])
+        if key not in self._placed:
+            self._placed[key] = tree, jax.tree.map(jnp.asarray, tree)
+        return lj.Shared(self._placed[key][1])
 
     @staticmethod
     def put_owned(rows: Any) -> Any:
@@ -175,13 +140,124 @@ class Batches:
     def at(self, step: int) -> Any:
         """The batch of a step (from 0)."""
         if self._reading is None or step != self._next:
-            self.close()
+            if self._reading is not None:
+                self._reading.close()  # ends its reading ahead
             self._reading = self._source.batches(range(step, 2**31 - 1))
         self._next = step + 1
         return next(self._reading)
 
-    def close(self) -> None:
-        """Ends what reads ahead."""
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+
+class AsynchronousExperiment(BaseExperiment):
+    """An experiment whose workers train elsewhere, asynchronously.
+
+    The grid of this process tests and keeps their stacked states. The arguments are those
+    of `BaseExperiment`.
+
+    Attributes:
+      method: the method, as an engine runs it.
+    """
+
+    def __init__(self, config: Config, *args: Any, **options: Any):
+        self.method = config.method.asynchronous()
+        super().__init__(config, *args, **options)
+
+    def __str__(self) -> str:
+        grid, name = self._config.workers, self._config.method.name
+        return f"{name}: {grid.nodes} x {grid.locals} workers at their own pace"
+
+    def init(self) -> AsynchronousState:
+        states = [self._first] * self.workers.num_workers
+        return self.stacked(states, step=0, sent=[0.0] * len(states))
+
+    @functools.cached_property
+    def _first(self) -> State:
+        """The state of a worker before the first step; the method is checked by the way."""
+        grid, steps = self._config.workers, self._config.steps
+        stats = self.task.first_variables()
+        params = stats.pop("params")
+        begin = lambda i: (params, self.task.tx.init(params), Own(i, stats))
+        nothing: Any = None  # no step is taken here
+        first = lj.asynchronous.simulator.first_worker(
+            lj.asynchronous.Training(begin, nothing),
+            self.method,
+            grid.nodes,
+            grid.locals,
+            steps,
+        )
+        return {**first.state(own=True), "number": 0}
+
+    def stacked(
+        self, states: Sequence[State], step: int, sent: Sequence[float]
+    ) -> AsynchronousState:
+        """The states of all workers as one.
+
+        Args:
+          states: of each worker.
+          step: the mean of their steps.
+          sent: bytes that each has sent.
+        """
+        stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
+        column = lambda name: [state[name] for state in states]
+        put = lambda trees: self.workers.put(jax.tree.map(stack, *trees))
+        return AsynchronousState(
+            params=put(column("params")),
+            stats=put([own.stats for own in column("own")]),
+            opt_state=put(column("opt_state")),
+            key=self.workers.put(self.task.keys()),
+            step=self.workers.share(jnp.int32(step)),
+            engine=EngineState(
+                method=put([jax.tree.leaves(tree) for tree in column("method")]),
+                count=self.workers.put(np.asarray(column("count"), np.int32)),
+                number=self.workers.put(np.asarray(column("number"), np.int32)),
+                sent=self.workers.put(np.asarray(sent, np.float32)),
+            ),
+        )
+
+    def apart(self, state: AsynchronousState) -> list[State]:
+        """Each worker's own part of a state: the argument of `stacked`."""
+        state = self.workers.fetch(state)
+        engine = state.engine
+        method = jax.tree.structure(self._first["method"])
+        row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+        return [
+            {
+                "params": row(state.params, i),
+                "opt_state": row(state.opt_state, i),
+                "own": Own(i, row(state.stats, i)),
+                "count": int(engine.count[i]),
+                "method": method.unflatten(row(engine.method, i)),
+                "number": int(engine.number[i]),
+            }
+            for i in range(self.workers.num_workers)
+        ]
+
+    def sent(self, state: AsynchronousState) -> list[float]:
+        """Bytes that each worker has sent."""
+        return self.workers.fetch(state.engine.sent).tolist()
+
+    def bytes_sent(self, state: AsynchronousState) -> int:
+        return int(np.mean(self.sent(state)))
+
+    def restored(self, read: Callable[[Any], Any], fresh: Any) -> Any:
+        """As `BaseExperiment.restored`; 0.2.0 kept the engine in `opt_state`."""
+        try:
+            return super().restored(read, fresh)
+        except ValueError as error:
+            try:
+                found = read(_before(fresh))
+            except ValueError:
+                raise error from None
+        return found and found._replace(state=_after(found.state))
+
+
+def _before(state: AsynchronousState) -> TrainState:
+    """The state as the version before kept it in checkpoints."""
+    kept = {"base": state.opt_state, **state.engine._asdict()}
+    return TrainState(state.params, state.stats, kept, state.key, state.step)
+
+
+def _after(state: TrainState) -> AsynchronousState:
+    """The state that `_before` was made of."""
+    kept = dict(state.opt_state)
+    opt_state = kept.pop("base")
+    return AsynchronousState(*state._replace(opt_state=opt_state), EngineState(**kept))

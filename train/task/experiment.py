@@ -1,12 +1,15 @@
-"""What a configuration stands for: the grid, the data, the step of one worker, the test."""
+"""The training of one worker, and of a grid of workers in lock step; the tests of both."""
 
+import abc
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -20,10 +23,12 @@ from train.data.text import load as load_text
 from train.task import batch_statistics, images, inside, optimizers, schedules
 from train.task import text as texts
 from train.task.datasets import Data, load_dataset
-from train.task.evaluation import REESTIMATE_BATCHES, Evaluation
 from train.task.forward import Forward, TestResult
 from train.task.models import MODELS
 from train.task.state import TrainState
+
+
+REESTIMATE_BATCHES = 8  # per worker
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -32,27 +37,116 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     return config.method.around(optimizers.make(config.optimizer, rate), rate)
 
 
-class Experiment:
-    """A configuration, built: everything that can be wrong with it is found here.
+def load(config: Config) -> Data | Text:
+    """The data that a configuration names; raises as `Task` does."""
+    if config.data.name == "text":
+        return load_text(config.data.files, config.data.tokens)
+    return load_dataset(config)
+
+
+class Task:
+    """The training of one worker: its network, its data, its start and its step.
 
     Args:
-      config: what to build.
+      config: the experiment's.
       dataset: data (and transforms) to take instead of those that the configuration names.
-      warn: called with a line about what is wrong with the data and is no error.
-      devices: those to use, all of them; None: as `lj.Workers` chooses them.
-      session: the processes of the run; None: this one by itself.
+      place: puts data on the devices of the workers: a `lj.Workers`, or a
+        `train.task.asynchronous.Place` for a worker that has no grid.
+      warn: called with a line about a flaw of the data that is no error.
+      session: the processes of the run.
+
+    Attributes:
+      forward: the network on a batch.
+      tx: the optimizer; the method is part of it in lock step.
+
+    Raises:
+      ValueError: settings that contradict each other; DataError: data files that are
+        missing or wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Data | Text | None,
+        place: Any,
+        warn: Callable[[str], None],
+        session: Session,
+    ):
+        self._config = config
+        self.tx = make_optimizer(config)
+        data = load(config) if dataset is None else dataset
+        if isinstance(data, Text):
+            if not session.same_everywhere(data.sha256):
+                raise DataError("the processes read different texts; give all the same")
+            self.forward: Forward = texts.make(config, data, place)
+        else:
+            model = MODELS[config.model](num_classes=data[0].num_classes)
+            self.forward = images.make(config, model, data, place, warn, session)
+
+    def first_variables(self) -> dict[str, Any]:
+        """The start of all workers: 'params', and batch statistics if there are any."""
+
+        def init() -> dict[str, Any]:
+            key, _ = jax.random.split(jax.random.key(self._config.seed))
+            return self.forward.init(key)
+
+        # It runs once. On CPUs this compiles it in a quarter of the time.
+        on_cpu = jax.default_backend() == "cpu"
+        options = {"xla_backend_optimization_level": 0} if on_cpu else {}
+        return jax.jit(init, compiler_options=options)()
+
+    def keys(self) -> Array:
+        """A random key for each worker of the configuration, [W]."""
+        grid = self._config.workers
+        _, key = jax.random.split(jax.random.key(self._config.seed))
+        return jax.random.split(key, grid.nodes * grid.locals)
+
+    def learn(
+        self, state: TrainState, data: Any, batch: Any
+    ) -> tuple[Any, Any, Any, Array]:
+        """One worker's step, not applied: (updates, opt_state, stats, loss)."""
+        key = jax.random.fold_in(state.key, state.step.value)
+
+        def loss_of(params):
+            return self.forward.loss(params, state.stats, data, batch, key)
+
+        gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
+        (loss, stats), grads = gradient(state.params)
+        updates, opt_state = self.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        return updates, opt_state, stats, loss
+
+    def step(self, state: TrainState, data: Any, batch: Any) -> tuple[TrainState, Array]:
+        """One worker's step in lock step: (state, loss)."""
+        updates, opt_state, stats, loss = self.learn(state, data, batch)
+        params = lj.apply_updates(state.params, updates)
+        if self._config.batch_statistics == "average":
+            stats = batch_statistics.averaged(stats, state.opt_state, opt_state)
+        step = lj.Shared(state.step.value + 1)
+        return TrainState(params, stats, opt_state, state.key, step), loss
+
+
+class BaseExperiment(abc.ABC):
+    """A configuration, built for a grid of workers: all its errors are found here.
+
+    The training state is that of all workers, stacked. Tests read it and change nothing.
+
+    Args:
+      config: the configuration.
+      dataset, warn: see `Task`.
+      devices: the devices to use, all of them. Defaults to the choice of `lj.Workers`.
+      session: the processes of the run. Defaults to this one by itself.
 
     Attributes:
       workers: the grid.
+      task: the training of one worker.
       forward: the network on a batch.
-      data: what lies on the devices for good: of each worker its own training data, or in
-        a `Shared` all of them, or nothing if batches bring them along.
-      step: (state, data, batch) -> (state, loss [W]), all workers' step.
-      evaluation: the tests.
+      data: the data that stay on the devices: each worker's own training data, or in a
+        `Shared` all of them, or nothing if batches bring them along.
 
     Raises:
-      ValueError: settings that do not go together; DataError: data files that are missing
-        or wrong.
+      ValueError, DataError: as `Task` does.
     """
 
     def __init__(
@@ -64,55 +158,39 @@ class Experiment:
         session: Session | None = None,
     ):
         self._config = config
-        self._tx = make_optimizer(config)
-        data = load(config) if dataset is None else dataset
         grid, session = config.workers, session or Session()
         self.workers = lj.Workers(
             grid.nodes, grid.locals, devices=devices, inside=grid.axes
         )
         session.connect(self.workers.mesh)
-        self.forward = make_forward(config, data, self.workers, warn, session)
+        self.task = Task(config, dataset, self.workers, warn, session)
+        self.forward = self.task.forward
         self.data = self.forward.source.data
-        self.step = self.workers.map(self._step, donate=0)
-        self.evaluation = Evaluation(
-            self.forward,
-            self.workers,
-            config.batch_statistics,
-            self.batches,
-            count=min(REESTIMATE_BATCHES, self.forward.steps_per_epoch),
-            keys=self.worker_keys(),
-        )
+        self._pick = self.workers.map(_of_worker)
+        self._sums = self.workers.map(self._sums_of_one)
+        self._stats_of_batch = self.workers.map(self._stats_of_one)
 
-    def __str__(self) -> str:
-        return str(self.workers)
-
-    # State
-
-    def init(self) -> TrainState:
+    @abc.abstractmethod
+    def init(self) -> Any:
         """The state before the first step: all workers start from the same parameters."""
-        start = first_variables(self.forward, self._config.seed)
-        specs = inside.specs(self.workers.inside)
-        params = self.workers.replicate(start.pop("params"), specs)
-        return TrainState(
-            params=params,
-            stats=self.workers.replicate(start),
-            opt_state=self.workers.map(self._tx.init)(params),
-            key=self.workers.put(self.worker_keys()),
-            step=self.workers.share(jnp.zeros([], jnp.int32)),
-        )
 
-    def worker_keys(self) -> Array:
-        """A random key of each worker, [W]."""
-        return worker_keys(self._config.seed, self.workers.num_workers)
+    @abc.abstractmethod
+    def bytes_sent(self, state: Any) -> int:
+        """Bytes that each worker has sent, the mean if they differ."""
+
+    @staticmethod
+    def restored(read: Callable[[Any], Any], fresh: Any) -> Any:
+        """The checkpoint that `read` finds for a state such as `fresh`."""
+        return read(fresh)
 
     # Data
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
-        """What each worker learns from at each of the steps (from 0), on the devices."""
+        """The batches of all workers for each of the steps (from 0), on the devices."""
         return self.forward.source.batches(steps)
 
     def batch(self, step: int) -> Any:
-        """What each worker learns from at a step (from 0), on the devices."""
+        """The batches of all workers for one step (from 0), on the devices."""
         with contextlib.closing(self.batches(range(step, step + 1))) as batches:
             return next(batches)
 
@@ -120,83 +198,91 @@ class Experiment:
         """For steps in flight: as many as the memory for their batches allows."""
         return Backlog(self.forward.source.most_in_flight)
 
-    # Training and testing
+    # Testing
 
-    def _step(self, state: TrainState, data: Any, batch: Any) -> tuple[TrainState, Array]:
-        """One worker's step: (its state, its data, its batch) -> (state, loss)."""
-        key = jax.random.fold_in(state.key, state.step.value)
-
-        def loss_of(params):
-            return self.forward.loss(params, state.stats, data, batch, key)
-
-        learn = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
-        (loss, stats), grads = learn(state.params)
-        updates, opt_state = self._tx.update(
-            grads, state.opt_state, state.params, value=loss
-        )
-        params = lj.apply_updates(state.params, updates)
-        if self._config.batch_statistics == "average":
-            stats = batch_statistics.averaged(stats, state.opt_state, opt_state)
-        step = lj.Shared(state.step.value + 1)
-        return TrainState(params, stats, opt_state, state.key, step), loss
-
-    def test_center(self, state: TrainState) -> TestResult:
+    def test_center(self, state: Any) -> TestResult:
         """The test of the model that the workers stand for together."""
-        return self.evaluation.center(state)
+        return self._test(*self._center(state))
 
-    def test_worker(self, state: TrainState, worker: int) -> TestResult:
+    def test_worker(self, state: Any, worker: int) -> TestResult:
         """The test of one worker's own model."""
-        return self.evaluation.worker(state, worker)
+        variables = state.params, state.stats
+        return self._test(*self._pick(variables, lj.Shared(worker)).value)
+
+    def sample(self, state: Any) -> str:
+        """A text that the center writes; empty if models of this kind do not write."""
+        # On the host, so that each process draws by itself.
+        params, stats = self.workers.fetch(self._center(state))
+        key = jax.random.key(self._config.seed)
+        return self.forward.sample({"params": params, **stats}, key)
+
+    def _center(self, state: Any) -> tuple[Any, Any]:
+        """The parameters and the batch statistics of the center."""
+        center = lj.center(state.params, state.opt_state)
+        return center, lj.consensus(state.stats) if state.stats else {}
+
+    def _test(self, params: Any, stats: Any) -> TestResult:
+        if stats and self._config.batch_statistics == "reestimate":
+            stats = self.reestimated(params, stats)
+        variables, add = lj.Shared({"params": params, **stats}), self.backlog().add
+        batches = self.forward.source.test_batches
+        sums = [add(self._sums(variables, *batch)) for batch in batches]
+        totals = np.sum(self.workers.fetch(sums), axis=(0, 2), dtype=np.float64)
+        return self.forward.result(totals)
+
+    def _sums_of_one(self, variables, *batch):
+        return self.forward.sums(variables.value, *batch)
+
+    def reestimated(self, params: Any, stats: Any) -> Any:
+        """The mean statistics of some batches of every worker, with these parameters.
+
+        Args:
+          params: those of one model.
+          stats: statistics of the right shapes.
+        """
+        count = min(REESTIMATE_BATCHES, self.forward.steps_per_epoch)
+        keys = self.workers.put(self.task.keys())
+        shared, add = lj.Shared((params, stats)), self.backlog().add
+        seen = [
+            lj.consensus(add(self._stats_of_batch(shared, self.data, batch, keys)))
+            for batch in self.batches(range(count))
+        ]
+        return jax.tree.map(lambda *each: sum(each) / count, *seen)
+
+    def _stats_of_one(self, variables, data, batch, key):
+        params, stats = variables.value
+        apply = lambda stats: self.forward.loss(params, stats, data, batch, key)
+        return batch_statistics.of_batch(apply, stats)
+
+
+def _of_worker(tree: Any, worker: lj.Shared) -> lj.Shared:
+    """One worker's tree, for all workers."""
+    return lj.Shared(lj.Group(("node", "local")).broadcast(tree, worker.value))
+
+
+class Experiment(BaseExperiment):
+    """An experiment whose workers train in lock step; the arguments as there."""
+
+    def __str__(self) -> str:
+        return str(self.workers)
+
+    def init(self) -> TrainState:
+        start = self.task.first_variables()
+        specs = inside.specs(self.workers.inside)
+        params = self.workers.replicate(start.pop("params"), specs)
+        return TrainState(
+            params=params,
+            stats=self.workers.replicate(start),
+            opt_state=self.workers.map(self.task.tx.init)(params),
+            key=self.workers.put(self.task.keys()),
+            step=self.workers.share(jnp.zeros([], jnp.int32)),
+        )
+
+    @functools.cached_property
+    def step(self) -> Callable[[TrainState, Any, Any], tuple[TrainState, Array]]:
+        """All workers' step: (state, data, batch) -> (state, loss [W])."""
+        return self.workers.map(self.task.step, donate=0)
 
     def bytes_sent(self, state: TrainState) -> int:
-        """Bytes that each worker has sent, by all pulls together."""
         diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))
         return sum(pull.bytes_sent for pull in diagnostics)
-
-    def sample(self, state: TrainState) -> str:
-        """What the center writes; nothing if models of this kind do not write."""
-        return self.evaluation.sample(state, jax.random.key(self._config.seed))
-
-
-def load(config: Config) -> Data | Text:
-    """The data that a configuration names; raises as `Experiment` does."""
-    if config.data.name == "text":
-        return load_text(config.data.files, config.data.tokens)
-    return load_dataset(config)
-
-
-def make_forward(
-    config: Config,
-    data: Data | Text,
-    workers: lj.Workers,
-    warn: Callable[[str], None],
-    session: Session,
-) -> Forward:
-    """The network on a batch of some data; the arguments as of `Experiment`."""
-    if isinstance(data, Text):
-        if not session.same_everywhere(data.sha256):
-            raise DataError("the processes read different texts; give all the same")
-        return texts.make(config, data, workers)
-    model = MODELS[config.model](num_classes=data[0].num_classes)
-    return images.make(config, model, data, workers, warn, session)
-
-
-def first_variables(forward: Forward, seed: int) -> dict[str, Any]:
-    """What all workers start from: 'params', and batch statistics if there are any."""
-
-    def init() -> dict[str, Any]:
-        key, _ = jax.random.split(jax.random.key(seed))
-        return forward.init(key)
-
-    return jax.jit(init, compiler_options=_quickly())()
-
-
-def worker_keys(seed: int, workers: int) -> Array:
-    """A random key of each of so many workers, [W]."""
-    _, key = jax.random.split(jax.random.key(seed))
-    return jax.random.split(key, workers)
-
-
-def _quickly() -> dict[str, int]:
-    """Options to compile what runs once: on CPUs in a quarter of the time."""
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}

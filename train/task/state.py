@@ -1,4 +1,4 @@
-"""What training changes."""
+"""The training state: all that training changes."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import lsgd_jax as lj
 
 
 class TrainState(NamedTuple):
-    """All that training changes.
+    """The training state of workers in lock step; one worker's step sees its own rows.
 
     Attributes:
       params: the workers' parameters, [W, ...].
@@ -23,3 +23,33 @@ class TrainState(NamedTuple):
     opt_state: Any
     key: Array
     step: lj.Shared[Array]
+
+
+class EngineState(NamedTuple):
+    """The state of the engine that asynchronous workers run on; leaves [W, ...].
+
+    Attributes:
+      method: the leaves of the method's state.
+      count: int32, steps that each worker has taken.
+      number: int32, rounds that it has seen.
+      sent: float32, bytes that it has sent.
+    """
+
+    method: list[Any]
+    count: Any
+    number: Any
+    sent: Any
+
+
+class AsynchronousState(NamedTuple):
+    """The training state of asynchronous workers: a `TrainState` and the engine's.
+
+    `opt_state` is that of the base optimizer, `step` the mean over the workers.
+    """
+
+    params: Any
+    stats: Any
+    opt_state: Any
+    key: Array
+    step: lj.Shared[Array]
+    engine: EngineState

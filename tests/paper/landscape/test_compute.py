@@ -14,9 +14,9 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from landscapes import QUICK, SMALL, but, contents
-from paper.landscape.cli import main, parse
 
 from paper.landscape import loss, trajectory
+from paper.landscape.cli import main, parse
 from paper.landscape.compute import compute_landscape, pulls_of
 from paper.landscape.points import Points
 from train.config import WorkersConfig

@@ -5,9 +5,9 @@ import shutil
 import numpy as np
 import pytest
 from landscapes import contents, landscape_of
-from paper.landscape.cli import main
 
 from paper.landscape import cli as command
+from paper.landscape.cli import main
 from paper.landscape.results import Mark
 from train.data.arrays import DataError
 

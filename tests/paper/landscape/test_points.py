@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from landscapes import QUICK, but
-from paper.landscape.cli import parse
 
 import lsgd_jax as lj
 from paper.landscape import plots
+from paper.landscape.cli import parse
 from paper.landscape.compute import compute_landscape
 from paper.landscape.points import Points, leaders_of
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from landscapes import SMALL, contents
-from paper.landscape.cli import main
 
 from configs import text
+from paper.landscape.cli import main
 from paper.landscape.saved_run import SavedRun
 from train import config as configuration
 from train.config import WorkersConfig

@@ -8,7 +8,7 @@ import tiny
 
 from train.run.loop import train
 from train.run.open import open_run
-from train.task.experiment import Experiment
+from train.task.experiment import Task
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="package")
 def traces():
-    """Of every trace of a training step, its experiment; two traces make a compilation."""
-    seen, step = [], Experiment._step
+    """The task of every trace of a training step; two traces make a compilation."""
+    seen, step = [], Task.step
 
     def counted(self, *arguments):
         seen.append(self)
@@ -28,7 +28,7 @@ def traces():
 
     tiny.Shared.of.cache_clear()  # other packages may have compiled these experiments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Experiment, "_step", counted)
+        patch.setattr(Task, "step", counted)
         yield seen
 
 

@@ -37,7 +37,7 @@ def test_resuming_is_exact_to_the_bit(finished, tmp_path, traces):
     assert second.step == 6
     result = train(second)
     tiny.assert_equal_to_the_bit(finished[0].state, second.state)
-    assert traces.count(second.experiment) == 2
+    assert traces.count(second.experiment.task) == 2
     assert result.tested == finished[1].tested
     events = log.read(result.folder)
     assert [event["step"] for event in events["train"]] == [4, 6, 8, 12]

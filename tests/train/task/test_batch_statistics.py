@@ -89,7 +89,7 @@ def test_reestimating_uses_the_tested_parameters_and_changes_no_worker(runs):
     experiment = run.experiment
     before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]
     center = lj.consensus(run.state.params)
-    got = experiment.evaluation.reestimated(center, lj.consensus(run.state.stats))
+    got = experiment.reestimated(center, lj.consensus(run.state.stats))
     experiment.test_center(run.state)
     for a, b in zip(before, jax.tree.leaves(run.state.stats)):
         np.testing.assert_array_equal(a, b)
