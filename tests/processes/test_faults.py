@@ -240,9 +240,9 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
 
 @pytest.mark.slow
 def test_processes_that_were_told_other_things_do_not_begin(start, tmp_path):
-    """Here another seed, and a data folder, which may well be another one."""
+    """Here another seed; how long to wait may well differ."""
     by = lambda count: [
-        ([*own, f"--seed={i}", f"--data.dir={i}"], set_)
+        ([*own, f"--seed={i}", f"--distributed.start-timeout={100 + i}"], set_)
         for i, (own, set_) in enumerate(by_options(count))
     ]
     trainers = start(2, by=by)
