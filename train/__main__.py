@@ -18,10 +18,9 @@ from train.cluster.exit_status import (  # noqa: E402
     WRONG_USAGE,
 )
 from train.cluster.session import Session, WorkersLost, is_of_xla  # noqa: E402
-from train.config import Config  # noqa: E402
+from train.config import Config, check_installed  # noqa: E402
 from train.data.arrays import DataError  # noqa: E402
 from train.metrics.log import METRICS  # noqa: E402
-from train.ray_config import check_installed  # noqa: E402
 from train.run import folder as run_folder  # noqa: E402
 from train.run.resuming import resume_command  # noqa: E402
 
