@@ -18,9 +18,10 @@ from train.cluster.exit_status import (  # noqa: E402
     WRONG_USAGE,
 )
 from train.cluster.session import Session, WorkersLost, is_of_xla  # noqa: E402
-from train.config import Config  # noqa: E402
+from train.config import Config, check_installed  # noqa: E402
 from train.data.arrays import DataError  # noqa: E402
-from train.ray_config import check_installed  # noqa: E402
+from train.metrics.log import METRICS  # noqa: E402
+from train.run import folder as run_folder  # noqa: E402
 from train.run.resuming import resume_command  # noqa: E402
 
 
@@ -36,10 +37,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = cli.parse(arguments)
         if config.ray.processes and config.distributed.process_id is None:
-            check_installed()
-            from train.cluster import ray_train
-
-            return ray_train.run(config, arguments)
+            return on_ray(config, arguments)
         if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
@@ -50,6 +48,16 @@ def main(arguments: list[str]) -> int:
         return session.leave(INTERRUPTED, NOT_BEGUN)
     with session.ended_by_errors():
         return train(config, session)
+
+
+def on_ray(config: Config, arguments: list[str]) -> int:
+    """Trains in lock step in processes of Ray; the exit status."""
+    check_installed()
+    from train.cluster import ray_train
+
+    folder = run_folder.planned(config)
+    begun, told = folder / run_folder.CONFIG, folder / METRICS
+    return ray_train.run(config, arguments, begun, told)
 
 
 def train(config: Config, session: Session) -> int:

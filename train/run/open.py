@@ -14,13 +14,12 @@ from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
-from train.config import Config
+from train.config import Config, check_installed
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
 from train.metrics.recent import RecentLosses
-from train.ray_config import check_installed
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
