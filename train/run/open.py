@@ -73,6 +73,13 @@ class Run:
     stop_signals: StopSignals
     lock: RunLock | None
 
+    def passed(self, every: int, since: int) -> bool:
+        """Whether a multiple of `every` was passed after step `since`.
+
+        The last step does not count: the end of the run reports, tests and saves.
+        """
+        return self.step < self.config.steps and self.step // every > since // every
+
     def write(self, kind: str, **values: Any) -> None:
         """Writes an event of this step to the metrics."""
         self.metrics.write(kind, self.step, self.stopwatch.seconds, **values)
