@@ -1,35 +1,51 @@
-"""Ctrl-C while a run starts: noted, and acted on where it is safe.
+"""Ctrl-C while a run starts: it ends the imports, and is noted after them.
 
 An exception that Ctrl-C raises may be lost while jax is imported and compiles: Python only
 prints it if it comes in a callback of the garbage collector, and the run would train on.
 """
 
+import os
 import signal
-import threading
 import types
 
+from train.cluster.exit_status import INTERRUPTED
 
-_noted = threading.Event()
+
+NOT_BEGUN = "interrupted before training began; nothing was lost"
+
+_noted = False
+
+
+def end_at_once() -> None:
+    """Ends the process with one line at Ctrl-C, from now on. Call it before jax."""
+    signal.signal(signal.SIGINT, _end)
 
 
 def listen() -> None:
-    """Notes Ctrl-C from now on; a second one interrupts at once. Call it before jax."""
-    _noted.clear()
+    """Notes Ctrl-C from now on; a second one interrupts at once."""
+    global _noted
+    _noted = False
     signal.signal(signal.SIGINT, _note)
 
 
+def _end(number: int, frame: types.FrameType | None) -> None:
+    os.write(2, f"{NOT_BEGUN}\n".encode())
+    os._exit(INTERRUPTED)
+
+
 def _note(number: int, frame: types.FrameType | None) -> None:
-    if _noted.is_set():
+    global _noted
+    if _noted:
         raise KeyboardInterrupt
-    _noted.set()
+    _noted = True
 
 
 def noted() -> bool:
     """Whether Ctrl-C has come."""
-    return _noted.is_set()
+    return _noted
 
 
 def check() -> None:
     """Raises KeyboardInterrupt if Ctrl-C has come."""
-    if noted():
+    if _noted:
         raise KeyboardInterrupt

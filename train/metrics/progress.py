@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import rich.console
 import rich.markup
 import rich.progress
+import rich.table
 
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -31,7 +32,10 @@ class Progress:
         self._tested, self._paces = "", ""
         self._workers: list[rich.progress.TaskID] = []
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
+            rich.progress.TextColumn(
+                what + " {task.completed}/{task.total}",
+                table_column=rich.table.Column(min_width=len(f"{what} {steps}/{steps}")),
+            ),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
             rich.progress.TimeRemainingColumn(compact=True),

@@ -29,6 +29,8 @@ class Checkpoints:
       keep: how many to keep, the latest ones; and the latest with finite losses.
       warn: called with one line when a checkpoint cannot be written or read.
       session: the processes that write them together.
+      check: called before files are written; raises OSError if the run folder is gone, and
+        does not return if another run has taken it.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Checkpoints:
         keep: int,
         warn: Callable[[str], None],
         session: Session,
+        check: Callable[[], None] = lambda: None,
     ):
         self._folder, self._warn, self._session = folder.absolute(), warn, session
+        self._check = check
         noise.silence()
         self._remove_leftovers()
         self._preservation = KeepLatestAndFinite(self._folder, keep)
@@ -62,7 +66,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_checksums(self) -> None:
-        """Orbax calls this when all files are there, and their folder is to be renamed."""
+        """Orbax calls this when all files are there, and their folder is to be renamed.
+
+        Orbax makes a folder anew that was moved while it wrote: `check` notices that.
+        """
+        self._check()
         checksums.write(self._folder / f"{self._unconfirmed}{TEMPORARY}")
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
@@ -99,21 +107,34 @@ class Checkpoints:
 
         With several processes Orbax waits for minutes if not even folders can be made.
         """
-        found = _obstacle(self._folder, needed) if self._session.is_main else ""
+        found = self._gone()
+        if self._session.is_main and not found:
+            found = _obstacle(self._folder, needed)
         return self._session.agree(found)
+
+    def _gone(self) -> str:
+        """Why the run folder is not there, as the main process sees it; or nothing."""
+        try:
+            self._check()
+        except OSError as error:
+            return f"{error.strerror}: {error.filename}"
+        return ""
 
     def wait(self) -> bool:
         """Waits for the checkpoint being written; whether it has arrived safely."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
-            self._failed(error)
+            self._failed(self._gone() or error)
+            return False
+        if self._unconfirmed is not None and (gone := self._gone()):
+            self._failed(gone)
             return False
         self._unconfirmed = None
         return True
 
     def _failed(self, error: Exception | str) -> None:
-        step = self._unconfirmed
+        step, self._unconfirmed = self._unconfirmed, None
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
 

@@ -29,13 +29,13 @@ def train(run: Run) -> Result:
     run.stopwatch.start()
     with contextlib.closing(run.metrics):
         announce(run)
-        with run.stop_signals, run.progress, saved_if_data_fail(run):
-            take = (
-                asynchronous.take_steps if run.config.method.is_asynchronous else take_steps
-            )
-            stopped_by = take(run)
-            result = finish(run, stopped_by)
-        result = conclude(run, result)
+        with run.stop_signals:
+            with run.progress, saved_if_data_fail(run):
+                is_asynchronous = run.config.method.is_asynchronous
+                take = asynchronous.take_steps if is_asynchronous else take_steps
+                stopped_by = take(run)
+                result = finish(run, stopped_by)
+            result = conclude(run, result)
     if run.lock is not None:
         run.lock.release()
     return result

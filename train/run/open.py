@@ -127,11 +127,13 @@ def open_run(
             if not (folder / name).exists():
                 (folder / name).write_text(text)
     session.where = lambda: where(config, folder, 0)
+    check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
         config.keep_checkpoints,
         progress.warn_here,
         session,
+        check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
     progress.resume(start.step)
@@ -141,7 +143,6 @@ def open_run(
             f"{config.steps}: the run takes no other"
         )
     stopwatch = Stopwatch(start.notes["seconds"])
-    check = (lambda: None) if lock is None else lock.check
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check)
     run = Run(
         config=config,

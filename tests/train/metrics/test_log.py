@@ -1,6 +1,7 @@
 """metrics.jsonl: what is written comes back, also after a crash or on a full disk."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -96,6 +97,13 @@ def test_damaged_lines_are_skipped_and_the_others_kept(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*wrong, good]))
     assert log.read(tmp_path) == {"train": [{"kind": "train", "step": 2, "seconds": 1.5}]}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
+    make(tmp_path / log.METRICS)
+    with pytest.raises(OSError, match="not a regular file"):
+        log.read(tmp_path)
 
 
 def test_nothing_is_written_once_another_run_has_taken_the_folder(tmp_path):
