@@ -7,6 +7,7 @@ Ray Train starts the group anew with what is there, and the run goes on from its
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -33,6 +34,7 @@ from train.launch import NOISE, PASSED, child_command, free_port, rendezvous_opt
 
 ROOT = pathlib.Path(__file__).parents[2]  # from which the workers import `train`
 LOOK_S = 0.5  # between two looks at a child, and at what is to be shown
+ELASTIC_S = 60.0  # within which a group must have started where fewer would do
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # these call for no restart
 
 
@@ -198,10 +200,12 @@ def run(
         options.progress_timeout,
         os.getcwd(),
     )
+    # Ray Train may wait for a host whose loss is not known yet before it takes fewer.
+    start = min(options.start_timeout, math.inf if job.nodes_each is None else ELASTIC_S)
     os.environ |= {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(options.start_timeout),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(start),
     }
     engine = lj.asynchronous.ray_engine
     placed = engine.Options(
