@@ -14,9 +14,10 @@ try:
     from train.cluster import devices, rendezvous
     from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
     from train.cluster.session import Session, WorkersLost, is_of_xla
-    from train.config import Config
+    from train.config import Config, check_installed
     from train.data.arrays import DataError
-    from train.ray_config import check_installed
+    from train.metrics.log import METRICS
+    from train.run import folder as run_folder
     from train.run.resuming import resume_command
 except ValueError as error:  # an environment variable that jax does not take
     print(f"error: {error}", file=sys.stderr)
@@ -32,10 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = cli.parse(arguments)
         if config.ray.processes and config.distributed.process_id is None:
-            check_installed()
-            from train.cluster import ray_train
-
-            return ray_train.run(config, arguments)
+            return on_ray(config, arguments)
         if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
@@ -46,6 +44,16 @@ def main(arguments: list[str]) -> int:
         return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     with session.ended_by_errors():
         return train(config, session)
+
+
+def on_ray(config: Config, arguments: list[str]) -> int:
+    """Trains in lock step in processes of Ray; the exit status."""
+    check_installed()
+    from train.cluster import ray_train
+
+    folder = run_folder.planned(config)
+    begun, told = folder / run_folder.CONFIG, folder / METRICS
+    return ray_train.run(config, arguments, begun, told)
 
 
 def train(config: Config, session: Session) -> int:

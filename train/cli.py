@@ -19,7 +19,7 @@ from tyro import _errors
 import configs
 from train import config as configuration
 from train.config import Config
-from train.config_checks import meant
+from train.proposals import meant
 from train.run import folder as run_folder
 
 

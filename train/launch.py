@@ -32,6 +32,7 @@ from train.cluster.exit_status import LOST, SIGNALED, STOPPED, WRONG_USAGE
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # in the environment: this command, up to --
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # where jax's coordinator listens
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What gloo prints of each device that is connected, too many lines to find others between.
@@ -42,6 +43,7 @@ GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
 def child() -> NoReturn:
     """Runs a module in a process that dies with its parent: PARENT MODULE ARGUMENTS."""
     _, parent, module, *arguments = sys.argv
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray may have blocked some
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(parent):
@@ -227,8 +229,9 @@ def main(arguments: Sequence[str]) -> int:
         return WRONG_USAGE
     again = ["python", "-m", "train.launch", "--processes", str(count)]
     again += [] if devices is None else ["--devices-per-process", str(devices)]
-    given = [one | {LAUNCHER: shlex.join([*again, "--"])} for one in given]
     coordinator = f"127.0.0.1:{free_port()}"
+    mine = {LAUNCHER: shlex.join([*again, "--"]), BIND_ADDRESS: coordinator}
+    given = [one | mine for one in given]
     commands = [
         child_command(
             options.module,

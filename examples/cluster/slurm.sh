@@ -28,9 +28,11 @@ srun --kill-on-bad-exit=1 python -m train cifar10-cnn7 \
   --run-dir "$run" "${resume[@]}"
 status=$?
 
-# A lost process (75), or a stop by SIGTERM, which saves and is no failure: once more.
+# Once more after a lost process (75; jax aborts with 134; 137 is kill -9), but not for ever,
+# and after a stop by SIGTERM, which saves and is no failure.
 last=$(grep '"kind": "end"' "$run/metrics.jsonl" | tail -1)
-if [ $status -eq 75 ] || [[ $status -eq 0 && $last == *SIGTERM* ]]; then
+if [[ $status =~ ^(75|134|137)$ && ${SLURM_RESTART_COUNT:-0} -lt 20 ]] ||
+  [[ $status -eq 0 && $last == *SIGTERM* ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

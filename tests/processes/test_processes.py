@@ -3,44 +3,35 @@
 import functools
 import json
 import pathlib
-import socket
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tiny
 from images import make_folder
-from processes import together
-from trainers import environment
+from processes import jobs
+from trainers import environment, free_port
 
+import lsgd_jax as lj
 from train.cluster.session import Session
+from train.run.open import open_run
 
 
-HERE = pathlib.Path(__file__).parent
 LIMIT_S = 300
-pytestmark = pytest.mark.slow
 
 
-def run(job, folder, count, script="together.py", before=lambda i: [], cache=None):
-    """What every process answers; all are ended after a hard limit.
+def run(job, folder, count, before=lambda i: [], cache=None):
+    """What every process answers, and prints; all are ended after a hard limit.
 
     before: process -> a command that is to run the process. cache: see `environment`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    script = pathlib.Path(__file__).with_name("jobs.py")
+    rest = [str(script), job, str(folder), str(free_port()), str(count)]
     processes = [
         subprocess.Popen(
-            [
-                *before(i),
-                sys.executable,
-                HERE / script,
-                job,
-                folder,
-                str(port),
-                str(count),
-                str(i),
-            ],
+            [*before(i), sys.executable, *rest, str(i)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -61,19 +52,13 @@ def run(job, folder, count, script="together.py", before=lambda i: [], cache=Non
     return answers, outputs
 
 
-IN_TURN = [[0, 1], [4, 5], [2, 3], [6, 7]]  # two processes with two workers on each host
+# The library
 
 
-def test_the_node_axis_follows_the_hosts():
-    """Processes 0 and 2 are one node of four workers, 1 and 3 the other one."""
-    answers, _ = run("lsgd_oracle_on_pretended_hosts", HERE.parent / "oracles", 4)
-    assert [answer["owned"] for answer in answers] == IN_TURN
-
-
-def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
-    """Two of the processes are shown another boot id, as if they were on another host."""
+def on_two_hosts(folder):
+    """Four processes, of which 1 and 3 are shown another boot id, if that can be done."""
     shown = "/proc/sys/kernel/random/boot_id"
-    other = tmp_path / "boot_id"
+    other = folder / "boot_id"
     other.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
     mount = f'mount --bind {other} {shown} && exec "$@"'
     elsewhere = ["unshare", "--mount", "sh", "-c", mount, "sh"]
@@ -82,12 +67,69 @@ def test_hosts_are_told_apart_by_their_boot_ids(tmp_path):
     except FileNotFoundError:
         seen = None
     if seen is None or seen.stdout != other.read_text():
-        pytest.skip("the boot id cannot be covered here")
-    before = lambda i: elsewhere if i % 2 else []
-    answers, _ = run("lsgd_oracle", HERE.parent / "oracles", 4, before=before)
-    assert [answer["owned"] for answer in answers] == IN_TURN
+        return run("methods_on_pretended_hosts", folder, 4)
+    return run("methods", folder, 4, before=lambda i: elsewhere if i % 2 else [])
 
 
+IN_TURN = [[0, 1], [4, 5], [2, 3], [6, 7]]  # two processes with two workers on each host
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_on_any_hosts_give_the_same_parameters(hosts, tmp_path):
+    """The node axis follows the hosts."""
+    answers, _ = run("methods", tmp_path, 2) if hosts == 1 else on_two_hosts(tmp_path)
+    owned = [answer["owned"] for answer in answers]
+    assert owned == ([[0, 1, 2, 3], [4, 5, 6, 7]] if hosts == 1 else IN_TURN)
+    assert all(answer["sums"] == answers[0]["sums"] for answer in answers)
+    for method in jobs.METHODS:
+        written = np.load(tmp_path / f"{method}.npz")
+        for name, expected in jobs.train(method).items():
+            got = written[name]
+            assert np.ptp(expected, axis=0).max() > 1e-3  # eight workers, not one
+            if method == "easgd":  # sums run in another order
+                np.testing.assert_allclose(got, expected, rtol=1e-6, atol=5e-7)
+            else:
+                np.testing.assert_array_equal(got, expected, err_msg=f"{method} {name}")
+    # Workers sharded over devices of several processes, against whole ones in this one.
+    written = np.load(tmp_path / "spread.npz")
+    for name, expected in jobs.train("lsgd", lj.Workers(1, 2)).items():
+        np.testing.assert_allclose(written[name], expected, rtol=1e-6, atol=1e-6)
+
+
+# The trainer
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_other_processes_with_the_same_and_with_other_workers(
+    tmp_path, monkeypatch
+):
+    """Written by two processes, gone on with by them with more workers, then by one."""
+    tiny.install(set=monkeypatch.setattr)
+    answers, _ = run("write_and_grow", tmp_path, 2)
+    first, second = answers
+    assert first["same"] and second["same"] and first["step"] == second["step"] == 6
+    assert first["sources"] == second["sources"] and len(first["sources"]) == 8
+    assert first["owned"] == [0, 1, 2, 3] and second["owned"] == [4, 5, 6, 7]
+    folder = tmp_path / "run"
+    after = np.load(tmp_path / "after.npz")
+    again = open_run(jobs.configured(folder, 2, 4, steps=6, resume=True))
+    assert again.step == 6 and again.resizing is None
+    for name, x in jobs.numbers_of(again).items():
+        np.testing.assert_array_equal(x, after[name])
+
+    # The checkpoint before: of the four workers of the beginning.
+    shutil.rmtree(folder / "checkpoints" / "6")
+    before = np.load(tmp_path / "before.npz")
+    same = open_run(jobs.configured(folder, 2, 2, steps=6, resume=True))
+    for name, x in jobs.numbers_of(same).items():
+        np.testing.assert_array_equal(x, before[name])
+    fewer = open_run(jobs.configured(folder, 1, 2, steps=6, resume=True))
+    for name, x in jobs.numbers_of(fewer).items():
+        np.testing.assert_array_equal(x, before[name][fewer.resizing.sources])
+    assert len(fewer.resizing.sources) == 2
+
+
+@pytest.mark.slow
 def test_images_in_files_over_two_processes_are_the_same(
     tmp_path, cache, monkeypatch, capsys
 ):
@@ -98,7 +140,7 @@ def test_images_in_files_over_two_processes_are_the_same(
     broken = [data / "train" / "bee" / "0.JPEG", data / "val" / "bee" / "0.JPEG"]
     for path in broken:
         path.write_bytes(b"")
-    single = together.imagenet(tmp_path / "one", Session())
+    single = jobs.imagenet(tmp_path / "one", Session())
     printed = "".join(capsys.readouterr())
     assert all(printed.count(str(path)) == 1 for path in broken)
     answers, outputs = run("imagenet", tmp_path / "two", 2, cache=cache)
@@ -111,6 +153,7 @@ def test_images_in_files_over_two_processes_are_the_same(
     assert "test error" in outputs[0] and "test error" not in outputs[1]
 
 
+@pytest.mark.slow
 def test_processes_that_see_other_files_all_end_with_an_error(tmp_path):
     for process in ("0", "1"):
         make_folder(tmp_path / process / "data", train=8, val=9)

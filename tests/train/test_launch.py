@@ -39,20 +39,23 @@ def test_the_launcher_is_spared_jax():
 
 
 def test_the_processes_get_the_arguments_and_what_they_need_to_meet(run):
-    program = "print(sys.argv[1:], os.environ.get('JAX_NUM_CPU_DEVICES'))"
+    program = (
+        "print(sys.argv[1:], os.environ['JAX_COORDINATOR_BIND_ADDRESS'], "
+        "os.environ.get('JAX_NUM_CPU_DEVICES'))"
+    )
     devices = ("--devices-per-process", "3")
     status, out, _ = run(program, *devices, processes=2, arguments=["digits", "--seed=1"])
     assert status == 0
     coordinators = set()
     for line in sorted(out.splitlines()):
-        arguments, _, devices = line[4:].rpartition(" ")
+        arguments, bound, devices = line[4:].rsplit(" ", 2)
         assert devices == "3"
         given = eval(arguments)
         assert given[:2] == ["digits", "--seed=1"]
         options = dict(option.split("=") for option in given[2:])
         assert options["--distributed.num-processes"] == "2"
         assert options["--distributed.process-id"] == line[1]
-        coordinators.add(options["--distributed.coordinator"])
+        coordinators |= {options["--distributed.coordinator"], bound}
     (coordinator,) = coordinators
     assert coordinator.startswith("127.0.0.1:")
 

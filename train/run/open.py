@@ -14,13 +14,12 @@ from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
-from train.config import Config
+from train.config import Config, check_installed
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
 from train.metrics.recent import RecentLosses
-from train.ray_config import check_installed
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
@@ -73,6 +72,13 @@ class Run:
     reporter: Reporter
     stop_signals: StopSignals
     lock: RunLock | None
+
+    def passed(self, every: int, since: int) -> bool:
+        """Whether a multiple of `every` was passed after step `since`.
+
+        The last step does not count: the end of the run reports, tests and saves.
+        """
+        return self.step < self.config.steps and self.step // every > since // every
 
     def write(self, kind: str, **values: Any) -> None:
         """Writes an event of this step to the metrics."""

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from configs.cifar10_cnn7 import CONFIG as CIFAR10
 from configs.digits import CONFIG
 from train.cluster import rendezvous, session, shared_folder, signals
 from train.cluster.exit_status import CRASHED, LOST
@@ -106,7 +107,7 @@ def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
         ({"seed": 1}, "`seed` must be the same in all processes, got 0 in process 0 and 1"),
         (  # each has its own
             {
-                "data": dataclasses.replace(CONFIG.data, dir="x"),
+                "data": dataclasses.replace(CIFAR10.data, dir="x"),
                 "distributed": DistributedConfig(process_id=1),
             },
             None,
@@ -114,7 +115,7 @@ def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
     ],
 )
 def test_processes_must_be_told_the_same(other, message):
-    configs = [CONFIG, dataclasses.replace(CONFIG, **other)]
+    configs = [CIFAR10, dataclasses.replace(CIFAR10, **other)]
     check = lambda own: rendezvous._check_agreement(own, configs[own.process_id])
     said = each(2, check)
     assert said == [None] * 2 if message is None else all(message in x for x in said)

@@ -1,6 +1,7 @@
-"""What each of several processes does in test_same_numbers.py; runs in pytest's, too."""
+"""Jobs of each of several processes: python jobs.py JOB FOLDER PORT COUNT PROCESS."""
 
 import dataclasses
+import json
 import pathlib
 import sys
 
@@ -19,6 +20,9 @@ METHODS = {
     "easgd": lambda: lj.easgd(beta=0.5, period=2),
     "sgp": lambda: lj.sgp(lj.topology.exponential(8)),
 }
+
+
+# The library
 
 
 def spread():
@@ -54,7 +58,10 @@ def train(name, workers=None, specs=None):
     state, step = workers.map(tx.init)(params), workers.map(step, donate=(0, 1))
     for x, y in zip(inputs, wanted):
         params, state = step(params, state, *workers.put_owned(mine((x, y))))
-    return workers.fetch(params)
+    got, center = workers.fetch(params), workers.fetch(lj.consensus(params))
+    for leaf in got:
+        np.testing.assert_allclose(center[leaf], got[leaf].mean(0), rtol=1e-5, atol=1e-6)
+    return got
 
 
 def methods(folder, session):
@@ -68,25 +75,41 @@ def methods(folder, session):
     params = train("lsgd", spread(), {"in": P(None, "fsdp"), "out": P("fsdp")})
     if session.is_main:
         np.savez(folder / "spread.npz", **params)
-    return sums
+    workers = lj.Workers(2, 4)
+    assert workers.fetch(workers.put(np.arange(8))).tolist() == list(range(8))
+    return {"sums": sums, "owned": list(workers.owned)}
 
 
-def configured(folder, nodes, locals, steps, **changes):
-    """A few steps of the trainer in a run folder."""
-    from configs.digits import CONFIG
+def methods_on_pretended_hosts(folder, session):
+    """The same; processes lie on two hosts in turn."""
+    from lsgd_jax._src import device_grid
+
+    device_grid._host = lambda device: device.process_index % 2
+    return methods(folder, session)
+
+
+# The trainer
+
+
+def config_of(name, folder, nodes, locals, **changes):
+    """A named experiment with a few settings changed."""
     from train.config import WorkersConfig
     from train.task import methods
 
+    config = __import__(f"configs.{name}", fromlist=["CONFIG"]).CONFIG
     return dataclasses.replace(
-        CONFIG,
+        config,
         workers=WorkersConfig(nodes, locals),
         method=methods.make("lsgd", local_period=2, global_period=4),
-        steps=steps,
-        batch_size=4,
         log_every=2,
         run_dir=str(folder),
         **changes,
     )
+
+
+def configured(folder, nodes, locals, steps, **changes):
+    """A few steps on digits in a run folder."""
+    return config_of("digits", folder, nodes, locals, steps=steps, batch_size=4, **changes)
 
 
 def numbers_of(run):
@@ -96,18 +119,23 @@ def numbers_of(run):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def write_and_grow(folder, session):
-    """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
+def opened(config, session):
     import tiny
 
-    from train.run import loop
     from train.run.open import open_run
 
     tiny.install()
-    run = open_run(configured(folder / "run", 2, 2, steps=4), session)
+    return open_run(config, session)
+
+
+def write_and_grow(folder, session):
+    """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
+    from train.run import loop
+
+    run = opened(configured(folder / "run", 2, 2, steps=4), session)
     loop.train(run)
     before = numbers_of(run)
-    grown = open_run(configured(folder / "run", 2, 4, steps=6, resume=True), session)
+    grown = opened(configured(folder / "run", 2, 4, steps=6, resume=True), session)
     owned, sources = list(grown.experiment.workers.owned), grown.resizing.sources
     restored = numbers_of(grown)
     same = all((restored[name] == x[sources]).all() for name, x in before.items())
@@ -121,8 +149,63 @@ def write_and_grow(folder, session):
 
 write_and_grow.devices = 4
 
+
+def imagenet(folder, session):
+    """Eight steps with images in files, which lie beside the folder.
+
+    In one process all at once, in several resumed half-way.
+    """
+    from train.config import DataConfig, OptimizerConfig
+    from train.run import loop
+
+    config = config_of(
+        "imagenet_resnet50",
+        folder / "run",
+        2,
+        4,
+        model="digits-bn",
+        data=DataConfig(
+            "imagenet", dir=str(folder.parent / "data"), crop=16, reader_threads=2
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+        steps=4 if session.has_others else 8,
+        batch_size=8,
+        test_every=4,
+        checkpoint_every=4,
+    )
+    run = opened(config, session)
+    result = loop.train(run)
+    if session.has_others:
+        run = opened(dataclasses.replace(config, steps=8, resume=True), session)
+        result = loop.train(run)
+    total = sum(float(abs(x).sum()) for x in numbers_of(run).values())
+    return {"error": result.tested.center["error"], "step": result.step, "total": total}
+
+
+def other_files(folder, session):
+    """What a process says whose images are not those of the other one."""
+    try:
+        imagenet(folder / str(session.process_id) / "result", session)
+    except ValueError as error:
+        return str(error)
+
+
+def main(name, folder, port, count, rank):
+    """Does one of the jobs in this process, which joins the others as a trainer does."""
+    from configs.digits import CONFIG
+    from train.cluster import rendezvous
+    from train.config import DistributedConfig
+
+    job = globals()[name]
+    jax.config.update("jax_num_cpu_devices", getattr(job, "devices", 8) // int(count))
+    options = DistributedConfig(
+        coordinator=f"127.0.0.1:{port}", num_processes=int(count), process_id=int(rank)
+    )
+    session = rendezvous.join(dataclasses.replace(CONFIG, distributed=options))
+    answer = job(pathlib.Path(folder), session)
+    print("ANSWER " + json.dumps(answer), flush=True)
+
+
 if __name__ == "__main__":
     sys.path.append(str(pathlib.Path(__file__).parents[1]))
-    from together import main
-
-    main({"methods": methods, "write_and_grow": write_and_grow})
+    main(*sys.argv[1:])
