@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import rich.console
 import rich.markup
 import rich.progress
-import rich.table
 
 
 SECONDS_BETWEEN_LINES = 10.0
+NARROW = 60  # columns of a terminal that has no room for a bar
+BAR_AND_TIME = 16  # columns that they take at least
 MOST_BARS = 16  # workers that each have a bar
 
 
@@ -30,15 +31,13 @@ class Progress:
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
         self._tested, self._paces = "", ""
+        self._is_narrow = self._console.width < NARROW
         self._workers: list[rich.progress.TaskID] = []
         self._bar = rich.progress.Progress(
-            rich.progress.TextColumn(
-                what + " {task.completed}/{task.total}",
-                table_column=rich.table.Column(min_width=len(f"{what} {steps}/{steps}")),
-            ),
-            rich.progress.BarColumn(),
+            rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
+            *([] if self._is_narrow else [rich.progress.BarColumn()]),
             rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeRemainingColumn(compact=True),
+            *([] if self._is_narrow else [rich.progress.TimeRemainingColumn(compact=True)]),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -101,7 +100,11 @@ class Progress:
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
         parts = [loss_text, self._tested, pace, self._paces]
         text = ", ".join(filter(None, parts))
-        self._bar.update(self._task, completed=step, description=text)
+        # What is too long rich would take from the steps, too.
+        others = len(f"{self._what} {step}/{self._steps} ")
+        others += 0 if self._is_narrow else BAR_AND_TIME
+        shown = text[: max(0, self._console.width - others)]
+        self._bar.update(self._task, completed=step, description=shown)
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
