@@ -6,6 +6,7 @@ prints it if it comes in a callback of the garbage collector, and the run would 
 
 import os
 import signal
+import threading
 import types
 
 from train.cluster.exit_status import INTERRUPTED
@@ -13,7 +14,7 @@ from train.cluster.exit_status import INTERRUPTED
 
 NOT_BEGUN = "interrupted before training began; nothing was lost"
 
-_noted = False
+_noted = threading.Event()
 
 
 def end_at_once() -> None:
@@ -23,8 +24,7 @@ def end_at_once() -> None:
 
 def listen() -> None:
     """Notes Ctrl-C from now on; a second one interrupts at once."""
-    global _noted
-    _noted = False
+    _noted.clear()
     signal.signal(signal.SIGINT, _note)
 
 
@@ -34,18 +34,17 @@ def _end(number: int, frame: types.FrameType | None) -> None:
 
 
 def _note(number: int, frame: types.FrameType | None) -> None:
-    global _noted
-    if _noted:
+    if _noted.is_set():
         raise KeyboardInterrupt
-    _noted = True
+    _noted.set()
 
 
 def noted() -> bool:
     """Whether Ctrl-C has come."""
-    return _noted
+    return _noted.is_set()
 
 
 def check() -> None:
     """Raises KeyboardInterrupt if Ctrl-C has come."""
-    if _noted:
+    if _noted.is_set():
         raise KeyboardInterrupt

@@ -17,9 +17,9 @@ import lsgd_jax as lj
 from train.cluster.session import WorkersLost
 from train.config import Config
 from train.metrics.buffer import Interval
+from train.run.checkpoints import Archive
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
-from train.run.reading import Archive
 from train.run.result import NONFINITE
 from train.run.saving import save
 from train.run.testing import run_test

@@ -58,7 +58,14 @@ class RunLock:
         )
         _acquire(lease, folder, say)
         self.release = weakref.finalize(self, lease.release, force=True)
-        _sign(folder)
+
+    def sign(self) -> None:
+        """Notes in the folder that this process holds it; before others are written."""
+        now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        name = f"process {os.getpid()} on host {socket.gethostname()}"
+        new = self._folder / f"{OWNER}.{TOKEN}"
+        new.write_text(f"{name}\n{now}\n{TOKEN}\n")
+        new.replace(self._folder / OWNER)
 
     def check(self) -> None:
         """Calls `lost` at once if another process has taken the folder over.
@@ -142,15 +149,6 @@ def _taken_over(lease: SoftFileLease, folder: pathlib.Path) -> str:
     if not owner or owner[2] == TOKEN:
         return ""
     return f"{owner[0]} took {folder} over at {owner[1]}, and has ended"
-
-
-def _sign(folder: pathlib.Path) -> None:
-    """Notes in the folder that this process has held it last."""
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    name = f"process {os.getpid()} on host {socket.gethostname()}"
-    new = folder / f"{OWNER}.{TOKEN}"
-    new.write_text(f"{name}\n{now}\n{TOKEN}\n")
-    new.replace(folder / OWNER)
 
 
 def _owner(folder: pathlib.Path) -> list[str]:

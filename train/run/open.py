@@ -136,6 +136,8 @@ def open_run(
         check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
+    if lock is not None:
+        sign(lock, folder)
     progress.resume(start.step)
     if start.step > config.steps:
         progress.say(
@@ -190,12 +192,19 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         try:
             held.append(RunLock(folder, progress.say, lost))
         except OSError as error:
-            reason = error.strerror
-            raise ValueError(f"{folder} cannot be written to: {reason}") from error
+            raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
         return ""
 
     session.of_main(take)
     return held[0] if held else None
+
+
+def sign(lock: RunLock, folder: pathlib.Path) -> None:
+    """Notes in a run folder whose it is; ValueError if that cannot be written."""
+    try:
+        lock.sign()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
 
 
 def starting_point(

@@ -14,9 +14,8 @@ import pytest
 from train.cluster.session import Session
 from train.run import checkpoints as module
 from train.run import checksums
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, latest_notes, notes_of
 from train.run.lock import RunLock
-from train.run.reading import latest_notes, notes_of
 
 
 def state(step):
@@ -336,6 +335,7 @@ def test_a_run_folder_that_is_moved_while_a_checkpoint_is_written(tmp_path, warn
     folder, moved = tmp_path / "run", threading.Event()
     folder.mkdir()
     held = RunLock(folder, pytest.fail, pytest.fail)
+    held.sign()
 
     def check():
         if threading.current_thread() is not threading.main_thread():

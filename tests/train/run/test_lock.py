@@ -27,6 +27,7 @@ import pathlib, sys, time
 from train.run import lock
 lock.LEASE_S, lock.RENEWAL_S = {LEASE_S}, {RENEWAL_S}
 held = lock.RunLock(pathlib.Path(sys.argv[1]), print, print)
+held.sign()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -65,7 +66,9 @@ def other(tmp_path):
 def hold(folder, lost=None):
     """The lock, and what it has said."""
     said = []
-    return RunLock(folder, said.append, lost or said.append), said
+    held = RunLock(folder, said.append, lost or said.append)
+    held.sign()
+    return held, said
 
 
 def as_if_of_another_host(folder):

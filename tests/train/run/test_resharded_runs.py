@@ -15,9 +15,9 @@ from train.__main__ import main
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log
 from train.run import reporting
+from train.run.checkpoints import latest_notes
 from train.run.loop import train
 from train.run.open import open_run
-from train.run.reading import latest_notes
 from train.task import methods
 from train.task.methods import METHODS
 
