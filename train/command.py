@@ -78,8 +78,9 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     _open_standard_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore
+    sys.stdout = python_only(sys.stdout)
     if leaves_files:
-        sys.stdout = out = Lasting(python_only(sys.stdout), "standard output")
+        sys.stdout = out = Lasting(sys.stdout, "standard output")
         sys.stderr = err = Lasting(sys.stderr, "standard error")
         try:
             return main(sys.argv[1:])

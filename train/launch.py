@@ -35,8 +35,6 @@ LAUNCHER = "LSGD_JAX_LAUNCHER"  # in the environment: this command, up to --
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # where jax's coordinator listens
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# What gloo prints of each device that is connected, too many lines to find others between.
-NOISE = "[Gloo] Rank "
 GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
 
 
@@ -148,7 +146,7 @@ class Processes:
         """Shows what a process prints; if no one reads it any more, all are to stop."""
         with child.stdout as printed:  # type: ignore
             for line in printed:
-                if not (self._lost_output or line.startswith(NOISE)):
+                if not self._lost_output:
                     self._show_line(f"[{index}] {line.rstrip()}")
 
     def _show_line(self, line: str) -> None:
@@ -175,7 +173,7 @@ class Processes:
         Args:
           grace: seconds that the others get to end by themselves, and then after SIGTERM.
         """
-        failed: list[int] = []
+        failed: list[subprocess.Popen[str]] = []
         deadline, signals = float("inf"), [signal.SIGTERM, signal.SIGKILL]
         running = list(self._children)
         while running:
@@ -183,7 +181,7 @@ class Processes:
             ended = [child for child in running if child.poll() is not None]
             running = [child for child in running if child not in ended]
             # Those that were ended by this launcher have not failed by themselves.
-            failed += [c.returncode for c in ended if c.returncode and len(signals) == 2]
+            failed += [child for child in ended if child.returncode and len(signals) == 2]
             if failed and deadline == float("inf"):
                 deadline = time.monotonic() + grace
             if signals and time.monotonic() >= deadline:
@@ -191,10 +189,21 @@ class Processes:
                 deadline = time.monotonic() + grace
         for reader in self._readers:
             reader.join(grace)
+        return self._status(failed)
+
+    def _status(self, failed: Sequence[subprocess.Popen[str]]) -> int:
+        """The status of the process that failed, which is named if a signal ended it."""
         # One that ends because of another one may be faster than that one.
-        codes = [code if code > 0 else SIGNALED - code for code in failed]
-        codes = [c for c in codes if c not in (LOST, SIGNALED + signal.SIGABRT)] or codes
-        return codes[0] if codes else STOPPED * self._lost_output
+        for_others = (LOST, -signal.SIGABRT)
+        causes = [c for c in failed if c.returncode not in for_others] or failed
+        if not causes:
+            return STOPPED * self._lost_output
+        code = causes[0].returncode
+        if code > 0:
+            return code
+        name = f"process {self._children.index(causes[0])}"
+        print(f"error: {name} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        return SIGNALED - code
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -360,6 +360,7 @@ def main(arguments: Sequence[str]) -> int:
         options, others = cli.run_with_others(Options, arguments, program, __doc__)
         given = options.given()
         config = cli.parse([options.experiment, *others])
+        jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends this
         session = rendezvous.join(config)
         compilation_cache.use(say=session.is_main)
         is_known = len(given) == 4

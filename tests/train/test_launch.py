@@ -61,10 +61,13 @@ def test_the_processes_get_the_arguments_and_what_they_need_to_meet(run):
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"),
-    [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)],
+    ("ending", "status", "said"),
+    [
+        ("sys.exit(7)", 7, ""),
+        ("os.kill(os.getpid(), 9)", 137, "error: process 1 was ended by SIGKILL\n"),
+    ],
 )
-def test_one_that_fails_ends_all(run, ending, status):
+def test_one_that_fails_ends_all(run, ending, status, said):
     """Also those that ignore SIGTERM; one that fails because of it does not count."""
     program = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -75,8 +78,8 @@ def test_one_that_fails_ends_all(run, ending, status):
         "if me == '2': time.sleep(600)\n"
         "print('why', file=sys.stderr, flush=True)\n"
     )
-    got, out, _ = run(program + ending, "--grace", "1", processes=3)
-    assert (got, out) == (status, "[1] why\n")
+    found = run(program + ending, "--grace", "1", processes=3)
+    assert found == (status, "[1] why\n", said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

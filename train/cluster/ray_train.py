@@ -29,7 +29,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config
-from train.launch import NOISE, PASSED, child_command, free_port, rendezvous_options
+from train.launch import PASSED, child_command, free_port, rendezvous_options
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # from which the workers import `train`
@@ -150,8 +150,7 @@ def work(given: dict[str, Any]) -> None:
 def _pass_on(child: subprocess.Popen[str], rank: int, board: Any) -> None:
     """Has the driver show what a process prints."""
     for line in child.stdout or ():
-        if not line.startswith(NOISE):
-            board.say.remote(f"[{rank}] {line.rstrip()}" if rank else line.rstrip())
+        board.say.remote(f"[{rank}] {line.rstrip()}" if rank else line.rstrip())
 
 
 def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) -> int:
