@@ -24,6 +24,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is b
 BARRIER_S = (
     300  # that processes wait for one another; one may have failed to write its part
 )
+FAILURES = (OSError, ValueError, RuntimeError)  # as which Orbax raises what went wrong
 NOTES = "notes/metadata"  # the file of what was noted beside a checkpoint
 
 
@@ -151,7 +152,7 @@ class Checkpoints:
         self._finite.known[step] = notes.get("finite", True)
         try:
             self._manager.save(step, args=args)
-        except (OSError, ValueError, RuntimeError) as error:
+        except FAILURES as error:
             self._failed(error)
             return False
         return True
@@ -178,7 +179,7 @@ class Checkpoints:
         """Waits for the checkpoint being written; whether it has arrived safely."""
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
+        except FAILURES as error:
             self._failed(self._gone() or error)
             return False
         if self._unconfirmed is not None and (gone := self._gone()):
@@ -248,7 +249,10 @@ class Checkpoints:
     def close(self) -> bool:
         """Waits for the last checkpoint and ends; whether it has arrived safely."""
         arrived = self.wait()
-        self._manager.close()
+        try:
+            self._manager.close()
+        except FAILURES:  # of files that were in the way or gone before, too
+            return False
         return arrived
 
 

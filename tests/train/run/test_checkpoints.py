@@ -317,6 +317,19 @@ def test_a_folder_that_is_gone_is_made_again_but_not_that_of_the_run(opened, tmp
     assert checkpoints.close() and checkpoints.steps == [6, 8]
 
 
+def test_orbax_that_fails_at_its_end_ends_no_run(opened, monkeypatch):
+    """As of a file of its own that was moved while it was written."""
+
+    def fail(manager, close=module.ocp.CheckpointManager.close):
+        close(manager)
+        raise FileNotFoundError("_CHECKPOINT_METADATA")
+
+    checkpoints = opened()
+    assert checkpoints.save(2, state(2), {})
+    monkeypatch.setattr(module.ocp.CheckpointManager, "close", fail)
+    assert not checkpoints.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_folder_that_is_moved_while_a_checkpoint_is_written(tmp_path, warnings):
     """Orbax would make a folder anew, without the run's other files."""
