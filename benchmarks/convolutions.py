@@ -44,7 +44,7 @@ def in_jax(side, inputs, outputs, size, padding):
     from jax import lax
 
     import lsgd_jax as lj
-    from train.task import convolution
+    from train.task import layers
 
     lj.emulate_devices(1)
     lj.tune_cpu()
@@ -52,12 +52,12 @@ def in_jax(side, inputs, outputs, size, padding):
     kernel = jnp.ones((size, size, inputs, outputs))
 
     def padded(x, kernel):
-        borders, layout = [(padding, padding)] * 2, convolution.LAYOUT
+        borders, layout = [(padding, padding)] * 2, layers.LAYOUT
         return lax.conv_general_dilated(
             x, kernel, (1, 1), borders, dimension_numbers=layout
         )
 
-    apply = padded if padding else convolution.valid
+    apply = padded if padding else layers.valid
     of_images = lambda x, g: jax.vjp(lambda x: apply(x, kernel), x)[1](g)[0]
     of_kernel = lambda k, g: jax.vjp(lambda k: apply(x, k), k)[1](g)[0]
     y = apply(x, kernel)

@@ -47,20 +47,22 @@ class Host:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         self.nodes = [self._cluster.add_node(num_cpus=1) for _ in range(4)]
         address = ["--ray.address", self._cluster.address]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "train", *TRAIN, *address, *more]
-            + ["--run-dir", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment,
-        )
+        self._printed = folder.with_name(f"{folder.name}.txt")
+        with open(self._printed, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "train", *TRAIN, *address, *more]
+                + ["--run-dir", str(folder)],
+                stdout=file,
+                stderr=file,
+                env=self._environment,
+            )
 
     def end(self) -> int:
         """Waits for the run, and ends the cluster; the run's exit status."""
         try:
-            self.said, _ = self.process.communicate(timeout=LIMIT_S)
+            self.process.wait(LIMIT_S)
         finally:
+            self.said = self._printed.read_text()
             self.process.kill()
             self._cluster.shutdown()
         return self.process.returncode

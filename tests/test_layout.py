@@ -26,7 +26,7 @@ NOT_ABOVE = {
     "lsgd_jax": ("train", "paper", "configs", "flax", "orbax", "grain"),
     "train.data": ("train.run", "train.task", "train.metrics", *TOOLS),
     "train.metrics": ("train.run", "train.task", *TOOLS),
-    "train.cluster": ("train.task", *TOOLS),
+    "train.cluster": ("train.run", "train.task", "train.metrics", *TOOLS),
     "train.task": ("train.run", *TOOLS),
     "train.run": TOOLS[:-1],
     "train": ("paper",),

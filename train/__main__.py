@@ -7,24 +7,21 @@ from train import interrupts
 
 
 if __name__ == "__main__":
-    interrupts.listen()  # before jax is imported
+    interrupts.end_at_once()  # before jax is imported
 
-from train import cli, command, compilation_cache  # noqa: E402
-from train.cluster import devices, rendezvous  # noqa: E402
-from train.cluster.exit_status import (  # noqa: E402
-    INTERRUPTED,
-    STOPPED,
-    SUCCESS,
-    WRONG_USAGE,
-)
-from train.cluster.session import Session, WorkersLost, is_of_xla  # noqa: E402
-from train.config import Config  # noqa: E402
-from train.data.arrays import DataError  # noqa: E402
-from train.ray_config import check_installed  # noqa: E402
-from train.run.resuming import resume_command  # noqa: E402
-
-
-NOT_BEGUN = "interrupted before training began; nothing was lost"
+try:
+    from train import cli, command, compilation_cache
+    from train.cluster import devices, rendezvous
+    from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
+    from train.cluster.session import Session, WorkersLost, is_of_xla
+    from train.config import Config, check_installed
+    from train.data.arrays import DataError
+    from train.metrics.log import METRICS
+    from train.run import folder as run_folder
+    from train.run.resuming import resume_command
+except ValueError as error:  # an environment variable that jax does not take
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(arguments: list[str]) -> int:
@@ -36,10 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = cli.parse(arguments)
         if config.ray.processes and config.distributed.process_id is None:
-            check_installed()
-            from train.cluster import ray_train
-
-            return ray_train.run(config, arguments)
+            return on_ray(config, arguments)
         if config.method.is_asynchronous:
             devices.leave_to_workers()
         else:
@@ -47,9 +41,19 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
     except KeyboardInterrupt:
-        return session.leave(INTERRUPTED, NOT_BEGUN)
+        return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     with session.ended_by_errors():
         return train(config, session)
+
+
+def on_ray(config: Config, arguments: list[str]) -> int:
+    """Trains in lock step in processes of Ray; the exit status."""
+    check_installed()
+    from train.cluster import ray_train
+
+    folder = run_folder.planned(config)
+    begun, told = folder / run_folder.CONFIG, folder / METRICS
+    return ray_train.run(config, arguments, begun, told)
 
 
 def train(config: Config, session: Session) -> int:
@@ -67,7 +71,7 @@ def train(config: Config, session: Session) -> int:
             raise
         return session.leave(WRONG_USAGE, str(error))
     except KeyboardInterrupt:
-        return session.leave(INTERRUPTED, NOT_BEGUN)
+        return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     try:
         result = loop.train(run)
     except KeyboardInterrupt:
@@ -82,4 +86,5 @@ def train(config: Config, session: Session) -> int:
 
 
 if __name__ == "__main__":
+    interrupts.listen()
     sys.exit(command.run(main, leaves_files=True))

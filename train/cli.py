@@ -19,7 +19,7 @@ from tyro import _errors
 import configs
 from train import config as configuration
 from train.config import Config
-from train.config_checks import meant
+from train.proposals import meant
 from train.run import folder as run_folder
 
 
@@ -132,7 +132,7 @@ def _choices(
 def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
     """The configuration of the run that the command line wants to resume."""
     from train.run import resharding  # what reads checkpoints is not needed for --help
-    from train.run.reading import latest_notes
+    from train.run.checkpoints import latest_notes
 
     where = {name: choices[name] for name in ("runs", "run_dir", "resume")}
     wanted = dataclasses.replace(config, name=choices["name"], **where)

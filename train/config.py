@@ -5,6 +5,7 @@ command line, in messages and in the tables of this file.
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import operator
@@ -12,17 +13,14 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Annotated, Any, Literal
 
 import tyro
 
 import lsgd_jax as lj
-from train.config_checks import check, meant
 from train.data.text import Tokens
-from train.distributed_config import DistributedConfig as DistributedConfig
-from train.ray_config import RayConfig as RayConfig
-from train.ray_config import check_pace
+from train.proposals import meant
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
@@ -159,6 +157,63 @@ class OptimizerConfig:
     final_fraction: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The rendezvous of several processes, on one host or many. Not part of a run."""
+
+    # Who has started the processes: `auto` finds out whether Open MPI, Slurm, a Kubernetes
+    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process only.
+    cluster: Literal["auto", "mpi4py", "none"] = "auto"
+    # HOST:PORT where process 0 waits for the others, if the cluster does not say so.
+    coordinator: str | None = None
+    # Number of processes, if the cluster does not say so.
+    num_processes: int | None = None
+    # Which of them this one is, from 0, if the cluster does not say so.
+    process_id: int | None = None
+    # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
+    # if it sees several and the cluster has started several processes on the host.
+    gpus: Literal["auto", "one", "all"] = "auto"
+    # Seconds to wait until all processes are there.
+    start_timeout: int = 300
+    # Seconds without a heartbeat after which a process counts as lost.
+    heartbeat_timeout: int = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class RayConfig:
+    """Ray: asynchronous workers, or processes in lock step (`--ray.processes`)."""
+
+    # Processes of a run in lock step, which Ray Train starts, and starts again after a
+    # failure; by default there is this process only.
+    processes: int | None = None
+    # Emulated CPU devices of each of these processes; by default its share of the workers.
+    devices_per_process: int | None = None
+    # With fewer processes than `processes`, but so many, the run goes on with fewer nodes.
+    min_processes: int | None = None
+    # How many times the processes are started again.
+    max_failures: int = 3
+    # Seconds without new metrics after which the processes are started again.
+    progress_timeout: float = 1800.0
+    # The cluster to join: HOST:PORT, or `auto` for the one that this host is in; by default
+    # Ray is started on this machine and ended with the run.
+    address: str | None = None
+    # CPUs of each worker or process, as Ray counts them to place the workers.
+    cpus_per_worker: float = 1.0
+    # GPUs of each worker or process; a fraction: several workers share one. 0: they use
+    # the CPU.
+    gpus_per_worker: float = 0.0
+    # Seconds that a worker waits for another one before it goes on without it.
+    timeout: float = 10.0
+    # Seconds within which all must have been started.
+    start_timeout: float = 300.0
+    # Seconds after which a worker that takes no step is started again; more than it takes
+    # to compile the first one.
+    stall_timeout: float = 300.0
+    # GiB of shared memory for what travels, where Ray is started by the run; by default a
+    # share of the memory that Ray chooses.
+    object_store: float | None = None
+
+
 METHOD_HELP = (
     f"Choose another method with --method NAME: {', '.join(METHODS)}. Schedules, functions "
     "and objects are for Python; options are numbers and names."
@@ -219,7 +274,7 @@ class Config:
     def __post_init__(self):
         check_values(self)
         check_together(self)
-        check_pace(self)
+        check_engine(self)
 
 
 POSITIVE_INT = "a positive int", lambda x: type(x) is int and x > 0
@@ -229,7 +284,8 @@ COUNTS = (
     "steps batch_size log_every test_every checkpoint_every keep_checkpoints "
     "stop_after_nonfinite workers.nodes workers.locals data.context data.crop "
     "data.reader_threads data.read_ahead transformer.layers transformer.heads "
-    "transformer.width"
+    "transformer.width distributed.num_processes distributed.start_timeout "
+    "distributed.heartbeat_timeout ray.processes ray.devices_per_process ray.min_processes"
 )
 
 
@@ -238,6 +294,17 @@ def _are_axes(inside: tuple[str, ...]) -> bool:
     names = {name for name, _, _ in pairs}
     sizes = all(size.isdecimal() and int(size) > 0 for _, _, size in pairs)
     return sizes and all(map(str.isidentifier, names)) and len(names) == len(pairs)
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return host != "" and port.isdecimal() and 0 < int(port) < 2**16
+
+
+SHARE = (
+    "a fraction of one, or a whole number",
+    lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0,
+)
 
 
 # What a setting must be if it is not None.
@@ -260,6 +327,17 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "optimizer.drop_factor": POSITIVE,
     "optimizer.final_fraction": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "distributed.coordinator": ("HOST:PORT", _is_address),
+    "ray.max_failures": NOT_NEGATIVE,
+    "ray.progress_timeout": POSITIVE,
+    "ray.address": ("HOST:PORT or auto", lambda x: x == "auto" or _is_address(x)),
+    "ray.cpus_per_worker": SHARE,
+    "ray.gpus_per_worker": SHARE,
+    "ray.timeout": POSITIVE,
+    "ray.start_timeout": POSITIVE,
+    "ray.stall_timeout": POSITIVE,
+    # Ray refuses less than 75 MiB.
+    "ray.object_store": ("at least 0.08, in GiB", lambda x: 0.08 <= x < math.inf),
 }
 
 # Settings that belong to some choices of another one. They are left out with the others.
@@ -292,12 +370,32 @@ BELONGS = {
     },
 }
 
+DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
+RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
+
+# Options of Ray that are for lock step only, and for asynchronous workers only.
+RAY_IN_LOCK_STEP = {
+    "ray.processes",
+    "ray.devices_per_process",
+    "ray.min_processes",
+    "ray.max_failures",
+    "ray.progress_timeout",
+}
+RAY_ASYNCHRONOUS = {"ray.timeout", "ray.stall_timeout", "ray.object_store"}
+
 # The learning rate of an optimizer that is chosen without one: those of other optimizers
 # are of another order.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
 
 FLOAT32_MAX = 3.4028235e38
 MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
+
+
+def check(holds: bool, name: str, rule: str, group: Any) -> None:
+    """Raises ValueError unless a setting of a group, named in full, follows its rule."""
+    if not holds:
+        value = getattr(group, name.split(".")[-1])
+        raise ValueError(f"`{name}` must be {rule}, got {name}={value}")
 
 
 def check_values(config: Config) -> None:
@@ -307,9 +405,8 @@ def check_values(config: Config) -> None:
     if is_text[0] != is_text[1]:
         _refuse("model", "transformer with data.name=text, and only there", values)
     for choice, table in BELONGS.items():
-        for name, owners in table.items():
-            if values[choice] not in owners and values[name] != _default(name):
-                _refuse(name, f"left out with {choice}={values[choice]}", values)
+        others = [name for name, owners in table.items() if values[choice] not in owners]
+        _check_left_out(others, f"with {choice}={values[choice]}", values)
     for name, (rule, holds) in RULES.items():
         if values[name] is not None and not holds(values[name]):
             _refuse(name, rule, values)
@@ -319,6 +416,12 @@ def check_values(config: Config) -> None:
                 _refuse(name, "finite as a float32", values)
             if type(x) is int and abs(x) >= 2**31 and name != "seed":
                 _refuse(name, "less than 2**31", values)
+
+
+def _check_left_out(names: Iterable[str], why: str, values: Mapping[str, Any]) -> None:
+    for name in names:
+        if values[name] != _default(name):
+            _refuse(name, f"left out {why}", values)
 
 
 def _default(name: str) -> Any:
@@ -349,11 +452,48 @@ def check_together(config: Config) -> None:
     check(fits, "data.crop", "at most 32 with cifar10", config.data)
 
 
+def check_engine(config: Config) -> None:
+    """Raises ValueError for settings that the engine of the method does not have.
+
+    Methods in lock step run in processes of their own, or of Ray Train; others on Ray.
+    """
+    values, ray, method = fields(config), config.ray, config.method
+    if method.is_asynchronous:
+        names = [*sorted(RAY_IN_LOCK_STEP | DISTRIBUTED), "workers.inside"]
+        _check_left_out(names, f"with method.name={method.name}", values)
+        rule = f"keep or reestimate with method.name={method.name}"
+        check(config.batch_statistics != "average", "batch_statistics", rule, config)
+    else:
+        names = sorted(RAY_ASYNCHRONOUS)
+        _check_left_out(names, f"with method.name={method.name}", values)
+        if ray.processes is None:
+            _check_left_out(sorted(RAY), "without ray.processes", values)
+        elif ray.min_processes is not None:
+            rule = f"at most ray.processes={ray.processes}"
+            check(ray.min_processes <= ray.processes, "ray.min_processes", rule, ray)
+            rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
+            fits = config.workers.nodes % ray.processes == 0
+            check(fits, "workers.nodes", rule, config.workers)
+    if ray.address is not None:
+        _check_left_out(["ray.object_store"], "with ray.address: it has its own", values)
+    own, processes = config.distributed, config.distributed.num_processes or 2**31
+    fits = own.process_id is None or 0 <= own.process_id < processes
+    check(fits, "distributed.process_id", "in [0, num_processes)", own)
+
+
+def check_installed() -> None:
+    """Raises ValueError if Ray cannot start processes here."""
+    needed = ("ray", "pyarrow", "pandas")  # Ray Train needs the others
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            "asynchronous workers and `ray.processes` are processes of Ray, and "
+            f'{missing[0]} is not installed: pip install "lsgd_jax[async]"'
+        )
+
+
 # Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.
 FORMAT = 2
-
-DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
-RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
 
 # What may differ from process to process.
 FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED}

@@ -41,6 +41,7 @@ GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
 def child() -> NoReturn:
     """Runs a module in a process that dies with its parent: PARENT MODULE ARGUMENTS."""
     _, parent, module, *arguments = sys.argv
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray may have blocked some
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(parent):

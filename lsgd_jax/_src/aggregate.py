@@ -79,7 +79,7 @@ def aggregate(
             count=Shared(jnp.zeros([], jnp.int32)),
             restored=jnp.zeros([], jnp.int32),
             misplaced=jnp.zeros([], jnp.int32),
-            expected=jnp.full_like(sample(params), jnp.nan),
+            expected=jnp.full_like(sample(params), jnp.inf),
             own=init_own(params),
             traffic=Traffic.zero(axes, 1, 0),
         )
@@ -107,7 +107,7 @@ def aggregate(
             last = jnp.where(known, 1 - misplaced(expected, params), 0)
             after = sample_after(params, g)
             # An aggregate that moves nothing tells nothing.
-            expected = jnp.where(misplaced(after, params) == 1, after, jnp.nan)
+            expected = jnp.where(misplaced(after, params) == 1, after, jnp.inf)
         return g, AggregateState(
             count=Shared(jnp.asarray(optax.safe_increment(count))),
             restored=state.restored + excluded.astype(jnp.int32),

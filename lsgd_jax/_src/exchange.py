@@ -132,7 +132,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             count=Shared(jnp.zeros([], jnp.int32)),
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
-            expected=jnp.full_like(sample(x), jnp.nan),
+            expected=jnp.full_like(sample(x), jnp.inf),
             pulls=tuple(kernel.init(pull, x) for pull in pulls),
         )
 

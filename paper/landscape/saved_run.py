@@ -17,7 +17,7 @@ from train.data.transforms import Transforms
 from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding
-from train.run.reading import Archive, Checkpoint, latest_notes, notes_of
+from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
 from train.task.datasets import load_dataset
 from train.task.experiment import Experiment
 from train.task.state import TrainState

@@ -118,3 +118,26 @@ def test_output_that_comes_back_is_used_again():
     Full.full = False
     print("kept", file=stream)
     assert Full.texts == ["kept", "\n"] and len(told) == 1
+
+
+def test_an_environment_that_jax_does_not_take_is_refused_in_one_line():
+    ended = subprocess.run(
+        [sys.executable, "-m", "train", "digits"],
+        env=os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "bogus"},
+        capture_output=True,
+        text=True,
+    )
+    line = 'error: Invalid value "bogus" for JAX flag jax_default_matmul_precision\n'
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
+@pytest.mark.slow
+def test_a_run_without_docstrings_and_with_jax_looking_for_nan(tmp_path):
+    command = [sys.executable, "-OO", "-m", "train", "digits", "--steps", "20"]
+    ended = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")],
+        env=os.environ | {"JAX_DEBUG_NANS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -7,6 +7,7 @@ Ray Train starts the group anew with what is there, and the run goes on from its
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -29,12 +30,11 @@ import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config
 from train.launch import PASSED, child_command, free_port, rendezvous_options
-from train.metrics.log import METRICS
-from train.run import folder as run_folder
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # from which the workers import `train`
 LOOK_S = 0.5  # between two looks at a child, and at what is to be shown
+ELASTIC_S = 60.0  # within which a group must have started where fewer would do
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # these call for no restart
 
 
@@ -44,7 +44,8 @@ class Job:
 
     Attributes:
       arguments: of the trainer.
-      folder: the run folder.
+      begun: the file that is there once the run has begun, in the run folder.
+      told: the run's metrics, a file.
       devices: emulated CPU devices of each process; None: as the trainer chooses.
       nodes_each: nodes of workers in each process where their number may change, or None.
       uses_gpus: whether a process has GPUs.
@@ -53,7 +54,8 @@ class Job:
     """
 
     arguments: tuple[str, ...]
-    folder: str
+    begun: pathlib.Path
+    told: pathlib.Path
     devices: int | None
     nodes_each: int | None
     uses_gpus: bool
@@ -62,8 +64,8 @@ class Job:
 
     def command(self, coordinator: str, size: int, rank: int) -> list[str]:
         """The arguments of one of `size` processes; a run that has begun is resumed."""
-        more = ["--run-dir", self.folder]
-        if (pathlib.Path(self.folder) / run_folder.CONFIG).exists():
+        more = ["--run-dir", str(self.begun.parent)]
+        if self.begun.exists():
             more.append("--resume")
         if self.nodes_each is not None:
             more += ["--workers.nodes", str(self.nodes_each * size)]
@@ -158,7 +160,7 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
         time.sleep(LOOK_S)
         if not asked and (asked := ray.get(board.asked.remote())):
             child.send_signal(asked)
-        silent = time.time() - max(began, _written(pathlib.Path(job.folder) / METRICS))
+        silent = time.time() - max(began, _written(job.told))
         if is_main and silent > job.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
             ray.get(board.say.remote(f"warning: {line}; the processes start again"))
@@ -175,34 +177,34 @@ def _written(path: pathlib.Path) -> float:
         return 0.0
 
 
-def run(config: Config, arguments: Sequence[str]) -> int:
+def run(
+    config: Config, arguments: Sequence[str], begun: pathlib.Path, told: pathlib.Path
+) -> int:
     """Trains in lock step in processes that Ray Train starts; the exit status.
 
     Args:
       config: the run's.
       arguments: the command line that it was made of.
-
-    Raises:
-      ValueError: the run folder is there already.
+      begun, told: as of `Job`.
     """
-    folder = run_folder.choose(config).absolute()
-    if not config.resume and run_folder.taken(folder):
-        raise run_folder.is_taken(folder)
     options, nodes = config.ray, config.workers.nodes
     assert options.processes is not None
     job = Job(
         tuple(arguments),
-        str(folder),
+        begun,
+        told,
         options.devices_per_process,
         None if options.min_processes is None else nodes // options.processes,
         options.gpus_per_worker > 0,
         options.progress_timeout,
         os.getcwd(),
     )
+    # Ray Train may wait for a host whose loss is not known yet before it takes fewer.
+    start = min(options.start_timeout, math.inf if job.nodes_each is None else ELASTIC_S)
     os.environ |= {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(options.start_timeout),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(start),
     }
     engine = lj.asynchronous.ray_engine
     placed = engine.Options(
@@ -211,7 +213,7 @@ def run(config: Config, arguments: Sequence[str]) -> int:
         num_gpus=options.gpus_per_worker,
     )
     try:
-        with engine.cluster(placed, options.processes), _storage(folder) as storage:
+        with engine.cluster(placed, options.processes), _storage(begun.parent) as storage:
             return _follow(_trainer(config, storage), job)
     except (RuntimeError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """metrics.jsonl and TensorBoard: written while training, read for figures."""
 
+import errno
 import json
 import math
 import pathlib
@@ -25,7 +26,8 @@ class MetricsLog:
       folder: the run folder; lines are added to what is there.
       warn: called once if the log cannot be written (a full disk, say); training goes on.
       write: False: nothing is written, since another process does it.
-      check: called before each event; does not return if another run has taken the folder.
+      check: called before each event; raises OSError if the folder is gone, and does not
+        return if another run has taken it.
     """
 
     def __init__(
@@ -45,7 +47,6 @@ class MetricsLog:
         """Writes one event."""
         if not self._writes:
             return
-        self._check()
         line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
         scalars = {
             f"{kind}/{name}": value
@@ -53,11 +54,9 @@ class MetricsLog:
             if isinstance(value, int | float) and math.isfinite(value)
         }
         try:
+            self._check()
             self._end_a_cut_off_line()
             self._append(json.dumps(_jsonable(line)) + "\n")
-        except OSError as error:
-            self._fail(error)
-        try:
             self._event_files.add(step, scalars)
         except OSError as error:
             self._fail(error)
@@ -112,6 +111,8 @@ def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    if path.exists() and not path.is_file():  # a pipe would block
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     for line in path.read_bytes().split(b"\n"):
         try:
             event = json.loads(line)

@@ -10,6 +10,8 @@ import rich.progress
 
 
 SECONDS_BETWEEN_LINES = 10.0
+NARROW = 60  # columns of a terminal that has no room for a bar
+BAR_AND_TIME = 16  # columns that they take at least
 MOST_BARS = 16  # workers that each have a bar
 
 
@@ -29,12 +31,13 @@ class Progress:
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
         self._tested, self._paces = "", ""
+        self._is_narrow = self._console.width < NARROW
         self._workers: list[rich.progress.TaskID] = []
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
-            rich.progress.BarColumn(),
+            *([] if self._is_narrow else [rich.progress.BarColumn()]),
             rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeRemainingColumn(compact=True),
+            *([] if self._is_narrow else [rich.progress.TimeRemainingColumn(compact=True)]),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -97,7 +100,11 @@ class Progress:
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
         parts = [loss_text, self._tested, pace, self._paces]
         text = ", ".join(filter(None, parts))
-        self._bar.update(self._task, completed=step, description=text)
+        # What is too long rich would take from the steps, too.
+        others = len(f"{self._what} {step}/{self._steps} ")
+        others += 0 if self._is_narrow else BAR_AND_TIME
+        shown = text[: max(0, self._console.width - others)]
+        self._bar.update(self._task, completed=step, description=shown)
         now = time.monotonic()
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now

@@ -1,6 +1,6 @@
-"""The training loop of workers at their own pace: they train elsewhere, and are followed.
+"""The training of asynchronous workers: they train elsewhere, and a run follows them.
 
-`train.run.loop` does before and after what it does for workers in lock step.
+`train.run.loop` begins and finishes the run as it does for workers in lock step.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import functools
 import pathlib
 import signal
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,10 @@ import numpy as np
 import lsgd_jax as lj
 from train.cluster.session import WorkersLost
 from train.config import Config
-from train.metrics import pace
 from train.metrics.buffer import Interval
+from train.run.checkpoints import Archive
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
-from train.run.reading import Archive
 from train.run.result import NONFINITE
 from train.run.saving import save
 from train.run.testing import run_test
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def take_steps(run: Run) -> signal.Signals | str | None:
-    """Has the steps taken that are left; what stops the run before they are, or None."""
+    """Has the remaining steps taken; returns the reason to stop before, or None."""
     config, experiment = run.config, run.experiment
     assert isinstance(experiment, AsynchronousExperiment)
     follower = Follower(run, experiment)
@@ -67,7 +67,7 @@ def take_steps(run: Run) -> signal.Signals | str | None:
 
 
 def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
-    """What a worker goes on from that no other one can tell, because all were lost.
+    """The state of a worker in the latest checkpoint, for when all workers were lost.
 
     Args:
       config: the run's.
@@ -88,7 +88,7 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
 
 
 def engine() -> Any:
-    """What the workers run on."""
+    """The engine that the workers run on."""
     return lj.asynchronous.ray_engine
 
 
@@ -100,7 +100,7 @@ class Follower:
       experiment: its own.
 
     Attributes:
-      stopped_by: what stops the run before all steps are taken, or None.
+      stopped_by: the reason to stop before all steps are taken, or None.
     """
 
     def __init__(self, run: Run, experiment: AsynchronousExperiment):
@@ -117,7 +117,7 @@ class Follower:
             recent.nonfinite_steps = 0
 
     def __call__(self, status: lj.asynchronous.Status, remote: Any) -> None:
-        """How all are doing now, and who can be asked for more."""
+        """Takes the status of all workers; `remote` answers further questions."""
         run, config = self._run, self._run.config
         before = run.step
         self._count(status)
@@ -125,12 +125,10 @@ class Follower:
             self._has_stepped = True
             run.stopwatch.start()  # before, processes were started and compiled
         self._tell_of_losses(status, remote)
-        is_last = run.step == config.steps
-        passed = lambda every: not is_last and run.step // every > before // every
-        to_test, to_save = passed(config.test_every), passed(config.checkpoint_every)
+        to_test = run.passed(config.test_every, before)
+        to_save = run.passed(config.checkpoint_every, before)
         known = (to_test or to_save) and self._collect(status, remote)
-        every = config.log_every
-        if not is_last and run.step // every > self._reported // every:
+        if run.passed(config.log_every, self._reported):
             self._report(status)
         if known and to_test:
             run_test(run)
@@ -139,7 +137,7 @@ class Follower:
         self._stop_if_asked(remote)
 
     def end(self, states: list[State], status: lj.asynchronous.Status) -> None:
-        """Takes over what the workers have ended with."""
+        """Takes over the last states of the workers."""
         status = status._replace(present=sorted(self._present))  # all have left
         # Of a worker that hung and had to be killed, what it was asked for last.
         self._states = [new or old for new, old in zip(states, self._states)]
@@ -157,7 +155,7 @@ class Follower:
         mean = sum(self._counts) // len(self._counts)
         self._run.step = max(self._run.step, min(mean, self._run.config.steps))
 
-    # What is told
+    # Reports
 
     def _report(self, status: lj.asynchronous.Status) -> None:
         run, counts = self._run, self._counts
@@ -168,7 +166,7 @@ class Follower:
         self._reported = run.step
         run.buffer.recent.add([losses] * steps)
         grid = run.config.workers
-        run.progress.workers(pace.text(status, counts), counts)
+        run.progress.workers(summary(status, counts), counts)
         distance, self._distance = self._distance, np.nan
         nothing = np.zeros(len(counts), np.int64)
         run.reporter.report(
@@ -183,8 +181,8 @@ class Follower:
                 done=run.step,
             )
         )
-        run.write("pace", **pace.event(status, counts))
-        for values in pace.leaders(status, grid.nodes, grid.locals):
+        run.write("pace", **pace_event(status, counts))
+        for values in leader_events(status, grid.nodes, grid.locals):
             run.write("leaders", **values)
 
     def _losses(self, status: lj.asynchronous.Status) -> np.ndarray | None:
@@ -207,7 +205,7 @@ class Follower:
             progress.say(f"worker {i} is back")
         self._present = (self._present | present) - down
 
-    # What is kept
+    # States
 
     def _collect(self, status: lj.asynchronous.Status, remote: Any) -> bool:
         """Asks all workers for their states; False if there is none to go on from."""
@@ -231,8 +229,6 @@ class Follower:
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
         self._distance = float(lj.consensus_distance(self._run.state.params))
 
-    # What ends it
-
     def _stop_if_asked(self, remote: Any) -> None:
         run = self._run
         if self.stopped_by is not None:
@@ -243,3 +239,61 @@ class Follower:
             self.stopped_by = NONFINITE
         if self.stopped_by is not None:
             remote.stop()
+
+
+def pace_event(status: lj.asynchronous.Status, counts: Sequence[int]) -> dict[str, Any]:
+    """The values of an event `pace`: how far and how well each worker is.
+
+    Args:
+      status: how all workers are doing.
+      counts: steps that each has taken.
+    """
+    reports = [status.reports[i] for i in range(len(counts))]
+    column = lambda name: [getattr(report, name) for report in reports]
+    return {
+        "steps": list(counts),
+        "present": status.present,
+        "leader": status.leader(range(len(counts))),
+        "scores": column("score"),
+        "staleness": column("staleness"),
+        "largest_staleness": max(column("staleness")),
+        "waited": column("waited"),
+        "longest_wait": max(column("longest")),
+        "sent": column("bytes_sent"),
+    }
+
+
+def leader_events(
+    status: lj.asynchronous.Status, nodes: int, locals: int
+) -> Iterator[dict[str, Any]]:
+    """The values of events `leaders`: the leader of each node, and of all workers."""
+    workers = range(nodes * locals)
+    scores = [status.reports[i].score for i in workers]
+    of_nodes = [
+        status.leader(workers[first : first + locals])
+        for first in range(0, len(workers), locals)
+    ]
+    first = status.leader(workers)
+    if nodes > 1 and locals > 1 and None not in of_nodes:
+        yield {"level": "node", "leaders": of_nodes, "scores": scores}
+    if first is not None:
+        yield {"level": "all", "leaders": [first], "scores": scores}
+
+
+def summary(status: lj.asynchronous.Status, counts: Sequence[int]) -> str:
+    """The workers' steps, the leader and the workers that are down, in a few words.
+
+    >>> of = lambda steps, score: lj.asynchronous.Report(steps, 1.0, score, staleness=2.0)
+    >>> reports = {0: of(7, 0.5), 1: of(9, 0.4), 2: of(4, 0.9)}
+    >>> summary(lj.asynchronous.Status([0, 1], [], 20, 0, reports), [7, 9, 4])
+    'workers at 4 to 9, worker 1 leads, staleness 2.0, down: 2'
+    """
+    workers = range(len(counts))
+    parts = [f"workers at {min(counts)} to {max(counts)}"]
+    if (leader := status.leader(workers)) is not None:
+        parts.append(f"worker {leader} leads")
+    if staleness := max(status.reports[i].staleness for i in workers):
+        parts.append(f"staleness {staleness:.1f}")
+    if down := [str(i) for i in workers if i not in status.present]:
+        parts.append(f"down: {' '.join(down)}")
+    return ", ".join(parts)

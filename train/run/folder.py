@@ -97,6 +97,18 @@ def choose(config: Config) -> pathlib.Path:
     return unused(pathlib.Path(config.runs) / f"{config.name}-{stamp}")
 
 
+def planned(config: Config) -> pathlib.Path:
+    """The folder of a run that other processes are about to begin or to go on.
+
+    Raises:
+      ValueError: it is there already.
+    """
+    folder = choose(config).absolute()
+    if not config.resume and taken(folder):
+        raise is_taken(folder)
+    return folder
+
+
 def create(config: Config, session: Session) -> pathlib.Path:
     """Makes the folder of a new run, with its config.json; the same in all processes.
 

@@ -2,13 +2,17 @@
 
 It holds across hosts that share the folder. A process of the same host that has died holds
 nothing; one of another host has lost the lease when another process has not seen it renewed
-for `LEASE_S` of its own clock.
+for `LEASE_S` of its own clock. The lease goes when a run ends; beside it the name of the
+process that held the folder last stays, for a process that was frozen meanwhile.
 """
 
 import contextlib
 import datetime
+import errno
 import os
 import pathlib
+import secrets
+import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +22,8 @@ from filelock import SoftFileLease
 
 
 LOCK = "lock"
+OWNER = "owner"  # who held the folder last, in three lines: name, time, token
+TOKEN = secrets.token_hex(16)  # of this process
 LEASE_S = 30.0  # the same for all: filelock refuses leases of another length
 RENEWAL_S = 3.0
 
@@ -52,15 +58,29 @@ class RunLock:
         )
         _acquire(lease, folder, say)
         self.release = weakref.finalize(self, lease.release, force=True)
-        _note_time(folder / LOCK)
+
+    def sign(self) -> None:
+        """Notes in the folder that this process holds it; before others are written."""
+        now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        name = f"process {os.getpid()} on host {socket.gethostname()}"
+        new = self._folder / f"{OWNER}.{TOKEN}"
+        new.write_text(f"{name}\n{now}\n{TOKEN}\n")
+        new.replace(self._folder / OWNER)
 
     def check(self) -> None:
         """Calls `lost` at once if another process has taken the folder over.
 
         A process that was frozen goes on before it finds out in its other thread.
+
+        Raises:
+          OSError: the folder is not there, or another one has its name.
         """
-        if self._lease.owner is not None and not self._lease.is_lock_held_by_us:
-            self._lost(_taken_over(self._lease, self._folder))
+        if line := _taken_over(self._lease, self._folder):
+            self._lost(line)
+        elif _owner(self._folder)[2:] != [TOKEN]:
+            raise FileNotFoundError(
+                errno.ENOENT, "the run folder is gone or was moved", str(self._folder)
+            )
 
 
 def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:
@@ -96,9 +116,9 @@ def _find_out(lease: SoftFileLease, folder: pathlib.Path, lost: Say) -> None:
     """
     unreadable_since = None
     while lease.is_locked:
+        if line := _taken_over(lease, folder):
+            return lost(line)
         owner = lease.owner
-        if owner is not None and not lease.is_lock_held_by_us:
-            return lost(_taken_over(lease, folder))
         if owner is not None:
             with contextlib.suppress(OSError):
                 os.utime(folder / LOCK)
@@ -112,15 +132,32 @@ def _find_out(lease: SoftFileLease, folder: pathlib.Path, lost: Say) -> None:
 
 def _holder(lease: SoftFileLease, folder: pathlib.Path) -> str:
     """Who holds the folder, and since when."""
-    owner, since = lease.owner, _noted_time(folder / LOCK)
+    owner = lease.owner
     if owner is None:
         return f"another process holds {folder}"
     host = owner.hostname.partition("?")[0]  # what follows tells containers apart
-    return f"process {owner.pid} on host {host} holds {folder}{since}"
+    name, since, _ = _owner(folder) or ["", "", ""]
+    when = f" since {since}" if name.startswith(f"process {owner.pid} ") else ""
+    return f"process {owner.pid} on host {host} holds {folder}{when}"
 
 
 def _taken_over(lease: SoftFileLease, folder: pathlib.Path) -> str:
-    return f"{_holder(lease, folder)}, which has taken it over"
+    """Who has taken the folder over; nothing as long as no other process has."""
+    if lease.owner is not None and not lease.is_lock_held_by_us:
+        return f"{_holder(lease, folder)}, which has taken it over"
+    owner = _owner(folder)
+    if not owner or owner[2] == TOKEN:
+        return ""
+    return f"{owner[0]} took {folder} over at {owner[1]}, and has ended"
+
+
+def _owner(folder: pathlib.Path) -> list[str]:
+    """The name, the time and the token of who held the folder last; [] if unknown."""
+    try:
+        lines = (folder / OWNER).read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    return lines if len(lines) == 3 else []
 
 
 def _renewed(folder: pathlib.Path) -> tuple[int, int] | None:
@@ -141,19 +178,3 @@ def _is_gone(folder: pathlib.Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def _note_time(path: pathlib.Path) -> None:
-    """Adds to the lease since when it is held, in a line that filelock passes over."""
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    with contextlib.suppress(OSError), open(path, "a") as file:
-        file.write(f"since={now}\n")
-
-
-def _noted_time(path: pathlib.Path) -> str:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError):
-        return ""
-    times = [line.removeprefix("since=") for line in lines if line.startswith("since=")]
-    return f" since {times[0]}" if times else ""

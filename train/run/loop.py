@@ -1,6 +1,7 @@
-"""The training loop."""
+"""The training of a run from its first step to its last line."""
 
 import contextlib
+import functools
 import pathlib
 import platform
 import signal
@@ -28,20 +29,20 @@ def train(run: Run) -> Result:
     run.stopwatch.start()
     with contextlib.closing(run.metrics):
         announce(run)
-        with run.stop_signals, run.progress, saved_if_data_fail(run):
-            take = (
-                asynchronous.take_steps if run.config.method.is_asynchronous else take_steps
-            )
-            stopped_by = take(run)
-            result = finish(run, stopped_by)
-        result = conclude(run, result)
+        with run.stop_signals:
+            with run.progress, saved_if_data_fail(run):
+                is_asynchronous = run.config.method.is_asynchronous
+                take = asynchronous.take_steps if is_asynchronous else take_steps
+                stopped_by = take(run)
+                result = finish(run, stopped_by)
+            result = conclude(run, result)
     if run.lock is not None:
         run.lock.release()
     return result
 
 
 def take_steps(run: Run) -> Reason | None:
-    """Takes the steps that are left; what stops the run before they are taken, or None."""
+    """Takes the remaining steps; returns the reason to stop before, or None."""
     config, experiment = run.config, run.experiment
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
@@ -53,14 +54,12 @@ def take_steps(run: Run) -> Reason | None:
             backlog.add(loss)
             run.step += 1
             run.buffer.add(run.step, loss, run.state.opt_state)
-            comes = lambda every: run.step % every == 0
-
-            is_last = run.step == config.steps
-            if comes(config.log_every) or is_last:
+            comes = functools.partial(run.passed, since=run.step - 1)
+            if comes(config.log_every) or run.step == config.steps:
                 run.reporter.report(run.buffer.close_interval(run.step, run.state))
-            if comes(config.test_every) and not is_last:
+            if comes(config.test_every):
                 run_test(run)
-            if comes(config.checkpoint_every) and not is_last:
+            if comes(config.checkpoint_every):
                 save(run)
             if divergence.stops_at(run.step):
                 return NONFINITE
@@ -93,7 +92,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
 
 
 def announce(run: Run) -> None:
-    """Writes and says with what the run begins, or goes on."""
+    """Writes and shows the settings that the run begins with, or goes on with."""
     grid = [run.config.workers.nodes, run.config.workers.locals]
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
@@ -133,7 +132,7 @@ def draw(folder: pathlib.Path) -> None:
 
 
 def write_sample(run: Run) -> None:
-    """Shows what the center writes, if it does, and keeps it in the run folder."""
+    """Shows a sample of a center that writes, and keeps it in the run folder."""
     text = run.experiment.sample(run.state)
     if not text:
         return

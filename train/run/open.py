@@ -14,13 +14,12 @@ from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
-from train.config import Config
+from train.config import Config, check_installed
 from train.metrics import log
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
 from train.metrics.recent import RecentLosses
-from train.ray_config import check_installed
 from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
@@ -74,6 +73,13 @@ class Run:
     stop_signals: StopSignals
     lock: RunLock | None
 
+    def passed(self, every: int, since: int) -> bool:
+        """Whether a multiple of `every` was passed after step `since`.
+
+        The last step does not count: the end of the run reports, tests and saves.
+        """
+        return self.step < self.config.steps and self.step // every > since // every
+
     def write(self, kind: str, **values: Any) -> None:
         """Writes an event of this step to the metrics."""
         self.metrics.write(kind, self.step, self.stopwatch.seconds, **values)
@@ -121,13 +127,17 @@ def open_run(
             if not (folder / name).exists():
                 (folder / name).write_text(text)
     session.where = lambda: where(config, folder, 0)
+    check = (lambda: None) if lock is None else lock.check
     checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
         config.keep_checkpoints,
         progress.warn_here,
         session,
+        check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
+    if lock is not None:
+        sign(lock, folder)
     progress.resume(start.step)
     if start.step > config.steps:
         progress.say(
@@ -135,7 +145,6 @@ def open_run(
             f"{config.steps}: the run takes no other"
         )
     stopwatch = Stopwatch(start.notes["seconds"])
-    check = (lambda: None) if lock is None else lock.check
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check)
     run = Run(
         config=config,
@@ -183,12 +192,19 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         try:
             held.append(RunLock(folder, progress.say, lost))
         except OSError as error:
-            reason = error.strerror
-            raise ValueError(f"{folder} cannot be written to: {reason}") from error
+            raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
         return ""
 
     session.of_main(take)
     return held[0] if held else None
+
+
+def sign(lock: RunLock, folder: pathlib.Path) -> None:
+    """Notes in a run folder whose it is; ValueError if that cannot be written."""
+    try:
+        lock.sign()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
 
 
 def starting_point(

@@ -20,8 +20,6 @@ def save(run: Run) -> bool:
     What was measured up to here is written before: a run that goes on from the checkpoint
     would never write it.
     """
-    if run.lock is not None:
-        run.lock.check()
     run.reporter.report(run.buffer.flush())
     run.reporter.write_leaders(run.buffer.take_elections())
     jax.block_until_ready(run.state)

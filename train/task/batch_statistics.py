@@ -1,4 +1,4 @@
-"""Batch statistics: what a model keeps beside its parameters, and what becomes of it.
+"""Batch statistics: the running means that a model keeps beside its parameters.
 
 Three policies: each worker keeps its own ('keep'); they are averaged over all workers
 whenever the method communicates ('average'); or they are computed anew from training data
@@ -19,16 +19,6 @@ Policy = Literal["keep", "average", "reestimate"]
 Apply = Callable[[Any], tuple[Any, Any]]
 
 
-def exchanges(opt_state: Any) -> Array:
-    """How often the method has communicated, all its levels together; also traced.
-
-    >>> int(exchanges(()))
-    0
-    """
-    counts = [level.traffic.exchanges.value for level in lj.diagnostics(opt_state)]
-    return sum(counts, start=jnp.int32(0))
-
-
 def averaged(stats: Any, before: Any, after: Any) -> Any:
     """One worker's statistics; the mean of all workers' if the step has communicated.
 
@@ -40,16 +30,18 @@ def averaged(stats: Any, before: Any, after: Any) -> Any:
     if not jax.tree.leaves(stats):
         return stats
 
+    def exchanges(opt_state: Any) -> Array:  # by all levels of the method together
+        counts = [pull.traffic.exchanges.value for pull in lj.diagnostics(opt_state)]
+        return sum(counts, start=jnp.int32(0))
+
+    def mean(stats: Any) -> Any:
+        tx = lj.local_sgd(period=1)
+        no_step = jax.tree.map(jnp.zeros_like, stats)
+        updates, _ = tx.update(no_step, tx.init(stats), stats)
+        return lj.apply_updates(stats, updates)
+
     has_communicated = exchanges(after) > exchanges(before)
     return jax.lax.cond(has_communicated, mean, lambda stats: stats, stats)
-
-
-def mean(stats: Any) -> Any:
-    """The mean of all workers' statistics."""
-    tx = lj.local_sgd(period=1)
-    no_step = jax.tree.map(jnp.zeros_like, stats)
-    updates, _ = tx.update(no_step, tx.init(stats), stats)
-    return lj.apply_updates(stats, updates)
 
 
 def of_batch(apply: Apply, stats: Any) -> Any:

@@ -20,12 +20,13 @@ from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
 from train.data.text import load as load_text
-from train.task import batch_statistics, images, inside, optimizers, schedules
-from train.task import text as texts
+from train.task import batch_statistics, inside, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Forward, TestResult
+from train.task.images import ImageForward
 from train.task.models import MODELS
 from train.task.state import TrainState
+from train.task.text import TextForward
 
 
 REESTIMATE_BATCHES = 8  # per worker
@@ -78,10 +79,10 @@ class Task:
         if isinstance(data, Text):
             if not session.same_everywhere(data.sha256):
                 raise DataError("the processes read different texts; give all the same")
-            self.forward: Forward = texts.make(config, data, place)
+            self.forward: Forward = TextForward(config, data, place)
         else:
             model = MODELS[config.model](num_classes=data[0].num_classes)
-            self.forward = images.make(config, model, data, place, warn, session)
+            self.forward = ImageForward(config, model, data, place, warn, session)
 
     def first_variables(self) -> dict[str, Any]:
         """The start of all workers: 'params', and batch statistics if there are any."""

@@ -1,19 +1,20 @@
-"""What an experiment asks of a task: its data, its loss, its test."""
+"""The network of a task on a batch: its data, its loss, its test."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
+import flax.linen as nn
 from jax import Array
 
 
-TestResult = dict[str, float]  # what a test measured, see train.metrics.measures
+TestResult = dict[str, float]  # the values of a test, see train.metrics.measures
 
 
 class Source(Protocol):
-    """Where batches come from: `Resident`, `Stream` or `Windows`.
+    """The source of batches: `Resident`, `Stream` or `Windows`.
 
     Attributes:
-      data: what lies on the devices for good.
+      data: the data that stay on the devices.
       test_batches: the arguments of `Forward.sums` after the first, of all workers.
       most_in_flight: steps that may wait for a device.
     """
@@ -25,7 +26,7 @@ class Source(Protocol):
     def test_batches(self) -> Any: ...
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
-        """What each worker learns from at each of the steps (from 0)."""
+        """The batches of all workers for each of the steps (from 0)."""
         ...
 
 
@@ -33,24 +34,19 @@ class Forward(Protocol):
     """One worker's network applied to a batch, for training and for testing.
 
     Attributes:
-      source: where batches come from.
+      model: the network.
+      source: the source of batches.
       sizes: the numbers of examples and the like, by name.
       steps_per_epoch: in so many a worker sees about as much as it has.
-      kept: what the run folder keeps of the data, by file name; a run goes on with the
-        same only.
+      kept: the files of the run folder that describe the data, by name; a run goes on with
+        the same only.
     """
 
-    @property
-    def source(self) -> Source: ...
-
-    @property
-    def sizes(self) -> dict[str, int]: ...
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def kept(self) -> dict[str, str]: ...
+    model: nn.Module
+    source: Any
+    sizes: dict[str, int]
+    steps_per_epoch: int
+    kept: dict[str, str]
 
     def init(self, key: Array) -> dict[str, Any]:
         """The variables at the start: 'params', and batch statistics if there are any."""
@@ -67,9 +63,9 @@ class Forward(Protocol):
         ...
 
     def result(self, totals: Any) -> TestResult:
-        """What the sums over all test batches and workers say."""
+        """The result of a test, from the sums over all test batches and workers."""
         ...
 
     def sample(self, variables: Any, key: Array) -> str:
-        """What the model writes after training; nothing if it does not write."""
-        ...
+        """A text that the model writes after training; empty if it does not write."""
+        return ""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-import lsgd_jax as lj
 from train.cluster.session import Session
 from train.config import Config
 from train.data.arrays import DataError, Dataset
@@ -20,36 +19,67 @@ from train.data.sampler import EpochSampler, parts
 from train.data.stream import Stream
 from train.data.transforms import Transforms
 from train.task.datasets import check_model_fits
-from train.task.forward import TestResult
+from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
 
 
 TEST_BATCH = 256  # images per worker
 
 
-class ImageForward(NamedTuple):
-    """From a batch of images to logits; see `Forward`.
+class ImageForward(Forward):
+    """From a batch of images to logits.
 
-    Attributes:
+    Args:
+      config: the experiment's.
       model: the network.
-      transforms: what is done to the images before.
-      source: where batches come from.
-      steps_per_epoch: in so many a worker sees its images once.
-      example: an input of the network.
-      sizes: the numbers of images and classes.
-      kept: nothing.
+      dataset: the images and their transforms.
+      place: see `train.task.experiment.Task`.
+      warn: called with a line about a flaw of the data that is no error.
+      session: the processes of the run.
+
+    Raises:
+      ValueError: a network for images of another size, a batch larger than the data.
     """
 
-    model: nn.Module
-    transforms: Transforms
-    source: Resident | Stream
-    steps_per_epoch: int
-    example: Array
-    sizes: dict[str, int]
-    kept: dict[str, str]
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        dataset: tuple[Dataset | ImageFolder, Transforms],
+        place: Any,
+        warn: Callable[[str], None],
+        session: Session,
+    ):
+        data, self.transforms = dataset
+        self.model = model
+        self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
+        check_model_fits(config, self._example.shape)
+        count, options, seed = len(data.train.labels), config.data, config.seed
+        size = count // place.num_workers if options.shard else count
+        sampler = EpochSampler(size, config.batch_size, seed)
+        own = parts(count, place.num_workers, seed) if options.shard else None
+        common = sampler, place, own, TEST_BATCH
+        if isinstance(data, Dataset):
+            self.source = Resident(data, *common)
+        else:
+            self.source = Stream(
+                data,
+                *common,
+                seed=seed,
+                threads=options.reader_threads or _cores(),
+                ahead=options.read_ahead,
+                warn=warn,
+                same_everywhere=session.same_everywhere,
+            )
+        self.sizes = {
+            "train_images": count,
+            "test_images": len(data.test.labels),
+            "classes": data.num_classes,
+        }
+        self.steps_per_epoch, self.kept = sampler.steps_per_epoch, {}
 
     def init(self, key: Array) -> dict[str, Any]:
-        return dict(self.model.init(key, self.example, train=False))
+        return dict(self.model.init(key, self._example, train=False))
 
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
@@ -83,68 +113,14 @@ class ImageForward(NamedTuple):
             raise DataError("no image to test with can be read any more")
         return {"error": float(100 * wrong / count), "loss": float(loss / count)}
 
-    def sample(self, variables: Any, key: Array) -> str:
-        return ""
-
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """The cross entropy of each image, in nats: ([B, classes], [B]) -> [B].
 
-    >>> import jax.numpy as jnp
     >>> cross_entropy(jnp.zeros((1, 2)), jnp.array([1])).round(3).tolist()
     [0.693]
     """
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
-
-def make(
-    config: Config,
-    model: nn.Module,
-    dataset: tuple[Dataset | ImageFolder, Transforms],
-    workers: lj.Workers,
-    warn: Callable[[str], None],
-    session: Session,
-) -> ImageForward:
-    """The task of an experiment on images.
-
-    Args:
-      config: the experiment's.
-      model: the network.
-      dataset: the images and their transforms.
-      workers: the grid.
-      warn: called with a line about what is wrong with the data and is no error.
-      session: the processes of the run.
-
-    Raises:
-      ValueError: a network for images of another size, a batch larger than the data.
-    """
-    data, transforms = dataset
-    example = transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
-    check_model_fits(config, example.shape)
-    count, options, seed = len(data.train.labels), config.data, config.seed
-    size = count // workers.num_workers if options.shard else count
-    sampler = EpochSampler(size, config.batch_size, seed)
-    own = parts(count, workers.num_workers, seed) if options.shard else None
-    common = sampler, workers, own, TEST_BATCH
-    if isinstance(data, Dataset):
-        source = Resident(data, *common)
-    else:
-        source = Stream(
-            data,
-            *common,
-            seed=seed,
-            threads=options.reader_threads or _cores(),
-            ahead=options.read_ahead,
-            warn=warn,
-            same_everywhere=session.same_everywhere,
-        )
-    sizes = {
-        "train_images": count,
-        "test_images": len(data.test.labels),
-        "classes": data.num_classes,
-    }
-    steps = sampler.steps_per_epoch
-    return ImageForward(model, transforms, source, steps, example, sizes, kept={})
 
 
 def _cores() -> int:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.config_checks import meant
+from train.proposals import meant
 from train.task import asynchronous_methods, hybrids
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +11,40 @@ import numpy as np
 import optax
 from jax import Array
 
-import lsgd_jax as lj
 from train.config import Config
-from train.data.text import Text, Vocabulary, Windows
-from train.task.forward import TestResult
+from train.data.text import Text, Windows
+from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
-from train.task.sampling import continued
 from train.task.transformer import Transformer
 
 
 VOCABULARY = "vocabulary.json"
 SAMPLE_TOKENS = 500
+TEMPERATURE = 0.8  # logits are divided by it: below 1 the likely is drawn more often
 
 
-class TextForward(NamedTuple):
-    """From windows of a text to the logits of each next token; see `Forward`.
+class TextForward(Forward):
+    """From windows of a text to the logits of each next token.
 
-    Attributes:
-      model: the network.
-      source: where windows come from.
-      vocabulary: what token ids stand for.
-      sizes: the numbers of tokens.
-      steps_per_epoch: in so many a worker draws as many tokens as it has.
-      kept: the vocabulary, and by which text it came about.
+    Args:
+      config: the experiment's.
+      text: the text to learn.
+      place: see `train.task.experiment.Task`.
     """
 
-    model: Transformer
-    source: Windows
-    vocabulary: Vocabulary
-    sizes: dict[str, int]
-    steps_per_epoch: int
-    kept: dict[str, str]
+    def __init__(self, config: Config, text: Text, place: Any):
+        data, self.vocabulary = config.data, text.vocabulary
+        size, options = len(self.vocabulary), dataclasses.asdict(config.transformer)
+        self.source = Windows(text, data.context, config.batch_size, place, data.shard)
+        self.model = Transformer(size, data.context, **options)
+        self.sizes = {
+            f"train_{data.tokens}": len(text.train),
+            f"test_{data.tokens}": len(text.test),
+            "vocabulary": size,
+        }
+        tokens = config.batch_size * data.context
+        self.steps_per_epoch = max(1, self.source.size // tokens)
+        self.kept = {VOCABULARY: self.vocabulary.to_json(text_sha256=text.sha256)}
 
     def init(self, key: Array) -> dict[str, Any]:
         return dict(self.model.init(key, jnp.zeros((1, self.model.context), jnp.int32)))
@@ -83,23 +87,31 @@ class TextForward(NamedTuple):
         return self.vocabulary.decode(np.asarray(ids(variables, key))[len(start) :])
 
 
-def make(config: Config, text: Text, workers: lj.Workers) -> TextForward:
-    """The task of an experiment on text.
+def continued(
+    apply: Callable[[Array], Any], start: np.ndarray, count: int, context: int, key: Array
+) -> Array:
+    """Continues some tokens by tokens that a model draws: int32 [len(start) + count].
+
+    Every token is drawn from the logits that follow at most `context` tokens before it.
 
     Args:
-      config: the experiment's.
-      text: what it learns.
-      workers: the grid.
+      apply: the model: tokens [1, T] -> logits [1, T, V], each from the tokens up to it.
+      start: the first tokens, at least one.
+      count: how many to draw.
+      context: T.
+      key: of the draws.
+
+    >>> after = lambda tokens: 1e4 * jax.nn.one_hot((tokens + 1) % 3, 3)
+    >>> continued(after, np.array([1]), 4, 2, jax.random.key(0)).tolist()
+    [1, 2, 0, 1, 2]
     """
-    data, vocabulary = config.data, text.vocabulary
-    source = Windows(text, data.context, config.batch_size, workers, data.shard)
-    options = dataclasses.asdict(config.transformer)
-    model = Transformer(len(vocabulary), data.context, **options)
-    sizes = {
-        f"train_{data.tokens}": len(text.train),
-        f"test_{data.tokens}": len(text.test),
-        "vocabulary": len(vocabulary),
-    }
-    kept = {VOCABULARY: vocabulary.to_json(text_sha256=text.sha256)}
-    steps = max(1, source.size // (config.batch_size * data.context))
-    return TextForward(model, source, vocabulary, sizes, steps, kept)
+    given, length = len(start), len(start) + count
+    tokens = jnp.zeros(max(length, context), jnp.int32).at[:given].set(start)
+
+    def draw(i, tokens):
+        first = jnp.maximum(i - context, 0)
+        window = jax.lax.dynamic_slice(tokens, (first,), (context,))
+        logits = apply(window[None])[0, i - 1 - first] / TEMPERATURE
+        return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits))
+
+    return jax.lax.fori_loop(given, length, draw, tokens)[:length]

@@ -1,7 +1,10 @@
 """Finding out who has started a process together with which others."""
 
+import dataclasses
+
 import pytest
 
+from configs.digits import CONFIG
 from train.cluster import detection
 from train.cluster.detection import Started, find_out
 from train.config import DistributedConfig
@@ -158,4 +161,4 @@ def test_several_that_can_not_find_one_another(options, environ, message):
 )
 def test_options_that_can_not_be(options, message):
     with pytest.raises(ValueError, match=message):
-        DistributedConfig(**options)
+        dataclasses.replace(CONFIG, distributed=DistributedConfig(**options))

@@ -24,7 +24,7 @@ from train.metrics.progress import Progress
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.task.experiment import Experiment
+from train.task.experiment import Task
 
 
 SIZE = 16
@@ -75,10 +75,10 @@ def quick(monkeypatch):
 def finished(folder, tmp_path_factory):
     """A run to the end with batch statistics, reestimated: (run, result)."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    traces, step = [], Experiment._step
+    traces, step = [], Task.step
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
-        patch.setattr(Experiment, "_step", lambda *args: traces.append(1) or step(*args))
+        patch.setattr(Task, "step", lambda *args: traces.append(1) or step(*args))
         run = open_run(small(folder, run_dir, model="digits-bn"))
         result = train(run)
     assert len(traces) == 2  # two traces make a compilation

@@ -1,6 +1,7 @@
 """metrics.jsonl: what is written comes back, also after a crash or on a full disk."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -51,6 +52,8 @@ def test_a_damaged_line_is_skipped_and_the_others_are_read(tmp_path):
         '{"kind": "leaders", "step": 10, "seconds": 1, "level": "all", "leaders": [1]}',
         "[" * 100_000,
         "[1]",
+        '{"kind": "train", "step": 2}',
+        "7",
     ]
     text = "\n".join(lines).encode() + b'\n{"kind": "tra\xff\xfe", "step": 1}\n\x00\n'
     (tmp_path / "metrics.jsonl").write_bytes(text + (train % (11, "0.25")).encode())
@@ -84,18 +87,11 @@ def test_what_can_not_be_written_is_said_once(tmp_path):
     assert len(said) == 1 and "metrics cannot be written" in said[0]
 
 
-def test_damaged_lines_are_skipped_and_the_others_kept(tmp_path):
-    good = b'{"kind": "train", "step": 2, "seconds": 1.5}'
-    wrong = [
-        b'{"kind": "train", "step": "2", "seconds": 1}',
-        b'{"kind": ["train"], "step": 2, "seconds": 1}',
-        b'{"kind": "train", "step": 2}',
-        b'{"kind": "train", "st\xffep": 2, "seconds": 1}',
-        b"[" * 100_000,
-        b"7",
-    ]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*wrong, good]))
-    assert log.read(tmp_path) == {"train": [{"kind": "train", "step": 2, "seconds": 1.5}]}
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
+    make(tmp_path / log.METRICS)
+    with pytest.raises(OSError, match="not a regular file"):
+        log.read(tmp_path)
 
 
 def test_nothing_is_written_once_another_run_has_taken_the_folder(tmp_path):

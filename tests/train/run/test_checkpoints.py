@@ -14,8 +14,8 @@ import pytest
 from train.cluster.session import Session
 from train.run import checkpoints as module
 from train.run import checksums
-from train.run.checkpoints import Checkpoints
-from train.run.reading import latest_notes, notes_of
+from train.run.checkpoints import Checkpoints, latest_notes, notes_of
+from train.run.lock import RunLock
 
 
 def state(step):
@@ -327,3 +327,28 @@ def test_a_run_folder_that_is_gone_is_not_made_again(opened, tmp_path, warnings)
         f"{tmp_path / 'gone' / 'checkpoints'}"
     )
     assert not (tmp_path / "gone").exists() and checkpoints.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_folder_that_is_moved_while_a_checkpoint_is_written(tmp_path, warnings):
+    """Orbax would make a folder anew, without the run's other files."""
+    folder, moved = tmp_path / "run", threading.Event()
+    folder.mkdir()
+    held = RunLock(folder, pytest.fail, pytest.fail)
+    held.sign()
+
+    def check():
+        if threading.current_thread() is not threading.main_thread():
+            assert moved.wait(30)
+        held.check()
+
+    checkpoints = Checkpoints(folder / "checkpoints", 2, warnings.append, Session(), check)
+    assert checkpoints.save(2, state(2), {})
+    folder.rename(tmp_path / "moved")
+    moved.set()
+    assert not checkpoints.wait() and checkpoints.steps == []
+    assert not checkpoints.save(4, state(4), {})
+    checkpoints.close()
+    for step, warning in zip((2, 4), warnings, strict=True):
+        assert warning.startswith(f"the checkpoint of step {step} was not written: ")
+        assert "the run folder is gone or was moved" in warning

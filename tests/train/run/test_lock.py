@@ -15,7 +15,7 @@ from train.__main__ import main
 from train.cluster.session import Session
 from train.metrics.progress import Progress
 from train.run import lock, open
-from train.run.lock import LOCK, RunLock
+from train.run.lock import LOCK, OWNER, RunLock
 
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -27,6 +27,7 @@ import pathlib, sys, time
 from train.run import lock
 lock.LEASE_S, lock.RENEWAL_S = {LEASE_S}, {RENEWAL_S}
 held = lock.RunLock(pathlib.Path(sys.argv[1]), print, print)
+held.sign()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -65,7 +66,9 @@ def other(tmp_path):
 def hold(folder, lost=None):
     """The lock, and what it has said."""
     said = []
-    return RunLock(folder, said.append, lost or said.append), said
+    held = RunLock(folder, said.append, lost or said.append)
+    held.sign()
+    return held, said
 
 
 def as_if_of_another_host(folder):
@@ -160,10 +163,35 @@ def test_who_lost_the_folder_finds_out(tmp_path, other):
     assert len(lost) == 1
     until(lambda: len(lost) > 1)
     assert lost[0] == lost[1]
-    assert lost[0].startswith(f"process {other.pid} on host elsewhere holds {tmp_path} sin")
+    assert lost[0].startswith(f"process {other.pid} on host elsewhere holds {tmp_path}")
     assert lost[0].endswith(", which has taken it over")
     held.release()
     assert (tmp_path / LOCK).exists()  # it is the other's
+
+
+def test_who_was_frozen_until_the_next_run_had_ended_finds_out(tmp_path, monkeypatch):
+    lost = []
+    frozen, _ = hold(tmp_path, lost.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "TOKEN", "of another process")
+        hold(tmp_path)[0].release()
+    assert not (tmp_path / LOCK).exists()
+    frozen.check()
+    assert f"took {tmp_path} over at 2" in lost[0] and lost[0].endswith(", and has ended")
+    until(lambda: len(lost) > 1)
+
+
+def test_a_folder_that_is_not_the_runs_is_not_written_to(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held, _ = hold(folder, pytest.fail)
+    folder.rename(tmp_path / "moved")
+    for make in (lambda: None, folder.mkdir):
+        make()
+        with pytest.raises(FileNotFoundError, match="gone or was moved"):
+            held.check()
+    (folder / OWNER).write_bytes((tmp_path / "moved" / OWNER).read_bytes())
+    held.check()
 
 
 def test_a_folder_that_is_gone_is_lost_only_to_another_process(tmp_path, other):

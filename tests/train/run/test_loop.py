@@ -15,7 +15,7 @@ from harness import exchanges
 from train import plots
 from train.metrics import log
 from train.metrics.tensorboard import EventFiles
-from train.run import checkpoints
+from train.run import checkpoints, loop
 from train.run.loop import train
 from train.run.open import open_run
 
@@ -169,6 +169,20 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(run)
     run.checkpoints.close()
+
+
+def test_ctrl_c_while_figures_are_drawn_loses_no_result(tmp_path, monkeypatch, capsys):
+    draw = lambda folder: signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(loop, "draw", draw)
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+    assert train(open_run(config)).is_good
+    assert f"everything is in {tmp_path}" in capsys.readouterr().out
+
+
+def test_jax_that_looks_for_nan_finds_none(tmp_path):
+    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+    with jax.debug_nans(True):
+        assert train(open_run(config)).is_good
 
 
 def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(

@@ -119,7 +119,9 @@ def test_metrics_that_cannot_be_read_are_refused_in_one_line(copied):
     metrics = pathlib.Path(copied.run_dir) / "metrics.jsonl"
     metrics.unlink()
     metrics.mkdir()
-    with pytest.raises(ValueError, match="metrics.jsonl cannot be read: .*Is a directory"):
+    with pytest.raises(
+        ValueError, match="metrics.jsonl cannot be read: .*not a regular file"
+    ):
         open_run(copied)
 
 

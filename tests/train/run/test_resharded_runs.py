@@ -15,9 +15,9 @@ from train.__main__ import main
 from train.config import OptimizerConfig, WorkersConfig
 from train.metrics import log
 from train.run import reporting
+from train.run.checkpoints import latest_notes
 from train.run.loop import train
 from train.run.open import open_run
-from train.run.reading import latest_notes
 from train.task import methods
 from train.task.methods import METHODS
 
@@ -73,7 +73,9 @@ def folder(ended, tmp_path):
 
 
 def files(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    """The files of a run, but for the mark of who held it last."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "owner")
+    return {path: path.stat().st_mtime_ns for path in found}
 
 
 def resume(folder, *options):

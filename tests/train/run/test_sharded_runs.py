@@ -9,7 +9,7 @@ import tiny
 
 from train import cli
 from train.config import WorkersConfig
-from train.run.loop import leaving_processes, train
+from train.run.loop import train
 from train.run.open import open_run
 from train.task import inside
 
@@ -61,7 +61,6 @@ def test_numbers_are_the_same_and_a_run_goes_on_on_other_devices(tmp_path):
     check_equal(start, jax.tree.map(lambda x: x[sources], params), rtol=0)
     kernels = [x for x in jax.tree.leaves(fewer.state) if x.shape == (2, 64, 10)]
     assert all(x.sharding.spec[1] == ("fsdp", "model") for x in kernels)
-    assert leaving_processes(fewer) == []  # what a run asks itself at SIGTERM
 
 
 @pytest.mark.parametrize(

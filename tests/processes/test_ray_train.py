@@ -1,0 +1,122 @@
+"""Lock step on Ray Train: its options, the command of each process, and a loss."""
+
+import dataclasses
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from trainers import LIMIT_S, SMALL, TINY, assert_equal_to_the_bit, environment, numbers
+
+from train import cli
+from train.cluster.ray_train import Board, Job
+from train.metrics import log
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--ray.processes 0", "`ray.processes` must be a positive int, got"),
+        ("--ray.max-failures 1", "`ray.max_failures` must be left out without ray.process"),
+        ("--ray.processes 2 --ray.stall-timeout 9", "`ray.stall_timeout` must be left out"),
+        ("--ray.processes 2 --ray.min-processes 3", "must be at most ray.processes=2"),
+        (
+            "--ray.processes 3 --ray.min-processes 2",
+            "`workers.nodes` must be a multiple of",
+        ),
+        ("--method async-lsgd --ray.processes 2", "`ray.processes` must be left out with"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError) as caught:
+        cli.parse(["digits", *options.split()])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
+    job = Job(
+        ("digits", "--seed", "1"),
+        tmp_path / "config.json",
+        tmp_path / "metrics.jsonl",
+        devices=2,
+        nodes_each=2,
+        uses_gpus=False,
+        progress_timeout=60.0,
+        cwd=".",
+    )
+    if begun:
+        (tmp_path / "config.json").write_text("{}")
+    command = job.command("10.0.0.1:7000", size=3, rank=1)
+    assert command[:5] == ["digits", "--seed", "1", "--run-dir", str(tmp_path)]
+    assert ("--resume" in command) == begun
+    assert command[command.index("--workers.nodes") + 1] == "6"
+    assert {"--distributed.coordinator=10.0.0.1:7000", "--distributed.process-id=1"} <= set(
+        command
+    )
+    environment = job.environment()
+    assert environment["JAX_NUM_CPU_DEVICES"] == "2"
+    gpus = dataclasses.replace(job, devices=None, uses_gpus=True).environment()
+    assert gpus.get("JAX_PLATFORMS") != "cpu" or "JAX_PLATFORMS" in environment
+
+
+def test_the_run_ends_with_the_highest_status_and_stops_by_the_first_signal():
+    board = Board()
+    board.say("a")
+    assert (board.take(), board.take(), board.status()) == (["a"], [], None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        board.ask(number)
+    assert board.asked() == signal.SIGTERM
+    for status in (0, 130, 0):
+        board.end(status)
+    assert board.status() == 130
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
+    """The group starts again; then all save at one step."""
+    run = tmp_path / "run"
+    more = ["--run-dir", str(run), "--steps", "1000000", "--ray.processes", "2"]
+    with open(tmp_path / "printed.txt", "w") as file:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "train", *SMALL, *more, "--ray.devices-per-process=2"],
+            stdout=file,
+            stderr=file,
+            env=environment(before=TINY),
+        )
+
+    def until(holds):
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            printed = (tmp_path / "printed.txt").read_text()
+            assert driver.poll() is None and time.monotonic() < deadline, printed
+            time.sleep(0.05)
+
+    starts = lambda: log.read(run).get("start", []) if run.exists() else []
+    saved = lambda: list((run / "checkpoints").glob("[1-9]*[0-9]"))
+    trainers = lambda: [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {str(run), "--distributed.process-id=1"} <= set(process.info["cmdline"] or [])
+    ]
+    try:
+        until(saved)
+        trainers()[0].kill()
+        until(lambda: len(starts()) == 2)
+        begun = starts()[-1]["step"]
+        assert begun > 0
+        until(lambda: any(int(path.name) > begun for path in saved()))
+        driver.send_signal(signal.SIGINT)
+        status = driver.wait(LIMIT_S)
+    finally:
+        driver.kill()
+    printed = (tmp_path / "printed.txt").read_text()
+    assert status == 130, printed
+    assert "process 1 ended with status -9; the processes start again" in printed
+    last = max(int(path.name) for path in saved())
+    assert f"stopped at step {last} after" in printed and not trainers()
+    assert_equal_to_the_bit(numbers(run, last), undisturbed(last))
+    assert not list(pathlib.Path(tmp_path).glob(".*.ray"))
