@@ -48,7 +48,7 @@ class EventFiles:
                 self._flushed = time.monotonic()
 
     def _new_path(self) -> str:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)  # not that of the run
         now, host = int(time.time()), socket.gethostname()
         number = sum(1 for _ in self._folder.iterdir())
         name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{number}"

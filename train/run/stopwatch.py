@@ -8,6 +8,8 @@ from collections.abc import Iterator
 class Stopwatch:
     """Seconds of training; it does not run before it is started, nor while paused.
 
+    Seconds for which the process is stopped (Ctrl-Z, SIGSTOP) count: it has no way to know.
+
     Args:
       seconds: training time before, in earlier sessions of the run.
     """

@@ -92,18 +92,3 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
     make(tmp_path / log.METRICS)
     with pytest.raises(OSError, match="not a regular file"):
         log.read(tmp_path)
-
-
-def test_nothing_is_written_once_another_run_has_taken_the_folder(tmp_path):
-    """A process that was frozen goes on before it finds out in its other thread."""
-
-    class TakenOver(Exception):
-        pass
-
-    def check():
-        raise TakenOver
-
-    written = log.MetricsLog(tmp_path, lambda line: None, check=check)
-    with pytest.raises(TakenOver):
-        written.write("train", 1, 0.0, loss=1.0)
-    assert not (tmp_path / log.METRICS).exists()

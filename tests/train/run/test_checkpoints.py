@@ -317,18 +317,6 @@ def test_a_folder_that_is_gone_is_made_again_but_not_that_of_the_run(opened, tmp
     assert checkpoints.close() and checkpoints.steps == [6, 8]
 
 
-def test_a_run_folder_that_is_gone_is_not_made_again(opened, tmp_path, warnings):
-    checkpoints = opened()
-    checkpoints._folder = tmp_path / "gone" / "checkpoints"
-    assert not checkpoints.save(2, state(2), {})
-    (warning,) = warnings
-    assert warning == (
-        "the checkpoint of step 2 was not written: No such file or directory: "
-        f"{tmp_path / 'gone' / 'checkpoints'}"
-    )
-    assert not (tmp_path / "gone").exists() and checkpoints.close()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_folder_that_is_moved_while_a_checkpoint_is_written(tmp_path, warnings):
     """Orbax would make a folder anew, without the run's other files."""
