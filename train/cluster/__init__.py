@@ -1,1 +1,1 @@
-"""Several processes: detection, rendezvous, heartbeat, signals."""
+"""Several processes: detection, rendezvous, texts, signals, lock step on Ray Train."""

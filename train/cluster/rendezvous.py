@@ -7,6 +7,8 @@ import os
 import pathlib
 import signal
 import socket
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,13 +18,14 @@ import jax
 
 import lsgd_jax as lj
 import train
-from train.cluster.detection import BY_ITSELF, find_out
+from train.cluster.detection import BY_ITSELF, Started, find_out
 from train.cluster.devices import local_device_ids, provide
-from train.cluster.exit_status import WRONG_USAGE
+from train.cluster.exit_status import LOST, WRONG_USAGE
 from train.cluster.session import Session, gather, is_of_xla
 from train.config import FREE_PER_PROCESS, Config, fields
 
 
+JAX_LATER_S = 30  # than this module does jax give up, by aborting the process
 RETRY_S = 60.0  # a cluster may make a host's name known only after it has started the host
 
 
@@ -45,11 +48,11 @@ def join(config: Config) -> Session:
     try:
         _check_address(started.arguments)
         _claim(started.arguments)
-        with _without_proxies(), _ended_by_ctrl_c():
+        with _without_proxies(), _ended_by_ctrl_c(), _ended_if_late(config, started):
             jax.distributed.initialize(
                 **started.arguments,
                 local_device_ids=gpus,
-                initialization_timeout=options.start_timeout,
+                initialization_timeout=options.start_timeout + JAX_LATER_S,
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
             )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -188,3 +191,26 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def _ended_if_late(config: Config, started: Started) -> Iterator[None]:
+    """Ends this process by one line if the others do not come in time."""
+    seconds = config.distributed.start_timeout
+    where = started.arguments.get("coordinator_address", "the coordinator")
+
+    def end() -> None:
+        line = (
+            f"not all processes have met at {where} within {seconds} s "
+            "(--distributed.start-timeout): was each of them started, and can this host "
+            "reach that one?"
+        )
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
