@@ -21,9 +21,8 @@ from train.run.folder import unused
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is being written
-BARRIER_S = (
-    300  # that processes wait for one another; one may have failed to write its part
-)
+# That processes wait for one another; one may have failed to write its part.
+BARRIER_S = 300
 FAILURES = (OSError, ValueError, RuntimeError)  # as which Orbax raises what went wrong
 NOTES = "notes/metadata"  # the file of what was noted beside a checkpoint
 
