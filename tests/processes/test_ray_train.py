@@ -51,6 +51,9 @@ def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
     if begun:
         (tmp_path / "config.json").write_text("{}")
     command = job.command("10.0.0.1:7000", size=3, rank=1)
+    elastic = ["--ray.processes", "4", "--ray.min-processes", "2"]  # of the driver
+    parsed = cli.parse([x for x in [*command, *elastic] if x != "--resume"])
+    assert (parsed.workers.nodes, parsed.distributed.process_id) == (6, 1)
     assert command[:5] == ["digits", "--seed", "1", "--run-dir", str(tmp_path)]
     assert ("--resume" in command) == begun
     assert command[command.index("--workers.nodes") + 1] == "6"
