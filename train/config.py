@@ -468,7 +468,7 @@ def check_engine(config: Config) -> None:
         _check_left_out(names, f"with method.name={method.name}", values)
         if ray.processes is None:
             _check_left_out(sorted(RAY), "without ray.processes", values)
-        elif ray.min_processes is not None and self.distributed.process_id is None:
+        elif ray.min_processes is not None and config.distributed.process_id is None:
             rule = f"at most ray.processes={ray.processes}"
             check(ray.min_processes <= ray.processes, "ray.min_processes", rule, ray)
             rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
