@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 def on_ray(config: Config, arguments: list[str]) -> int:
     """Trains in lock step in processes of Ray; the exit status."""
-    check_installed()
+    check_installed("pyarrow", "pandas")  # Ray Train needs them
     from train.cluster import ray_train
 
     folder = run_folder.planned(config)

@@ -481,9 +481,9 @@ def check_engine(config: Config) -> None:
     check(fits, "distributed.process_id", "in [0, num_processes)", own)
 
 
-def check_installed() -> None:
-    """Raises ValueError if Ray cannot start processes here."""
-    needed = ("ray", "pyarrow", "pandas")  # Ray Train needs the others
+def check_installed(*others: str) -> None:
+    """Raises ValueError if Ray, or another package that it needs, is not installed."""
+    needed = ("ray", *others)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
