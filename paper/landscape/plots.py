@@ -18,6 +18,7 @@ INK, RED = "#1f2328", "#b3261e"
 # With sizes; the worker first.
 MARKERS = (("o", 70), ("^", 80), ("*", 160), ("P", 90), ("D", 60), ("X", 90))
 PULL_MARKERS = (("|", 40), ("x", 30), ("+", 40))
+LABEL = 0.04  # the size of a number, of the width of the plane
 ON_PLANE = 1e-3  # so far off, relative to the figure's width, counts as in the plane
 CONTOURS = 16
 ARROWS = 3
@@ -164,9 +165,28 @@ def _workers(axes: Any, landscape: Landscape) -> None:
     a, b, _ = landscape.positions.T
     axes.scatter(a, b, s=6, color=INK, alpha=0.6, zorder=3)
     number = {"textcoords": "offset points", "fontsize": 8, "color": INK, "clip_on": True}
-    for worker, place in enumerate(np.stack([a, b], axis=1)):
-        if np.isfinite(place).all():
-            axes.annotate(f"{worker}", place, xytext=(5, -10), alpha=0.7, **number)
+    for place, text in numbers(np.stack([a, b], axis=1), LABEL * width):
+        axes.annotate(text, place, xytext=(5, -10), alpha=0.7, **number)
+
+
+def numbers(places: np.ndarray, reach: float) -> list[tuple[np.ndarray, str]]:
+    """The numbers of workers and where they are written: one text for those close by.
+
+    Args:
+      places: [W, 2].
+      reach: the distance below which texts would lie on one another.
+
+    >>> numbers(np.array([[0.0, 0.0], [5.0, 0.0], [0.1, 0.0]]), 1.0)
+    [(array([0., 0.]), '0, 2'), (array([5., 0.]), '1')]
+    """
+    groups: list[list[int]] = []
+    for worker, place in enumerate(places):
+        near = [g for g in groups if np.abs(place - places[g[0]]).max() < reach]
+        if near:
+            near[0].append(worker)
+        elif np.isfinite(place).all():
+            groups.append([worker])
+    return [(places[group[0]], ", ".join(map(str, group))) for group in groups]
 
 
 def _distances(axes: Any, landscape: Landscape) -> None:
