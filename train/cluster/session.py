@@ -1,6 +1,7 @@
 """A process among the processes of its run, and the texts that they exchange."""
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -94,9 +95,10 @@ class Session:
                 text = make()
             except ValueError as raised:
                 error = str(raised) or repr(raised)
-        if error := self.agree(error):
+        text, error = json.loads(self.agree(json.dumps([text, error])))
+        if error:
             raise ValueError(error)
-        return self.agree(text)
+        return text
 
     def same_everywhere(self, text: str) -> bool:
         """Whether every process has passed the same text."""

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -136,8 +136,7 @@ def open_run(
         check,
     )
     start = starting_point(config, experiment, checkpoints, progress, fresh)
-    if lock is not None:
-        sign(lock, folder)
+    written_by_main(session, folder, lambda: lock and lock.sign())
     progress.resume(start.step)
     if start.step > config.steps:
         progress.say(
@@ -187,24 +186,28 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
         os._exit(session.leave(STOPPED, line))  # whatever the main thread hangs in
 
     held: list[RunLock] = []
+    take = lambda: held.append(RunLock(folder, progress.say, lost))
+    written_by_main(session, folder, take)
+    return held[0] if held else None
 
-    def take() -> str:
+
+def written_by_main(
+    session: Session, folder: pathlib.Path, write: Callable[[], object]
+) -> None:
+    """Has the main process write to a run folder.
+
+    Raises:
+      ValueError: it cannot, or `write` raises one; in every process.
+    """
+
+    def attempt() -> str:
         try:
-            held.append(RunLock(folder, progress.say, lost))
+            write()
         except OSError as error:
             raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
         return ""
 
-    session.of_main(take)
-    return held[0] if held else None
-
-
-def sign(lock: RunLock, folder: pathlib.Path) -> None:
-    """Notes in a run folder whose it is; ValueError if that cannot be written."""
-    try:
-        lock.sign()
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from error
+    session.of_main(attempt)
 
 
 def starting_point(
