@@ -272,9 +272,10 @@ class Config:
     ray: RayConfig = RayConfig()
 
     def __post_init__(self):
-        check_values(self)
-        check_together(self)
-        check_engine(self)
+        values = fields(self)
+        check_values(values)
+        check_together(self, values)
+        check_engine(self, values)
 
 
 POSITIVE_INT = "a positive int", lambda x: type(x) is int and x > 0
@@ -391,17 +392,9 @@ FLOAT32_MAX = 3.4028235e38
 MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
 
 
-def check(holds: bool, name: str, rule: str, group: Any) -> None:
-    """Raises ValueError unless a setting of a group, named in full, follows its rule."""
-    if not holds:
-        value = getattr(group, name.split(".")[-1])
-        raise ValueError(f"`{name}` must be {rule}, got {name}={value}")
-
-
-def check_values(config: Config) -> None:
+def check_values(values: Mapping[str, Any]) -> None:
     """Raises ValueError for a setting that is not possible, or of no use."""
-    values = fields(config)
-    is_text = (config.data.name == "text", config.model == "transformer")
+    is_text = (values["data.name"] == "text", values["model"] == "transformer")
     if is_text[0] != is_text[1]:
         _refuse("model", "transformer with data.name=text, and only there", values)
     for choice, table in BELONGS.items():
@@ -428,11 +421,16 @@ def _default(name: str) -> Any:
     return operator.attrgetter(name)(Config)
 
 
+def _check(holds: bool, name: str, rule: str, values: Mapping[str, Any]) -> None:
+    if not holds:
+        _refuse(name, rule, values)
+
+
 def _refuse(name: str, rule: str, values: Mapping[str, Any]) -> typing.NoReturn:
     raise ValueError(f"`{name}` must be {rule}, got {name}={values[name]}")
 
 
-def check_together(config: Config) -> None:
+def check_together(config: Config, values: Mapping[str, Any]) -> None:
     """Raises ValueError for settings that do not go together."""
     grid, net, warmup = config.workers, config.transformer, config.optimizer.warmup_steps
     if grid.nodes * grid.locals > MOST_WORKERS:
@@ -442,27 +440,27 @@ def check_together(config: Config) -> None:
         )
     each = grid.devices_each
     rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
-    check(config.batch_size % each == 0, "batch_size", rule, config)
+    _check(config.batch_size % each == 0, "batch_size", rule, values)
     rule = f"divisible by twice the heads (transformer.heads={net.heads})"
-    check(net.width % (2 * net.heads) == 0, "transformer.width", rule, net)
+    _check(net.width % (2 * net.heads) == 0, "transformer.width", rule, values)
     rule = f"more than the warm-up (optimizer.warmup_steps={warmup})"
     fits = config.optimizer.schedule != "cosine" or warmup < config.steps
-    check(fits, "steps", rule, config)
+    _check(fits, "steps", rule, values)
     fits = config.data.name != "cifar10" or config.data.crop <= 32
-    check(fits, "data.crop", "at most 32 with cifar10", config.data)
+    _check(fits, "data.crop", "at most 32 with cifar10", values)
 
 
-def check_engine(config: Config) -> None:
+def check_engine(config: Config, values: Mapping[str, Any]) -> None:
     """Raises ValueError for settings that the engine of the method does not have.
 
     Methods in lock step run in processes of their own, or of Ray Train; others on Ray.
     """
-    values, ray, method = fields(config), config.ray, config.method
+    ray, method = config.ray, config.method
     if method.is_asynchronous:
         names = [*sorted(RAY_IN_LOCK_STEP | DISTRIBUTED), "workers.inside"]
         _check_left_out(names, f"with method.name={method.name}", values)
         rule = f"keep or reestimate with method.name={method.name}"
-        check(config.batch_statistics != "average", "batch_statistics", rule, config)
+        _check(config.batch_statistics != "average", "batch_statistics", rule, values)
     else:
         names = sorted(RAY_ASYNCHRONOUS)
         _check_left_out(names, f"with method.name={method.name}", values)
@@ -470,15 +468,15 @@ def check_engine(config: Config) -> None:
             _check_left_out(sorted(RAY), "without ray.processes", values)
         elif ray.min_processes is not None and config.distributed.process_id is None:
             rule = f"at most ray.processes={ray.processes}"
-            check(ray.min_processes <= ray.processes, "ray.min_processes", rule, ray)
+            _check(ray.min_processes <= ray.processes, "ray.min_processes", rule, values)
             rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
             fits = config.workers.nodes % ray.processes == 0
-            check(fits, "workers.nodes", rule, config.workers)
+            _check(fits, "workers.nodes", rule, values)
     if ray.address is not None:
         _check_left_out(["ray.object_store"], "with ray.address: it has its own", values)
     own, processes = config.distributed, config.distributed.num_processes or 2**31
     fits = own.process_id is None or 0 <= own.process_id < processes
-    check(fits, "distributed.process_id", "in [0, num_processes)", own)
+    _check(fits, "distributed.process_id", "in [0, num_processes)", values)
 
 
 def check_installed(*others: str) -> None:
