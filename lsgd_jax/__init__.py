@@ -54,6 +54,9 @@ from lsgd_jax._src.methods.robust import allreduce as allreduce
 from lsgd_jax._src.methods.robust import cge as cge
 from lsgd_jax._src.methods.robust import coordinate_median as coordinate_median
 from lsgd_jax._src.methods.robust import licm as licm
+from lsgd_jax._src.outer import Outer as Outer
+from lsgd_jax._src.outer import OuterState as OuterState
+from lsgd_jax._src.outer import outer as outer
 from lsgd_jax._src.parts import Fragment as Fragment
 from lsgd_jax._src.parts import fragment as fragment
 from lsgd_jax._src.resize import resize as resize

@@ -12,7 +12,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.branch import cond, the_same_for_all
 from lsgd_jax._src.codec import Line
 from lsgd_jax._src.group import Group
-from lsgd_jax._src.placement import misplaced, sample, sample_after
+from lsgd_jax._src.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.traffic import Traffic
 from lsgd_jax._src.trees import Tree
@@ -79,7 +79,7 @@ def aggregate(
             count=Shared(jnp.zeros([], jnp.int32)),
             restored=jnp.zeros([], jnp.int32),
             misplaced=jnp.zeros([], jnp.int32),
-            expected=jnp.full_like(sample(params), jnp.inf),
+            expected=unknown(params),
             own=init_own(params),
             traffic=Traffic.zero(axes, 1, 0),
         )

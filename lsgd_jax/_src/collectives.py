@@ -140,6 +140,8 @@ def names_here(axes: Sequence[str]) -> tuple[str, ...]:
     for axis in axes:
         whole, *parts = parts_of(axis)
         known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
+        if not known and axis in WORKER_AXES and any_bound(axes):
+            continue  # of a vmap over 'node' alone, say: one worker along 'local'
         if not known:
             raise NameError(
                 f"no axis {axis!r} here: call this inside `Workers.map` (or "

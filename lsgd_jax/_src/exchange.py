@@ -4,8 +4,9 @@ A due step packs the parameters into a few buffers, and takes the pulls one afte
 each under a `cond` on the shared step count.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -18,7 +19,7 @@ from lsgd_jax._src.branch import any_of, cond, is_due, the_same_for_all
 from lsgd_jax._src.checks import check_option, check_same_tree
 from lsgd_jax._src.kernel import Check, Pull, PullState, Target
 from lsgd_jax._src.packing import Packing
-from lsgd_jax._src.placement import misplaced, sample, sample_after
+from lsgd_jax._src.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
@@ -48,16 +49,17 @@ class ExchangeState(NamedTuple):
 
 
 class Exchange(optax.GradientTransformationExtraArgs):
-    """An `exchange` keeps its pulls, so that exchanges compose."""
+    """An `exchange` keeps its pulls, so that exchanges compose, and its `check`."""
 
     pulls: tuple[Pull, ...] = ()
+    check: Check = "due"
 
     def is_due(self, step: int) -> bool:
         """Whether anything is sent or applied at this step: for a loop on the host.
 
         step: counted from 1, as `ExchangeState.count` is.
         """
-        return any(step % pull.every in (pull.sends_at, pull.offset) for pull in self.pulls)
+        return any(step % p.every == at for p in self.pulls for at in _turns(p))
 
 
 def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
@@ -132,7 +134,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
             count=Shared(jnp.zeros([], jnp.int32)),
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
-            expected=jnp.full_like(sample(x), jnp.inf),
+            expected=unknown(x),
             pulls=tuple(kernel.init(pull, x) for pull in pulls),
         )
 
@@ -142,54 +144,96 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
-        if due is not None and not isinstance(due, bool):
-            raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
         check_same_tree("updates", updates, params)
-        try:
-            return step(updates, state, params, _loss(value, loss), due)
-        except Exception as error:
-            expected = jax.tree.structure(jax.eval_shape(init, params))
-            if jax.tree.structure(state) == expected:
-                raise
-            raise ValueError(
-                "`state` must be what the `init` of this exchange returned for these "
-                f"parameters, {expected}, got {jax.tree.structure(state)}"
-            ) from error
+        loss = loss_of(value, loss)
+        with naming_the_state(state, lambda: init(params)):
+            return step(updates, state, params, loss, due)
 
     def step(updates, state, params, loss, due) -> Any:
         x, u = trees.floats(params), trees.widen(trees.floats(updates))
-        t = jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
-        u, states, counts, is_finite = kernel.local(
-            pulls, x, u, loss, state.pulls, state.is_finite, t, check
-        )
-
-        sent: dict[int, float] = {}  # by each pull at an exchange, known while tracing
-
-        def run(u, states):
-            return _run_pulls(pulls, x, u, states, counts, is_finite, t, sent)
-
-        def skip(u, states):
-            return u, states, is_finite
-
-        any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
-        u, states, is_finite = cond(any_due if due is None else due, run, skip, u, states)
-        states = tuple(
-            state._replace(traffic=state.traffic.each(sent[k])) if k in sent else state
-            for k, state in enumerate(states)
-        )
-        missed = any_due if due is False else jnp.asarray(False)
-        wrong = misplaced(state.expected, x) | jnp.asarray(missed, jnp.int32)
-        return trees.refill(u, updates), ExchangeState(
-            count=Shared(t),
-            is_finite=is_finite,
-            misplaced=state.misplaced + wrong,
+        wrong = misplaced(state.expected, x)
+        u, after = advance(pulls, x, u, state, loss, due, check)
+        return trees.refill(u, updates), after._replace(
+            misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
             expected=sample_after(x, u),
-            pulls=states,
         )
 
     transformation = Exchange(init, update)
-    transformation.pulls = pulls
+    transformation.pulls, transformation.check = pulls, check
     return transformation
+
+
+def advance(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    state: ExchangeState,
+    loss: Any,
+    due: bool | None,
+    check: Check,
+) -> tuple[Tree, ExchangeState]:
+    """One step of the kernel: u with all that is due, and the state after it.
+
+    Args:
+      pulls: in their order.
+      x, u: the leaves of floats, u in float32 at least.
+      state: before the step.
+      loss: at x, or None.
+      due: whether a pull is due, or None: by the count.
+      check: see `exchange`.
+    """
+    t = step_of(state)
+    u, states, counts, is_finite = kernel.local(
+        pulls, x, u, loss, state.pulls, state.is_finite, t, check
+    )
+
+    def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
+        return run_pulls(pulls, x, u, states, counts, is_finite, t, sent)
+
+    return when_due(pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due)
+
+
+def step_of(state: ExchangeState) -> Array:
+    """t of the step after this state, counted from 1."""
+    return jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
+
+
+def when_due(
+    pulls: Sequence[Pull],
+    run: Callable[[Tree, Sequence[PullState], dict[int, float]], Any],
+    tree: Tree,
+    state: ExchangeState,
+    t: Array,
+    due: bool | None,
+) -> tuple[Tree, ExchangeState]:
+    """The tree and the state after step t: those of `run` if a pull is due, else as given.
+
+    run: (tree, pulls' states, sent) -> (tree, pulls' states, is_finite); notes in `sent`
+    how many bytes each pull sends, which is known while tracing.
+    """
+    if due is not None and not isinstance(due, bool):
+        raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
+    sent: dict[int, float] = {}
+    any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
+    tree, states, is_finite = cond(
+        any_due if due is None else due,
+        lambda tree, states: run(tree, states, sent),
+        lambda tree, states: (tree, states, state.is_finite),
+        tree,
+        state.pulls,
+    )
+    states = tuple(
+        each._replace(traffic=each.traffic.each(sent[k])) if k in sent else each
+        for k, each in enumerate(states)
+    )
+    missed = jnp.asarray(any_due if due is False else False, jnp.int32)
+    return tree, ExchangeState(
+        count=Shared(t),
+        is_finite=is_finite,
+        misplaced=state.misplaced + missed,
+        expected=state.expected,
+        pulls=states,
+    )
 
 
 # A due step
@@ -211,7 +255,7 @@ class View(NamedTuple):
         return self.packing.unpack(self.of(buffers), self.owned)
 
 
-def _run_pulls(
+def run_pulls(
     pulls: Sequence[Pull],
     x: Tree,
     u: Tree,
@@ -323,7 +367,25 @@ def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
                 )
 
 
-def _loss(value: Any, loss: Any) -> Any:
+@contextlib.contextmanager
+def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
+    """Raises ValueError for a state that is not like what `init` returns.
+
+    Only after something else has failed, since a comparison at every call would be slow.
+    """
+    try:
+        yield
+    except Exception as error:
+        expected = jax.tree.structure(jax.eval_shape(init))
+        if jax.tree.structure(state) == expected:
+            raise
+        raise ValueError(
+            "`state` must be what the `init` of this exchange returned for these "
+            f"parameters, {expected}, got {jax.tree.structure(state)}"
+        ) from error
+
+
+def loss_of(value: Any, loss: Any) -> Any:
     """The worker's loss, by either of its names."""
     if value is not None and loss is not None and value is not loss:
         raise ValueError("pass the loss as `value=` or as `loss=`, got both")

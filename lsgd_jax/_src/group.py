@@ -89,7 +89,7 @@ class Group:
     @property
     def is_bound(self) -> bool:
         """Whether the axes have a meaning here, and so the group a size."""
-        return any_bound(self.axes)
+        return not self.axes or any_bound(self.axes)
 
     @property
     def size(self) -> int:

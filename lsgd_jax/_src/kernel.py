@@ -180,6 +180,22 @@ def local(
       (u, states, counts, is_finite). counts: of each pull whether this worker may count,
       its y aside.
     """
+    u, states, counts = step_rules(pulls, x, u, loss, states, t)
+    if check == "every_step":
+        is_finite &= trees.all_finite(trees.plus(x, u))
+    u = settle(x, u, is_finite_loss(loss) & (check == "due"), is_finite)
+    return u, states, counts, is_finite
+
+
+def step_rules(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    loss: Any,
+    states: Sequence[PullState],
+    t: Array,
+) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
+    """`local` but for what becomes of a step that is not finite: (u, states, counts)."""
     stepped, counts = [], []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
@@ -189,10 +205,7 @@ def local(
         traffic = state.traffic.of(pull.every, pull.sends_at)
         stepped.append(state._replace(rule=rule_state, traffic=traffic))
         counts.append(has_loss & finite)
-    if check == "every_step":
-        is_finite &= trees.all_finite(trees.plus(x, u))
-    u = settle(x, u, has_loss & (check == "due"), is_finite)
-    return u, tuple(stepped[::-1]), tuple(counts[::-1]), is_finite
+    return u, tuple(stepped[::-1]), tuple(counts[::-1])
 
 
 def send(

@@ -125,6 +125,18 @@ def known_axes() -> tuple[str, ...]:
     return inside_axes() if _KNOWN.get() else ()
 
 
+def may_be_sharded() -> bool:
+    """Whether XLA may hold an array in shards here, in a layout that is not known.
+
+    True on automatic axes, and where no axis is manual: under a `jax.vmap` or a `jax.jit`
+    of the user's own. To join or to index such an array may gather its shards.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if _KNOWN.get() is not None:
+        return bool(inside_axes())
+    return bool(inside_axes()) or not mesh.manual_axes
+
+
 def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree:
     """fn of the trees, by each device of a worker on its own shards.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from lsgd_jax._src.layouts import inside_axes
+from lsgd_jax._src.layouts import may_be_sharded
 from lsgd_jax._src.trees import Tree
 
 
@@ -26,7 +26,7 @@ class Packing:
 
     Args:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
-        Where axes inside a worker are automatic, arrays stay as they are.
+        Where arrays may be sharded, they stay as they are.
       groups: of each leaf its group; None: all are of one.
       align: leaves that share a buffer start at multiples of this, with zeros in between.
 
@@ -46,7 +46,7 @@ class Packing:
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
         # Where XLA shards leaves as it sees fit, flattening one would gather its shards.
-        whole = bool(inside_axes())
+        whole = may_be_sharded()
         self._align = align
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):

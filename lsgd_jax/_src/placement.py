@@ -3,15 +3,18 @@
 An exchange sets where a worker will stand. What changes its updates afterwards (an
 optimizer or a clipping behind it in the chain) trains something else, while all else looks
 healthy. A sample of the parameters shows it at the next step at next to no cost, whatever
-changed them.
+changed them. No sample is taken where parameters may be sharded in a layout that is not
+known: to read one element would communicate.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.layouts import element
+from lsgd_jax._src.layouts import element, may_be_sharded
 from lsgd_jax._src.trees import Tree
 
 
@@ -19,13 +22,15 @@ ELEMENTS = 8  # at most
 ROUNDINGS = 4  # x + u may be compiled in other ways here and there
 
 
-def sample(x: Tree) -> Array:
-    """The middle elements of some leaves: float32 [k]."""
-    return _stack([leaf.astype(jnp.float32) for leaf in _picked(x)])
+def unknown(x: Tree) -> Array:
+    """A sample that every x matches: float32 [k]."""
+    return jnp.full([len(_sampled(x))], jnp.inf, jnp.float32)
 
 
 def sample_after(x: Tree, u: Tree) -> Array:
-    """`sample` of what x + u will be, in the dtypes of x."""
+    """The middle elements of some leaves of x + u, in the dtypes of x: float32 [k]."""
+    if may_be_sharded():
+        return unknown(x)
     moved = [
         (trees.finite_part(x) + u).astype(x.dtype).astype(jnp.float32)
         for x, u in zip(_picked(x), _picked(u))
@@ -35,21 +40,27 @@ def sample_after(x: Tree, u: Tree) -> Array:
 
 def misplaced(expected: Array, x: Tree) -> Array:
     """Whether x is somewhere else: int32 scalar, 1 or 0. What is not finite matches all."""
-    found = sample(x)
+    if may_be_sharded():
+        return jnp.int32(0)
+    found = _stack([leaf.astype(jnp.float32) for leaf in _picked(x)])
     eps = [jnp.finfo(leaf.dtype).eps for leaf in _picked(x)]
     slack = ROUNDINGS * jnp.array(eps, jnp.float32) * jnp.maximum(abs(found), abs(expected))
     return (jnp.abs(found - expected) > slack).any().astype(jnp.int32)
 
 
 def _picked(tree: Tree) -> list[Array]:
+    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
+    return [element(leaf, middle(leaf), path) for path, leaf in _sampled(tree)]
+
+
+def _sampled(tree: Tree) -> list[tuple[Any, Array]]:
     leaves = [
         (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     stride = max(1, -(-len(leaves) // ELEMENTS))
-    middle = lambda leaf: tuple(n // 2 for n in leaf.shape)
-    return [element(leaf, middle(leaf), path) for path, leaf in leaves[::stride]]
+    return leaves[::stride]
 
 
 def _stack(elements: list[Array]) -> Array:

@@ -43,6 +43,8 @@ class Rule(NamedTuple):
         narrow wire format: 'reference', the last target, if it calls `broadcast`, or
         `masked_mean` without a reference of its own; 'error' if it calls `masked_mean` or
         `masked_sum`; () if it only permutes and pushes. None: they travel in float32 only.
+      reads_x: whether the target or `step` depends on x, where the worker stood before its
+        own step, and not only on y. `outer` then keeps a copy of it.
     """
 
     axes: Axes
@@ -50,6 +52,7 @@ class Rule(NamedTuple):
     agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
     step: Callable[[Tree, Tree, Any, Array | None, Array], tuple[Tree, Any, Any]] = silent
     keeps: tuple[Kept, ...] | None = None
+    reads_x: bool = True
 
 
 def combine_then_adapt(rule: Rule) -> Rule:
@@ -65,7 +68,7 @@ def combine_then_adapt(rule: Rule) -> Rule:
 
         return jax.tree.map(add_step, z, x, y), found, state
 
-    return rule._replace(agree=agree)
+    return rule._replace(agree=agree, reads_x=True)
 
 
 def in_order(rule: Rule, order: Order) -> Rule:

@@ -42,7 +42,7 @@ def average(axes: Axes = ("node", "local")) -> Rule:
         mean, count = group.masked_mean(y, is_finite)
         return mean, count > 0, state
 
-    return Rule(axes, lambda params: (), agree, keeps=("reference", "error"))
+    return Rule(axes, lambda params: (), agree, keeps=("reference", "error"), reads_x=False)
 
 
 class AnchorState(NamedTuple):
@@ -98,7 +98,7 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
         # The anchor is there to be pulled to even if no worker is finite.
         return renewed[0], jnp.asarray(True), AnchorState(*map(group.shared, renewed))
 
-    return Rule(axes, init, agree, keeps=("error",))
+    return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 
 def local_sgd(

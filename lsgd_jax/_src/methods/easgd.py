@@ -69,7 +69,7 @@ def moving_center(
         # The center is there to be pulled to even if no worker is finite.
         return target, jnp.asarray(True), CenterState(group.shared(center))
 
-    return Rule(axes, init, agree, keeps=("error",))
+    return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 
 def easgd(

@@ -57,7 +57,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
         own = jnp.where(is_finite, 1 - mass, 0)
         return blend(y, own, sums, mass, error, mass), is_finite | (mass > 0), state
 
-    return Rule(axes, lambda params: (), agree, keeps=())
+    return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False)
 
 
 def weight_dtype(params: Tree) -> Any:

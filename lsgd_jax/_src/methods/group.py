@@ -64,7 +64,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
         sums, count = group.switch(r, branches, (mine, is_finite.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
-    return Rule(axes, init, agree, keeps=())
+    return Rule(axes, init, agree, keeps=(), reads_x=False)
 
 
 def check_group_size(group_size: int) -> None:

@@ -103,7 +103,7 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
             state = state._replace(elected=trees.where(found, z, state.elected))
         return z, found, state
 
-    return Rule(axes, init, agree, step, keeps=("reference",))
+    return Rule(axes, init, agree, step, keeps=("reference",), reads_x=False)
 
 
 def lsgd(

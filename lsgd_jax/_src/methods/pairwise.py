@@ -138,7 +138,7 @@ def pairwise(
         own = jax.tree.map(lambda a: jnp.where(is_finite, widened(a), 0), y)
         return trees.step_towards(own, z, f), is_finite | there, PairwiseState(mine)
 
-    rule = Rule(axes, init, agree, step, keeps=())
+    rule = Rule(axes, init, agree, step, keeps=(), reads_x=False)
     return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 
@@ -243,7 +243,7 @@ def gosgd(
         z = blend(y, jnp.where(is_finite, own, 0), sums, mass, error, w - own)
         return z, is_finite | (mass > 0), SumWeightState(own + mass)
 
-    rule = Rule(axes, init, agree, keeps=())
+    rule = Rule(axes, init, agree, keeps=(), reads_x=False)
     return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 

@@ -1,0 +1,181 @@
+"""outer: the kernel in lock step, around the training step of any framework.
+
+The face of `exchange` for loops that end with new parameters in place of an update.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lsgd_jax._src import exchange as lock_step
+from lsgd_jax._src import kernel, trees
+from lsgd_jax._src.checks import check_same_tree
+from lsgd_jax._src.exchange import Exchange, ExchangeState
+from lsgd_jax._src.trees import Tree
+
+
+class OuterState(NamedTuple):
+    """The state of an `outer`.
+
+    Attributes:
+      exchange: the pulls' states; `misplaced` counts the pulls that ``due=False`` left out.
+      before: x, where the last `step` left the worker, a tree like the parameters, if a
+        rule depends on it or every step is checked; else (); per worker.
+    """
+
+    exchange: ExchangeState
+    before: Tree | tuple[()]
+
+
+class Outer:
+    """A method around a training step; `outer` makes it.
+
+    Attributes:
+      method: the method that pulls.
+      remembers: whether the state has a copy of the parameters, `OuterState.before`.
+    """
+
+    def __init__(self, method: Exchange):
+        self.method = method
+        self.remembers = method.check == "every_step" or any(
+            pull.rule.reads_x for pull in method.pulls
+        )
+
+    def __repr__(self) -> str:
+        rules = ", ".join(f"every {pull.every}" for pull in self.method.pulls)
+        return f"outer({len(self.method.pulls)} pulls: {rules})"
+
+    def init(self, params: Tree) -> OuterState:
+        """The state before the first step.
+
+        Inside a function of one worker, whose starts may differ, or outside of all mapped
+        functions, where all workers start from these parameters.
+        """
+        state: Any = self.method.init(params)
+        none = jnp.zeros([0], jnp.float32)
+        before = trees.floats(params) if self.remembers else ()
+        return OuterState(state._replace(expected=none), before)
+
+    def step(
+        self,
+        params: Tree,
+        state: OuterState,
+        *,
+        loss: Any = None,
+        value: Any = None,
+        due: bool | None = None,
+    ) -> tuple[Tree, OuterState]:
+        """The parameters and the state after all that is due at this step.
+
+        Args:
+          params: y, where the training step has left this worker.
+          state: from `init` or the last step.
+          loss: of this step, a scalar; for methods that elect by it, and to leave a worker
+            out whose loss is not finite. `value`: the same.
+          due: True or False compiles the step with or without the pulls (see `is_due`);
+            None: it has both, and goes by the count in the state.
+
+        Raises:
+          ValueError: parameters or a state that are not like those of `init`; no loss for a
+            method that needs it.
+        """
+        loss = lock_step.loss_of(value, loss)
+        with lock_step.naming_the_state(state, lambda: self.init(params)):
+            if self.remembers:
+                return self._from_before(params, state, loss, due)
+            return self._from_here(params, state, loss, due)
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything is sent or applied at this step; counted from 1, on the host."""
+        return self.method.is_due(step)
+
+    def _from_before(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+        """With x known the step is one of `exchange`, of u = y - x."""
+        x, y = state.before, trees.floats(params)
+        check_same_tree("params", y, x)
+        # Where x is not finite `apply_updates` takes u for the parameter itself.
+        gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
+        u = jax.tree.map(gap, x, y)
+        moved, after = lock_step.advance(
+            self.method.pulls, x, u, state.exchange, loss, due, self.method.check
+        )
+        # x + (y - x) may round to a neighbor of y: what was not moved stays y itself.
+        keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
+        y = jax.tree.map(keep, y, trees.apply_updates(x, moved), u, moved)
+        return trees.refill(y, params), OuterState(after, y)
+
+    def _from_here(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+        """With y alone the worker stands at x = y and u is 0, until a rule or pull moves it."""
+        pulls, before = self.method.pulls, state.exchange
+        t, y = lock_step.step_of(before), trees.floats(params)
+        still = trees.zeros(y)
+        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t)
+        if any(a is not b for a, b in zip(jax.tree.leaves(u), jax.tree.leaves(still))):
+            y = trees.plus(y, u)
+
+        def run(y: Tree, states: Any, sent: dict[int, float]) -> Any:
+            u, states, is_finite = lock_step.run_pulls(
+                pulls, y, trees.zeros(y), states, counts, before.is_finite, t, sent
+            )
+            return trees.apply_updates(y, u), states, is_finite
+
+        y, after = lock_step.when_due(
+            pulls, run, y, before._replace(pulls=states), t, due
+        )
+        return trees.refill(y, params), OuterState(after, ())
+
+
+def outer(method: Exchange) -> Outer:
+    r"""A method around any training step: parameters in, parameters out.
+
+    With y where the training step has left this worker, t = 1, 2, … the step, and for each
+    pull of the method z its target, λ its strength, τ its period, o its offset, d its delay
+    (see `exchange`):
+
+    .. math::
+      z &\leftarrow \text{agree}(y) && \text{if } t \equiv o - d \pmod \tau \\
+      y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau
+
+    The training step may use any optimizer or none of optax. On all other steps the
+    parameters pass untouched and nothing is communicated. The numbers are those of
+    ``optax.chain(optimizer, method)``; there is no order of a chain to get wrong.
+
+    A method whose rule depends on x, where the worker stood before its own step
+    (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`), and one with
+    ``check="every_step"`` keep a copy of it. All others cannot undo a step: a worker that is
+    not finite goes on until the next pull restores it.
+
+    Args:
+      method: any method that pulls, with all its options. With ``axes=()`` the worker is
+        alone in its group, so that ``outer(diloco(axes=()))`` is an outer optimizer around
+        one worker, and needs no axis.
+
+    Returns:
+      An `Outer`: ``init(params) -> state``, ``step(params, state, loss=...) -> (params,
+      state)``, ``is_due(t) -> bool``.
+
+    Raises:
+      ValueError: anything but a method that pulls.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> o = lj.outer(lj.local_sgd(period=2))
+    >>> def train_step(x, state):
+    ...     loss, gradient = jax.value_and_grad(lambda x: (x - 3.0) ** 2)(x)
+    ...     return o.step(x - 0.1 * gradient, state, loss=loss)
+    >>> x = workers.put(jnp.array([0.0, 8.0]))
+    >>> state, step = workers.map(o.init)(x), workers.map(train_step)
+    >>> for _ in range(2):
+    ...     x, state = step(x, state)
+    ...     print(x.round(3).tolist())
+    [0.6, 7.0]
+    [3.64, 3.64]
+    """
+    if not isinstance(method, Exchange):
+        raise ValueError(
+            "`method` must be a method that pulls, such as diloco(...), lsgd(...) or an "
+            f"exchange(...), got method={method!r}"
+        )
+    return Outer(method)
