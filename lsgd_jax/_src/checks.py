@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def check_positive_int(name: str, value: Any) -> None:
@@ -83,7 +83,11 @@ def check_auto_mesh() -> None:
 
     Exchanges flatten leaves and join them, which has no sharding of its own to name.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    check_all_auto(jax.sharding.get_abstract_mesh())
+
+
+def check_all_auto(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError for a mesh that has an `AxisType.Explicit` axis."""
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types)
@@ -94,7 +98,8 @@ def check_auto_mesh() -> None:
         raise ValueError(
             f"every axis of a mesh of your own must be AxisType.Auto, but {names} is "
             "Explicit: use `jax.make_mesh(shape, names, "
-            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`"
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`, or a "
+            "`jax.shard_map` in which all axes are manual"
         )
 
 

@@ -17,11 +17,24 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.layouts import known_axes, shard_by_shard, shard_nbytes
+from lsgd_jax._src.layouts import (
+    known_axes,
+    may_be_sharded,
+    shard_by_shard,
+    shard_nbytes,
+)
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire import Coded, Runs, Wire, decode, encode
+from lsgd_jax._src.wire import (
+    Coded,
+    Runs,
+    Wire,
+    decode,
+    decode_whole,
+    encode,
+    encode_whole,
+)
 
 
 Message = Any  # a tree of the arrays that travel
@@ -33,6 +46,7 @@ class Codec:
     Small leaves lie side by side in one buffer, each from the start of a block on, so that
     no two share a scale; the zeros between them do not travel. Leaves of integers, of
     bools and of one element travel as they are: one element and its scale are longer.
+    Where leaves may be sharded each stays by itself, and keeps its shape.
 
     Args:
       tree: arrays.
@@ -46,7 +60,7 @@ class Codec:
     """
 
     def __init__(self, tree: Tree, wire: Wire):
-        self._wire = wire
+        self._wire, self._whole = wire, may_be_sharded()
         narrow = wire.format != "float32"
         coded = [narrow and _is_coded(leaf) for leaf in jax.tree.leaves(tree)]
         align = wire.block if wire.format in ("int8", "int4") else 1
@@ -90,6 +104,8 @@ class Codec:
             if not self._coded[b]:
                 return x
             mine = key if key is None else jax.random.fold_in(key, b)
+            if self._whole:
+                return encode_whole(x, self._wire, mine)
             return encode(x, self._wire, mine, self._runs(b))
 
         return [one(b, x) for b, x in enumerate(buffers)]
@@ -100,6 +116,8 @@ class Codec:
         def one(b: int, sent: Coded | Array) -> Array:
             if not isinstance(sent, Coded):
                 return sent
+            if self._whole:
+                return decode_whole(sent, self._wire, self._packing.shape(b))
             return decode(sent, self._wire, self._packing.shape(b), self._runs(b))
 
         return [one(b, sent) for b, sent in enumerate(message)]

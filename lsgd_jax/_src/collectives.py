@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.packing import Packing
-from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.shared import WORKER_AXES, named
 from lsgd_jax._src.trees import Tree, widen
 
 
@@ -60,7 +60,8 @@ class MeshChannel:
     @property
     def is_all(self) -> bool:
         """Whether the group is all workers of the node × local grid."""
-        others = [axis for axis in WORKER_AXES if axis not in self._axes]
+        own = set(map(named, self._axes))
+        others = [axis for axis in WORKER_AXES if named(axis) not in own]
         parts = itertools.chain(*map(parts_of, others))
         return math.prod(lax.axis_size(part) for part in parts if is_bound(part)) == 1
 
@@ -140,8 +141,8 @@ def names_here(axes: Sequence[str]) -> tuple[str, ...]:
     for axis in axes:
         whole, *parts = parts_of(axis)
         known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
-        if not known and axis in WORKER_AXES and any_bound(axes):
-            continue  # of a vmap over 'node' alone, say: one worker along 'local'
+        if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
+            continue  # under a vmap over 'node' alone there is one worker along 'local'
         if not known:
             raise NameError(
                 f"no axis {axis!r} here: call this inside `Workers.map` (or "
@@ -153,6 +154,7 @@ def names_here(axes: Sequence[str]) -> tuple[str, ...]:
 
 def parts_of(axis: str) -> tuple[str, str, str]:
     """The axis itself, and its two names if it is split."""
+    axis = named(axis)
     return axis, DEVICE.format(axis), SLOT.format(axis)
 
 

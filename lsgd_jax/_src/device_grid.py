@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from lsgd_jax._src.checks import check_all_auto
 from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.shared import WORKER_AXES
 
@@ -79,17 +80,33 @@ def named_mesh(
     return Mesh(grid, (*device_names, *inside), axis_types=types), slots
 
 
-def leading_axis_over(mesh: Mesh) -> PartitionSpec:
+def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
+    """The names of the workers' axes of a mesh that a user has made.
+
+    Raises:
+      ValueError: no mesh, one with axes that are not automatic; axes that are not one or
+        two of its names.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got mesh={mesh!r}")
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    fits = len(names) in (1, 2) and len(set(names)) == len(names)
+    if not fits or not set(names) <= set(mesh.axis_names):
+        known = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(
+            "`axes` must name one or two axes of the mesh along which workers stand, of "
+            f"{known}, got axes={axes!r}"
+        )
+    check_all_auto(mesh)
+    return names
+
+
+def leading_axis_over(mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
     """Shards the leading axis over all workers' devices, written as XLA writes it back."""
-    names = tuple(name for name in worker_axes_of(mesh) if mesh.shape[name] > 1)
+    names = tuple(name for name in axes if mesh.shape[name] > 1)
     if not names:
         return PartitionSpec()
     return PartitionSpec(names if len(names) > 1 else names[0])
-
-
-def worker_axes_of(mesh: Mesh) -> tuple[str, ...]:
-    """The names of the axes along which its workers stand."""
-    return tuple(mesh.axis_names[: len(WORKER_AXES)])
 
 
 def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Device]:

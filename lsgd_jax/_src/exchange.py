@@ -190,7 +190,9 @@ def advance(
     def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
         return run_pulls(pulls, x, u, states, counts, is_finite, t, sent)
 
-    return when_due(pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due)
+    return when_due(
+        pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due
+    )
 
 
 def step_of(state: ExchangeState) -> Array:

@@ -17,7 +17,7 @@ from lsgd_jax._src.codec import Line
 from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.packing import Packing
-from lsgd_jax._src.shared import Axes, Shared, shared
+from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared, shared
 from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
 
 
@@ -89,7 +89,8 @@ class Group:
     @property
     def is_bound(self) -> bool:
         """Whether the axes have a meaning here, and so the group a size."""
-        return not self.axes or any_bound(self.axes)
+        # Among workers along other axes a group of unknown ones is an error, when asked.
+        return not self.axes or any_bound((*self.axes, *WORKER_AXES))
 
     @property
     def size(self) -> int:

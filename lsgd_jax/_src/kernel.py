@@ -23,7 +23,12 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import parts, trees
-from lsgd_jax._src.checks import check_fraction, check_period, check_positive_int
+from lsgd_jax._src.checks import (
+    check_auto_mesh,
+    check_fraction,
+    check_period,
+    check_positive_int,
+)
 from lsgd_jax._src.codec import Line, NarrowLine, WireState
 from lsgd_jax._src.group import Channel, Group
 from lsgd_jax._src.rule import Rule
@@ -145,13 +150,17 @@ def init(pull: Pull, params: Tree) -> PullState:
     """The state of a pull before the first step."""
     part, axes = parts.select(pull.part, params), pull.rule.axes
     nothing = Target(trees.widen(part), jnp.asarray(False))
-    share = Group(axes).shared
+    group = Group(axes)
+    if group.is_bound:
+        check_auto_mesh()
     return PullState(
         rule=pull.rule.init(part),
         pending=nothing if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, pull.every, pull.sends_at),
-        wire=WireState.zero(pull.rule.keeps or (), share, part) if pull.is_narrow else (),
+        wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
+        if pull.is_narrow
+        else (),
     )
 
 

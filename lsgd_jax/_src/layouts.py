@@ -126,15 +126,19 @@ def known_axes() -> tuple[str, ...]:
 
 
 def may_be_sharded() -> bool:
-    """Whether XLA may hold an array in shards here, in a layout that is not known.
+    """Whether XLA may hold an array in shards here: to join arrays may gather them."""
+    return bool(inside_axes()) or not layout_is_known()
 
-    True on automatic axes, and where no axis is manual: under a `jax.vmap` or a `jax.jit`
-    of the user's own. To join or to index such an array may gather its shards.
+
+def layout_is_known() -> bool:
+    """Whether it is known how arrays lie on the devices.
+
+    It is in `Workers.map`, and where all axes are manual; not under a `jax.vmap` or a
+    `jax.jit` of the user's own.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     if _KNOWN.get() is not None:
-        return bool(inside_axes())
-    return bool(inside_axes()) or not mesh.manual_axes
+        return True
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) and not inside_axes()
 
 
 def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree:

@@ -106,7 +106,7 @@ class Outer:
         return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
-        """With y alone the worker stands at x = y and u is 0, until a rule or pull moves it."""
+        """With y alone the worker stands at x = y with u = 0, until it is moved."""
         pulls, before = self.method.pulls, state.exchange
         t, y = lock_step.step_of(before), trees.floats(params)
         still = trees.zeros(y)
@@ -120,9 +120,7 @@ class Outer:
             )
             return trees.apply_updates(y, u), states, is_finite
 
-        y, after = lock_step.when_due(
-            pulls, run, y, before._replace(pulls=states), t, due
-        )
+        y, after = lock_step.when_due(pulls, run, y, before._replace(pulls=states), t, due)
         return trees.refill(y, params), OuterState(after, ())
 
 
@@ -143,8 +141,8 @@ def outer(method: Exchange) -> Outer:
 
     A method whose rule depends on x, where the worker stood before its own step
     (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`), and one with
-    ``check="every_step"`` keep a copy of it. All others cannot undo a step: a worker that is
-    not finite goes on until the next pull restores it.
+    ``check="every_step"`` keep a copy of it. All others cannot undo a step: a worker that
+    is not finite goes on until the next pull restores it.
 
     Args:
       method: any method that pulls, with all its options. With ``axes=()`` the worker is

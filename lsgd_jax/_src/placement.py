@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.layouts import element, may_be_sharded
+from lsgd_jax._src.layouts import element, layout_is_known
 from lsgd_jax._src.trees import Tree
 
 
@@ -29,7 +29,7 @@ def unknown(x: Tree) -> Array:
 
 def sample_after(x: Tree, u: Tree) -> Array:
     """The middle elements of some leaves of x + u, in the dtypes of x: float32 [k]."""
-    if may_be_sharded():
+    if not layout_is_known():
         return unknown(x)
     moved = [
         (trees.finite_part(x) + u).astype(x.dtype).astype(jnp.float32)
@@ -40,7 +40,7 @@ def sample_after(x: Tree, u: Tree) -> Array:
 
 def misplaced(expected: Array, x: Tree) -> Array:
     """Whether x is somewhere else: int32 scalar, 1 or 0. What is not finite matches all."""
-    if may_be_sharded():
+    if not layout_is_known():
         return jnp.int32(0)
     found = _stack([leaf.astype(jnp.float32) for leaf in _picked(x)])
     eps = [jnp.finfo(leaf.dtype).eps for leaf in _picked(x)]

@@ -1,5 +1,8 @@
 """Values that are identical across a group of workers and stored once per group."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 
@@ -7,6 +10,24 @@ T = TypeVar("T")
 Axes = str | tuple[str, ...]
 
 WORKER_AXES = ("node", "local")
+
+# How 'node' and 'local' are called on a mesh that the user has made.
+_NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
+
+
+@contextlib.contextmanager
+def naming(axes: Mapping[str, str]) -> Iterator[None]:
+    """Gives 'node' and 'local' other names for what is traced in the `with` block."""
+    token = _NAMES.set(axes)
+    try:
+        yield
+    finally:
+        _NAMES.reset(token)
+
+
+def named(axis: str) -> str:
+    """The name of an axis on the mesh where we are traced."""
+    return _NAMES.get({}).get(axis, axis)
 
 
 class Shared(NamedTuple, Generic[T]):

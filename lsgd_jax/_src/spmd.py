@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts, uniform
-from lsgd_jax._src.device_grid import Slots, leading_axis_over, worker_axes_of
-from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.device_grid import Slots, leading_axis_over
+from lsgd_jax._src.shared import WORKER_AXES, naming
 from lsgd_jax._src.transfer import check_rows, map_flagged, of_one, shared_flags
 from lsgd_jax._src.trees import Tree
 
@@ -22,24 +22,37 @@ class Grid(NamedTuple):
     """Where workers stand: the mesh of devices, and the slots inside a device.
 
     Attributes:
-      mesh: its first two axes are those of the workers, the others are inside a worker.
+      mesh: the devices.
+      axes: the mesh axes along which workers stand; the others are inside a worker.
       slots: names and sizes of the vmapped axes.
       nodes, locals: the sizes of the grid of workers.
       inside: names and sizes of the axes inside a worker.
+      names: how 'node' and 'local' are called on the mesh; empty: so.
     """
 
     mesh: Mesh
+    axes: tuple[str, ...]
     slots: Slots
     nodes: int
     locals: int
     inside: Mapping[str, int]
+    names: Mapping[str, str] = {}
 
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
         """Of leaves [W, ...], or of shared ones [...], that lie by `spec` in a worker."""
-        own, leading = spec or Spec(), leading_axis_over(self.mesh)
+        own, leading = spec or Spec(), leading_axis_over(self.mesh, self.axes)
         if not shared:
             own = Spec(*(leading or (None,)), *own) if own else leading
         return NamedSharding(self.mesh, own)
+
+    @property
+    def of_workers(self) -> AbstractMesh:
+        """A mesh like this one that has a device for every worker."""
+        if self.names:
+            return self.mesh.abstract_mesh
+        names = (*WORKER_AXES, *self.inside)
+        sizes = (self.nodes, self.locals, *self.inside.values())
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
     def check(self, tree: Tree) -> None:
         """Raises ValueError unless what is not shared has a leading axis of W."""
@@ -59,6 +72,7 @@ def compiled(
     """The jitted function over all workers; see `Workers.map`."""
 
     def over_workers(shardings, *args, **named):
+        _check_context(grid.mesh)
         call, args = _without(static, fn, args, named)
         grid.check(args)
         leaves, structure = jax.tree.flatten(args)
@@ -66,9 +80,9 @@ def compiled(
         flags = shared_flags(args)
         found = layouts.of_arguments(one, map(grid.spec_of, shardings, flags))
         flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
-        with layouts.known(found):
-            sizes = dict(zip(WORKER_AXES, (grid.nodes, grid.locals)))
-            outputs = uniform.trace(call, one, sizes, grid.inside)
+        with layouts.known(found), naming(grid.names):
+            workers = tuple(grid.names.values()) or WORKER_AXES
+            outputs = uniform.trace(call, one, grid.of_workers, workers)
             specs = found.of_leaves(outputs)
             spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
             return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
@@ -79,6 +93,17 @@ def compiled(
         return jax.jit(bound, donate_argnums=donate, static_argnames=static)
 
     return _PerSharding(fn, jitted, static) if grid.inside else jitted(())
+
+
+def _check_context(mesh: Mesh) -> None:
+    """Raises ValueError inside of a `jax.set_mesh` of another mesh."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise ValueError(
+            f"the mesh that `jax.set_mesh` has set, {context.axis_names}, is not that of "
+            "the workers: make them on it, `lj.Workers(mesh=mesh, axes=...)` with "
+            "AxisType.Auto, or call mapped functions outside of it"
+        )
 
 
 def _without(
@@ -175,6 +200,6 @@ def _spmd(
         mesh=grid.mesh,
         in_specs=tuple(map(specs, shared)),
         out_specs=list(map(specs, shared_out)),
-        axis_names=set(worker_axes_of(grid.mesh)),
+        axis_names=set(grid.axes),
         check_vma=False,
     )

@@ -23,15 +23,15 @@ hyperparameters differ, and which branch on them around an exchange, still hang;
 computed from gradients, parameters, a loss or random keys is found.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.shared import Shared, named
 from lsgd_jax._src.trees import Tree
 
 
@@ -56,16 +56,16 @@ SILENT = {"axis_index", "pvary"}
 def trace(
     fn: Callable,
     args: Sequence[Tree],
-    sizes: Mapping[str, int],
-    inside: Mapping[str, int] | None = None,
+    mesh: AbstractMesh,
+    workers: Sequence[str],
 ) -> Tree:
     """Traces the function of one worker, and checks that it cannot hang.
 
     Args:
       fn: the function, written for one worker.
       args: trees of one worker's values: anything with a shape, a dtype and a weak type.
-      sizes: the worker axes and their sizes.
-      inside: the automatic axes inside a worker and their sizes.
+      mesh: one device for each worker along the axes of workers, and automatic axes.
+      workers: the names of the axes of workers.
 
     Returns:
       The tree that fn returns, of `jax.ShapeDtypeStruct`.
@@ -74,18 +74,16 @@ def trace(
       ValueError: a branch that may differ between workers which a collective inside
         connects, or a `Shared` that may not be equal where it says so.
     """
-    every = {**sizes, **(inside or {})}
-    types = (AxisType.Auto,) * len(every)
     one = jax.shard_map(
         fn,
-        mesh=AbstractMesh(tuple(every.values()), tuple(every), axis_types=types),
+        mesh=mesh,
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
-        axis_names=set(sizes),
+        axis_names=set(workers),
         check_vma=False,
     )
     traced, outputs = jax.make_jaxpr(one, return_shape=True)(*args)
-    axes = frozenset(name for name, size in sizes.items() if size > 1)
+    axes = frozenset(name for name in workers if mesh.shape[name] > 1)
     inputs = [_of_argument(*leaf, axes) for leaf in _claims(args, axes)]
     results = _Analysis(axes).outputs(traced.jaxpr, inputs)
     for (path, _, claim), found in zip(_claims(outputs, axes), results):
@@ -107,7 +105,7 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
     for keys, node in nodes:
         path = start + jax.tree_util.keystr(keys)
         if isinstance(node, Shared):
-            equal = axes if node.axes is None else frozenset(node.axes)
+            equal = axes if node.axes is None else frozenset(map(named, node.axes))
             yield from _claims(node.value, axes - equal, path + ".value")
         else:
             yield path, node, axes

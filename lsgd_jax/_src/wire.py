@@ -116,12 +116,8 @@ def encode(
     levels = LEVELS[wire.format]
     blocks = jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
     scales = jnp.abs(blocks).max(axis=1) / levels
-    steps = flat / _of_elements(jnp.where(scales > 0, scales, 1), flat.size, wire)
-    if key is None:
-        steps = jnp.round(steps)
-    else:
-        steps = jnp.floor(steps + jax.random.uniform(key, flat.shape))
-    codes = _only(jnp.clip(steps, -levels, levels).astype(jnp.int8), runs)
+    codes = _codes(flat, _of_elements(scales, flat.size, wire), levels, key)
+    codes = _only(codes, runs)
     return Coded(_two_to_a_byte(codes) if wire.format == "int4" else codes, scales)
 
 
@@ -146,6 +142,65 @@ def decode(
         codes = _out_of_bytes(codes, travels)
     steps = _spread(codes, runs, wire.block).astype(jnp.float32)
     return (steps * _of_elements(scales, size, wire)).reshape(shape)
+
+
+def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
+    """`encode` of an array that may be sharded, and so must not be flattened.
+
+    Blocks lie along one axis and divide it. The codes keep the other axes.
+
+    >>> import jax.numpy as jnp
+    >>> coded = encode_whole(jnp.array([[0.5, -1.0], [1.0, 2.0]]), Wire("int8"))
+    >>> coded.codes.tolist(), coded.scales.shape
+    ([[[64, -127]], [[64, 127]]], (2, 1, 1))
+    """
+    x = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)
+    if wire.format == "bfloat16":
+        return Coded(lax.bitcast_convert_type(_to_bfloat16(x, key), jnp.uint8), None)
+    axis, size = _blocks_in(x.shape, wire)
+    levels, cut = LEVELS[wire.format], (x.shape[axis] // size, size)
+    blocks = x.reshape(*x.shape[:axis], *cut, *x.shape[axis + 1 :])
+    scales = jnp.abs(blocks).max(axis=axis + 1, keepdims=True) / levels
+    codes = _codes(blocks, scales, levels, key)
+    is_half = wire.format == "int4"
+    return Coded(_two_to_a_byte(codes, axis + 1) if is_half else codes, scales)
+
+
+def decode_whole(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
+    """The array Q(x), in float32, of what `encode_whole` made of an x of this shape.
+
+    >>> import jax.numpy as jnp
+    >>> coded = encode_whole(jnp.array([[7.0, -2.0, 4.0]]), Wire("int4"))
+    >>> decode_whole(coded, Wire("int4"), (1, 3)).tolist()
+    [[7.0, -2.0, 4.0]]
+    """
+    codes, scales = coded
+    if scales is None:
+        return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
+    if wire.format == "int4":
+        axis, size = _blocks_in(shape, wire)
+        codes = _out_of_bytes(codes, size, axis + 1)
+    return (codes.astype(jnp.float32) * scales).reshape(shape)
+
+
+def _blocks_in(shape: tuple[int, ...], wire: Wire) -> tuple[int, int]:
+    """The axis along which blocks lie, and their size: the largest that divides it."""
+
+    def largest(n: int) -> int:
+        return max(b for b in range(1, min(n, wire.block) + 1) if n % b == 0)
+
+    size, axis = max((largest(n), axis) for axis, n in enumerate(shape))
+    return axis, size
+
+
+def _codes(x: Array, scales: Array, levels: int, key: Array | None) -> Array:
+    """x / scales, rounded to nearest, or at random with a key: int8."""
+    steps = x / jnp.where(scales > 0, scales, 1)
+    if key is None:
+        steps = jnp.round(steps)
+    else:
+        steps = jnp.floor(steps + jax.random.uniform(key, x.shape))
+    return jnp.clip(steps, -levels, levels).astype(jnp.int8)
 
 
 def _only(x: Array, runs: Runs | None) -> Array:
@@ -180,13 +235,17 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
     return x.astype(jnp.bfloat16)
 
 
-def _two_to_a_byte(codes: Array) -> Array:
-    """Codes from -8 to 7 as bytes: the first half of them below, the second one above."""
-    half = -(-codes.size // 2)
-    nibbles = jnp.pad(codes, (0, 2 * half - codes.size)).astype(jnp.uint8) & 15
-    return nibbles[:half] | nibbles[half:] << 4
+def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
+    """Codes from -8 to 7 as bytes: the first half of an axis below, the second one above."""
+    size = codes.shape[axis]
+    half = -(-size // 2)
+    missing = [(0, 2 * half - size if i == axis else 0) for i in range(codes.ndim)]
+    nibbles = jnp.pad(codes, missing).astype(jnp.uint8) & 15
+    first, second = jnp.split(nibbles, 2, axis)
+    return first | second << 4
 
 
-def _out_of_bytes(packed: Array, size: int) -> Array:
-    nibbles = jnp.concatenate([packed & 15, packed >> 4])[:size]
+def _out_of_bytes(packed: Array, size: int, axis: int = 0) -> Array:
+    nibbles = jnp.concatenate([packed & 15, packed >> 4], axis)
+    nibbles = lax.slice_in_dim(nibbles, 0, size, axis=axis)
     return (nibbles ^ 8).astype(jnp.int8) - 8

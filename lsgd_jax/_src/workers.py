@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.device_grid import (
+    check_mesh,
     check_no_process_is_idle,
     device_grid,
     named_mesh,
@@ -63,6 +64,10 @@ class Workers:
       locals: how many workers in each; None: as many as there are devices for.
       devices: the devices to use, all of them. None: the largest grid of all processes'
         devices that divides nodes × locals, each node's devices on one host if possible.
+      mesh: a mesh that you have made, with automatic axes, in place of all of the above;
+        workers stand along its `axes`, and all its other axes are inside a worker.
+      axes: one axis of the mesh, or two: nodes and the workers of a node. Methods take
+        their default axes, 'node' and 'local', for these, or their own names.
       inside: workers that are sharded: names and sizes of further mesh axes, such as
         ``{"fsdp": 4}``; each worker then has 4 devices. These axes are automatic: the
         function of one worker is written as for one large device, with
@@ -82,8 +87,10 @@ class Workers:
       owned: the workers of whom a device belongs to this process, as a range.
 
     Raises:
-      ValueError: a count below 1, devices that the workers do not divide over, a process
-        that would have no worker, an axis inside a worker with the name of another one.
+      ValueError: a mesh beside counts or devices, one that is not automatic, axes that it
+        does not have; a count below 1, devices that the workers do not divide over, a
+        process that would have no worker, an axis inside a worker with the name of
+        another one.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -102,36 +109,35 @@ class Workers:
         *,
         devices: Sequence[jax.Device] | None = None,
         inside: Mapping[str, int] | None = None,
+        mesh: Mesh | None = None,
+        axes: str | Sequence[str] | None = None,
         debug: bool = False,
     ):
-        check_positive_int("nodes", nodes)
         reserve_threads()
-        self.inside = check_inside(inside, taken=RESERVED)
-        each = math.prod(self.inside.values())
-        if locals is None:
-            available = len(jax.devices() if devices is None else devices)
-            locals = max(1, available // (nodes * each))
-        check_positive_int("locals", locals)
-        self.nodes, self.locals = int(nodes), int(locals)
-        self.num_workers = self.nodes * self.locals
-        self.debug = debug
-        sizes = tuple(self.inside.values())
-        grid = device_grid(self.nodes, self.locals, devices, sizes)
-        if devices is None:
-            check_no_process_is_idle(grid, jax.process_count())
-        self.mesh, slots = named_mesh(grid, self.nodes, self.locals, self.inside)
-        self._grid = Grid(self.mesh, slots, self.nodes, self.locals, self.inside)
+        if mesh is None and axes is None:
+            self._grid, devices = _over_devices(nodes, locals, devices, inside)
+        elif (nodes, locals, devices, inside) == (1, None, None, None):
+            self._grid, devices = _on_mesh(mesh, axes)
+        else:
+            raise ValueError(
+                "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
+                "`inside`, which follow from them"
+            )
+        self.mesh, self.inside = self._grid.mesh, dict(self._grid.inside)
+        self.nodes, self.locals = self._grid.nodes, self._grid.locals
+        self.num_workers, self.debug = self.nodes * self.locals, debug
         self.sharding = self._grid.sharding()
         self.replicated = self._grid.sharding(shared=True)
-        self.workers_per_device = self.num_workers * each // grid.size
-        of_process = [d.process_index == jax.process_index() for d in grid.flat]
+        each = math.prod(self.inside.values())
+        self.workers_per_device = self.num_workers * each // devices.size
+        of_process = [d.process_index == jax.process_index() for d in devices.flat]
         mine = np.reshape(of_process, [-1, each]).any(axis=1)
         rows = np.repeat(mine, self.workers_per_device).nonzero()[0]
         self.owned = range(rows[0], rows[-1] + 1) if rows.size else range(0)
         if len(self.owned) != rows.size:
             raise ValueError(
                 "the devices of a process must stand next to one another in the grid, "
-                f"got processes {[d.process_index for d in grid.flat]}"
+                f"got processes {[d.process_index for d in devices.flat]}"
             )
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
@@ -309,3 +315,37 @@ class Workers:
         return treedef.unflatten(
             map(place_leaf, leaves, shared_flags(tree), spread(specs, one, self.inside))
         )
+
+
+def _over_devices(
+    nodes: int,
+    locals: int | None,
+    devices: Sequence[jax.Device] | None,
+    inside: Mapping[str, int] | None,
+) -> tuple[Grid, np.ndarray]:
+    """The grid of nodes x locals workers, and its devices: [node, local, *inside]."""
+    check_positive_int("nodes", nodes)
+    inside = check_inside(inside, taken=RESERVED)
+    each = math.prod(inside.values())
+    if locals is None:
+        available = len(jax.devices() if devices is None else devices)
+        locals = max(1, available // (nodes * each))
+    check_positive_int("locals", locals)
+    nodes, locals = int(nodes), int(locals)
+    chosen = device_grid(nodes, locals, devices, tuple(inside.values()))
+    if devices is None:
+        check_no_process_is_idle(chosen, jax.process_count())
+    mesh, slots = named_mesh(chosen, nodes, locals, inside)
+    axes = mesh.axis_names[: len(WORKER_AXES)]
+    return Grid(mesh, axes, slots, nodes, locals, inside), chosen
+
+
+def _on_mesh(mesh: Any, axes: Any) -> tuple[Grid, np.ndarray]:
+    """The grid of workers along some axes of a mesh, and its devices, theirs first."""
+    names = check_mesh(mesh, axes)
+    nodes, locals = mesh.shape[names[0]], mesh.shape[names[1]] if names[1:] else 1
+    inside = {name: n for name, n in mesh.shape.items() if name not in names}
+    order = [mesh.axis_names.index(name) for name in (*names, *inside)]
+    called = dict(zip(WORKER_AXES, names))
+    grid = Grid(mesh, names, [], nodes, locals, inside, called)
+    return grid, mesh.devices.transpose(order)

@@ -223,6 +223,6 @@ def test_the_walk_is_linear_in_the_program(workers):
             call = jax.jit(lambda x, inner=call: inner(x) + inner(x))
         return call(x)
 
-    sizes = {"node": 2, "local": 2}
-    out = uniform.trace(deep, (jax.ShapeDtypeStruct((3,), jnp.float32),), sizes)
+    mesh = jax.sharding.AbstractMesh((2,), ("node",))
+    out = uniform.trace(deep, (jax.ShapeDtypeStruct((3,), jnp.float32),), mesh, ["node"])
     assert out.shape == (3,)
