@@ -384,7 +384,8 @@ class NarrowLine(Line):
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
 
-        sums, count = lax.fori_loop(1, self.channel.size, add, of_worker(0))
+        none = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_worker, 0))
+        sums, count = lax.fori_loop(0, self.channel.size, add, none)
         return sums, count, kept
 
     def _remembered(

@@ -101,6 +101,11 @@ def known(layouts: Layouts | None) -> Iterator[None]:
         _KNOWN.reset(token)
 
 
+def on_one_device() -> contextlib.AbstractContextManager:
+    """Makes known that nothing is sharded in the `with` block."""
+    return known(Layouts(()))
+
+
 def inside_axes() -> tuple[str, ...]:
     """The axes inside a worker, as a function of one worker finds them while it is traced.
 

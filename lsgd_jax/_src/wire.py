@@ -236,7 +236,7 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
 
 
 def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
-    """Codes from -8 to 7 as bytes: the first half of an axis below, the second one above."""
+    """Codes from -8 to 7 as bytes: the first half of the axis below, the second above."""
     size = codes.shape[axis]
     half = -(-size // 2)
     missing = [(0, 2 * half - size if i == axis else 0) for i in range(codes.ndim)]

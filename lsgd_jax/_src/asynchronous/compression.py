@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.codec import Codec, draws
+from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
@@ -114,10 +115,12 @@ def finite(vector: np.ndarray) -> bool:
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(wire: Wire, vector: Any, turn: Any, index: Any) -> Any:
     key = None if wire.rounding == "nearest" else draws(wire, turn, index)
-    return Codec(vector, wire).encode(vector, key=key)[0]
+    with on_one_device():
+        return Codec(vector, wire).encode(vector, key=key)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(wire: Wire, size: int, message: Any) -> Any:
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return Codec(like, wire).decode(message)
+    with on_one_device():
+        return Codec(like, wire).decode(message)

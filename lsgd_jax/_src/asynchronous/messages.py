@@ -17,7 +17,7 @@ from jax import Array
 
 from lsgd_jax._src import kernel
 from lsgd_jax._src.kernel import Pull, PullState, Target
-from lsgd_jax._src.layouts import Layouts, known
+from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.trees import Tree, mean_of, widen
 
 
@@ -180,5 +180,5 @@ def alone(fn: Callable[[], Any], nodes: int = 1, locals: int = 1) -> Any:
         fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size
     )
     inner = along(lambda _: fn(), "local", locals)
-    with known(Layouts(())):  # one device: nothing is sharded
+    with on_one_device():
         return along(inner, "node", nodes)(jnp.int32(0))
