@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from lsgd_jax._src.collectives import any_bound
 from lsgd_jax._src.diagnostics import states_of
+from lsgd_jax._src.memory import to_device
 from lsgd_jax._src.shared import WORKER_AXES, is_shared
 from lsgd_jax._src.trees import Tree, widened
 
@@ -188,6 +189,7 @@ def center(params: Tree, opt_state: Tree) -> Tree:
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
         # A group that is not all workers has a center of its own: take their mean.
         shared = node.__lsgd_center__()
-        tree = shared.value if is_shared(shared) else consensus(shared.value)
+        value = to_device(shared.value)
+        tree = value if is_shared(shared) else consensus(value)
         return jax.tree.map(lambda c, x: c.astype(x.dtype), tree, params)
     return consensus(params)

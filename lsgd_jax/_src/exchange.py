@@ -245,6 +245,8 @@ class View(NamedTuple):
     """The packed parameters as one pull sees them: the buffers of its part."""
 
     packing: Packing
+    cuts: parts.Cuts
+    pull: int
     owned: list[int]
     xs: list[Array]
 
@@ -254,7 +256,11 @@ class View(NamedTuple):
 
     def tree(self, buffers: list[Array]) -> Tree:
         """The leaves of its part."""
-        return self.packing.unpack(self.of(buffers), self.owned)
+        return self.cuts.join(self.packing.unpack(self.of(buffers), self.owned))
+
+    def pack(self, part: Tree) -> list[Array]:
+        """The buffers of a tree like its part."""
+        return self.packing.pack(self.cuts.cut_part(self.pull, part), self.owned)
 
 
 def run_pulls(
@@ -268,30 +274,28 @@ def run_pulls(
     sent: dict[int, float],
 ) -> tuple[Tree, tuple[PullState, ...], Array]:
     """u, the pulls' states and whether this worker is finite, after all that is due."""
-    packing, owned = _pack_by_part([pull.part for pull in pulls], x)
-    xs, us, after = packing.pack(x), packing.pack(u), []
+    cuts = parts.Cuts([pull.part for pull in pulls], x)
+    packing, owned = _pack_by_part(cuts, x)
+    xs, us, after = packing.pack(cuts.cut(x)), packing.pack(cuts.cut(u)), []
     finite_now = lambda us: trees.all_finite(packing.named(trees.plus(xs, us)))
     is_finite &= finite_now(us)
     for k, (pull, state) in enumerate(zip(pulls, states)):
-        view, may_count = View(packing, owned[k], xs), counts[k] & is_finite
+        view, may_count = View(packing, cuts, k, owned[k], xs), counts[k] & is_finite
         us, state, restored, sent[k] = _run_pull(pull, view, us, state, may_count, t)
         # A part that was restored does not restore the rest.
         is_finite |= restored if pull.part is None else finite_now(us)
         after.append(state)
-    return packing.unpack(kernel.stay(xs, us), t=t), tuple(after), is_finite
+    u = cuts.join(packing.unpack(kernel.stay(xs, us), t=t))
+    return u, tuple(after), is_finite
 
 
-def _pack_by_part(
-    taken: Sequence[parts.Part | None], x: Tree
-) -> tuple[Packing, list[list[int]]]:
+def _pack_by_part(cuts: parts.Cuts, x: Tree) -> tuple[Packing, list[list[int]]]:
     """A packing whose buffers are of the same parts throughout; each part's buffers."""
-    treedef = jax.tree.structure(x)
-    leaves = [treedef.flatten_up_to(parts.select(part, x)) for part in taken]
-    inside = lambda leaf: not isinstance(leaf, optax.MaskedNode)
-    groups = [tuple(map(inside, leaf)) for leaf in zip(*leaves)]
-    packing = Packing(x, groups)
+    groups = list(zip(*cuts.owned))
+    packing = Packing(cuts.cut(x), groups)
     group_of = [groups[members[0]] for members in packing.members]
-    owned = [[b for b, group in enumerate(group_of) if group[k]] for k in range(len(taken))]
+    count = len(cuts.owned)
+    owned = [[b for b, group in enumerate(group_of) if group[k]] for k in range(count)]
     return packing, owned
 
 
@@ -308,7 +312,7 @@ def _run_pull(
         return target, state
 
     def land(us: list[Array], target: Target, state: PullState) -> Any:
-        packed = target._replace(z=view.packing.pack(target.z, view.owned))
+        packed = target._replace(z=view.pack(target.z))
         moved, state, restored = kernel.land(
             pull, own_x, view.of(us), packed, state, is_finite, t
         )
@@ -320,11 +324,12 @@ def _run_pull(
         return land(us, *send(us, state))
 
     def land_pending(us: list[Array], state: PullState) -> Any:
-        return land(us, Target(*state.pending), state)
+        return land(us, Target(*kernel.fetched(pull, state).pending), state)
 
     def send_pending(us: list[Array], state: PullState) -> PullState:
         (z, found), state = send(us, state)
-        return state._replace(pending=Target(trees.widen(z), found))
+        state = state._replace(pending=Target(trees.widen(z), found))
+        return kernel.stored(pull, state)
 
     sends, lands = (is_due(t, pull.every, at) for at in _turns(pull))
     keep = lambda us, state: (us, state, not_restored)

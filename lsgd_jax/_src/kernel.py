@@ -14,8 +14,8 @@ bit-identical where nothing lands.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,14 @@ from lsgd_jax._src import parts, trees
 from lsgd_jax._src.checks import (
     check_auto_mesh,
     check_fraction,
+    check_option,
     check_period,
     check_positive_int,
 )
 from lsgd_jax._src.codec import Line, NarrowLine, WireState
 from lsgd_jax._src.group import Channel, Group
-from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.memory import Memory, check_host, to_device, to_host
+from lsgd_jax._src.rule import Rule, silent
 from lsgd_jax._src.traffic import Traffic
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -60,6 +62,9 @@ class Pull:
       wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
         last three also with '-stochastic' for rounding at random, or a `Wire`. All but
         'float32' keep what the rule's `keeps` says in the state.
+      memory: where anchors, references, quantization errors and targets in flight are kept
+        between exchanges: on the 'device', or in the memory of its 'host'. State that a
+        rule's `step` reads on every step stays on the device.
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
@@ -73,6 +78,7 @@ class Pull:
     delay: int = 0
     part: parts.Part | None = None
     wire: Wire | WireFormat = "float32"
+    memory: Memory = "device"
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):
@@ -86,6 +92,7 @@ class Pull:
         check_period("offset", self.offset, self.every)
         check_period("delay", self.delay, self.every)
         parts.check_part(self.part)
+        check_option("memory", self.memory, get_args(Memory))
         if self.is_narrow and self.rule.keeps is None:
             raise ValueError(
                 "`wire` must be 'float32' for a rule that does not say what it `keeps` "
@@ -150,10 +157,12 @@ def init(pull: Pull, params: Tree) -> PullState:
     """The state of a pull before the first step."""
     part, axes = parts.select(pull.part, params), pull.rule.axes
     nothing = Target(trees.widen(part), jnp.asarray(False))
+    if pull.memory == "host":
+        check_host()
     group = Group(axes)
     if group.is_bound:
         check_auto_mesh()
-    return PullState(
+    state = PullState(
         rule=pull.rule.init(part),
         pending=nothing if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
@@ -161,6 +170,28 @@ def init(pull: Pull, params: Tree) -> PullState:
         wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
         if pull.is_narrow
         else (),
+    )
+    return stored(pull, state)
+
+
+def stored(pull: Pull, state: PullState) -> PullState:
+    """The state as it is kept between exchanges; nothing to do where it lies so already."""
+    return _kept_in(pull, state, to_host)
+
+
+def fetched(pull: Pull, state: PullState) -> PullState:
+    """The state where it can be worked on."""
+    return _kept_in(pull, state, to_device)
+
+
+def _kept_in(pull: Pull, state: PullState, move: Callable[[Tree], Tree]) -> PullState:
+    if pull.memory == "device":
+        return state
+    is_idle = pull.rule.step is silent
+    return state._replace(
+        rule=move(state.rule) if is_idle else state.rule,
+        pending=move(state.pending),
+        wire=move(state.wire),
     )
 
 
@@ -209,10 +240,13 @@ def step_rules(
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
-        mine, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
-        u = trees.refill(mine, u)
+        after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
+        # A rule that is silent returns what it was given: nothing is to be put back.
+        if any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(mine))):
+            u = parts.put_back(pull.part, after, u)
         traffic = state.traffic.of(pull.every, pull.sends_at)
-        stepped.append(state._replace(rule=rule_state, traffic=traffic))
+        state = state._replace(rule=rule_state, traffic=traffic)
+        stepped.append(stored(pull, state))  # a checkpoint may have been put on the device
         counts.append(has_loss & finite)
     return u, tuple(stepped[::-1]), tuple(counts[::-1])
 
@@ -239,7 +273,7 @@ def send(
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
     """
-    axes, wire = pull.rule.axes, Wire.of(pull.wire)
+    axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
     channel = Group(axes).channel if channel is None else channel
     line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
     z, found, rule_state = pull.rule.agree(
@@ -250,7 +284,7 @@ def send(
         traffic=state.traffic.sent(line.bytes_sent),
         wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
     )
-    return Target(z, jnp.asarray(found)), state, line.bytes_sent
+    return Target(z, jnp.asarray(found)), stored(pull, state), line.bytes_sent
 
 
 def land(
@@ -280,7 +314,8 @@ def land(
     restored = target.found & ~is_finite
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:
-        state = state._replace(wire=state.wire.without_error(restored))
+        wire = fetched(pull, state).wire.without_error(restored)
+        state = stored(pull, state._replace(wire=wire))
     return u, state, restored
 
 

@@ -1,16 +1,19 @@
 """Parts and fragments: the leaves that a pull takes.
 
 A part is any choice of leaves: by path, by a mask, or by a function. A fragment is one of F
-runs of neighboring leaves of a part, which take turns. Leaves outside of the part (frozen
+runs of neighboring leaves of a part, which take turns. Where layers are stacked in one leaf
+for `jax.lax.scan`, a run begins and ends between layers. Leaves outside of the part (frozen
 ones) are not sent, are not moved, and have no state. Leaves that do not hold floats are
 never exchanged, whatever the part says.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,30 +28,41 @@ class Fragment(NamedTuple):
       index: which one.
       count: how many there are.
       part: the leaves that the runs divide; None: all.
+      scan_axis: the axis along which layers are stacked in a leaf, or such an axis for the
+        leaves under some paths; None: leaves stay whole.
     """
 
     index: int
     count: int
     part: "Part | None" = None
+    scan_axis: "ScanAxis | None" = None
 
+
+ScanAxis = int | Mapping[str, int]
 
 Mask = Mapping[str, Any] | tuple[Any, ...] | bool  # a tree of bools; any other also works
 Part = Fragment | Callable[[str], bool] | list[str] | tuple[str, ...] | Mask
 
 
-def fragment(index: int, count: int, part: Part | None = None) -> Fragment:
+def fragment(
+    index: int, count: int, part: Part | None = None, scan_axis: ScanAxis | None = None
+) -> Fragment:
     """The `index`-th of `count` runs of neighboring leaves of about the same size.
 
-    Leaves are taken in the order of `jax.tree.leaves`; every run has at least one.
+    Leaves are taken in the order of `jax.tree.leaves`; every run has at least one. Leaves
+    with a scan axis are cut along it: first comes layer 0 of all of them, then layer 1.
 
     Args:
       index: which run, in 0..count-1.
       count: how many runs.
       part: the leaves that the runs divide, as for `Pull`; None: all.
+      scan_axis: the axis along which layers are stacked, of all leaves that have it, or by
+        path (``{"decoder/layers": 0}``, all other leaves staying whole). None: all leaves
+        stay whole.
 
     Raises:
-      ValueError: a count below 1, an index outside 0..count-1; in `init`, more fragments
-        than leaves.
+      ValueError: a count below 1, an index outside 0..count-1, a negative axis; in `init`,
+        more fragments than leaves and layers, an axis that no leaf has.
 
     >>> import lsgd_jax as lj
     >>> halves = [lj.fragment(i, 2, part=["body"]) for i in range(2)]
@@ -57,16 +71,27 @@ def fragment(index: int, count: int, part: Part | None = None) -> Fragment:
     """
     check_positive_int("count", count)
     check_period("index", index, count)
-    return Fragment(index, count, part)
+    if isinstance(part, Fragment) and part.scan_axis is not None:
+        raise ValueError(f"`part` must not have a `scan_axis` of its own, got {part=}")
+    axes = scan_axis.values() if isinstance(scan_axis, Mapping) else [scan_axis]
+    if scan_axis is not None and not all(type(axis) is int and axis >= 0 for axis in axes):
+        raise ValueError(
+            "`scan_axis` must be an axis of at least 0, or a dict from paths to such axes, "
+            f"got {scan_axis=}"
+        )
+    return Fragment(index, count, part, scan_axis)
 
 
-def in_fragments(pull: Any, count: int, period: str = "period") -> list[Any]:
+def in_fragments(
+    pull: Any, count: int, period: str = "period", scan_axis: ScanAxis | None = None
+) -> list[Any]:
     """A pull cut into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
 
     Args:
       pull: the `Pull` of the whole part, at offset 0.
       count: how many fragments, F; 1: the pull itself.
       period: what the method calls τ.
+      scan_axis: see `fragment`.
 
     Raises:
       ValueError: fragments that do not divide the period, a delay of τ / F or more.
@@ -87,7 +112,9 @@ def in_fragments(pull: Any, count: int, period: str = "period") -> list[Any]:
     check_period("delay", pull.delay, turn)
     return [
         dataclasses.replace(
-            pull, offset=(i + 1) * turn % pull.every, part=fragment(i, count, pull.part)
+            pull,
+            offset=(i + 1) * turn % pull.every,
+            part=fragment(i, count, pull.part, scan_axis),
         )
         for i in range(count)
     ]
@@ -108,8 +135,22 @@ def check_part(part: Part | None) -> None:
         )
 
 
+class Run(NamedTuple):
+    """Indices from `start` to `stop` along an axis of a leaf."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def of(self, leaf: Any) -> Any:
+        """This run of a leaf."""
+        return leaf[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+
+
 def select(part: Part | None, tree: Tree) -> Tree:
     """The tree with an empty node in place of every leaf outside of the part.
+
+    Of a leaf that fragments cut there is the fragment's run.
 
     Raises:
       ValueError: no leaf in the part, a mask without an entry for a leaf, fewer leaves than
@@ -124,25 +165,99 @@ def select(part: Part | None, tree: Tree) -> Tree:
     >>> jax.tree.map(np.shape, select({"body": False, "head": True}, tree))
     {'body': {'w': MaskedNode()}, 'head': (2,)}
     """
-    check_part(part)
     if part is None:
         return tree
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def taken(leaf: Any, run: Run | bool) -> Any:
+        if isinstance(run, Run):
+            return run.of(leaf)
+        return leaf if run else optax.MaskedNode()
+
+    return jax.tree.unflatten(treedef, map(taken, leaves, runs_of(part, tree)))
+
+
+def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
+    """The tree with the part in its place: the inverse of `select`."""
+    if part is None:
+        return mine
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def put(leaf: Any, run: Run | bool, mine: Any) -> Any:
+        if not isinstance(run, Run):
+            return mine if run else leaf
+        return jax.lax.dynamic_update_slice_in_dim(
+            leaf, mine.astype(leaf.dtype), run.start, run.axis
+        )
+
+    parts = treedef.flatten_up_to(mine)
+    return jax.tree.unflatten(treedef, map(put, leaves, runs_of(part, tree), parts))
+
+
+def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
+    """Of each leaf whether it is in the part, or which run of it.
+
+    Raises:
+      ValueError: see `select`.
+    """
+    check_part(part)
+    if part is None:
+        return [True] * len(jax.tree.leaves(tree))
     if isinstance(part, Fragment):
-        tree = select(part.part, tree)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [_name(path) for path, _ in leaves]
-    if isinstance(part, Fragment):
-        owners = _owners([leaf.size for _, leaf in leaves], part.count)
-        taken = [owner == part.index for owner in owners]
-    else:
-        taken = list(map(_taker(part), paths))
+        return _runs_of_fragment(part, tree)
+    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    taken = list(map(_taker(part), paths))
     if paths and not any(taken):
         raise ValueError(
             f"`part` must hold at least one leaf, got {part=} for the leaves "
             f"{', '.join(map(repr, paths[:8]))}{', …' * (len(paths) > 8)}"
         )
-    kept = [leaf if take else optax.MaskedNode() for (_, leaf), take in zip(leaves, taken)]
-    return jax.tree.unflatten(treedef, kept)
+    return taken
+
+
+def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
+    """Leaves and layers stand in a row, and every fragment takes a run of them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    inside = runs_of(fragment.part, tree)
+    axes = [_scan_axis(fragment.scan_axis, path, leaf) for path, leaf in leaves]
+    if fragment.scan_axis is not None and not any(
+        axis is not None and taken for (axis, _), taken in zip(axes, inside)
+    ):
+        raise ValueError(
+            "`scan_axis` must be an axis of at least one leaf, got "
+            f"scan_axis={fragment.scan_axis!r}"
+        )
+    sizes: dict[Any, int] = {}  # of each leaf that stays whole, and of each layer
+    for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
+        layers = 1 if axis is None else leaf.shape[axis]
+        for layer in range(layers if inside[i] else 0):
+            unit = i if axis is None else (stack, layers, layer)
+            sizes[unit] = sizes.get(unit, 0) + leaf.size // layers
+    owners = dict(zip(sizes, _owners(list(sizes.values()), fragment.count)))
+
+    def run(i: int, leaf: Any) -> Run | bool:
+        axis, stack = axes[i]
+        if axis is None or not inside[i]:
+            return owners.get(i) == fragment.index
+        layers = leaf.shape[axis]
+        mine = [k for k in range(layers) if owners[stack, layers, k] == fragment.index]
+        return Run(axis, mine[0], mine[-1] + 1) if mine else False
+
+    return [run(i, leaf) for i, (_, leaf) in enumerate(leaves)]
+
+
+def _scan_axis(
+    scan_axis: ScanAxis | None, path: Any, leaf: Any
+) -> tuple[int | None, str | None]:
+    """The axis along which a leaf is a stack of layers, and the path of the stack."""
+    if isinstance(scan_axis, Mapping):
+        name = _name(path)
+        found = [(axis, at) for at, axis in scan_axis.items() if _is_under(name, at)]
+        axis, stack = found[0] if found else (None, None)
+    else:
+        axis, stack = scan_axis, None
+    is_stack = axis is not None and axis < leaf.ndim and leaf.shape[axis] > 1
+    return (axis, stack) if is_stack else (None, None)
 
 
 def _taker(part: Any) -> Callable[[str], bool]:
@@ -178,10 +293,11 @@ def _name(path: Any) -> str:
 
 
 def _owners(sizes: list[int], count: int) -> list[int]:
-    """The fragment of each leaf: the one in which its middle lies, by size."""
+    """The fragment of each leaf or layer: the one in which its middle lies, by size."""
     if len(sizes) < count:
         raise ValueError(
             f"`fragments` must be at most the number of leaves ({len(sizes)}), got {count}"
+            "; `scan_axis` cuts leaves in which layers are stacked"
         )
     ends = np.cumsum(sizes)
     owners = ((ends - np.array(sizes) / 2) * count / ends[-1]).astype(int)
@@ -191,3 +307,97 @@ def _owners(sizes: list[int], count: int) -> list[int]:
         owners[i] = min(max(owners[i], 0), first + 1)
         owners[i] = max(owners[i], count - (len(sizes) - i), first, 0)
     return owners.tolist()
+
+
+class Cuts:
+    """Where the fragments of several pulls cut leaves: between pieces that each take whole.
+
+    Args:
+      taken: of each pull its part.
+      tree: the leaves.
+
+    Attributes:
+      owned: of each pull, of each piece in the order of leaves, whether its part has it.
+
+    Raises:
+      ValueError: two parts that cut a leaf along different axes; see `select`.
+
+    >>> import numpy as np
+    >>> tree = {"b": np.zeros(2), "layers": np.zeros([3, 4])}
+    >>> cuts = Cuts([fragment(i, 3, ["layers"], scan_axis=0) for i in range(3)], tree)
+    >>> jax.tree.map(np.shape, cuts.cut(tree))
+    {'b': (2,), 'layers': ((1, 4), (1, 4), (1, 4))}
+    >>> cuts.owned[0]
+    [False, True, False, False]
+    """
+
+    def __init__(self, taken: Sequence[Part | None], tree: Tree):
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._runs = [runs_of(part, tree) for part in taken]
+        self._pieces = [_pieces(leaf, runs) for leaf, *runs in zip(leaves, *self._runs)]
+        self.owned = [
+            [
+                _is_inside(piece, run)
+                for run, own in zip(runs, self._pieces)
+                for piece in own
+            ]
+            for runs in self._runs
+        ]
+
+    def cut(self, tree: Tree) -> Tree:
+        """The tree with a tuple of pieces in place of every leaf that is cut."""
+        leaves = self._treedef.flatten_up_to(tree)
+        cut = lambda leaf, pieces: tuple(piece.of(leaf) for piece in pieces)
+        own = [cut(x, own) if own[0] else x for x, own in zip(leaves, self._pieces)]
+        return jax.tree.unflatten(self._treedef, own)
+
+    def cut_part(self, k: int, part: Tree) -> Tree:
+        """The same of a tree like the k-th part, without what lies outside of it."""
+
+        def cut(leaf: Any, run: Run | bool, pieces: list[Any]) -> Any:
+            if pieces[0] is None or run is False:
+                return leaf
+            first = run.start if isinstance(run, Run) else 0
+            inside = [piece for piece in pieces if _is_inside(piece, run)]
+            from_start = lambda p: Run(p.axis, p.start - first, p.stop - first)
+            return tuple(from_start(piece).of(leaf) for piece in inside)
+
+        leaves = self._treedef.flatten_up_to(part)
+        own = map(cut, leaves, self._runs[k], self._pieces)
+        return jax.tree.unflatten(self._treedef, own)
+
+    def join(self, pieces: Tree) -> Tree:
+        """The inverse of both: pieces side by side, an empty node where there are none."""
+
+        def joined(found: Any, own: list[Any]) -> Any:
+            if own[0] is None:
+                return found
+            present = jax.tree.leaves(found)
+            if len(present) < 2:
+                return present[0] if present else optax.MaskedNode()
+            return jnp.concatenate(present, own[0].axis)
+
+        leaves = self._treedef.flatten_up_to(pieces)
+        return jax.tree.unflatten(self._treedef, map(joined, leaves, self._pieces))
+
+
+def _pieces(leaf: Any, runs: Sequence[Run | bool]) -> list[Run | None]:
+    """The runs between all cuts of a leaf; [None] if it is not cut."""
+    cut = [run for run in runs if isinstance(run, Run)]
+    if not cut:
+        return [None]
+    axis = cut[0].axis
+    if any(run.axis != axis for run in cut):
+        raise ValueError(
+            f"`scan_axis` must be the same for all pulls of a leaf, got {axis} and "
+            f"{next(run.axis for run in cut if run.axis != axis)} for shape {leaf.shape}"
+        )
+    ends = sorted({0, leaf.shape[axis], *(end for run in cut for end in run[1:])})
+    return [Run(axis, *between) for between in itertools.pairwise(ends)]
+
+
+def _is_inside(piece: Run | None, run: Run | bool) -> bool:
+    """Whether a piece lies in a run of its leaf."""
+    if piece is None or not isinstance(run, Run):
+        return bool(run)
+    return run.start <= piece.start and piece.stop <= run.stop

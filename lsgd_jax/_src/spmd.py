@@ -178,6 +178,8 @@ def _spmd(
         return x if shared else x.reshape(shapes + x.shape[1:])
 
     def stack(x, shared, spec):
+        if shared and not shapes and spec is None:
+            return x
         # A wrapper's `where` may have made rows of what is equal on all workers: one
         # of them is all. XLA drops the copies of what had none.
         rows = x.reshape((math.prod(shapes),) + x.shape[len(shapes) :])

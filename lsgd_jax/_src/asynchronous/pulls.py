@@ -256,6 +256,7 @@ class _Compiled:
             lambda: kernel.land(pull, mine, still, target, state, is_finite, t), *self._grid
         )
         moved = trees.apply_updates(mine, u)
+        moved = parts.put_back(pull.part, moved, trees.floats(y))
         return trees.refill(moved, y), state, restored
 
 

@@ -15,7 +15,7 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.parts import Part, in_fragments
+from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at
@@ -154,6 +154,7 @@ def diloco(
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
+    scan_axis: ScanAxis | None = None,
 ) -> Exchange:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
@@ -180,6 +181,8 @@ def diloco(
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
       part: the leaves to exchange, as for `Pull`; None: all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path. There
+        fragments cut leaves, see `fragment`; None: leaves stay whole.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -202,7 +205,7 @@ def diloco(
     pull = Pull(
         anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire, part=part
     )
-    return exchange(*in_fragments(pull, fragments), check=check)
+    return exchange(*in_fragments(pull, fragments, scan_axis=scan_axis), check=check)
 
 
 def slowmo(

@@ -15,7 +15,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.parts import Part, in_fragments
+from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
@@ -121,6 +121,7 @@ def lsgd(
     wire: Wire | WireFormat = "float32",
     fragments: int = 1,
     part: Part | None = None,
+    scan_axis: ScanAxis | None = None,
 ) -> Exchange:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -167,6 +168,8 @@ def lsgd(
       wire: the format in which parameters travel, or a `Wire`.
       fragments: how many fragments take turns, F; must divide both periods.
       part: the leaves to exchange, as for `Pull`; None: all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path. There
+        fragments cut leaves, see `fragment`; None: leaves stay whole.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
@@ -203,7 +206,7 @@ def lsgd(
         if not off:
             rule = in_order(leader(group, loss_window, proximal / period), order)
             pull = Pull(rule, strength, every=period, delay=delay, wire=wire, part=part)
-            pulls += in_fragments(pull, fragments, f"{name}_period")
+            pulls += in_fragments(pull, fragments, f"{name}_period", scan_axis)
     if not pulls:
         return Exchange(*optax.with_extra_args_support(optax.identity()))
     return exchange(*pulls, check=check)

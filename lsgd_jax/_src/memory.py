@@ -1,0 +1,40 @@
+"""Where a pull keeps its trees between exchanges: on the devices, or in host memory.
+
+jax types arrays by their memory, so that a tree stays where it is until it is moved.
+"""
+
+from typing import Literal
+
+import jax
+
+from lsgd_jax._src.trees import Tree
+
+
+Memory = Literal["device", "host"]
+KIND = "pinned_host"
+
+
+def to_host(tree: Tree) -> Tree:
+    """The tree in host memory; scalars stay on the device."""
+    return _moved(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: Tree) -> Tree:
+    """The tree in the device's own memory."""
+    return _moved(tree, jax.memory.Space.Device)
+
+
+def check_host() -> None:
+    """Raises ValueError if the devices cannot keep arrays in host memory."""
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if KIND not in kinds:
+        raise ValueError(
+            f"`memory` must be 'device' on {device.platform}, which has no memory "
+            f"{KIND!r} but {', '.join(map(repr, kinds))}; got memory='host'"
+        )
+
+
+def _moved(tree: Tree, space: jax.memory.Space) -> Tree:
+    move = lambda x: jax.device_put(x, space) if x.ndim else x
+    return jax.tree.map(move, tree)
