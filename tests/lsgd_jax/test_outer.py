@@ -1,0 +1,239 @@
+"""outer: any method around any training step, on any mesh."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import GUARDED, METHODS, exchanges, run_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+PULLS = [name for name, method in METHODS.items() if not method.first]
+# One of each kind by default: those with x and without, in flight, narrow.
+FAST = "lsgd easgd_combine diloco_streaming parle sgp wagma lsgd+int8 diloco+int4".split()
+SICK = 1
+
+
+def around(name, run):
+    """The training of `harness.Run` with the method around it in place of in its chain."""
+    base, o = GUARDED(optax.sgd(0.1)), lj.outer(METHODS[name].make(run.W))
+
+    def init(params):
+        return base.init(params), o.init(params)
+
+    def step(params, state, target):
+        grads = jax.tree.map(jnp.subtract, params, target)
+        loss = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
+        updates, of_base = base.update(grads, state[0], params)
+        params = lj.apply_updates(params, updates)
+        params, of_outer = o.step(params, state[1], loss=loss)
+        return params, (of_base, of_outer)
+
+    return run.workers.map(init), run.workers.map(step, donate=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PULLS],
+)
+def test_the_numbers_are_those_of_the_chain(name):
+    """Also of a worker that is sick for one step, and is restored."""
+    run = run_of(name, 4, 2, 8)
+    init, step = around(name, run)
+    batches = list(run.batches)
+    batches[1] = {**batches[1], "w": batches[1]["w"].at[SICK].set(jnp.nan)}
+    expected, chained = run.train(batches)
+    params = run.workers.put(run.start)
+    state = init(params)
+    for batch, there in zip(batches, expected):
+        params, state = step(params, state, run.workers.put(batch))
+        jax.tree.map(close, run.workers.fetch(params), there)
+    for mine, other in zip(lj.diagnostics(state), lj.diagnostics(chained)):
+        np.testing.assert_array_equal(mine.restored, other.restored)
+        assert mine.bytes_sent == other.bytes_sent and not mine.misplaced.any()
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("method", [lj.diloco(3), lj.dpsgd(), lj.lsgd(0.1, 0.1, 3, 6)])
+def test_on_other_steps_parameters_pass_to_the_bit(method):
+    """-0.0 and integers, too; dpsgd alone is due at every step."""
+    if method.is_due(1):
+        method = lj.exchange(lj.Pull(method.pulls[0].rule, 1.0, every=3))
+    o, workers = lj.outer(method), lj.Workers(2, 2)
+    tree = {
+        "n": np.arange(4, dtype=np.int32),
+        "x": np.array([[-0.0, 0.1], [3, 2]] * 2, np.float32),
+    }
+    params = workers.put(tree)
+    state = workers.map(o.init)(workers.put({**tree, "x": np.ones_like(x)}))
+    after, _ = workers.map(lambda p, s: o.step(p, s, loss=1.0))(params, state)
+    same = lambda a, b: np.testing.assert_array_equal(
+        np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
+    )
+    jax.tree.map(same, after, tree)
+
+
+def test_a_worker_that_is_not_finite_goes_on_until_it_is_restored():
+    o, workers = lj.outer(lj.local_sgd(2)), lj.Workers(1, 3)
+    step = workers.map(lambda x, s: o.step(x, s))
+    x = workers.put(np.array([1.0, np.nan, 3.0], np.float32))
+    x, state = step(x, workers.map(o.init)(workers.put(np.ones(3, np.float32))))
+    np.testing.assert_array_equal(x, [1, np.nan, 3])
+    x, state = step(x, state)
+    np.testing.assert_array_equal(x, [2, 2, 2])
+    assert lj.diagnostics(state)[0].restored.tolist() == [0, 1, 0]
+
+
+def test_a_check_of_every_step_undoes_a_step_that_is_not_finite():
+    o, workers = lj.outer(lj.local_sgd(3, check="every_step")), lj.Workers(1, 2)
+    start = workers.put(np.array([1.0, 5.0], np.float32))
+    state = workers.map(o.init)(start)
+    step = workers.map(lambda x, s: o.step(x, s))
+    x, state = step(workers.put(np.array([2.0, np.inf], np.float32)), state)
+    np.testing.assert_array_equal(x, [2, 5])
+    assert lj.waiting(state).tolist() == [False, True]
+
+
+def test_one_worker_alone_needs_no_axis():
+    """An outer optimizer around one worker, in a plain jit: Nesterov, by hand."""
+    o = lj.outer(lj.diloco(2, optax.sgd(0.5, 0.9, nesterov=True), axes=()))
+    step = jax.jit(lambda x, s: o.step(x - 1.0, s))
+    x = jnp.float32(0)
+    state, seen = o.init(x), []
+    for _ in range(4):
+        x, state = step(x, state)
+        seen.append(float(x))
+    first = -0.5 * (2 + 0.9 * 2)
+    trace = 2 + 0.9 * 2  # both pseudo-gradients are 2
+    close(seen, [-1, first, first - 1, first - 0.5 * (2 + 0.9 * trace)])
+
+
+def test_steps_are_compiled_by_themselves_where_the_loop_counts():
+    o, workers = lj.outer(lj.lsgd(0.5, 0.5, 2, 4)), lj.Workers(2, 2)
+    quiet, due = (
+        workers.map(lambda x, s, due=due: o.step(x, s, loss=x.sum(), due=due))
+        for due in (False, True)
+    )
+    x = workers.put(np.arange(8.0, dtype=np.float32).reshape(4, 2))
+    state = workers.map(o.init)(x)
+    assert [o.is_due(t) for t in range(1, 5)] == [False, True, False, True]
+    assert exchanges(quiet.lower(x, state).compile().as_text()) == (0, [])
+    x, state = quiet(x, state)
+    x, state = quiet(x, state)  # a pull was due
+    assert lj.diagnostics(state)[0].misplaced.tolist() == [1] * 4
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    for wrong in (optax.sgd(0.1), lj.allreduce(), lj.average()):
+        with pytest.raises(ValueError, match="`method` must be a method that pulls"):
+            lj.outer(wrong)
+    o = lj.outer(lj.dpsgd())
+    state = o.init({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"of the parameters, got \(3,\) for \(2,\)"):
+        o.step({"w": jnp.ones(3)}, state)
+    with pytest.raises(ValueError, match="`state` must be what the `init`"):
+        o.step({"v": jnp.ones(2)}, state)
+    with pytest.raises(ValueError, match="`state` must be what the `init`"):
+        o.step({"w": jnp.ones(2)}, lj.dpsgd().init({"w": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="`due` must be a bool"):
+        lj.outer(lj.diloco(axes=())).step(
+            jnp.ones(2), lj.outer(lj.diloco(axes=())).init(jnp.ones(2)), due=1
+        )
+
+
+# A mesh and a step of somebody else
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(kind,) * 3)
+
+
+def sharded(mesh, seed=0):
+    """Stacked layers, an embedding and a bias of 2 replicas, over all axes of the mesh."""
+    draw = lambda *shape: np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    specs = {"layers": P("replica", None, "fsdp", "tensor"), "in": P("replica", "fsdp")}
+    tree = {"layers": draw(2, 4, 32, 16), "in": draw(2, 64, 24), "b": draw(2, 8)}
+    place = lambda name, x: NamedSharding(mesh, specs.get(name, P("replica")))
+    return {name: jax.device_put(x, place(name, x)) for name, x in tree.items()}
+
+
+over_replicas = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="replica")
+
+
+@pytest.mark.parametrize("set_mesh", [True, False])
+def test_diloco_of_replicas_is_its_formula(set_mesh):
+    """As MaxText runs it: a vmap over replicas, beside fsdp and tensor axes."""
+    mesh, rate = mesh_of(), 0.7
+    o = lj.outer(lj.diloco(2, optax.sgd(rate, 0.9, nesterov=True)))
+    params = {name: jnp.broadcast_to(x[:1], x.shape) for name, x in sharded(mesh).items()}
+    anchor = {name: np.asarray(x[0]) for name, x in params.items()}
+    trace = {name: np.zeros_like(x) for name, x in anchor.items()}
+    step = jax.jit(over_replicas(lambda p, s, m: o.step(jax.tree.map(jnp.add, p, m), s)))
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        state, moves = jax.jit(over_replicas(o.init))(params), []
+        for t in range(4):
+            moves.append(sharded(mesh, seed=t + 1))
+            params, state = step(params, state, moves[-1])
+    for name in anchor:
+        for block in (moves[:2], moves[2:]):
+            y = anchor[name] + sum(np.asarray(m[name]) for m in block)
+            delta = anchor[name] - y.mean(axis=0)
+            trace[name] = delta + 0.9 * trace[name]
+            anchor[name] = anchor[name] - rate * (delta + 0.9 * trace[name])
+        close(params[name], np.stack([anchor[name]] * 2), atol=1e-5)
+
+
+ON_REPLICAS = {
+    "diloco": lj.diloco(2),
+    "lsgd": lj.lsgd(0.1, 0.2, 2, 4),
+    "easgd": lj.easgd(0.3, 2),
+    "int8": lj.diloco(2, wire="int8"),
+    "bfloat16": lj.easgd(0.3, 2, wire="bfloat16"),
+    "fragments": lj.diloco(4, fragments=2, scan_axis={"layers": 0}),
+}
+
+
+@pytest.mark.parametrize("name", ON_REPLICAS)
+@pytest.mark.parametrize("face", ["outer", "chain"])
+def test_replicas_send_shards_and_only_when_due(name, face):
+    mesh, method = mesh_of(), ON_REPLICAS[name]
+    o = lj.outer(method)
+
+    def step(params, state, loss):
+        if face == "outer":
+            return o.step(params, state, loss=loss)
+        still = jax.tree.map(jnp.zeros_like, params)
+        u, state = method.update(still, state, params, loss=loss)
+        return lj.apply_updates(params, u), state
+
+    with jax.set_mesh(mesh):
+        params = sharded(mesh)
+        state = jax.jit(over_replicas(o.init if face == "outer" else method.init))(params)
+        compiled = jax.jit(over_replicas(step)).lower(params, state, jnp.ones(2)).compile()
+        silent, in_branches = exchanges(compiled.as_text())
+        after, _ = compiled(params, state, jnp.ones(2))
+    shard = sum(x.nbytes for x in params.values()) / 8  # of one replica, of one device
+    assert silent == 0 and 0 < max(in_branches)
+    # Biases are whole, scales and finiteness are extra; gathered leaves would be 4 times.
+    assert max(in_branches) < 1.5 * shard, (in_branches, shard)
+    for name, x in params.items():
+        assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+def test_explicit_axes_are_refused_in_one_line():
+    """`pmean` over a vmapped explicit axis asserts inside of jax, in 0.10 and 0.12."""
+    mesh = mesh_of(AxisType.Explicit)
+    o = lj.outer(lj.lsgd())
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="AxisType.Auto, but 'replica'"),
+    ):
+        jax.jit(over_replicas(o.init))(sharded(mesh))
