@@ -62,6 +62,18 @@ def test_the_page_of_a_family_builds_its_methods(page):
     assert (DOCS / "pictures" / f"{page.stem}.svg").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [1, 2, 3])
+def test_a_recipe_trains(recipe, capsys):
+    code = blocks(DOCS / "recipes.md")
+    names = {}
+    exec(code[0], names)
+    exec(code[recipe], names)
+    losses = [float(x) for x in re.findall(r"\d\.\d+", capsys.readouterr().out)]
+    x, y = names["draw"]()
+    assert losses[-1] < 0.25 * np.square(y).mean()
+
+
 def test_code_on_all_pages_is_python():
     code = [block for page in DOCS.rglob("*.md") for block in blocks(page)]
     assert len(code) > 20
