@@ -23,7 +23,7 @@ def accumulated():
 def injected():
     """A learning rate that the loop may set, and a pull's strength that a schedule sets."""
     base = optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9)
-    easgd = optax.inject_hyperparams(lj.easgd, static_args=("period",))
+    easgd = optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))
     beta = optax.linear_schedule(0.9, 0.3, 40)
     return optax.chain(base, easgd(beta=beta, period=2))
 

@@ -65,6 +65,7 @@ from lsgd_jax._src.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax._src.shared import Shared as Shared
 from lsgd_jax._src.specs import following as following
 from lsgd_jax._src.specs import largest_dimension as largest_dimension
+from lsgd_jax._src.static_args import static_args as static_args
 from lsgd_jax._src.trees import apply_updates as apply_updates
 from lsgd_jax._src.unrolled import unrolled as unrolled
 from lsgd_jax._src.wire import Wire as Wire

@@ -22,8 +22,8 @@ NAMES = {
         combine_then_adapt consensus consensus_distance coordinate_median diagnostics
         diloco downpour dpsgd easgd emulate_devices exchange following fragment gosgd
         inside_axes is_finite largest_dimension leader licm local_sgd lsgd moving_center
-        neighbors osgp pairwise parle push_sum resize scoping sgp slowmo topology
-        tune_cpu unrolled wagma waiting with_state
+        neighbors osgp pairwise parle push_sum resize scoping sgp slowmo static_args
+        topology tune_cpu unrolled wagma waiting with_state
     """,
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DiLoCo GridPosition LSGD Method NETWORKS Network Pairwise

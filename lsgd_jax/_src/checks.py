@@ -18,7 +18,8 @@ def check_positive_int(name: str, value: Any) -> None:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"`{name}` must be a positive int known before tracing, got the traced "
-            f"{name}={value}; with `optax.inject_hyperparams` name it in `static_args`"
+            f"{name}={value}; for `optax.inject_hyperparams(lj.lsgd, static_args=...)` "
+            "`lj.static_args(lj.lsgd)` names all arguments of this kind"
         )
     try:
         valid = not isinstance(value, bool) and operator.index(value) >= 1

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,6 +55,30 @@ def check_no_process_is_idle(grid: np.ndarray, processes: int) -> None:
             f"every process must have a worker, but of {processes} processes these have "
             f"none: {', '.join(idle)}; take more workers, or fewer processes"
         )
+
+
+def warn_of_idle_devices(nodes: int, locals: int, grid: np.ndarray, available: int) -> None:
+    """Warns if devices idle while the others hold more workers than they would have to.
+
+    Args:
+      nodes, locals: the grid of workers.
+      grid: the devices in use, [node, local, *inside].
+      available: how many devices there are.
+    """
+    workers, each = nodes * locals, math.prod(grid.shape[2:])
+    places, most = grid.size // each, available // each
+    if workers // places <= -(-workers // most):
+        return  # a step takes no longer than with all devices in use
+    fewer = workers - workers % most
+    fitting = [n for n in range(1, most + 1) if most % n == 0]
+    among = "" if nodes in fitting else f" in {', '.join(map(str, fitting))} nodes"
+    warnings.warn(
+        f"{workers} workers ({nodes} nodes x {locals} locals) use {grid.size} of the "
+        f"{available} devices, with {workers // places} workers on each, because each must "
+        f"hold equally many: {fewer} or {fewer + most} workers{among} would use all; pass "
+        "`devices=` if this is what you want",
+        stacklevel=4,  # where `Workers` is called
+    )
 
 
 def named_mesh(

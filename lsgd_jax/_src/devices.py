@@ -23,7 +23,7 @@ def emulate_devices(count: int) -> None:
       count: how many devices; GPUs and TPUs are not affected.
 
     Raises:
-      ValueError: a count below 1; RuntimeError: jax has its devices already.
+      ValueError: a count below 1; RuntimeError: jax has another number of devices already.
 
     >>> import lsgd_jax as lj
     >>> lj.emulate_devices(0)
@@ -31,7 +31,13 @@ def emulate_devices(count: int) -> None:
     ValueError: `count` must be a positive int, got count=0
     """
     check_positive_int("count", count)
-    jax.config.update("jax_num_cpu_devices", count)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"call `lj.emulate_devices({count})` before jax uses a device; in a notebook "
+            "restart the kernel first"
+        ) from error
     reserve_threads()
 
 

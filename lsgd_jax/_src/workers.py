@@ -25,6 +25,7 @@ from lsgd_jax._src.device_grid import (
     check_no_process_is_idle,
     device_grid,
     named_mesh,
+    warn_of_idle_devices,
 )
 from lsgd_jax._src.devices import reserve_threads
 from lsgd_jax._src.diagnostics import check_not_misplaced
@@ -64,6 +65,7 @@ class Workers:
       locals: how many workers in each; None: as many as there are devices for.
       devices: the devices to use, all of them. None: the largest grid of all processes'
         devices that divides nodes × locals, each node's devices on one host if possible.
+        A UserWarning names better counts if that leaves devices idle and steps slower.
       mesh: a mesh that you have made, with automatic axes, in place of all of the above;
         workers stand along its `axes`, and all its other axes are inside a worker.
       axes: one axis of the mesh, or two: nodes and the workers of a node. Methods take
@@ -335,6 +337,7 @@ def _over_devices(
     chosen = device_grid(nodes, locals, devices, tuple(inside.values()))
     if devices is None:
         check_no_process_is_idle(chosen, jax.process_count())
+        warn_of_idle_devices(nodes, locals, chosen, jax.device_count())
     mesh, slots = named_mesh(chosen, nodes, locals, inside)
     axes = mesh.axis_names[: len(WORKER_AXES)]
     return Grid(mesh, axes, slots, nodes, locals, inside), chosen

@@ -1,10 +1,12 @@
 """Which devices make up the grid: host by host, and none of a process left out."""
 
 import types
+import warnings
 
 import numpy as np
 import pytest
 
+import lsgd_jax as lj
 from lsgd_jax._src.device_grid import check_no_process_is_idle, device_grid, pick
 
 
@@ -58,3 +60,25 @@ def test_a_process_without_a_worker_is_refused():
 
 def test_grid_shape():
     assert device_grid(2, 4, None).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "nodes, locals, inside, told",
+    [
+        (1, 11, {}, "use 1 of the 8 devices.* 8 or 16 workers would use all"),
+        (2, 5, {}, "use 2 of the 8 devices"),
+        (5, 3, {}, "8 or 16 workers in 1, 2, 4, 8 nodes would use all"),
+        (1, 3, {"fsdp": 4}, "use 4 of the 8 devices.* 2 or 4 workers would use all"),
+    ],
+)
+def test_idle_devices_that_would_make_steps_faster_are_told(nodes, locals, inside, told):
+    with pytest.warns(UserWarning, match=told) as found:
+        lj.Workers(nodes, locals, inside=inside)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("nodes, locals", [(1, 1), (1, 7), (3, 4), (2, 8), (16, 1)])
+def test_idle_devices_that_would_not_are_not(nodes, locals):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lj.Workers(nodes, locals)  # fewer workers than devices, or as few on each

@@ -67,8 +67,12 @@ def test_the_import_changes_no_environment_variable():
 
 def test_too_late_is_an_error():
     lj.Workers(1, 2)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        RuntimeError, match=r"call `lj.emulate_devices\(3\)` before"
+    ) as told:
         lj.emulate_devices(3)
+    assert "jax_num_cpu_devices" in str(told.value.__cause__)
+    lj.emulate_devices(8)  # as many as there are
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 13), reason="the flag may be unknown")

@@ -53,7 +53,7 @@ def draw(workers, steps, seed=0):
         (7, 1, (0.3, 0.5), (2, 2), 10),
         pytest.param(3, 2, (0.0, 0.5), (1, 4), 4, marks=pytest.mark.slow),
         (1, 1, (0.5, 0.5), (1, 2), 2),
-        (3, 5, (1.0, 0.1), (3, 5), 4),
+        (3, 6, (1.0, 0.1), (3, 5), 4),
     ],
 )
 def test_against_numpy(nodes, locals, pulls, periods, window, order):

@@ -246,7 +246,8 @@ def test_devices_that_do_not_divide_are_refused():
 
 def test_the_largest_fitting_grid_is_taken():
     assert lj.Workers(1, 7).mesh.size == 7
-    assert lj.Workers(3, 3).mesh.size == 3  # a node's workers keep to its devices
+    with pytest.warns(UserWarning, match="use 3 of the 8 devices"):
+        assert lj.Workers(3, 3).mesh.size == 3  # a node's workers keep to its devices
     assert lj.Workers(3, 4).mesh.devices.shape == (3, 2)
     assert lj.Workers(16, 1).workers_per_device == 2
     assert lj.Workers(2).locals == 4 and lj.Workers().num_workers == 8

@@ -103,7 +103,7 @@ WRAPPED = {
     "inject_hyperparams": (
         optax.chain(
             SGD,
-            optax.inject_hyperparams(lj.easgd, static_args=("period",))(beta=0.5, period=2),
+            optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))(0.5, period=2),
         ),
         optax.chain(SGD, lj.easgd(beta=0.5, period=2)),
     ),
@@ -139,6 +139,23 @@ def test_a_wrapped_method_is_the_method_on_every_layout(name):
         # Steps that pass an exchange by move x where it does not see it.
         passed_by = STEPS // 2 - 1 if name == "conditionally_transform" else 0
         assert misplaced(state) == [[passed_by] * 8]
+
+
+METHODS = [
+    method
+    for name, method in vars(lj).items()
+    if getattr(method, "__annotations__", {}).get("return") is lj.Exchange
+    and name != "exchange"
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_what_static_args_does_not_name_may_be_injected(method):
+    needed = {"learning_rate": 0.1} if method is lj.parle else {}
+    tx = optax.inject_hyperparams(method, lj.static_args(method))(**needed)
+    workers = lj.Workers(nodes=1, locals=2)
+    step = workers.map(lambda x: tx.update(x, tx.init(x), x, value=x.sum())[0])
+    assert jax.eval_shape(step, workers.replicate(jnp.ones(3))).shape == (2, 3)
 
 
 @pytest.mark.parametrize("devices", [8, 1])

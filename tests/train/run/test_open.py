@@ -180,11 +180,11 @@ def test_every_worker_may_have_a_part_of_its_own(tmp_path):
     [
         ({"batch_size": 2000}, "`batch_size` must be at most 1437"),
         (
-            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(10, 20)},
+            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 25)},
             "`batch_size` must be at most 7, the number of training images per worker",
         ),
         (
-            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(10, 200)},
+            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 250)},
             "`batch_size` must be at most 0, the number of training images per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
