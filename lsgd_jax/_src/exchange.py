@@ -16,6 +16,7 @@ from jax import Array
 
 from lsgd_jax._src import kernel, parts, trees
 from lsgd_jax._src.branch import any_of, cond, is_due, the_same_for_all
+from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_option, check_same_tree
 from lsgd_jax._src.kernel import Check, Pull, PullState, Target
 from lsgd_jax._src.packing import Packing
@@ -48,8 +49,11 @@ class ExchangeState(NamedTuple):
     pulls: tuple[PullState, ...]
 
 
-class Exchange(optax.GradientTransformationExtraArgs):
-    """An `exchange` keeps its pulls, so that exchanges compose, and its `check`."""
+class Exchange(ByValue, optax.GradientTransformationExtraArgs):
+    """An `exchange` keeps its pulls, so that exchanges compose, and its `check`.
+
+    Equal calls make equal exchanges, and an exchange pickles as the call that made it.
+    """
 
     pulls: tuple[Pull, ...] = ()
     check: Check = "due"
@@ -62,6 +66,7 @@ class Exchange(optax.GradientTransformationExtraArgs):
         return any(step % p.every == at for p in self.pulls for at in _turns(p))
 
 
+@by_value
 def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     r"""Pulls a worker towards what it agrees on with others, every so often.
 

@@ -42,7 +42,7 @@ from lsgd_jax._src.wire import Wire, WireFormat
 Check = Literal["due", "every_step"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # a part need not be hashable
+@dataclasses.dataclass(frozen=True)
 class Pull:
     """One pull of an `exchange`: to what, how hard, how often, which part, how late.
 
@@ -98,6 +98,10 @@ class Pull:
                 "`wire` must be 'float32' for a rule that does not say what it `keeps` "
                 f"(see `Rule`), got wire={self.wire!r}"
             )
+
+    def __hash__(self) -> int:
+        # A list of paths has no hash, nor has an array of a strength.
+        return hash((self.rule, self.every, self.offset, self.delay, self.wire))
 
     @property
     def is_narrow(self) -> bool:

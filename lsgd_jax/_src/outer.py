@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lsgd_jax._src import exchange as lock_step
 from lsgd_jax._src import kernel, trees
+from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import Exchange, ExchangeState
 from lsgd_jax._src.trees import Tree
@@ -28,7 +29,7 @@ class OuterState(NamedTuple):
     before: Tree | tuple[()]
 
 
-class Outer:
+class Outer(ByValue):
     """A method around a training step; `outer` makes it.
 
     Attributes:
@@ -124,6 +125,7 @@ class Outer:
         return trees.refill(y, params), OuterState(after, ())
 
 
+@by_value
 def outer(method: Exchange) -> Outer:
     r"""A method around any training step: parameters in, parameters out.
 

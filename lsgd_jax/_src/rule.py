@@ -1,13 +1,15 @@
 """Rule: the target of a pull, and the parameters at which it is computed."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_option
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.shared import Axes
@@ -24,7 +26,8 @@ def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
     return u, state, True
 
 
-class Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule(ByValue):
     """The target of a pull: three pure functions for one worker, and their group.
 
     x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
@@ -55,6 +58,7 @@ class Rule(NamedTuple):
     reads_x: bool = True
 
 
+@by_value
 def combine_then_adapt(rule: Rule) -> Rule:
     """The rule computed at x, with the step y - x added: z + (y - x)."""
 
@@ -68,7 +72,7 @@ def combine_then_adapt(rule: Rule) -> Rule:
 
         return jax.tree.map(add_step, z, x, y), found, state
 
-    return rule._replace(agree=agree, reads_x=True)
+    return dataclasses.replace(rule, agree=agree, reads_x=True)
 
 
 def in_order(rule: Rule, order: Order) -> Rule:

@@ -1,5 +1,6 @@
 """Wire formats: the codec, what is conserved, what travels, how far training comes."""
 
+import dataclasses
 import functools
 
 import chex
@@ -142,7 +143,7 @@ def test_what_is_no_wire_format_is_refused():
 @pytest.mark.parametrize("missing", ["reference", "error"])
 def test_a_rule_that_keeps_too_little_is_told(missing):
     keeps = {"reference": (), "error": ("reference",)}[missing]
-    rule = lj.average()._replace(keeps=keeps)
+    rule = dataclasses.replace(lj.average(), keeps=keeps)
     with pytest.raises(ValueError, match=f"must have '{missing}'"):
         _once(rule, "int8", jnp.ones(3))
 

@@ -6,9 +6,10 @@ traces again with the answer up to the next message. So every rule runs as it is
 engine, and messages are encoded and decoded in the compiled parts, on the worker's device.
 """
 
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,14 @@ from lsgd_jax._src.trees import Tree, mean_of, widen
 Kind = Literal["gather", "broadcast", "sum", "permute", "choose"]
 
 
-class Message(NamedTuple):
-    """A message of a rule to its group.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["content"],
+    meta_fields=["kind", "static"],
+)
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message of a rule to its group; a compiled stage of the rule may return it.
 
     Attributes:
       kind: 'gather' (x) -> x of all; 'broadcast' (tree, source) -> tree; 'sum'
@@ -119,13 +126,13 @@ class Agreement:
         chosen: tuple = ()  # for each answer the int that was chosen, None if it is arrays
         answers: list[Any] = []
         while True:
-            stage, told = self._stages.after(chosen)
+            stage = self._stages.after(chosen)
             result = stage(self._position, answers, x, y, state, is_finite, t)
-            if told["message"] is None:
-                target, renewed = result
-                return target, _renewing(renewed, told["kept"])
-            answer = await send(len(chosen), told["message"]._replace(content=result))
-            is_choice = told["message"].kind == "choose"
+            if not isinstance(result, Message):
+                target, changed = result
+                return target, _renewing(changed)
+            answer = await send(len(chosen), result)
+            is_choice = result.kind == "choose"
             chosen += (answer if is_choice else None,)
             answers.append(() if is_choice else answer)
 
@@ -135,41 +142,38 @@ class _Stages:
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
-        self._stages: dict[tuple, tuple[Callable, dict[str, Any]]] = {}
+        self._stages: dict[tuple, Callable] = {}
 
-    def after(self, chosen: tuple) -> tuple[Callable, dict[str, Any]]:
-        """The compiled function up to the next message, and what its trace has told."""
+    def after(self, chosen: tuple) -> Callable:
+        """The compiled function up to the next message, which it returns, or to the end.
+
+        At the end it returns the target and the leaves of the state, None for each that
+        has not changed.
+        """
         if chosen not in self._stages:
-            told: dict[str, Any] = {}
-            stage = functools.partial(self._stage, chosen, told)
-            self._stages[chosen] = jax.jit(stage), told
+            self._stages[chosen] = jax.jit(functools.partial(self._stage, chosen))
         return self._stages[chosen]
 
-    def _stage(self, chosen, told, position, answers, x, y, state, is_finite, t):
+    def _stage(self, chosen, position, answers, x, y, state, is_finite, t):
         given = [a if c is None else c for a, c in zip(answers, chosen)]
         channel = MessageChannel(self._size, position, given)
         try:
             send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
             target, renewed = alone(lambda: send()[:2], *self._grid)
         except _Spoken as spoken:
-            told["message"] = spoken.message._replace(content=None)
-            return spoken.message.content
-        told["message"] = None
-        told["kept"] = [
-            a is b for a, b in zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
-        ]
-        return target, renewed
+            return spoken.message
+        leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
+        return target, [None if new is old else new for new, old in leaves]
 
 
 _stages = functools.lru_cache(maxsize=64)(_Stages)
 
 
-def _renewing(renewed: Any, kept: list[bool]) -> Callable[[Any], Any]:
+def _renewing(changed: list[Any]) -> Callable[[Any], Any]:
     def renew(state: Any) -> Any:
         leaves, treedef = jax.tree.flatten(state)
-        after = jax.tree.leaves(renewed)
-        chosen = [old if keep else new for old, new, keep in zip(leaves, after, kept)]
-        return jax.tree.unflatten(treedef, chosen)
+        after = [old if new is None else new for old, new in zip(leaves, changed)]
+        return jax.tree.unflatten(treedef, after)
 
     return renew
 

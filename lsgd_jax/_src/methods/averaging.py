@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_fraction,
     check_not_negative,
@@ -22,6 +23,7 @@ from lsgd_jax._src.trees import Tree, value_at
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
+@by_value
 def average(axes: Axes = ("node", "local")) -> Rule:
     r"""The mean of the group's workers, as a rule of a pull.
 
@@ -58,6 +60,7 @@ class AnchorState(NamedTuple):
     outer: Shared[Any]
 
 
+@by_value
 def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")) -> Rule:
     r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
 
@@ -101,6 +104,7 @@ def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 
+@by_value
 def local_sgd(
     period: int = 16,
     check: Check = "due",
@@ -144,6 +148,7 @@ def local_sgd(
     )
 
 
+@by_value
 def diloco(
     period: int = 64,
     outer: optax.GradientTransformation | None = None,
@@ -208,6 +213,7 @@ def diloco(
     return exchange(*in_fragments(pull, fragments, scan_axis=scan_axis), check=check)
 
 
+@by_value
 def slowmo(
     period: int = 16,
     alpha: float = 1.0,

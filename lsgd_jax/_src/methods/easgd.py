@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
@@ -32,6 +33,7 @@ class CenterState(NamedTuple):
         return self.center
 
 
+@by_value
 def moving_center(
     strength: optax.ScalarOrSchedule,
     renewed: bool = False,
@@ -72,6 +74,7 @@ def moving_center(
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 
 
+@by_value
 def easgd(
     beta: optax.ScalarOrSchedule = 0.43,
     period: int = 16,
@@ -127,6 +130,7 @@ def easgd(
     return exchange(Pull(rule, alpha, every=period, wire=wire, part=part), check=check)
 
 
+@by_value
 def downpour(
     period: int = 16,
     check: Check = "due",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
@@ -26,6 +27,7 @@ from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
+@by_value
 def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     r"""The weighted mean of a worker and its neighbors in a graph, as a rule of a pull.
 
@@ -105,6 +107,7 @@ def blend(
     return jax.tree.map(leaf, y, sums, *(() if error is None else (error,)))
 
 
+@by_value
 def dpsgd(
     topology: Graph = ring,
     order: Order = "combine_then_adapt",
@@ -148,6 +151,7 @@ def dpsgd(
     return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
 
 
+@by_value
 def adpsgd(
     topology: Graph = bipartite_exponential,
     order: Order = "combine_then_adapt",

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
@@ -15,6 +16,7 @@ from lsgd_jax._src.trees import Tree, mean_of, widened
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
+@by_value
 def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     r"""The mean of a group of S workers that changes every step, as a rule of a pull.
 
@@ -95,6 +97,7 @@ def hops_of(group_size: int, workers: int) -> list[list[int]]:
     return [hops[k : k + each] for k in range(0, len(hops), each)] or [[]]
 
 
+@by_value
 def wagma(
     group_size: int = 2,
     sync_period: int = 10,

@@ -12,6 +12,7 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
@@ -44,6 +45,7 @@ class LeaderState(NamedTuple):
         return self._replace(leader=jnp.full_like(self.leader, -1))
 
 
+@by_value
 def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
     r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
 
@@ -106,6 +108,7 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
     return Rule(axes, init, agree, step, keeps=("reference",), reads_x=False)
 
 
+@by_value
 def lsgd(
     local_pull: optax.ScalarOrSchedule = 0.1,
     global_pull: optax.ScalarOrSchedule = 0.1,

@@ -9,6 +9,7 @@ from chex import Numeric
 from jax import Array
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
@@ -35,6 +36,7 @@ class PairwiseState(NamedTuple):
     measure: Array
 
 
+@by_value
 def pairwise(
     interpolation: Interpolation = "constant",
     value: optax.ScalarOrSchedule = 0.5,
@@ -179,6 +181,7 @@ class SumWeightState(NamedTuple):
         return self._replace(weight=jnp.ones_like(self.weight))
 
 
+@by_value
 def gosgd(
     topology: Graph = exponential,
     send_probability: optax.ScalarOrSchedule = 0.5,

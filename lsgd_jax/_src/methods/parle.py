@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
@@ -41,6 +42,7 @@ class ParleState(NamedTuple):
         return self.center
 
 
+@by_value
 def parle(
     learning_rate: optax.ScalarOrSchedule,
     period: int = 25,

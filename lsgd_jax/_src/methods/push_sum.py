@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.kernel import Check, Pull
@@ -41,6 +42,7 @@ class PushSumState(NamedTuple):
         return self._replace(weight=jnp.ones_like(self.weight))
 
 
+@by_value
 def sgp(
     topology: Graph = exponential,
     check: Check = "due",
@@ -86,6 +88,7 @@ def sgp(
     )
 
 
+@by_value
 def osgp(
     topology: Graph = exponential,
     staleness: int = 1,
@@ -131,6 +134,7 @@ def osgp(
     return exchange(pull, check=check)
 
 
+@by_value
 def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
 

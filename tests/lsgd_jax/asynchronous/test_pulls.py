@@ -9,7 +9,7 @@ import toys
 from harness import METHODS
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Pulls, Speeds, UnreachableError, simulator
+from lsgd_jax.asynchronous import Pulls, Speeds, Training, UnreachableError, simulator
 
 
 LEVELS = dict(local_pull=0.3, global_pull=0.2, local_period=2, global_period=4)
@@ -39,6 +39,17 @@ def run(method, nodes=2, locals=2, steps=10, training=None, **options):
     options.setdefault("speeds", SECONDS)
     training = toys.training() if training is None else training
     return simulator.run(training, method, nodes, locals, steps, **options).workers
+
+
+def test_one_method_trains_models_of_several_shapes():
+    """In one process, which keeps what it has compiled for a pull."""
+    method = Pulls(lj.lsgd(**LEVELS))
+    larger = {"w": jnp.ones((2, 2)), "b": jnp.ones(3), "c": jnp.ones(1)}
+    still = lambda x, s, own, t: (optax.tree.zeros_like(x), s, own, 1.0 + own)
+    other = Training(lambda i: (larger, (), jnp.int32(i)), still)
+    first = toys.stacked(run(method, training=other))
+    run(method)
+    np.testing.assert_array_equal(toys.stacked(run(method, training=other)), first)
 
 
 # Every row of the table of methods that pulls, in every wire format.

@@ -1,0 +1,53 @@
+"""Factories whose results compare, hash and pickle as the calls that made them.
+
+What a factory returns holds closures, which have no value of their own. Equal calls of one
+factory make equal things, so the call is the value.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+
+class ByValue:
+    """Equal to what equal calls have made; equal to itself only if no factory made it."""
+
+    made_by: tuple[Callable, tuple, dict[str, Any]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or self.made_by is None or not isinstance(other, ByValue):
+            return self is other
+        return self.made_by == other.made_by
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        # Arguments such as a list of paths have no hash.
+        return object.__hash__(self) if self.made_by is None else hash(self.made_by[0])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.made_by is None:
+            return super().__reduce_ex__(protocol)
+        factory, args, named = self.made_by
+        return functools.partial(factory, **named), args
+
+
+P = ParamSpec("P")
+T = TypeVar("T", bound=ByValue)
+
+
+def by_value(factory: Callable[P, T]) -> Callable[P, T]:
+    """The factory, which notes each call on the `ByValue` that it returns."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def noting(*args: P.args, **named: P.kwargs) -> T:
+        made = factory(*args, **named)
+        call = signature.bind(*args, **named)
+        call.apply_defaults()
+        vars(made)["made_by"] = noting, call.args, call.kwargs
+        return made
+
+    return noting

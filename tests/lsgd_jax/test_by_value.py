@@ -1,0 +1,73 @@
+"""Methods, rules and pulls compare, hash and pickle by the arguments that made them."""
+
+import pickle
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+FACTORIES = [
+    method
+    for name, method in vars(lj).items()
+    if getattr(method, "__annotations__", {}).get("return") is lj.Exchange
+    and name not in ("parle", "exchange")
+]
+METHODS = [
+    *(method() for method in FACTORIES),
+    lj.parle(0.1),
+    lj.lsgd(0.0, 0.0),
+    lj.diloco(part=["head"]),
+    lj.exchange(lj.lsgd(0.1, 0.0), lj.sgp(axes="node"), check="every_step"),
+]
+PULLS = [
+    lj.Pull(rule, 0.5, every=2, part=["head"])
+    for rule in (
+        lj.leader("local", window=3),
+        lj.combine_then_adapt(lj.average()),
+        lj.moving_center(0.1),
+        lj.neighbors(lj.topology.ring),
+        lj.butterfly(2),
+        lj.push_sum(lj.topology.exponential(4), 1, "node"),
+    )
+]
+
+
+@pytest.mark.parametrize("made", [*METHODS, *map(lj.outer, METHODS[:1]), *PULLS])
+def test_what_is_pickled_comes_back_equal(made):
+    again = pickle.loads(pickle.dumps(made))
+    assert again is not made and again == made and not again != made
+    assert hash(again) == hash(made)
+    assert sum(other == made for other in (*METHODS, *PULLS)) <= 1
+
+
+def test_arguments_that_are_equal_make_what_is_equal():
+    assert lj.local_sgd(16) == lj.local_sgd(period=16, axes=("node", "local"))
+    assert lj.leader("local") == lj.leader("local", 10) != lj.leader("local", 11)
+    outer = optax.sgd(0.7)
+    assert lj.anchored(outer) == lj.anchored(outer) != lj.anchored(optax.sgd(0.7))
+    rule = lj.Rule("local", lambda params: (), lambda *given: given)
+    assert lj.Pull(rule, 1.0) == lj.Pull(rule, 1.0)
+    assert rule != lj.Rule("local", rule.init, rule.agree)  # no call to compare
+
+
+def test_a_function_that_cannot_be_pickled_is_named():
+    schedule = optax.linear_schedule(0.0, 1.0, 10)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="_schedule.<locals>"):
+        pickle.dumps(lj.easgd(schedule))
+
+
+def test_an_equal_pull_as_a_static_argument_does_not_compile_again():
+    workers, traced = lj.Workers(1, 2), []
+
+    def step(x, pull):
+        traced.append(pull)
+        return x * pull.every
+
+    step, x = workers.map(step, static="pull"), workers.put(jnp.ones(2))
+    step(x, pull=PULLS[0])
+    before = len(traced)
+    step(x, pull=pickle.loads(pickle.dumps(PULLS[0])))
+    assert len(traced) == before
