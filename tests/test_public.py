@@ -16,13 +16,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = {
     "lsgd_jax": """
         AggregateState AnchorState CenterState Diagnostics Exchange ExchangeState
-        Fragment Group LeaderState PairwiseState ParleState Pull PullState PushSumState
-        Rule Shared SumWeightState Wire WireFormat Workers adpsgd aggregate allreduce
-        anchored apply_updates asynchronous average butterfly center cge checks
+        Fragment Group LeaderState Outer OuterState PairwiseState ParleState Pull
+        PullState PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd
+        aggregate allreduce anchored apply_updates asynchronous average butterfly center
+        cge checks
         combine_then_adapt consensus consensus_distance coordinate_median diagnostics
         diloco downpour dpsgd easgd emulate_devices exchange following fragment gosgd
         inside_axes is_finite largest_dimension leader licm local_sgd lsgd moving_center
-        neighbors osgp pairwise parle push_sum resize scoping sgp slowmo static_args
+        neighbors osgp outer pairwise parle push_sum resize scoping sgp slowmo static_args
         topology tune_cpu unrolled wagma waiting with_state
     """,
     "lsgd_jax.asynchronous": """

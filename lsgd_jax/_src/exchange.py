@@ -5,6 +5,7 @@ each under a `cond` on the shared step count.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
@@ -19,6 +20,7 @@ from lsgd_jax._src.branch import any_of, cond, is_due, the_same_for_all
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_option, check_same_tree
 from lsgd_jax._src.kernel import Check, Pull, PullState, Target
+from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.rule import Rule
@@ -67,7 +69,9 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
 
 
 @by_value
-def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
+def exchange(
+    *given: Pull | Exchange, check: Check = "due", memory: Memory | None = None
+) -> Exchange:
     r"""Pulls a worker towards what it agrees on with others, every so often.
 
     With x the worker's parameters, u the update that comes from the transformations before
@@ -103,6 +107,7 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
         'every_step': always, and a step that is not finite is not taken. Needed without
         ``optax.apply_if_finite`` around the base optimizer if updates are applied by
         ``optax.apply_updates``, which cannot restore an x that is nan.
+      memory: the `memory` of all pulls; None: each keeps its own.
 
     Returns:
       A gradient transformation for one worker, for where the rules' axes are bound. Its
@@ -131,6 +136,8 @@ def exchange(*given: Pull | Exchange, check: Check = "due") -> Exchange:
     """
     check_option("check", check, get_args(Check))
     pulls = tuple(itertools.chain(*map(_pulls_of, given)))
+    if memory is not None:
+        pulls = tuple(dataclasses.replace(pull, memory=memory) for pull in pulls)
 
     def init(params: Tree) -> Any:
         _check_dtypes(pulls, params)

@@ -34,7 +34,9 @@ class Packing:
       members: of each buffer the indices of its leaves.
 
     >>> import jax.numpy as jnp
-    >>> packing = Packing({"a": jnp.ones(2), "b": jnp.zeros([1, 3])})
+    >>> from lsgd_jax._src.layouts import on_one_device
+    >>> with on_one_device():
+    ...     packing = Packing({"a": jnp.ones(2), "b": jnp.zeros([1, 3])})
     >>> packing.pack({"a": jnp.ones(2), "b": jnp.zeros([1, 3])})
     [Array([1., 1., 0., 0., 0.], dtype=float32)]
     """

@@ -206,7 +206,7 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
     if isinstance(part, Fragment):
         return _runs_of_fragment(part, tree)
     paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    taken = list(map(_taker(part), paths))
+    taken: list[Run | bool] = list(map(_taker(part), paths))
     if paths and not any(taken):
         raise ValueError(
             f"`part` must hold at least one leaf, got {part=} for the leaves "

@@ -117,9 +117,9 @@ class Workers:
     ):
         reserve_threads()
         if mesh is None and axes is None:
-            self._grid, devices = _over_devices(nodes, locals, devices, inside)
+            self._grid, used = _over_devices(nodes, locals, devices, inside)
         elif (nodes, locals, devices, inside) == (1, None, None, None):
-            self._grid, devices = _on_mesh(mesh, axes)
+            self._grid, used = _on_mesh(mesh, axes)
         else:
             raise ValueError(
                 "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
@@ -131,15 +131,15 @@ class Workers:
         self.sharding = self._grid.sharding()
         self.replicated = self._grid.sharding(shared=True)
         each = math.prod(self.inside.values())
-        self.workers_per_device = self.num_workers * each // devices.size
-        of_process = [d.process_index == jax.process_index() for d in devices.flat]
+        self.workers_per_device = self.num_workers * each // used.size
+        of_process = [d.process_index == jax.process_index() for d in used.flat]
         mine = np.reshape(of_process, [-1, each]).any(axis=1)
         rows = np.repeat(mine, self.workers_per_device).nonzero()[0]
         self.owned = range(rows[0], rows[-1] + 1) if rows.size else range(0)
         if len(self.owned) != rows.size:
             raise ValueError(
                 "the devices of a process must stand next to one another in the grid, "
-                f"got processes {[d.process_index for d in devices.flat]}"
+                f"got processes {[d.process_index for d in used.flat]}"
             )
         self._pass_on = self._compile(lambda tree: tree)
         self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)

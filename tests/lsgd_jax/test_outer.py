@@ -68,10 +68,8 @@ def test_on_other_steps_parameters_pass_to_the_bit(method):
     if method.is_due(1):
         method = lj.exchange(lj.Pull(method.pulls[0].rule, 1.0, every=3))
     o, workers = lj.outer(method), lj.Workers(2, 2)
-    tree = {
-        "n": np.arange(4, dtype=np.int32),
-        "x": np.array([[-0.0, 0.1], [3, 2]] * 2, np.float32),
-    }
+    x = np.array([[-0.0, 0.1], [3, 2]] * 2, np.float32)
+    tree = {"n": np.arange(4, dtype=np.int32), "x": x}
     params = workers.put(tree)
     state = workers.map(o.init)(workers.put({**tree, "x": np.ones_like(x)}))
     after, _ = workers.map(lambda p, s: o.step(p, s, loss=1.0))(params, state)
@@ -149,7 +147,7 @@ def test_what_cannot_be_is_refused_in_one_line():
         )
 
 
-# A mesh and a step of somebody else
+# A mesh and a step of the user
 
 
 def mesh_of(kind=AxisType.Auto):

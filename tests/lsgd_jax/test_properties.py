@@ -1,6 +1,7 @@
 """Properties of the codec, the coloring and the coordinator, on drawn inputs."""
 
 import collections
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.coordinator import Coordinator
 from lsgd_jax._src.codec import Codec
+from lsgd_jax._src.layouts import on_one_device
 
 
 few = settings(
@@ -37,7 +39,8 @@ SUBNORMAL = 127 * float(np.finfo(np.float32).tiny)  # a smaller scale counts as 
 @given(tree=trees)
 @few
 def test_an_element_is_off_by_half_a_scale_at_most(wire, tree):
-    codec = Codec(tree, lj.Wire(wire, block=4))
+    with on_one_device():
+        codec = Codec(tree, lj.Wire(wire, block=4))
     arrived = codec.decode(codec.encode(tree)[0])
     for x, q in zip(tree[:2], arrived):
         flat, got = np.where(np.isfinite(x), x, 0).ravel(), np.ravel(q)
@@ -50,16 +53,22 @@ def test_an_element_is_off_by_half_a_scale_at_most(wire, tree):
     np.testing.assert_array_equal(arrived[2], tree[2])  # of one element: as it is
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @given(tree=trees)
 @few
-def test_the_error_is_what_did_not_arrive(wire, tree):
+def test_the_error_is_what_did_not_arrive(whole, wire, tree):
+    """Also of leaves that keep their shape because they may be sharded."""
     tree = jax.tree.map(lambda x: np.where(np.isfinite(x), x, 1), tree)
-    codec = Codec(tree, lj.Wire(wire, block=4))
+    with contextlib.nullcontext() if whole else on_one_device():
+        codec = Codec(tree, lj.Wire(wire, block=4))
     message, error = codec.encode(tree, jax.tree.map(jnp.zeros_like, tree))
     arrived = codec.decode(message)
     for x, q, e in zip(tree, arrived, error):
         np.testing.assert_allclose(np.asarray(q) + np.asarray(e), x, rtol=1e-5, atol=1e-3)
+        largest = np.abs(x).max(initial=0)
+        off = largest / 2 / LEVELS[wire] if wire in LEVELS else largest / 2**8
+        assert np.abs(e).max(initial=0) <= off * (1 + 1e-4) + SUBNORMAL
 
 
 # The coloring

@@ -16,6 +16,7 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
@@ -160,6 +161,7 @@ def diloco(
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
     scan_axis: ScanAxis | None = None,
+    memory: Memory = "device",
 ) -> Exchange:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
@@ -188,6 +190,7 @@ def diloco(
       part: the leaves to exchange, as for `Pull`; None: all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path. There
         fragments cut leaves, see `fragment`; None: leaves stay whole.
+      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -208,7 +211,13 @@ def diloco(
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     check_fraction("mixing", mixing)
     pull = Pull(
-        anchored(outer, axes), 1 - mixing, period, delay=delay, wire=wire, part=part
+        anchored(outer, axes),
+        1 - mixing,
+        period,
+        delay=delay,
+        wire=wire,
+        part=part,
+        memory=memory,
     )
     return exchange(*in_fragments(pull, fragments, scan_axis=scan_axis), check=check)
 
@@ -223,6 +232,7 @@ def slowmo(
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
+    memory: Memory = "device",
 ) -> Exchange:
     r"""SlowMo: averaging with a slow momentum.
 
@@ -247,6 +257,7 @@ def slowmo(
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
       part: the leaves to exchange, as for `Pull`; None: all.
+      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum
@@ -271,5 +282,6 @@ def slowmo(
         optax.trace(decay=beta),
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
-    pull = Pull(anchored(outer, axes), 1.0, every=period, wire=wire, part=part)
+    rule = anchored(outer, axes)
+    pull = Pull(rule, 1.0, every=period, wire=wire, part=part, memory=memory)
     return exchange(pull, check=check)

@@ -12,6 +12,7 @@ from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.parts import Part
 from lsgd_jax._src.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes, Shared
@@ -83,6 +84,7 @@ def easgd(
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
+    memory: Memory = "device",
 ) -> Exchange:
     r"""Elastic averaging SGD: workers and center pull at each other.
 
@@ -108,6 +110,7 @@ def easgd(
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
       part: the leaves to exchange, as for `Pull`; None: all.
+      memory: where the center is kept between exchanges, 'device' or 'host'.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -127,7 +130,8 @@ def easgd(
     check_positive_int("period", period)
     alpha = lambda t: value_at(beta, t) / Group(axes).size
     rule = in_order(moving_center(alpha, axes=axes), order)
-    return exchange(Pull(rule, alpha, every=period, wire=wire, part=part), check=check)
+    pull = Pull(rule, alpha, every=period, wire=wire, part=part, memory=memory)
+    return exchange(pull, check=check)
 
 
 @by_value
@@ -137,6 +141,7 @@ def downpour(
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
+    memory: Memory = "device",
 ) -> Exchange:
     r"""DOWNPOUR, synchronous: the center adds all workers' moves, and all take the center.
 
@@ -156,6 +161,7 @@ def downpour(
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
       part: the leaves to exchange, as for `Pull`; None: all.
+      memory: where the center is kept between exchanges, 'device' or 'host'.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -171,4 +177,5 @@ def downpour(
     """
     check_positive_int("period", period)
     rule = moving_center(1.0, renewed=True, axes=axes)
-    return exchange(Pull(rule, 1.0, every=period, wire=wire, part=part), check=check)
+    pull = Pull(rule, 1.0, every=period, wire=wire, part=part, memory=memory)
+    return exchange(pull, check=check)

@@ -1,0 +1,100 @@
+"""Trees of a pull that are kept in host memory between exchanges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import METHODS
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+
+
+GRIDS = {
+    "a worker per device": {"nodes": 2, "locals": 2},
+    "two workers per device": {"nodes": 2, "locals": 2, "devices": 2},
+    "sharded workers": {"nodes": 2, "locals": 1, "inside": {"fsdp": 4}},
+}
+KEPT = {
+    "diloco": ("anchor", "trace"),
+    "easgd+int8": ("center", "error"),
+    "lsgd+int8": ("reference",),
+    "diloco_streaming+int8": ("anchor", "trace", "pending", "error"),
+}
+STEPS = 6
+
+
+def train(tx, grid, reload_at=None):
+    """Parameters, state and center after some steps; worker 1 is sick at the third."""
+    devices = jax.devices()[: grid["devices"]] if "devices" in grid else None
+    workers = lj.Workers(**{**grid, "devices": devices})
+    draw = np.random.default_rng(0).normal
+    tree = lambda: {
+        "a": draw(size=(workers.num_workers, 16, 8)).astype(np.float32),
+        "b": draw(size=(workers.num_workers, 4)).astype(np.float32),
+    }
+    specs = {"a": P("fsdp"), "b": P()} if workers.inside else None
+    params = workers.put(tree(), specs)
+    state = workers.map(tx.init)(params)
+
+    def step(x, state, u):
+        u, state = tx.update(u, state, x, loss=jnp.sum(x["b"]))
+        return lj.apply_updates(x, u), state
+
+    step = workers.map(step, donate=(0, 1))
+    for t in range(STEPS):
+        u = tree()
+        if t == 2:
+            u["b"][1] = np.nan
+        params, state = step(params, state, workers.put(u, specs))
+        if t == reload_at:
+            like = lj.following(params) if workers.inside else None
+            state = workers.put(workers.fetch(state), like)
+    return workers.fetch(params), state, lj.center(params, state)
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("name", KEPT)
+def test_the_numbers_are_the_same_and_the_trees_lie_on_the_host(name, grid):
+    """Also after a state was loaded, which puts all of it on the devices."""
+    method = METHODS[name].make(4)
+    here, _, center = train(method, grid)
+    there, state, same = train(lj.exchange(method, memory="host"), grid, reload_at=3)
+    jax.tree.map(np.testing.assert_array_equal, (here, center), (there, same))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    hosted = {
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if leaf.sharding.memory_kind == "pinned_host"
+    }
+    for field in KEPT[name]:
+        kept = [p for path, _ in leaves if f".{field}" in (p := jax.tree_util.keystr(path))]
+        trees = [path for path in kept if path.endswith("']")]
+        assert trees and hosted.issuperset(trees), field
+    assert not any(field in path for path in hosted for field in ("losses", "traffic"))
+
+
+def test_outer_keeps_its_method_there_too():
+    o = lj.outer(lj.diloco(2, memory="host"))
+    workers = lj.Workers(1, 2)
+    x = workers.replicate(jnp.ones(3))
+    state = workers.map(o.init)(x)
+    step = workers.map(lambda x, s: o.step(x + 1, s))
+    for _ in range(2):
+        x, state = step(x, state)
+    anchor = state.exchange.pulls[0].rule.anchor.value
+    assert anchor.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(x[0], anchor)
+
+
+def test_a_backend_without_such_memory_refuses(monkeypatch):
+    class Device:
+        platform = "toy"
+        addressable_memories = staticmethod(lambda: [])
+
+    tx = lj.easgd(memory="host")
+    monkeypatch.setattr(jax, "devices", lambda: [Device])
+    with pytest.raises(ValueError, match="`memory` must be 'device' on toy"):
+        tx.init(jnp.ones(2))
+    with pytest.raises(ValueError, match="`memory` must be one of 'device', 'host'"):
+        lj.slowmo(memory="disk")
