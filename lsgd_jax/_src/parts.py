@@ -216,7 +216,11 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
 
 
 def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
-    """Leaves and layers stand in a row, and every fragment takes a run of them."""
+    """Leaves and layers stand in a row, and every fragment takes a run of them.
+
+    A stack of layers begins where leaves before it end. Without `scan_axis` the row is in
+    the order of the leaves.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     inside = runs_of(fragment.part, tree)
     axes = [_scan_axis(fragment.scan_axis, path, leaf) for path, leaf in leaves]
@@ -228,12 +232,16 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
             f"scan_axis={fragment.scan_axis!r}"
         )
     sizes: dict[Any, int] = {}  # of each leaf that stays whole, and of each layer
+    depth: dict[Any, float] = {}  # where it stands in the row: several stacks share it
     for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
         layers = 1 if axis is None else leaf.shape[axis]
         for layer in range(layers if inside[i] else 0):
             unit = i if axis is None else (stack, layers, layer)
             sizes[unit] = sizes.get(unit, 0) + leaf.size // layers
-    owners = dict(zip(sizes, _owners(list(sizes.values()), fragment.count)))
+            is_behind = any(0 < d < 1 for d in depth.values())
+            depth[unit] = (layer + 0.5) / layers if axis is not None else float(is_behind)
+    row = sorted(sizes, key=lambda unit: depth[unit])
+    owners = dict(zip(row, _owners([sizes[unit] for unit in row], fragment.count)))
 
     def run(i: int, leaf: Any) -> Run | bool:
         axis, stack = axes[i]

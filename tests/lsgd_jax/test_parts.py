@@ -1,5 +1,7 @@
 """part=: which leaves a method exchanges; all others stay as they are, to the bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import lsgd_jax as lj
+from lsgd_jax._src import parts
 
 
 PARAMS = {
@@ -123,3 +126,89 @@ def test_gossip_is_as_exact_as_the_parameters(name):
     # After one step the weights of all these are those of the mixing matrix.
     np.testing.assert_allclose(got, graph.mixing[0] @ x, rtol=0, atol=1e-12)
     assert got.dtype == np.float64
+
+
+# Stacked layers
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+LAYERS = 12
+
+
+def transformer(stacked):
+    """12 layers of 5 leaves, an embedding and a norm, as one leaf per layer or stacked."""
+    draw = np.random.default_rng(0).normal
+    shapes = {"q": (8, 24), "o": (8, 8), "up": (8, 32), "down": (32, 8), "norm": (8,)}
+    stack = {k: draw(size=(LAYERS, *s)).astype(np.float32) for k, s in shapes.items()}
+    rest = {"embed": draw(size=(40, 8)).astype(np.float32), "norm": np.ones(8, np.float32)}
+    each = [{k: x[i] for k, x in stack.items()} for i in range(LAYERS)]
+    return {**rest, "layers": stack if stacked else each}
+
+
+def trained(method, stacked, steps=8):
+    workers, tx = lj.Workers(1, 2), optax.chain(optax.sgd(0.1), method)
+    goal = lambda i: jax.tree.map(lambda x: x + i, transformer(stacked))
+    goals = workers.put(jax.tree.map(lambda *x: np.stack(x), goal(1), goal(4)))
+
+    def step(x, state, goal):
+        u, state = tx.update(
+            jax.tree.map(jnp.subtract, x, goal), state, x, value=x["norm"][0]
+        )
+        return lj.apply_updates(x, u), state
+
+    x = workers.replicate(transformer(stacked))
+    state, step = workers.map(tx.init)(x), workers.map(step)
+    for _ in range(steps):
+        x, state = step(x, state, goals)
+    return workers.fetch(x), state
+
+
+IN_FRAGMENTS = {
+    "diloco": functools.partial(lj.diloco, 4, optax.sgd(0.7, 0.9), fragments=4),
+    "lsgd": functools.partial(
+        lj.lsgd, 0.3, 0.2, 4, 8, 2, fragments=2, delay=1, wire="bfloat16"
+    ),
+}
+
+
+@pytest.mark.parametrize("method", IN_FRAGMENTS.values(), ids=IN_FRAGMENTS)
+def test_fragments_of_stacked_layers_are_those_of_layers_by_themselves(method):
+    layers = functools.partial(method, part=["layers"])
+    scanned, state = trained(layers(scan_axis=0), stacked=True)
+    apart, _ = trained(layers(), stacked=False)
+    for i, layer in enumerate(apart["layers"]):
+        mine = jax.tree.map(lambda x, i=i: x[:, i], scanned["layers"])
+        jax.tree.map(close, mine, layer)
+    assert not lj.diagnostics(state)[0].misplaced.any()
+
+
+@pytest.mark.parametrize("count", [4, 6])
+@pytest.mark.parametrize("scan_axis", [0, {"layers": 0}], ids=["all", "by_path"])
+def test_fragments_of_stacked_layers_have_the_same_size(count, scan_axis):
+    tree = jax.tree.map(jnp.asarray, transformer(stacked=True))
+    pulls = lj.diloco(count * 2, fragments=count, scan_axis=scan_axis).pulls
+    taken = [parts.select(pull.part, tree) for pull in pulls]
+    sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in taken]
+    whole = sum(x.size for x in jax.tree.leaves(tree))
+    assert sum(sizes) == whole and max(sizes) <= 1.2 / count * whole
+    back = jax.tree.map(jnp.zeros_like, tree)
+    for pull, part in zip(pulls, taken):
+        back = parts.put_back(pull.part, part, back)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+def test_what_is_no_scan_axis_is_refused():
+    with pytest.raises(ValueError, match="`scan_axis` must be an axis of at least 0"):
+        lj.fragment(0, 2, scan_axis=-1)
+    with pytest.raises(
+        ValueError, match="`scan_axis` must be an axis of at least one leaf"
+    ):
+        lj.diloco(4, fragments=2, scan_axis={"blocks": 0}).init(transformer(stacked=True))
+    with pytest.raises(
+        ValueError, match=r"number of leaves \(2\), got 3; `scan_axis` cuts"
+    ):
+        lj.diloco(3, fragments=3).init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    x = {"w": jnp.ones([4, 4])}
+    mixed = [lj.Pull(lj.average(), 1, part=lj.fragment(0, 2, None, d)) for d in (0, 1)]
+    tx, workers = lj.exchange(*mixed), lj.Workers(1, 2)
+    with pytest.raises(ValueError, match="`scan_axis` must be the same for all pulls"):
+        workers.map(lambda x: tx.update(x, tx.init(x), x))(workers.replicate(x))
