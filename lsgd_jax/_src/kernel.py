@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src import parts, trees
 from lsgd_jax._src.checks import (
@@ -352,7 +352,7 @@ def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
 
 def stay(x: Tree, u: Tree) -> Tree:
     """u; where it is not finite 0, or nan if x is not finite either."""
-    keep = lambda x: trees.where_finite(x, jnp.zeros_like(x), jnp.nan)
+    keep = lambda x: trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
     leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
     return jax.tree.map(leaf, x, u)
 

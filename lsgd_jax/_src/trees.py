@@ -45,7 +45,8 @@ def widen(tree: Tree) -> Tree:
 
 def zeros(tree: Tree) -> Tree:
     """Zeros like the `widened` leaves."""
-    return jax.tree.map(lambda x: jnp.zeros_like(widened(x)), tree)
+    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
+    return jax.tree.map(lambda x: lax.full(x.shape, 0, wide(x)), tree)
 
 
 def plus(x: Tree, u: Tree) -> Tree:
@@ -76,14 +77,15 @@ def mean_of(sums: Tree, count: Array) -> Tree:
 
 
 # Called for every leaf: `lax.select` in place of `jnp.where`, which is a jitted function
-# and takes a multiple of the time to trace, to lower and to partition.
+# and takes a multiple of the time to trace, to lower and to partition; `lax.full` in place
+# of `jnp.full_like`, which fails on what a user has constrained to a `NamedSharding`.
 
 
 def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
     """x where `tested` is finite, the scalar `other` elsewhere, in the dtype of x."""
     if not jnp.issubdtype(tested.dtype, jnp.inexact):
         return x
-    return lax.select(lax.is_finite(tested), x, jnp.full_like(x, other))
+    return lax.select(lax.is_finite(tested), x, lax.full(x.shape, other, x.dtype))
 
 
 def finite_part(x: Array) -> Array:

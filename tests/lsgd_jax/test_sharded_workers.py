@@ -1,5 +1,6 @@
 """Workers that are sharded over several devices: the numbers of those that are not."""
 
+import contextlib
 import re
 
 import jax
@@ -350,3 +351,81 @@ def test_other_workers_and_another_size_inside_go_on():
     params, state, _ = after.map(step_of(tx), donate=(0, 1))(params, state, batch)
     for pull in lj.diagnostics(state):
         assert int(pull.misplaced.sum()) == 0
+
+
+# A mesh that the user has made
+
+
+def user_mesh(kind=AxisType.Auto):
+    """Its axes are not in the order of `Workers`, and are called otherwise."""
+    return jax.make_mesh((2, 2, 2), ("fsdp", "replica", "data"), axis_types=(kind,) * 3)
+
+
+@pytest.mark.parametrize("method", ["lsgd", "easgd", "sgp"])
+@pytest.mark.parametrize("axes", [("replica",), ("replica", "data")])
+@pytest.mark.parametrize("set_mesh", [False, True])
+def test_workers_on_a_mesh_of_the_user_are_those_of_a_mesh_of_ours(method, axes, set_mesh):
+    """Constraints on all other axes work, by specs and by the mesh itself."""
+    mesh, tx = user_mesh(), METHODS[method]()
+    theirs = lj.Workers(mesh=mesh, axes=axes)
+    ours = lj.Workers(theirs.nodes, theirs.locals, inside={"fsdp": 2})
+    expected, _ = trained(ours, tx, SPECS)
+    kernel = jax.sharding.NamedSharding(mesh, P(None, "fsdp"))
+    plain = step_of(tx)
+
+    def step(params, state, batch):
+        params["in"]["kernel"] = jax.lax.with_sharding_constraint(
+            params["in"]["kernel"], P(None, "fsdp") if set_mesh else kernel
+        )
+        return plain(params, state, batch)
+
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        params, batch = network(theirs)
+        state = theirs.map(tx.init)(params)
+        step = theirs.map(step, donate=(0, 1))
+        for _ in range(6):
+            params, state, _ = step(params, state, batch)
+        for x in jax.tree.leaves(params):
+            assert x.sharding.mesh == mesh
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, theirs.fetch(params), ours.fetch(expected))
+    for pull in lj.diagnostics(state):
+        assert int(pull.misplaced.sum()) == 0
+
+
+def test_methods_take_the_names_of_the_mesh_as_well():
+    workers = lj.Workers(mesh=user_mesh(), axes="replica")
+    params, batch = network(workers)
+    found = []
+    for axes in ("replica", ("node", "local")):
+        tx = optax.chain(SGD, lj.diloco(2, axes=axes))
+        step, state = workers.map(step_of(tx)), workers.map(tx.init)(params)
+        after, state, _ = step(*step(params, state, batch)[:2], batch)
+        found.append(workers.fetch((after, lj.center(after, state))))
+        anchor = state[-1].pulls[0].rule.anchor
+        assert anchor.axes is None  # kept once, not once for each worker
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_in_one_line():
+    mesh = user_mesh()
+    with pytest.raises(ValueError, match="`mesh` and `axes` must stand in place of"):
+        lj.Workers(2, mesh=mesh, axes="replica")
+    with pytest.raises(ValueError, match="one or two axes of the mesh .* got axes='node'"):
+        lj.Workers(mesh=mesh, axes="node")
+    with pytest.raises(ValueError, match="`mesh` must be a jax.sharding.Mesh, got mesh=3"):
+        lj.Workers(mesh=3, axes="replica")
+    with pytest.raises(ValueError, match="must be AxisType.Auto, but 'fsdp'"):
+        lj.Workers(mesh=user_mesh(AxisType.Explicit), axes="replica")
+    workers = lj.Workers(2, 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="is not that of the workers"):
+        workers.map(lambda x: x)(jnp.ones(4))
+
+
+def test_arrays_of_an_explicit_mesh_are_taken_as_they_are():
+    explicit, mesh = user_mesh(AxisType.Explicit), user_mesh()
+    x = np.arange(16.0, dtype=np.float32).reshape(2, 8)
+    lies = jax.sharding.NamedSharding(explicit, P("replica", "fsdp"))
+    workers = lj.Workers(mesh=mesh, axes="replica")
+    mean = workers.map(lambda x: lj.Group("node").mean(x))
+    np.testing.assert_array_equal(mean(jax.device_put(x, lies)), np.stack([x.mean(0)] * 2))
