@@ -1,5 +1,8 @@
 """Trees of a pull that are kept in host memory between exchanges."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +75,28 @@ def test_the_numbers_are_the_same_and_the_trees_lie_on_the_host(name, grid):
         trees = [path for path in kept if path.endswith("']")]
         assert trees and hosted.issuperset(trees), field
     assert not any(field in path for path in hosted for field in ("losses", "traffic"))
+
+
+TABLE = pathlib.Path(__file__).parents[2] / "docs/memory.md"
+ROWS = re.findall(r"^\| `(lj\..*)` \| (\d+) \| (\d+) \| (\d+) \|$", TABLE.read_text(), re.M)
+
+
+@pytest.mark.parametrize("code, device, with_host, more", ROWS)
+def test_the_bytes_per_parameter_are_those_of_the_docs(code, device, with_host, more):
+    params = jnp.zeros(10_000)
+    method = eval(code, {"lj": lj})
+
+    def on_device(tx):
+        leaves = jax.tree.leaves(tx.init(params))
+        own = [x for x in leaves if x.sharding.memory_kind != "pinned_host"]
+        return round(sum(x.nbytes for x in own) / params.size)
+
+    found = on_device(method), on_device(lj.exchange(method, memory="host"))
+    assert (*found, on_device(lj.outer(method)) - found[0]) == (
+        int(device),
+        int(with_host),
+        int(more),
+    )
 
 
 def test_outer_keeps_its_method_there_too():
