@@ -19,7 +19,7 @@ def static_args(method: Callable) -> tuple[str, ...]:
     >>> import optax
     >>> import lsgd_jax as lj
     >>> lj.static_args(lj.easgd)
-    ('period', 'order', 'check', 'axes', 'wire', 'part')
+    ('period', 'order', 'check', 'axes', 'wire', 'part', 'memory')
     >>> tx = optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))(beta=0.4)
     """
     schedule = set(get_args(optax.ScalarOrSchedule))
