@@ -2,12 +2,18 @@
 
 import importlib
 import sys
+import types
+from collections.abc import Sequence
 
-from train import command, compilation_cache
+import jax
+
+from paper import output
+from train import cli, command, compilation_cache
 from train.cluster import devices
 
 
-# Each module has a docstring whose first line says what it is, and main(arguments) -> int.
+# Modules with a docstring whose first line says what it is. Those that are exact have
+# Options and run(options) -> Results; the others have main(arguments) -> int.
 EXPERIMENTS = {
     "sinc": "paper.sinc",
     "matrix-completion": "paper.matrix_completion",
@@ -18,7 +24,7 @@ EXPERIMENTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs an experiment; the status is 0, 1 (something fails to hold), 2 (usage), 130."""
+    """Runs an experiment; the status is 0, 1 (not written, or wrong), 2 (usage), 130."""
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         print(f"{__doc__}\n")
@@ -33,21 +39,34 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         compilation_cache.use()
-        return _run(EXPERIMENTS[name], arguments[1:])
-    except (ValueError, OSError) as error:
+        module = importlib.import_module(EXPERIMENTS[name])
+        if hasattr(module, "main"):
+            return module.main(arguments[1:])
+        return run_exact(module, name, arguments[1:])
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: the results cannot be written: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _run(module: str, arguments: list[str]) -> int:
-    try:
-        return importlib.import_module(module).main(arguments)
     except (AssertionError, RuntimeError):
         devices.check_platforms()  # jax's own errors do not say that this is why
         raise
+
+
+def run_exact(module: types.ModuleType, name: str, arguments: Sequence[str]) -> int:
+    """Runs an exact experiment, in float64, and writes what it found."""
+    program = f"python -m paper {name}"
+    options = cli.run(module.Options, arguments, program, description=module.__doc__)
+    out = output.new_folder(options.out, name)
+    with jax.enable_x64(True):
+        results = module.run(options)
+    results.write(out)
+    print(f"{results.summary}everything is in {out}")
+    return 0 if results.holds else 1
 
 
 if __name__ == "__main__":

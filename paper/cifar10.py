@@ -10,12 +10,13 @@ and `reached` (seconds of training to an error). The same command resumes a comp
 was interrupted.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import lsgd_jax as lj
 from train import cli, compare
-from train.arguments import Parser
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.compare import Curve, spread
@@ -47,60 +48,22 @@ LARS_RATE = 100  # times the others' learning rate: LARS scales it by 0.001 |w| 
 
 # Test error in % at the end (and at its lowest). Teng et al., NeurIPS 2019, poster; with
 # Nesterov's momentum from the first author's later pages, where SGD is data-parallel.
-PUBLISHED = {
-    ("cnn7", 16, "paper"): {
-        "lsgd": "17.0 (16.9)",
-        "easgd": "17.3 (17.3)",
-        "downpour": "20.1 (18.6)",
-        "sgd": "19.9 (19.2)",
-    },
-    ("cnn7", 4, "paper"): {
-        "lsgd": "17.6 (17.3)",
-        "easgd": "17.5 (17.2)",
-        "downpour": "18.7 (18.3)",
-        "sgd": "19.9 (19.2)",
-    },
-    ("resnet20", 16, "paper"): {
-        "lsgd": "9.1 (8.7)",
-        "easgd": "10.0 (9.5)",
-        "downpour": "11.5 (11.4)",
-        "sgd": "9.65 (9.6)",
-    },
-    ("resnet20", 4, "paper"): {
-        "lsgd": "9.1 (9.0)",
-        "easgd": "9.4 (9.3)",
-        "downpour": "9.4 (9.1)",
-        "sgd": "9.6 (9.5)",
-    },
-    ("vgg16", 4, "paper"): {
-        "lsgd": "9.9 (9.8)",
-        "easgd": "10.3 (10.0)",
-        "downpour": "10.1 (10.0)",
-        "sgd": "9.6 (9.6)",
-    },
-    ("resnet20", 12, "nesterov"): {
-        "lsgd": "8.5",
-        "easgd": "9.7",
-        "lars": "8.2",
-        "allreduce": "10.2",
-    },
-    ("cnn7", 12, "nesterov"): {
-        "lsgd": "16.8",
-        "easgd": "16.7",
-        "lars": "17.0",
-        "allreduce": "17.8",
-    },
-}
+PUBLISHED = """
+| model | workers | recipe | lsgd | easgd | downpour | sgd | lars | allreduce |
+| cnn7 | 16 | paper | 17.0 (16.9) | 17.3 (17.3) | 20.1 (18.6) | 19.9 (19.2) | – | – |
+| cnn7 | 4 | paper | 17.6 (17.3) | 17.5 (17.2) | 18.7 (18.3) | 19.9 (19.2) | – | – |
+| resnet20 | 16 | paper | 9.1 (8.7) | 10.0 (9.5) | 11.5 (11.4) | 9.65 (9.6) | – | – |
+| resnet20 | 4 | paper | 9.1 (9.0) | 9.4 (9.3) | 9.4 (9.1) | 9.6 (9.5) | – | – |
+| vgg16 | 4 | paper | 9.9 (9.8) | 10.3 (10.0) | 10.1 (10.0) | 9.6 (9.6) | – | – |
+| resnet20 | 12 | nesterov | 8.5 | 9.7 | – | – | 8.2 | 10.2 |
+| cnn7 | 12 | nesterov | 16.8 | 16.7 | – | – | 17.0 | 17.8 |
+"""
 # Seconds to an error in % with 16 workers, from the poster.
 PUBLISHED_SECONDS = {
-    "cnn7": {
-        "lsgd": {25: 97, 20: 219, 19: 272, 18: 371},
-        "easgd": {25: 150, 20: 306, 19: 384, 18: 605},
-    },
-    "resnet20": {
-        "lsgd": {20: 84, 15: 152, 12: 287, 10: 578},
-        "easgd": {20: 333, 15: 401, 12: 561, 10: 1030},
-    },
+    ("cnn7", "lsgd"): {25: 97, 20: 219, 19: 272, 18: 371},
+    ("cnn7", "easgd"): {25: 150, 20: 306, 19: 384, 18: 605},
+    ("resnet20", "lsgd"): {20: 84, 15: 152, 12: 287, 10: 578},
+    ("resnet20", "easgd"): {20: 333, 15: 401, 12: 561, 10: 1030},
 }
 GOALS = {"cnn7": (40, 30, 25, 20, 19, 18), "resnet20": (40, 20, 15, 12, 10)}
 GOALS["vgg16"] = GOALS["resnet20"]
@@ -108,52 +71,61 @@ GOALS["vgg16"] = GOALS["resnet20"]
 Setting = tuple[str, int, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of the comparison."""
+
+    # The folder for runs and results.
+    out: pathlib.Path
+    # The network.
+    model: Literal["cnn7", "resnet20", "vgg16"] = "cnn7"
+    # Number of workers: 4, 3 x 4 or 4 x 4.
+    workers: Literal[4, 12, 16] = 4
+    # The paper's settings, or Nesterov's momentum 0.9 of the author's later pages.
+    recipe: Literal["paper", "nesterov"] = "paper"
+    # Methods, joined by commas.
+    methods: str = ",".join(METHODS)
+    # Number of seeds of each method.
+    seeds: int = 1
+
+
 def parse(
     arguments: Sequence[str],
-) -> tuple[dict[tuple[str, int], Config], Setting, pathlib.Path]:
+) -> tuple[dict[compare.Key, Config], Setting, pathlib.Path]:
     """The configuration of every (method, seed), the setting, the folder for it all.
 
     Raises:
       ValueError: an unknown model, number of workers, recipe or method.
     """
-    parser = Parser("python -m paper cifar10", __doc__)
-    parser.add_argument("--model", choices=GOALS, default="cnn7", help="the network")
-    parser.add_argument(
-        "--workers", type=int, choices=GRIDS, default=4, help="4, 3 x 4 or 4 x 4 workers"
-    )
-    parser.add_argument(
-        "--recipe",
-        choices=RECIPES,
-        default="paper",
-        help="the paper's settings, or Nesterov's momentum 0.9 of the author's later pages",
-    )
-    parser.add_argument("--methods", default=",".join(METHODS), help="joined by commas")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds each")
-    parser.add_argument("--out", required=True, help="the folder for runs and results")
-    options, others = parser.parse_known_args(arguments)
+    program = "python -m paper cifar10"
+    options, others = cli.run_with_others(Options, arguments, program, __doc__)
     compare.check_left_out(others, "--method", "--workers.nodes", "--workers.locals")
     nodes, locals = GRIDS[options.workers]
     grid = ["--workers.nodes", str(nodes), "--workers.locals", str(locals)]
     start = [f"cifar10-{options.model}", *grid, *RECIPES[options.recipe], *others]
     commands = {}
     for method in options.methods.split(","):
-        if method not in METHODS:
-            raise ValueError(
-                f"`methods` must be some of {', '.join(METHODS)}, got {method!r}"
-            )
+        lj.checks.check_option("methods", method, tuple(METHODS))
         commands[method] = [*start, *METHODS[method]]
         if method == "lsgd" and nodes > 1:
             commands[method] += ["--method.global-pull", "0.1"]
         if method == "lars":
-            commands[method] += _lars_rate(start)
-    out = pathlib.Path(options.out)
+            rate = LARS_RATE * cli.parse(start).optimizer.learning_rate
+            commands[method] += ["--optimizer.learning-rate", str(rate)]
     setting = (options.model, options.workers, options.recipe)
-    return compare.of_seeds(commands, options.seeds, out), setting, out
+    return compare.of_seeds(commands, options.seeds, options.out), setting, options.out
 
 
-def _lars_rate(command: list[str]) -> list[str]:
-    rate = cli.parse(command).optimizer.learning_rate
-    return ["--optimizer.learning-rate", str(LARS_RATE * rate)]
+def published(setting: Setting) -> dict[str, str]:
+    """The published errors of a setting by method.
+
+    >>> published(("vgg16", 4, "paper"))["easgd"]
+    '10.3 (10.0)'
+    """
+    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+    head, *rows = map(cells, PUBLISHED.strip().splitlines())
+    found = (row for row in rows if row[:3] == list(map(str, setting)))
+    return dict(zip(head[3:], next(found, [])[3:]))
 
 
 def leader_changes(folder: pathlib.Path) -> str:
@@ -167,20 +139,19 @@ def leader_changes(folder: pathlib.Path) -> str:
 
 
 def errors(
-    curves: dict[tuple[str, int], Curve], setting: Setting, out: pathlib.Path
+    curves: dict[compare.Key, Curve], setting: Setting, out: pathlib.Path
 ) -> list[dict[str, Any]]:
     """A row per method: its errors, and those that were published."""
-    published = PUBLISHED.get(setting, {})
-    rows = []
+    known, rows = published(setting), []
     for row in compare.summarize(curves):
         method = row["method"]
-        row["published: end (best)"] = published.get(method, "–")
+        row["published: end (best)"] = known.get(method, "–")
         row["changes of the leader"] = leader_changes(out / f"{method}-0")
         rows.append(row)
     return rows
 
 
-def reached(curves: dict[tuple[str, int], Curve], setting: Setting) -> list[dict[str, Any]]:
+def reached(curves: dict[compare.Key, Curve], setting: Setting) -> list[dict[str, Any]]:
     """A row per method: seconds of training until the error was first below a goal.
 
     >>> curves = {("lsgd", 0): Curve([1, 2], [5.0, 9.0], [0.0, 0.0], [42.0, 24.0])}
@@ -189,10 +160,10 @@ def reached(curves: dict[tuple[str, int], Curve], setting: Setting) -> list[dict
     ('9 s', '9 s', '–')
     """
     model, workers, recipe = setting
-    known = PUBLISHED_SECONDS.get(model, {}) if (workers, recipe) == (16, "paper") else {}
-    rows = []
+    rows, is_known = [], (workers, recipe) == (16, "paper")
     for method in dict.fromkeys(method for method, _ in curves):
         row = {"method": method}
+        known = PUBLISHED_SECONDS.get((model, method), {}) if is_known else {}
         for goal in GOALS[model]:
             runs = [curve for (name, _), curve in curves.items() if name == method]
             times = [_seconds_to(goal, curve) for curve in runs]
@@ -200,8 +171,8 @@ def reached(curves: dict[tuple[str, int], Curve], setting: Setting) -> list[dict
             text = f"{spread(found, 0)} s" if found else "–"
             if 0 < len(found) < len(runs):
                 text += f" ({len(found)} of {len(runs)} seeds)"
-            if goal in known.get(method, {}):
-                text += f" (published {known[method][goal]} s)"
+            if goal in known:
+                text += f" (published {known[goal]} s)"
             row[f"{goal} %"] = text
         rows.append(row)
     return rows

@@ -11,23 +11,19 @@ Settings: learning rate 5e-4; every iteration pulls by 1e-4 to the leader (LGD) 
 center (EASGD, β = 8e-4, the center starts as the mean of the starts).
 """
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import optax
-import rich.console
-import rich.progress
 from matplotlib import pyplot as plt
 
 import lsgd_jax as lj
 from paper import output
-from paper.factorization import loss_and_grad, problem_of
-from paper.instances import Instances, step_of
+from paper.descent import descent
+from paper.factorization import Problem, loss_and_grad, problem_of
 from paper.methods import easgd, lgd
-from train.arguments import Parser
 from train.metrics import tables
 from train.plots import BLUE, ORANGE
 
@@ -36,9 +32,36 @@ SMALL, LARGE = 1e-7, 1e30
 Curves = dict[tuple[int, str], np.ndarray]  # (rank, method) -> [instances, iterations]
 
 
-def best_of(values: np.ndarray) -> np.ndarray:
-    """The best worker's F; nan only where no worker has any."""
-    return np.fmin.reduce(values, axis=1)
+@dataclasses.dataclass(frozen=True)
+class Options(output.Options):
+    """The options of the experiment."""
+
+    # d, the rows of X.
+    dimension: int = 1000
+    # Values of r, the columns of X.
+    ranks: tuple[int, ...] = (1, 10, 50, 100)
+    # Random problems per rank.
+    instances: int = 10
+    # W.
+    workers: int = 8
+    # Steps of every worker.
+    iterations: int = 49
+    # η; it must shrink as 1 / dimension.
+    learning_rate: float = 5e-4
+    # The pull of each iteration; EASGD's β is this times W.
+    pull: float = 1e-4
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("dimension", "instances", "workers", "iterations"):
+            lj.checks.check_positive_int(name, getattr(self, name))
+        lj.checks.check_not_negative("learning_rate", self.learning_rate)
+        lj.checks.check_fraction("pull", self.pull)
+        lj.checks.check_fraction("pull x workers", self.pull * self.workers)
+        for rank in self.ranks:
+            if not 1 <= rank <= self.dimension:
+                most = f"1..{self.dimension} (the dimension)"
+                raise ValueError(f"`ranks` must lie in {most}, got {rank}")
 
 
 def descend(
@@ -46,8 +69,8 @@ def descend(
     u: np.ndarray,
     starts: np.ndarray,
     iterations: int,
-) -> Iterator[np.ndarray]:
-    """Runs all instances together; yields F of the best workers at 0, 1, … iterations.
+) -> np.ndarray:
+    """Runs all instances together; returns F of the best workers at 0, 1, … iterations.
 
     Args:
       tx: the method.
@@ -55,59 +78,34 @@ def descend(
       starts: X_0 [instances, W, d, r].
       iterations: the last one.
 
-    Yields:
-      float64 [instances], `iterations` + 1 times.
+    Returns:
+      float64 [instances, iterations + 1]; nan only where no worker has any F.
     """
-    instances = Instances(*starts.shape[:2])
-    problem = instances.share_out(problem_of(u))
-    x = instances.put(starts)
-    state = instances.map(tx.init)(x)
-    step = instances.map(step_of(tx, loss_and_grad), donate=(0, 1))
-    for _ in range(iterations + 1):
-        x, state, values = step(x, state, problem)
-        yield best_of(instances.fetch(values))
+    method, value_and_grad = lambda *_: tx, lambda x, k, *u: loss_and_grad(x, Problem(*u))
+    run = descent(method, value_and_grad, iterations + 1, lambda *seen: seen[2])
+    return np.fmin.reduce(run(starts, problem_of(u))[0], axis=1)
 
 
-def methods_of(options: Any) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """Both methods, with the same pull α of a worker: EASGD's β is αW."""
-    rate, pull = options.learning_rate, options.pull
-    return {"LGD": lgd(rate, pull), "EASGD": easgd(rate, pull * options.workers)}
+def curves_of(options: Options) -> Curves:
+    """F of the best worker for every rank and method; the same problems for both.
 
-
-def run(options: Any, tick: Callable, say: Callable) -> Curves:
-    """F of the best worker for every rank and method; the same problems for both."""
-    curves = {}
-    for rank in options.ranks:
+    Both methods pull a worker by the same α: EASGD's β is αW.
+    """
+    rate, pull, curves = options.learning_rate, options.pull, {}
+    methods = {"LGD": lgd(rate, pull), "EASGD": easgd(rate, pull * options.workers)}
+    for rank in dict.fromkeys(options.ranks):
         draw = np.random.default_rng([options.seed, rank]).standard_normal
         u = draw((options.instances, options.dimension, rank))
         starts = draw((options.instances, options.workers, options.dimension, rank))
-        for method, tx in methods_of(options).items():
-            began, curve = time.monotonic(), []
-            for best in descend(tx, u, starts, options.iterations):
-                curve.append(best)
-                tick(f"rank {rank}, {method}")
-            curves[rank, method] = np.stack(curve, axis=1)
-            say(
-                f"rank {rank}, {method}: F = {np.median(best):.3g} at iteration "
-                f"{options.iterations}, {time.monotonic() - began:.1f} s"
+        for method, tx in methods.items():
+            began = time.monotonic()
+            curves[rank, method] = curve = descend(tx, u, starts, options.iterations)
+            print(
+                f"rank {rank}, {method}: F = {np.median(curve[:, -1]):.3g} at iteration "
+                f"{options.iterations}, {time.monotonic() - began:.1f} s",
+                flush=True,
             )
     return curves
-
-
-def run_on_screen(options: Any) -> Curves:
-    """`run`, with a bar on a terminal and a line for every rank and method."""
-    console = rich.console.Console(highlight=False)
-    total = len(options.ranks) * len(methods_of(options)) * (options.iterations + 1)
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.TimeRemainingColumn(compact=True),
-    )
-    silent = not console.is_terminal
-    with rich.progress.Progress(*columns, console=console, disable=silent) as bar:
-        task = bar.add_task("compiling", total=total)
-        tick = lambda text: bar.update(task, advance=1, description=text)
-        return run(options, tick, lambda text: console.print(text, soft_wrap=True))
 
 
 def summarize(curves: Curves) -> list[dict[str, Any]]:
@@ -176,67 +174,10 @@ def draw(curves: Curves) -> Any:
     return figure
 
 
-def ranks_of(text: str) -> list[int]:
-    """Integers separated by commas.
-
-    >>> ranks_of("1,10")
-    [1, 10]
-    """
-    ranks = []
-    for part in text.split(","):
-        if not part.strip().isdecimal():
-            rule = "`ranks` must be integers separated by commas"
-            raise ValueError(f"{rule}, got ranks={text!r}")
-        ranks.append(int(part))
-    return list(dict.fromkeys(ranks))
-
-
-def parse(arguments: Sequence[str]) -> Any:
-    """The options.
-
-    Raises:
-      ValueError: an unknown option, or a value out of range.
-    """
-    parser = Parser("python -m paper matrix-completion", __doc__)
-    add = lambda name, default, text: parser.add_argument(
-        name, type=type(default), default=default, help=f"{text} (default: {default})"
-    )
-    add("--dimension", 1000, "d, the rows of X")
-    add("--ranks", "1,10,50,100", "r, the columns of X; several, separated by commas")
-    add("--instances", 10, "random problems per rank")
-    add("--workers", 8, "W")
-    add("--iterations", 49, "steps of every worker")
-    add("--learning-rate", 5e-4, "η; goes as 1 / dimension")
-    add("--pull", 1e-4, "of each iteration; EASGD's β is this times W")
-    add("--seed", 0, "of the problems")
-    output.add_out(parser, "matrix-completion")
-    options = parser.parse_args(arguments)
-    options.ranks = ranks_of(options.ranks)
-    for name in ("dimension", "instances", "workers", "iterations"):
-        lj.checks.check_positive_int(name, getattr(options, name))
-    lj.checks.check_not_negative("learning_rate", options.learning_rate)
-    lj.checks.check_not_negative("seed", options.seed)
-    lj.checks.check_fraction("pull", options.pull)
-    lj.checks.check_fraction("pull x workers", options.pull * options.workers)
-    for rank in options.ranks:
-        if not 1 <= rank <= options.dimension:
-            raise ValueError(
-                f"`ranks` must lie in 1..{options.dimension} (the dimension), got {rank}"
-            )
-    return options
-
-
-def main(arguments: Sequence[str]) -> int:
+def run(options: Options) -> output.Results:
     """Runs the experiment."""
-    options = parse(arguments)
-    out = output.new_folder(options.out, "matrix-completion")
-    with jax.enable_x64(True):
-        curves = run_on_screen(options)
+    curves = curves_of(options)
     table = summarize(curves)
-    tables.write_csv(points(curves), out / "curves.csv")
-    tables.write_csv(table, out / "table.csv")
     text = tables.markdown(table)
-    (out / "table.md").write_text(text, encoding="utf-8")
-    output.save(draw(curves), out / "curves.png")
-    print(f"{text}everything is in {out}")
-    return 0
+    rows = {"curves": points(curves), "table": table}
+    return output.Results(text, rows, {"table": text}, {"curves": draw(curves)})

@@ -11,20 +11,34 @@ random starts (`random-starts.md`). Seconds on a CPU, in float64.
 Settings: learning rate 0.1, pull 0.1 (LGD), β = 0.43 (EASGD), full gradients.
 """
 
+import dataclasses
 import math
-import pathlib
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 import lsgd_jax as lj
 from paper import output
 from paper.sinc_figures import draw_objective, draw_trajectories
 from paper.sinc_landscape import METHODS, REACHED, STARTS, Trajectories, descend
-from train.arguments import Parser
 from train.metrics import tables
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(output.Options):
+    """The options of the experiment."""
+
+    # Iterations of the trajectories, the start included.
+    iterations: int = 100
+    # Random starts of four workers.
+    starts: int = 300
+    # Iterations from each random start.
+    random_iterations: int = 400
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("iterations", "starts", "random_iterations"):
+            lj.checks.check_positive_int(name, getattr(self, name))
 
 
 def rows(path: Trajectories) -> list[dict[str, Any]]:
@@ -50,63 +64,28 @@ def random_starts(count: int, iterations: int, seed: int) -> list[dict[str, Any]
         best = descend(method, starts, iterations).value[:, :, -1].min(axis=1)
         share = float((best < REACHED).mean())
         error = math.sqrt(share * (1 - share) / count)
-        table.append(
-            {
-                "method": method,
-                "starts": count,
-                "iterations": iterations,
-                column: f"{100 * share:.1f} ± {100 * error:.1f}",
-            }
-        )
+        reached = {column: f"{100 * share:.1f} ± {100 * error:.1f}"}
+        row = {"method": method, "starts": count, "iterations": iterations}
+        table.append(row | reached)
     return table
 
 
-def parse(arguments: Sequence[str]) -> Any:
-    """The options.
-
-    Raises:
-      ValueError: a count below 1, or an unknown option.
-    """
-    parser = Parser("python -m paper sinc", __doc__)
-    counts = {
-        "iterations": (100, "of the trajectories, the start included"),
-        "starts": (300, "random starts of four workers"),
-        "random-iterations": (400, "from each random start"),
-    }
-    for name, (default, text) in counts.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: {default})"
-        )
-    parser.add_argument("--seed", type=int, default=0, help="of the random starts")
-    output.add_out(parser, "sinc")
-    options = parser.parse_args(arguments)
-    for name in counts:
-        lj.checks.check_positive_int(name, getattr(options, name.replace("-", "_")))
-    lj.checks.check_not_negative("seed", options.seed)
-    return options
-
-
-def write(
-    paths: dict[str, Trajectories], table: list[dict[str, Any]], out: pathlib.Path
-) -> None:
-    """Writes all files of the experiment."""
-    for method, path in paths.items():
-        tables.write_csv(rows(path), out / f"{method.lower()}.csv")
-    output.save(draw_trajectories(paths), out / "trajectories.png")
-    output.save(draw_objective(paths), out / "objective.png")
-    (out / "random-starts.md").write_text(tables.markdown(table), encoding="utf-8")
-
-
-def main(arguments: Sequence[str]) -> int:
+def run(options: Options) -> output.Results:
     """Runs the experiment."""
-    options = parse(arguments)
-    out = output.new_folder(options.out, "sinc")
-    with jax.enable_x64(True):
-        paths = {name: descend(name, STARTS[None], options.iterations) for name in METHODS}
-        table = random_starts(options.starts, options.random_iterations, options.seed)
-    write(paths, table, out)
-    for method, path in paths.items():
-        ends = ", ".join(f"{value:.6f}" for value in path.value[0, :, -1])
-        print(f"{method}: L after {options.iterations} iterations: {ends}")
-    print(f"{tables.markdown(table)}everything is in {out}")
-    return 0
+    paths = {name: descend(name, STARTS[None], options.iterations) for name in METHODS}
+    table = random_starts(options.starts, options.random_iterations, options.seed)
+    text = tables.markdown(table)
+    ends = lambda path: ", ".join(f"{value:.6f}" for value in path.value[0, :, -1])
+    lines = [
+        f"{method}: L after {options.iterations} iterations: {ends(path)}\n"
+        for method, path in paths.items()
+    ]
+    return output.Results(
+        summary="".join(lines) + text,
+        tables={method.lower(): rows(path) for method, path in paths.items()},
+        texts={"random-starts": text},
+        figures={
+            "trajectories": draw_trajectories(paths),
+            "objective": draw_objective(paths),
+        },
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import lsgd_jax as lj
-from paper.instances import Instances, step_of
+from paper.descent import descent
 from paper.methods import easgd, lgd
 
 
@@ -45,18 +45,15 @@ class Trajectories(NamedTuple):
 
 def descend(method: str, starts: np.ndarray, iterations: int) -> Trajectories:
     """Runs all workers of all instances from starts [instances, W, 2], in one call."""
-    tx = METHODS[method]
-    step = step_of(tx, jax.value_and_grad(landscape))
-    instances = Instances(*starts.shape[:2])
+    value_and_grad = jax.value_and_grad(landscape)
 
-    def trajectory(start):
-        def one(carry, _):
-            (x, state), center = carry, optax.tree.get(carry[1], "center")
-            x_next, state, value = step(x, state)
-            leader = lj.diagnostics(state)[0].leader
-            return (x_next, state), (x, value, leader, center and center.value)
+    def look(before, after, value):
+        (x, state), (_, after_state) = before, after
+        center, leader = (
+            optax.tree.get(state, "center"),
+            lj.diagnostics(after_state)[0].leader,
+        )
+        return x, value, leader, center and center.value
 
-        return jax.lax.scan(one, (start, tx.init(start)), length=iterations)[1]
-
-    run = instances.map(trajectory)
-    return Trajectories(*instances.fetch(run(instances.put(starts))))
+    run = descent(lambda: METHODS[method], lambda x, k: value_and_grad(x), iterations, look)
+    return Trajectories(*run(starts)[0])

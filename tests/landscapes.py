@@ -6,12 +6,18 @@ import hashlib
 import numpy as np
 import tiny
 
+from paper import __main__ as paper
 from paper.landscape.results import Landscape, Map, Pulls
 from paper.landscape.saved_run import SavedRun
 
 
 SMALL = dataclasses.replace(tiny.SMALL, test_every=12)
-QUICK = "--grid 3 --images 32".split()
+QUICK = {"grid": 3, "images": 32}
+
+
+def draw(arguments):
+    """The exit status of `python -m paper landscape`."""
+    return paper.main(["landscape", *arguments])
 
 
 def but(saved, **changes):

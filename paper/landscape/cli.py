@@ -15,21 +15,21 @@ Writes landscape.png and landscape.npz (the grid, the trajectory, all positions)
 run folder, and changes nothing else there.
 """
 
-import argparse
+import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
+import tyro
 
 import lsgd_jax as lj
+from paper import output
 from paper.landscape import plots, results
 from paper.landscape.compute import compute_landscape
 from paper.landscape.saved_run import SavedRun
-from train import compilation_cache
+from train import cli
 from train import config as configuration
-from train.arguments import Parser
 from train.run import folder as run_folder
 
 
@@ -37,59 +37,53 @@ AUTHOR = "python -m paper landscape"
 AUTHORS = (AUTHOR.encode(), b"python -m train.landscape")  # the second: before 0.3
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a landscape."""
 
-    Raises:
-      ValueError: one that is not possible.
-    """
-    parser = Parser(AUTHOR, __doc__)
-    add = parser.add_argument
-    add("run", type=pathlib.Path, help="a run folder")
-    add("--step", type=int, help="of the checkpoint (the latest one)")
-    add("--worker", type=int, help="whose landscape (the worst that does not lead)")
-    add("--grid", type=int, default=31, help="points along each side (31)")
-    add("--images", type=int, default=512, help="images the loss is the mean of (512)")
-    add("--test", action="store_true", help="also map the error on as many test images")
-    add("--path-steps", type=int, default=1000, help="longest trajectory to retrace (1000)")
-    add("--margin", type=float, default=0.2, help="around what is shown, a share (0.2)")
-    add("--chunk", type=int, help="points per device at a time (what is quick)")
-    add("--data-dir", help="where the data are (where the run found them)")
-    add("--out", type=pathlib.Path, help="folder for the results (the run folder)")
-    options = parser.parse_args(arguments)
-    lj.checks.check_positive_int("images", options.images)
-    lj.checks.check_positive_int("chunk", 1 if options.chunk is None else options.chunk)
-    for name, least in (("grid", 2), ("path_steps", 0), ("margin", 0)):
-        value = getattr(options, name)
-        if not least <= value < np.inf:
-            raise ValueError(f"`{name}` must be at least {least}, got {name}={value}")
-    return options
+    # A run folder.
+    run: tyro.conf.Positional[pathlib.Path]
+    # Step of the checkpoint; by default the latest one.
+    step: int | None = None
+    # The worker in the middle; by default the worst one that does not lead.
+    worker: int | None = None
+    # Points along each side.
+    grid: int = 31
+    # Number of images that the loss is the mean of.
+    images: int = 512
+    # Whether to map the error on as many test images as well.
+    test: bool = False
+    # Length of the longest trajectory to retrace.
+    path_steps: int = 1000
+    # Width of the margin around what is shown, as a share of it.
+    margin: float = 0.2
+    # Folder of the data; by default where the run found them.
+    data_dir: str | None = None
+    # Folder for the results; by default the run folder.
+    out: pathlib.Path | None = None
 
-
-class Files(NamedTuple):
-    """What is written: the figure and the arrays."""
-
-    figure: pathlib.Path
-    arrays: pathlib.Path
+    def __post_init__(self):
+        lj.checks.check_positive_int("images", self.images)
+        for name, least in (("grid", 2), ("path_steps", 0), ("margin", 0)):
+            value = getattr(self, name)
+            if not least <= value < np.inf:
+                raise ValueError(f"`{name}` must be at least {least}, got {name}={value}")
 
 
-def files_in(out: pathlib.Path) -> Files:
-    """The files to write, in a folder that is made if need be.
+def files_in(out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The files to write, figure and arrays, in a folder that is made if need be.
 
     Raises:
       ValueError: one is there and not from this command, or the folder cannot be made.
     """
-    files = Files(out / "landscape.png", out / "landscape.npz")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for path in files:
-            if path.exists() and not any(x in path.read_bytes() for x in AUTHORS):
-                raise ValueError(
-                    f"{path} is there and not from this command; choose another folder "
-                    "with --out"
-                )
-    except OSError as error:
-        raise ValueError(f"{out} cannot take the results: {error}") from error
+    files = out / "landscape.png", out / "landscape.npz"
+    output.make(out)
+    for path in files:
+        if path.exists() and not any(x in path.read_bytes() for x in AUTHORS):
+            raise ValueError(
+                f"{path} is there and not from this command; choose another folder "
+                "with --out"
+            )
     return files
 
 
@@ -105,26 +99,19 @@ def write(path: pathlib.Path, fill: Callable[[BinaryIO], None]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draws; the exit status is 0, 1 (not written), 2 (wrong usage), 130 (interrupted)."""
+    """Draws a landscape; returns the exit status.
+
+    Raises:
+      ValueError: wrong usage; OSError: the results cannot be written.
+    """
     say = lambda line: print(line, flush=True)
-    try:
-        options = parse(arguments)
-        configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
-        figure, arrays = files_in(options.out or options.run)
-        warn = lambda line: say(f"warning: {line}")
-        compilation_cache.use()
-        run = SavedRun(options.run, options.step, options.data_dir, warn)
-        landscape = compute_landscape(run, options, say)
-        write(arrays, lambda file: results.save(landscape, file, AUTHOR))
-        write(figure, lambda file: plots.draw(landscape, file, AUTHOR))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: the results cannot be written: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    options = cli.run(Options, arguments, AUTHOR, description=__doc__)
+    configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
+    figure, arrays = files_in(options.out or options.run)
+    warn = lambda line: say(f"warning: {line}")
+    run = SavedRun(options.run, options.step, options.data_dir, warn)
+    landscape = compute_landscape(run, options, say)
+    write(arrays, lambda file: results.save(landscape, file, AUTHOR))
+    write(figure, lambda file: plots.draw(landscape, file, AUTHOR))
     print(figure, arrays, sep="\n")
     return 0

@@ -1,22 +1,16 @@
 """From a run to its landscape: the plane, points on it, the trajectory, the losses."""
 
-import argparse
-import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
-import lsgd_jax as lj
 from paper.landscape import plane
-from paper.landscape.loss import batches_of, fitting_chunk, measure_of
+from paper.landscape.loss import measured
 from paper.landscape.points import ALONG, CENTER, Points, role_of
-from paper.landscape.results import Landscape, Map, Mark, Pulls
+from paper.landscape.results import Landscape, Mark, Pulls
 from paper.landscape.saved_run import SavedRun
-from paper.landscape.trajectory import Trajectory, projection
-from train.data import imagenet
-from train.data.imagenet import ImageFolder
-from train.metrics.progress import Pace, Progress
+from paper.landscape.trajectory import projection, retraced, steps_to_retrace
 
 
 FAR = 10  # times the median distance: such a point does not widen the figure
@@ -24,24 +18,21 @@ FAR = 10  # times the median distance: such a point does not widen the figure
 Places = dict[str, np.ndarray]
 
 
-def compute_landscape(
-    run: SavedRun, options: argparse.Namespace, say: Callable[[str], None]
-) -> Landscape:
+def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -> Landscape:
     """Chooses the plane, retraces the trajectory, measures the losses.
 
     Raises:
       ValueError: no such worker, or its parameters are not finite.
     """
     points = Points(run, options.worker)
-    trajectory = Trajectory(run, options.path_steps, say)
+    steps = steps_to_retrace(run, options.path_steps, say)
     here = points.of(points.worker)
-    candidates = itertools.chain(points.places(), points.directions(trajectory.snapshots))
-    exact, taken = plane.through(here, candidates)
+    exact, taken = plane.through(here, points.candidates())
     on = plane.Plane(here, exact.basis.astype(here.dtype))
 
     workers = run.experiment.workers
     positions = workers.fetch(projection(workers, on)(run.state.params))
-    paths = trajectory.on(on)
+    paths = retraced(run, steps, on, say)
     marks = marks_of(points, on, taken)
     low, high = frame_of(
         np.concatenate([np.stack(list(marks.values())), positions]),
@@ -53,11 +44,10 @@ def compute_landscape(
     grid = np.stack(np.meshgrid(xs, ys), axis=-1).reshape(-1, 2)
     places = np.concatenate([grid, np.stack(list(marks.values()))[:, :2]])
 
-    measure = Measurement(run, on, options, say)
     names = ["train", "test"] if options.test else ["train"]
-    measured = [measure(name, places) for name in names]
+    maps = [measured(run, on, places, name, options.images, say) for name in names]
     square = lambda values: values[: len(grid)].reshape(len(ys), len(xs))
-    marks_losses = measured[0].loss[len(grid) :]
+    marks_losses = maps[0].loss[len(grid) :]
     first, second = (
         f"{'' if name.startswith(ALONG) else 'towards '}{name}" for name in taken
     )
@@ -68,12 +58,12 @@ def compute_landscape(
         worker=points.worker,
         xs=xs,
         ys=ys,
-        maps=[m._replace(loss=square(m.loss), error=square(m.error)) for m in measured],
+        maps=[m._replace(loss=square(m.loss), error=square(m.error)) for m in maps],
         marks=[Mark(*mark, loss) for mark, loss in zip(marks.items(), marks_losses)],
         positions=positions,
-        steps=np.arange(run.step - len(trajectory.steps), run.step + 1),
+        steps=np.arange(run.step - len(steps), run.step + 1),
         paths=paths,
-        pulls=pulls_of(points, run, trajectory.steps),
+        pulls=pulls_of(points, run, steps),
     )
 
 
@@ -136,40 +126,3 @@ def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
             name = "exchange" if pull.leader is None else f"pull to the {role}"
             found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
     return found
-
-
-class Measurement:
-    """Measures the losses at places of one plane, every device at some of them."""
-
-    def __init__(
-        self,
-        run: SavedRun,
-        on: plane.Plane,
-        options: argparse.Namespace,
-        say: Callable[[str], None],
-    ):
-        self._on, self._measure = on, measure_of(run)
-        self._data, self._seed = run.data[0], run.config.seed
-        self._images, self._chunk, self._say = options.images, options.chunk, say
-        self._devices = lj.Workers(1, len(jax.devices()))
-
-    def __call__(self, name: str, places: np.ndarray) -> Map:
-        """The loss and the error, [N], at places [N, 2], of 'train' or 'test' images."""
-        part = getattr(self._data, name)
-        if isinstance(self._data, ImageFolder):
-            size = self._data.image_size
-            part = imagenet.some(part, self._images, self._seed, size)
-        batches = batches_of(part, self._images, self._seed)
-        images = sum(len(labels) for _, labels in batches)
-        device = self._devices.mesh.devices.flat[0]
-        chunk = self._chunk or fitting_chunk(
-            self._measure, self._on.origin, batches[0], device
-        )
-        self._say(f"measuring {len(places)} points over {images} {name} images")
-        pace = Pace()
-        with Progress(len(places), what="point") as progress:
-            show = lambda done: progress.show(done, None, pace(done))
-            sums = plane.evaluate(
-                *(self._measure, self._on, places, batches, self._devices, chunk, show)
-            )
-        return Map(name, images, sums[:, 0] / images, 100 * sums[:, 1] / images)

@@ -16,14 +16,19 @@ import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+import lsgd_jax as lj
+from paper.landscape import plane
+from paper.landscape.results import Map
 from paper.landscape.saved_run import SavedRun
+from train.data import imagenet
 from train.data.arrays import Images
+from train.data.imagenet import ImageFolder
+from train.metrics.progress import Pace, Progress
 from train.task import batch_statistics as statistics
 from train.task.models import MODELS
 
 
 IMAGES_AT_ONCE = 128
-MOST_POINTS = 16  # per device and call
 
 Batch = tuple[np.ndarray, np.ndarray]
 Measure = Callable[[Any, Any], Array]
@@ -68,16 +73,27 @@ def measure_of(run: SavedRun) -> Measure:
     return measure
 
 
-def fitting_chunk(measure: Measure, point: Any, batch: Batch, device: Any) -> int:
-    """How many points a device takes at a time: what fits into half of its free memory.
+def measured(
+    run: SavedRun,
+    on: plane.Plane,
+    places: np.ndarray,
+    name: str,
+    images: int,
+    say: Callable[[str], None],
+) -> Map:
+    """The loss and the error, [N], at places [N, 2], of 'train' or 'test' images.
 
-    1 on a CPU, where convolutions with vmapped kernels take five to ten times as long as
-    the same one after the other.
+    Every device measures some of the places.
     """
-    if device.platform == "cpu":
-        return 1
-    memory = device.memory_stats() or {}
-    free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
-    analysis: Any = jax.jit(measure).lower(point, batch).compile().memory_analysis()
-    each = analysis.temp_size_in_bytes + point.nbytes
-    return int(np.clip(free // (2 * each), 1, MOST_POINTS))
+    data, seed = run.data[0], run.config.seed
+    part = getattr(data, name)
+    if isinstance(data, ImageFolder):
+        part = imagenet.some(part, images, seed, data.image_size)
+    batches = batches_of(part, images, seed)
+    count = sum(len(labels) for _, labels in batches)
+    say(f"measuring {len(places)} points over {count} {name} images")
+    pace, devices = Pace(), lj.Workers(1, len(jax.devices()))
+    with Progress(len(places), what="point") as progress:
+        show = lambda done: progress.show(done, None, pace(done))
+        sums = plane.evaluate(measure_of(run), on, places, batches, devices, show)
+    return Map(name, count, sums[:, 0] / count, 100 * sums[:, 1] / count)

@@ -3,7 +3,7 @@
 Points are flat vectors [P], as `jax.flatten_util.ravel_pytree` makes them of parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,22 +105,6 @@ def point_at(plane: Plane, place: Vector) -> Vector:
     return plane.origin + place[0] * plane.basis[0] + place[1] * plane.basis[1]
 
 
-def principal(points: np.ndarray, origin: np.ndarray) -> Iterator[np.ndarray]:
-    """Points o + σ_i v_i in the principal directions of points [n, P] around o.
-
-    σ_i and v_i are the singular values and right singular vectors of the points minus o,
-    the largest first.
-
-    >>> cloud = np.array([[1.0, 3.0], [1.0, -3.0], [1.5, 0.0]])
-    >>> first, second = principal(cloud, np.array([1.0, 0.0]))
-    >>> np.abs(first - [1.0, 0.0]).round(2).tolist()
-    [0.0, 4.24]
-    """
-    _, sizes, directions = np.linalg.svd(points - origin, full_matrices=False)
-    for size, direction in zip(sizes, directions):
-        yield origin + size * direction
-
-
 def filterwise_random(seed: int, params: Any) -> Any:
     """A random direction, each of its filters as long as that of the parameters.
 
@@ -169,14 +153,13 @@ def evaluate(
     places: np.ndarray,
     batches: Sequence[Any],
     workers: lj.Workers,
-    chunk: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
     r"""A function's sum over batches at places of the plane.
 
     .. math:: F(a, b) = \sum_k f(o + a u + b v, \text{batch}_k)
 
-    Every device has `chunk` places at a time, as vmapped parameters; f is compiled once.
+    Every device has one place at a time; f is compiled once.
 
     Args:
       function: f, (parameters [P], batch) -> array [n].
@@ -184,7 +167,6 @@ def evaluate(
       places: (a, b), [N, 2].
       batches: trees of arrays, of the same shapes.
       workers: one worker per device that is to share the work.
-      chunk: places per device and call.
       progress: called now and then with the number of places done.
 
     Returns:
@@ -196,32 +178,17 @@ def evaluate(
     >>> evaluate(square, plane, places, [1.0, 3.0], lj.Workers(1, 2)).tolist()
     [[4.0], [20.0], [100.0]]
     """
-    devices, each = workers.num_workers, workers.num_workers * chunk
-    shared = workers.share(plane)
+    shared, count = workers.share(plane), workers.num_workers
     placed = [workers.share(batch) for batch in batches]
-
-    def of_chunk(places, plane, batch):
-        at = lambda place: function(point_at(plane.value, place), batch.value)
-        return jax.vmap(at)(places)
-
-    of_chunks = workers.map(of_chunk)
-    rounds = -(-len(places) // each)
+    at_place = workers.map(
+        lambda place, plane, batch: function(point_at(plane.value, place), batch.value)
+    )
+    rounds = -(-len(places) // count)
     # The last round is filled up with the last place.
-    rows = np.minimum(np.arange(rounds * each), len(places) - 1)
-    filled = np.asarray(places, plane.origin.dtype)[rows]
-    filled = filled.reshape(rounds, devices, chunk, 2)
-    sums: list[Any] = []
-    for r in range(rounds):
-        sums.append([of_chunks(workers.put(filled[r]), shared, b) for b in placed])
-        if r:  # the round before: the devices have work while we wait
-            sums[r - 1] = _total(workers, sums[r - 1])
-            progress(r * each)
-    sums[-1] = _total(workers, sums[-1])
-    progress(len(places))
+    rows = np.minimum(np.arange(rounds * count), len(places) - 1).reshape(rounds, count)
+    sums = []
+    for done, here in enumerate(np.asarray(places, plane.origin.dtype)[rows], 1):
+        of_batches = [at_place(workers.put(here), shared, batch) for batch in placed]
+        sums.append(np.sum(workers.fetch(of_batches), axis=0, dtype=np.float64))
+        progress(min(done * count, len(places)))
     return np.concatenate(sums)[: len(places)]
-
-
-def _total(workers: lj.Workers, of_batches: list[Array]) -> np.ndarray:
-    """[places, n]: the sum over batches, in float64."""
-    total = np.sum(workers.fetch(of_batches), axis=0, dtype=np.float64)
-    return total.reshape(-1, total.shape[-1])

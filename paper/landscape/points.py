@@ -1,7 +1,7 @@
 """The points that the plane of a landscape goes through."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -10,20 +10,11 @@ import lsgd_jax as lj
 from paper.landscape import plane
 from paper.landscape.plane import flat
 from paper.landscape.saved_run import SavedRun
+from train.run import resharding
 
 
 CENTER, ALONG = "the center", "along "
 Candidate = tuple[str, np.ndarray]
-
-
-def scores_of(pulls: Sequence[lj.Diagnostics], recent: np.ndarray) -> np.ndarray:
-    """How the workers are judged, [W]: by the scores of elections, or by recent losses.
-
-    What is not finite is inf.
-    """
-    scores = [np.asarray(pull.score) for pull in pulls if pull.score is not None]
-    judged = scores[-1] if scores else recent
-    return np.where(np.isfinite(judged), judged, np.inf)
 
 
 def worst(scores: np.ndarray, among: np.ndarray) -> int:
@@ -87,7 +78,7 @@ class Points:
         workers, grid = run.experiment.workers, run.config.workers
         self._run, self._params = run, run.state.params
         self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
-        scores = scores_of(self.pulls, run.recent)
+        scores = resharding.scores(workers.fetch(run.state), run.recent)
         finite = workers.fetch(lj.is_finite(self._params))
         leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]
@@ -132,26 +123,18 @@ class Points:
         roles = [role for role, other in self.roles if other == worker]
         return f"worker {worker}" + (f" ({', '.join(roles)})" if roles else "")
 
-    def places(self) -> Iterator[Candidate]:
-        """Names of points that the plane should go through, the most wanted first."""
+    def candidates(self) -> Iterator[Candidate]:
+        """Names of points that the plane may go through, the most wanted first.
+
+        Random directions stand behind them, for workers that are all in one place.
+        """
         named = ((self.name(worker), self.of(worker)) for _, worker in self.roles)
         center = [(CENTER, self.center)]
         yield from itertools.chain(*((named, center) if self._led else (center, named)))
         for worker in self._by_score:
             yield self.name(worker), self.of(worker)
-
-    def directions(
-        self, snapshots: Callable[[int], np.ndarray | None]
-    ) -> Iterator[Candidate]:
-        """What to take if these span no plane: main directions, random ones."""
-        here, seen = self.of(self.worker), snapshots(self.worker)
-        if seen is not None:
-            main = plane.principal(seen.astype(np.float64), here.astype(np.float64))
-            for count, point in enumerate(main, 1):
-                yield f"{ALONG}principal direction {count} of the trajectory", point
-        start = self._run.experiment.init().params
-        yield "the start of training", flat(jax.tree.map(lambda x: x[self.worker], start))
-        params = jax.tree.map(lambda x: np.asarray(x[self.worker]), self._params)
+        mine = lambda params: jax.tree.map(lambda x: np.asarray(x[self.worker]), params)
+        yield "the start of training", flat(mine(self._run.experiment.init().params))
         for seed in range(8):
-            step = flat(plane.filterwise_random(seed, params))
-            yield f"{ALONG}random direction {seed}", here + step
+            step = flat(plane.filterwise_random(seed, mine(self._params)))
+            yield f"{ALONG}random direction {seed}", self.of(self.worker) + step

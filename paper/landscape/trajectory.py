@@ -10,7 +10,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 import lsgd_jax as lj
-from paper.landscape.plane import Plane, coordinates, flat
+from paper.landscape.plane import Plane, coordinates
 from paper.landscape.saved_run import SavedRun
 from train.metrics.progress import Pace, Progress
 from train.task.experiment import Experiment
@@ -18,7 +18,6 @@ from train.task.state import TrainState
 
 
 STEPS_AHEAD = 16  # in flight at once
-SNAPSHOTS = 16  # of the trajectory, to find its principal directions
 
 Look = Callable[[Any], Any]
 
@@ -28,34 +27,6 @@ def advance(
 ) -> tuple[TrainState, Array]:
     """One training step of all workers (steps count from 0): the new state, the losses."""
     return experiment.step(state, experiment.data, experiment.batch(step))
-
-
-def retrace(
-    experiment: Experiment, state: TrainState, steps: range, look: Look, every: int = 1
-) -> tuple[list[Any], TrainState]:
-    """Takes steps of training again and looks at the parameters after them.
-
-    Args:
-      experiment: the run's.
-      state: the state before the first step; its buffers are used up.
-      steps: the steps to take, counted from 0.
-      look: params [W, ...] -> arrays; called at the start and after every `every`-th step.
-
-    Returns:
-      What `look` saw, on the host, and the state after the last step.
-    """
-    seen, losses, pace = [look(state.params)], [], Pace()
-    with Progress(steps.stop, steps.start) as progress:
-        for done, step in enumerate(steps, 1):
-            state, loss = advance(experiment, state, step)
-            losses.append(loss)
-            if done % every == 0:
-                seen.append(look(state.params))
-            if done % STEPS_AHEAD == 0 and done > STEPS_AHEAD:
-                # The loss of a step that is over: the devices wait for nothing.
-                loss = float(np.mean(experiment.workers.fetch(losses[-STEPS_AHEAD])))
-                progress.show(step + 1, loss, pace(done))
-        return experiment.workers.fetch(seen), state
 
 
 @jax.jit
@@ -72,57 +43,56 @@ def projection(workers: lj.Workers, plane: Plane) -> Look:
     return lambda params: of_all(params, shared)
 
 
-class Trajectory:
-    """The trajectory of all workers from the checkpoint before to this one.
+def steps_to_retrace(run: SavedRun, most: int, say: Callable[[str], None]) -> range:
+    """The steps from the checkpoint before to this one, counted from 0.
+
+    There are none if they are more than `most`, which `say` is told.
+    """
+    steps = range(run.step_before() if most else run.step, run.step)
+    pace, count = run.pace(), len(steps)
+    cost = f"{count} steps" + (f", {count / pace:.0f} s at the run's pace" if pace else "")
+    path = f"the trajectory from step {steps.start} to {steps.stop}"
+    if count > most:
+        say(f"{path} is left out ({cost}); --path-steps {count} retraces it")
+        return range(run.step, run.step)
+    if steps:
+        say(f"retracing {path} ({cost}); --path-steps 0 leaves it out")
+    return steps
+
+
+def retraced(
+    run: SavedRun, steps: range, plane: Plane, say: Callable[[str], None]
+) -> np.ndarray:
+    """Takes steps of training again and looks where all workers stand.
 
     Args:
       run: the run.
-      most: how many steps to retrace at most; a longer trajectory is left out.
-      say: called with lines about what is done.
+      steps: the steps to take, counted from 0.
+      plane: a plane.
+      say: called with a line if the last step does not lead to the run's checkpoint.
 
-    Attributes:
-      steps: the steps to retrace, counted from 0; an empty range if there are none.
+    Returns:
+      [a, b, distance] of all workers before and after every step, [T + 1, W, 3].
     """
-
-    def __init__(self, run: SavedRun, most: int, say: Callable[[str], None]):
-        self._run, self._say = run, say
-        self.steps = range(run.step_before() if most else run.step, run.step)
-        if not self.steps:
-            return
-        pace = run.pace()
-        cost = f"{len(self.steps)} steps"
-        cost += f", {len(self.steps) / pace:.0f} s at the run's own pace" if pace else ""
-        path = f"the trajectory from step {self.steps.start} to {self.steps.stop}"
-        if len(self.steps) > most:
-            say(f"{path} is left out ({cost}); --path-steps {len(self.steps)} retraces it")
-            self.steps = range(0)
-        else:
-            say(f"retracing {path} ({cost}); --path-steps 0 leaves it out")
-
-    def snapshots(self, worker: int) -> np.ndarray | None:
-        """The worker's parameters at some of the steps, [n, P]; None if there are none."""
-        if not self.steps:
-            return None
-        self._say("the points span no plane: retracing once for main directions")
-        look = lambda params: jax.tree.map(lambda x: x[worker], params)
-        seen, _ = self._retrace(look, every=-(-len(self.steps) // SNAPSHOTS))
-        return np.stack([flat(params) for params in seen])
-
-    def on(self, plane: Plane) -> np.ndarray:
-        """[a, b, distance] of all workers before and after every step, [T + 1, W, 3]."""
-        workers, now = self._run.experiment.workers, self._run.state.params
-        if not self.steps:
-            return np.zeros([0, workers.num_workers, 3])
-        project = projection(workers, plane)
-        seen, end = self._retrace(project)
-        if not same(end.params, now):
-            gap = np.linalg.norm(seen[-1] - workers.fetch(project(now)), axis=1).max()
-            self._say(
-                "warning: the retraced trajectory does not end where the checkpoint is (up "
-                f"to {gap:.2g} away): other software, devices or data than the run's?"
-            )
-        return np.stack(seen)
-
-    def _retrace(self, look: Look, every: int = 1) -> tuple[list[Any], TrainState]:
-        start = self._run.state_at(self.steps.start)
-        return retrace(self._run.experiment, start, self.steps, look, every)
+    experiment, workers = run.experiment, run.experiment.workers
+    if not steps:
+        return np.zeros([0, workers.num_workers, 3])
+    look, state = projection(workers, plane), run.state_at(steps.start)
+    seen, losses, pace = [look(state.params)], [], Pace()
+    with Progress(steps.stop, steps.start) as progress:
+        for done, step in enumerate(steps, 1):
+            state, loss = advance(experiment, state, step)
+            losses.append(loss)
+            seen.append(look(state.params))
+            if done % STEPS_AHEAD == 0 and done > STEPS_AHEAD:
+                # The loss of a step that is over: the devices wait for nothing.
+                loss = float(np.mean(workers.fetch(losses[-STEPS_AHEAD])))
+                progress.show(step + 1, loss, pace(done))
+        found, there = workers.fetch(seen), workers.fetch(look(run.state.params))
+    if not same(state.params, run.state.params):
+        gap = np.linalg.norm(found[-1] - there, axis=1).max()
+        say(
+            "warning: the retraced trajectory does not end where the checkpoint is (up "
+            f"to {gap:.2g} away): other software, devices or data than the run's?"
+        )
+    return np.stack(found)

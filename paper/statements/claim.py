@@ -10,11 +10,11 @@ class Claim(NamedTuple):
       statement: what is claimed.
       computed: what was computed, from how much.
       measured: the computed value, the worst over all cases.
-      relation: how it must stand to the bound.
       bound: the bound.
       tolerance: by how much the bound may be missed: rounding, quadrature.
+      relation: how the value must stand to the bound.
 
-    >>> claim = Claim("½ at least", "a share", 0.4996, "≥", 0.5, 1e-3)
+    >>> claim = Claim("½ at least", "a share", 0.4996, 0.5, 1e-3, "≥")
     >>> claim.holds, round(claim.missed_by, 4)
     (True, 0.0004)
     >>> claim._replace(measured=float("nan")).holds
@@ -24,9 +24,9 @@ class Claim(NamedTuple):
     statement: str
     computed: str
     measured: float
-    relation: Literal["≤", "≥"]
-    bound: float
-    tolerance: float
+    bound: float = 0.0
+    tolerance: float = 0.0
+    relation: Literal["≤", "≥"] = "≤"
 
     @property
     def missed_by(self) -> float:
@@ -50,6 +50,18 @@ class Claim(NamedTuple):
             "missed by": f"{self.missed_by:.1e}" if self.missed_by else "0",
             "holds": "yes" if self.holds else "NO",
         }
+
+    def lines(self) -> str:
+        """The claim, for the screen.
+
+        >>> print(Claim("½ at least", "a share", 0.6, 0.5, 1e-3, "≥").lines())
+        holds: ½ at least
+               a share: 0.6, must be ≥ 0.5 (tolerance 1e-03)
+        """
+        row, verdict = self.row(), "holds" if self.holds else "FAILS"
+        rule = f"must be {row['bound']} (tolerance {row['tolerance']})"
+        computed = f"{self.computed}: {row['measured']}, {rule}"
+        return f"{verdict}: {self.statement}\n       {computed}"
 
 
 class Outcome(NamedTuple):

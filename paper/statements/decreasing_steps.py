@@ -71,7 +71,6 @@ def check(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
             "η_k, λ_k = Θ(1/k): E f(x_k) − f* ≤ v/(k + 4κ)",
             f"(E f − f*)(k + 4κ)/v, highest of {steps} steps, {over}",
             float((means / allowed).max()),
-            "≤",
             1.0,
             1e-12,
         ),
@@ -79,7 +78,6 @@ def check(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
             "η_k, λ_k = Θ(1/k): E f(x_k) − f* = O(1/k)",
             "exponent of a power law through the last nine tenths of the steps, worst",
             max(slopes),
-            "≤",
             -1.0,
             0.05,
         ),
@@ -93,7 +91,6 @@ def draw(late: np.ndarray, means: np.ndarray, allowed: np.ndarray) -> Any:
     for sigma_f, mean, bound, color in zip(LOSS_NOISES, means, allowed, (BLUE, ORANGE)):
         axes.loglog(late, mean, color=color, lw=1, label=f"σ_f = {sigma_f:.0f}")
         axes.loglog(late, bound, "--", color=color, lw=1, label="its bound v/(k + 4κ)")
-    axes.set_xlabel("k + 4κ")
-    axes.set_ylabel("E f(x_k) − f*")
+    axes.set(xlabel="k + 4κ", ylabel="E f(x_k) − f*")
     axes.legend(frameon=False)
     return figure

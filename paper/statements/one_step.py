@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from paper.instances import Instances, step_of
+from paper.descent import descent
 from paper.methods import lgd
 from paper.statements.claim import Claim, Outcome
 
@@ -93,26 +93,21 @@ def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Ca
 def step_heights(cases: Cases) -> np.ndarray:
     """E f(x₊): the library's step of a worker at x with a leader at z, both noises."""
 
-    def one(x, hessian, bend, noise, rate, pull):
+    def noisy(x, k, hessian, bend, rate, pull, noise):
         value, grad = jax.value_and_grad(height)(x, hessian, bend)
-        tx = lgd(rate, lambda _: rate * pull)
-        step = step_of(tx, lambda _: (value, grad + noise))
-        x, _, _ = step(x, tx.init(x))
-        return height(x, hessian, bend)
+        return value, grad + noise
 
-    count = len(cases.x)
-    instances = Instances(2 * count, workers=2)
+    method = lambda hessian, bend, rate, pull, noise: lgd(rate, lambda _: rate * pull)
+    signs = np.repeat([1.0, -1.0], len(cases.x))[:, None]
     twice = lambda a: np.concatenate([a, a])
-    still = np.zeros_like(cases.noise)
+    hessian, bend, rate, pull = shared = [
+        twice(a) for a in (cases.hessian, cases.bend, cases.rate, cases.pull)
+    ]
+    noise = signs * twice(cases.noise)
     pairs = np.stack([twice(cases.x), twice(cases.z)], axis=1)
-    noises = np.concatenate([cases.noise, -cases.noise])
-    heights_after = instances.map(one)(
-        instances.put(pairs),
-        *instances.share_out((twice(cases.hessian), twice(cases.bend))),
-        instances.put(np.stack([noises, twice(still)], axis=1)),
-        *instances.share_out((twice(cases.rate), twice(cases.pull))),
-    )
-    return instances.fetch(heights_after)[:, 0].reshape(2, count).mean(axis=0)
+    noises = np.stack([noise, np.zeros_like(noise)], axis=1)
+    _, ends = descent(method, noisy)(pairs, shared, (noises,))
+    return np.asarray(heights(ends[:, 0], hessian, bend)).reshape(2, -1).mean(axis=0)
 
 
 def bounds(cases: Cases) -> np.ndarray:
@@ -140,9 +135,7 @@ def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
         "E f(x₊) − f* ≤ (1 − mη)(f(x) − f*) − ηλ(f(x) − f(z)) + ½η²Mσ²",
         f"left − right, of f(x) − f* + ησ², worst of {cases} random cases",
         float(excess.max()),
-        "≤",
-        0.0,
-        1e-14,
+        tolerance=1e-14,
     )
     return Outcome([claim], [], draw(expected / before, bound / before, gain))
 
@@ -154,8 +147,7 @@ def draw(expected: np.ndarray, bound: np.ndarray, gain: np.ndarray) -> Any:
     ends = [min(expected.min(), bound.min()), max(expected.max(), bound.max())]
     axes.plot(ends, ends, "--", lw=1, color="black", label="equal")
     axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("bound / (f(x) − f*)")
-    axes.set_ylabel("(E f(x₊) − f*) / (f(x) − f*)")
+    axes.set(xlabel="bound / (f(x) − f*)", ylabel="(E f(x₊) − f*) / (f(x) − f*)")
     axes.legend(frameon=False)
     figure.colorbar(image, label="ηλ")
     return figure

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
 
-from paper.instances import Instances, step_of
+from paper.descent import descent
 from paper.methods import easgd, lgd
 from paper.statements.claim import Claim, Outcome
 from train.plots import BLUE, GREY, ORANGE
@@ -45,17 +45,9 @@ def wells(x: jax.Array, tilt: jax.Array) -> jax.Array:
 
 def settle(method: str, starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
     """Where the workers [instances, 4, 2] stand after that many steps."""
-    tx = METHODS[method]
-    step = step_of(tx, jax.value_and_grad(wells))
-    instances = Instances(*starts.shape[:2])
-
-    def run(x, tilt):
-        one = lambda carry, _: (step(*carry, tilt)[:2], None)
-        return jax.lax.scan(one, (x, tx.init(x)), length=steps)[0][0]
-
-    return instances.fetch(
-        instances.map(run)(instances.put(starts), instances.share_out(tilts))
-    )
+    wells_of = jax.value_and_grad(wells)
+    run = descent(lambda tilt: METHODS[method], lambda x, k, tilt: wells_of(x, tilt), steps)
+    return run(starts, (tilts,))[1]
 
 
 def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
@@ -130,33 +122,27 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
             "LSGD at rest, one leader: ∇f(leader) = 0",
             f"‖∇f(leader)‖, worst of {kept.sum()} landscapes",
             worst(at_leader),
-            "≤",
-            0.0,
-            1e-12,
+            tolerance=1e-12,
         ),
         Claim(
             "LSGD at rest: ∇f(x_i) = −λ(x_i − leader)",
             f"‖∇f + λ(x_i − leader)‖, worst of {balance.size} workers",
             worst(balance),
-            "≤",
-            0.0,
-            1e-12,
+            tolerance=1e-12,
         ),
         Claim(
             "EASGD at rest in different basins: ∇f(x_i) = −ρ(x_i − c)",
             f"‖∇f + ρ(x_i − c)‖, worst of {elastic.size} workers",
             worst(elastic),
-            "≤",
-            0.0,
-            1e-12,
+            tolerance=1e-12,
         ),
         Claim(
             "EASGD at rest in different basins: ∇f(x_i) ≠ 0",
             f"‖∇f(x_i)‖, least of {at_workers.size} workers, against the least ρ‖x_i − c‖",
             least(at_workers),
-            "≥",
             least(shortest),
             1e-12,
+            "≥",
         ),
     ]
     remarks = [

@@ -65,7 +65,7 @@ def test_the_papers_grids_and_settings(tmp_path):
 def test_the_later_settings_have_nesterovs_momentum(tmp_path):
     command = "--workers 12 --model resnet20 --recipe nesterov --out".split()
     configs, setting, _ = cifar10.parse([*command, str(tmp_path)])
-    assert cifar10.PUBLISHED[setting]["lsgd"] == "8.5"
+    assert cifar10.published(setting)["lsgd"] == "8.5"
     for config in configs.values():
         assert config.optimizer.nesterov and config.optimizer.momentum == 0.9
         assert config.optimizer.drop_at == (15_000,)
@@ -91,9 +91,9 @@ def test_changes_of_the_leader_are_counted(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--model cnn8 --out x", "--model: invalid choice"),
-        ("--workers 5 --out x", "--workers: invalid choice"),
-        ("--methods lsgd,adam --out x", "`methods` must be some of lsgd, easgd"),
+        ("--model cnn8 --out x", "--model must be one of cnn7, resnet20, vgg16"),
+        ("--workers 5 --out x", "--workers must be one of 4, 12, 16"),
+        ("--methods lsgd,adam --out x", "`methods` must be one of 'lsgd', 'easgd'"),
         ("--out x --workers.nodes 3", "--workers.nodes is set by the comparison"),
         ("--out x", "`data.dir` must name the folder"),
     ],

@@ -1,6 +1,5 @@
 """python -m paper: names, wrong usage and folders."""
 
-import pathlib
 import sys
 import types
 
@@ -31,19 +30,18 @@ def test_every_experiment_explains_its_options(name, capsys):
     [
         ([], "the experiment must be one of sinc, "),
         (["nonsense"], "got 'nonsense'"),
-        (["sinc", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["sinc", "--nonsense"], "unrecognized option --nonsense"),
         (["sinc", "--starts", "0"], "`starts` must be a positive int, got starts=0"),
-        (["sinc", "--starts", "x"], "invalid int value: 'x'"),
+        (["sinc", "--starts", "x"], "--starts: invalid literal for int()"),
         (["sinc", "--seed", "-1"], "`seed` must be at least 0"),
-        (["matrix-completion", "--ranks", "1,x"], "`ranks` must be integers separated"),
-        (["matrix-completion", "--ranks", "0"], "`ranks` must lie in 1..1000"),
+        (["matrix-completion", "--ranks", "1", "x"], "--ranks: Could not find valid"),
+        (["matrix-completion", "--ranks", "1", "0"], "`ranks` must lie in 1..1000"),
         (["matrix-completion", "--ranks", "1001"], "`ranks` must lie in 1..1000"),
         (["matrix-completion", "--pull", "2"], "`pull` must be in [0, 1]"),
         (["matrix-completion", "--pull", "0.2"], "pull x workers"),
         (["matrix-completion", "--learning-rate", "nan"], "`learning_rate` must be at"),
         (["matrix-completion", "--instances", "0"], "`instances` must be a positive int"),
-        (["theory", "--only", "one-step,two"], "`only` must be one of 'stationary-points'"),
-        (["theory", "--seed", "-1"], "`seed` must be at least 0"),
+        (["theory", "--only", "one-step", "two"], "'two'"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
@@ -84,7 +82,7 @@ def test_a_file_in_the_folder_s_place_is_left_untouched(tmp_path, capsys):
 
 def test_without_out_a_new_folder_every_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    claim = Claim("zero is at most zero", "0", 0.0, "≤", 0.0, 1e-3)
+    claim = Claim("zero is at most zero", "0", 0.0)
     quick = lambda seed: Outcome([claim], [], plt.figure())
     monkeypatch.setattr(round_robin, "check", quick)
     for _ in range(2):
@@ -105,10 +103,3 @@ def test_an_experiment_is_registered_by_one_line(monkeypatch, capsys):
     module.main = interrupted
     assert paper.main(["other"]) == 130
     assert capsys.readouterr().err.startswith("interrupted")
-
-
-def test_experiments_are_modules_of_the_package():
-    folder = pathlib.Path(paper.__file__).parent
-    for module in paper.EXPERIMENTS.values():
-        path = module.removeprefix("paper.").replace(".", "/")
-        assert (folder / f"{path}.py").exists()

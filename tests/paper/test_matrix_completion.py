@@ -67,17 +67,14 @@ def by_hand(u, x, rate, pull, iterations, lead):
     return best
 
 
-def options_of(arguments):
-    return matrix_completion.parse(arguments.split())
+def curves_of(**options):
+    with jax.enable_x64(True):
+        return matrix_completion.curves_of(matrix_completion.Options(**options))
 
 
 def test_both_methods_are_the_equations():
-    options = options_of(
-        "--dimension 20 --ranks 1,3 --instances 2 --workers 3 --iterations 12 "
-        "--learning-rate 0.02 --pull 0.05"
-    )
-    with jax.enable_x64(True):
-        curves = matrix_completion.run(options, lambda text: None, lambda text: None)
+    size = dict(dimension=20, ranks=(1, 3), instances=2, workers=3, iterations=12)
+    curves = curves_of(**size, learning_rate=0.02, pull=0.05)
     assert list(curves) == [(1, "LGD"), (1, "EASGD"), (3, "LGD"), (3, "EASGD")]
     for (rank, method), curve in curves.items():
         draw = np.random.default_rng([0, rank]).standard_normal
@@ -89,10 +86,7 @@ def test_both_methods_are_the_equations():
 
 def check_published(instances, levels):
     """LGD gets below, EASGD stays at: rank -> (iteration, F of LGD, F of EASGD at 49)."""
-    ranks = ",".join(map(str, levels))
-    options = options_of(f"--ranks {ranks} --instances {instances}")
-    with jax.enable_x64(True):
-        curves = matrix_completion.run(options, lambda text: None, lambda text: None)
+    curves = curves_of(ranks=tuple(levels), instances=instances)
     for rank, (iteration, below, stalls) in levels.items():
         lgd = np.median(curves[rank, "LGD"], axis=0)
         easgd = np.median(curves[rank, "EASGD"], axis=0)
@@ -114,7 +108,7 @@ def test_the_published_levels_at_high_ranks():
 
 def test_the_command(tmp_path, capsys):
     command = (
-        "--dimension 50 --ranks 1,2 --instances 2 --iterations 60 --learning-rate 0.01"
+        "--dimension 50 --ranks 1 2 --instances 2 --iterations 60 --learning-rate 0.01"
     )
     assert paper.main(["matrix-completion", *command.split(), "--out", str(tmp_path)]) == 0
     assert jax.numpy.ones(1).dtype == np.float32  # float64 ends here

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from landscapes import QUICK, SMALL, but, contents
+from landscapes import QUICK, SMALL, but, contents, draw
 
 from paper.landscape import loss, trajectory
-from paper.landscape.cli import main, parse
+from paper.landscape.cli import Options
 from paper.landscape.compute import compute_landscape, pulls_of
 from paper.landscape.points import Points
 from train.config import WorkersConfig
@@ -71,7 +71,7 @@ def drawn(run, tmp_path_factory):
     folder = shutil.copytree(run, tmp_path_factory.mktemp("drawn") / "run")
     before, printed = contents(folder), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main([str(folder), "--grid", "5", "--images", "200", "--test"]) == 0
+        assert draw([str(folder), "--grid", "5", "--images", "200", "--test"]) == 0
     return folder, before, printed.getvalue()
 
 
@@ -158,8 +158,8 @@ def test_pulls_of_the_trajectory_are_those_of_the_method(saved):
         pytest.param(
             methods.make("allreduce"),
             *(3, True),
-            "worker 2, along principal direction 1 of the trajectory and principal dir",
-            2,
+            "worker 2 and the start of training, along random direction 0",
+            3,
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -189,7 +189,7 @@ def test_methods_without_leaders(method, count, retrace, through, marks):
         _began=grid,
     )
     lines = []
-    options = parse(["nowhere", *QUICK, "--path-steps", "9" if retrace else "0"])
+    options = Options(pathlib.Path("nowhere"), **QUICK, path_steps=9 if retrace else 0)
     result = compute_landscape(case, options, lines.append)
     assert not any("warning" in line for line in lines)
     assert f"the plane through {through}" in result.title

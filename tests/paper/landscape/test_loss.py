@@ -33,19 +33,3 @@ def test_batch_statistics_are_those_of_the_images_at_the_point():
     expected = [float(losses.sum()), float(np.sum(logits.argmax(axis=1) != labels))]
     seen = measure(jnp.asarray(flat(params)), (images, labels))
     np.testing.assert_allclose(seen, expected, rtol=1e-5)
-
-
-def test_as_many_points_at_a_time_as_fit_into_half_the_memory():
-    measure = lambda point, batch: jnp.tanh(jnp.outer(point, batch)).sum()[None]
-    point, batch = jnp.ones(1000), jnp.ones(1000)
-    chunk = lambda free: loss.fitting_chunk(
-        *(measure, point, batch),
-        SimpleNamespace(
-            platform="gpu",
-            memory_stats=lambda: {"bytes_limit": free + 10**6, "bytes_in_use": 10**6},
-        ),
-    )
-    assert chunk(0) == 1 and chunk(10**12) == loss.MOST_POINTS
-    assert loss.fitting_chunk(measure, point, batch, jax.devices()[0]) == 1
-    without = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
-    assert loss.fitting_chunk(measure, point, batch, without) == 1

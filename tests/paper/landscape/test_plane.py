@@ -88,15 +88,6 @@ def test_a_point_that_is_not_finite_has_no_coordinates():
     assert np.isnan(plane.coordinates(here, jnp.array([np.nan, 0, 0]))).all()
 
 
-def test_principal_directions_of_a_stretched_cloud():
-    origin = np.array([5.0, 6.0, 7.0])
-    cloud = origin + np.stack([3 * U, -3 * U, 4 * U, V, -V])
-    first, second, *_ = plane.principal(cloud, origin)
-    along = lambda point: np.abs(np.stack([U, V, NORMAL]) @ (point - origin))
-    np.testing.assert_allclose(along(first), [34**0.5, 0, 0], atol=1e-12)
-    np.testing.assert_allclose(along(second), [0, 2**0.5, 0], atol=1e-12)
-
-
 def test_random_filters_are_as_long_as_the_parameters_own():
     rng = np.random.default_rng(1)
     params = {
@@ -127,8 +118,8 @@ def test_a_frame_is_a_square_with_a_margin():
 QUADRATIC = np.array([1.0, 10.0, 100.0])  # curvatures
 
 
-@pytest.mark.parametrize("devices, chunk", [(1, 1), (8, 1), (2, 3), (8, 16)])
-def test_contours_of_a_quadratic_are_those_of_the_formula(devices, chunk):
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_contours_of_a_quadratic_are_those_of_the_formula(devices):
     """f = Σ_k scale_k Σ_i c_i x_i² / 2 at x = o + a u + b v, for 35 places."""
     origin = np.array([1.0, -1.0, 0.5])
     laid = Plane(*(jnp.asarray(x, jnp.float32) for x in (origin, np.stack([U, V]))))
@@ -140,7 +131,6 @@ def test_contours_of_a_quadratic_are_those_of_the_formula(devices, chunk):
     done = []
     values = plane.evaluate(
         *(function, laid, places, [1.0, 0.5, 2.0], lj.Workers(1, devices)),
-        chunk=chunk,
         progress=done.append,
     )
     x = origin + places[:, :1] * U + places[:, 1:] * V

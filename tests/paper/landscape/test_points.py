@@ -12,7 +12,7 @@ from landscapes import QUICK, but
 
 import lsgd_jax as lj
 from paper.landscape import plots
-from paper.landscape.cli import parse
+from paper.landscape.cli import Options
 from paper.landscape.compute import compute_landscape
 from paper.landscape.points import Points, leaders_of
 
@@ -62,7 +62,7 @@ def test_workers_that_are_not_finite(saved):
     ill = but(saved, state=sick)
     with pytest.raises(ValueError, match=f"`worker` must have finite .* got {worker=}"):
         Points(ill, worker)
-    options = parse([str(saved.folder), *QUICK, "--path-steps", "0"])
+    options = Options(saved.folder, **QUICK, path_steps=0)
     result = compute_landscape(ill, options, lambda line: None)
     assert result.worker != worker and np.isnan(result.positions[worker]).all()
     assert np.isfinite(result.maps[0].loss).all()

@@ -4,10 +4,9 @@ import dataclasses
 import shutil
 
 import pytest
-from landscapes import SMALL, contents
+from landscapes import SMALL, contents, draw
 
 from configs import text
-from paper.landscape.cli import main
 from paper.landscape.saved_run import SavedRun
 from train import config as configuration
 from train.config import WorkersConfig
@@ -21,21 +20,21 @@ def test_a_damaged_checkpoint_is_left_as_it_is(copied, saved, monkeypatch, capsy
     (broken,) = copied.glob("checkpoints/12/state/_METADATA")
     broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
     before = contents(copied)
-    assert main([str(copied), "--step", "12"]) == 2
+    assert draw([str(copied), "--step", "12"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: the checkpoint of step 12 cannot be read: ")
     lines = []
     assert SavedRun(copied, None, None, lines.append).step == 6
     assert len(lines) == 1 and "the checkpoint of step 12 cannot be read" in lines[0]
     (copied / "checkpoints/6/state/_METADATA").write_bytes(b"")
-    assert main([str(copied)]) == 2
+    assert draw([str(copied)]) == 2
     assert "holds no checkpoint that can be read" in capsys.readouterr().err
     assert contents(copied).keys() == before.keys()
 
 
 def test_a_run_on_text_is_refused(tmp_path, capsys):
     configuration.write(text.CONFIG, tmp_path / "config.json")
-    assert main([str(tmp_path)]) == 2
+    assert draw([str(tmp_path)]) == 2
     assert "is a run on text; only runs on images" in capsys.readouterr().err
 
 

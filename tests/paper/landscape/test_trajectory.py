@@ -13,14 +13,15 @@ def retraced(saved, most=100):
     lines = []
     origin = flat(jax.tree.map(lambda x: x[0], saved.state.params))
     basis = np.eye(2, origin.size, dtype=np.float32)
-    path = trajectory.Trajectory(saved, most, lines.append)
-    return path, path.on(Plane(origin, basis)), lines
+    steps = trajectory.steps_to_retrace(saved, most, lines.append)
+    paths = trajectory.retraced(saved, steps, Plane(origin, basis), lines.append)
+    return steps, paths, lines
 
 
 def test_the_first_checkpoint_is_reached_from_the_start_of_training(saved):
     first = but(saved, step=6, state=saved.state_at(6))
-    path, paths, lines = retraced(first)
-    assert path.steps == range(6) and paths.shape == (7, 4, 3)
+    steps, paths, lines = retraced(first)
+    assert steps == range(6) and paths.shape == (7, 4, 3)
     assert not any("warning" in line for line in lines)
     # All workers start in one point.
     assert np.ptp(paths[0], axis=0).max() == 0 and np.ptp(paths[-1]) > 0
@@ -37,8 +38,8 @@ def test_a_trajectory_that_ends_elsewhere_is_reported(saved, monkeypatch):
 
 
 def test_a_trajectory_that_is_too_long_is_left_out_and_said(saved):
-    path, paths, lines = retraced(saved, most=5)
-    assert len(path.steps) == len(paths) == 0
+    steps, paths, lines = retraced(saved, most=5)
+    assert len(steps) == len(paths) == 0
     (line,) = lines
     assert line.startswith("the trajectory from step 6 to 12 is left out (6 steps")
     assert line.endswith("--path-steps 6 retraces it")

@@ -9,9 +9,9 @@ import pathlib
 import numpy as np
 import pytest
 import tiny
+from landscapes import draw as landscape
 
 import lsgd_jax as lj
-from paper.landscape.cli import main as landscape
 from train import compare, plots
 from train.__main__ import main
 from train.command import Lasting
