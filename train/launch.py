@@ -27,7 +27,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from train.arguments import Parser
 from train.cluster.exit_status import LOST, SIGNALED, STOPPED, WRONG_USAGE
 
 
@@ -206,13 +205,22 @@ class Processes:
         return SIGNALED - code
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that raises where argparse prints and exits; tyro would import more."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The launcher's options; those of the program stand behind --.
 
     Raises:
       ValueError: they cannot be understood, or a number is too small.
     """
-    parser = Parser("python -m train.launch", __doc__)
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    program = "python -m train.launch"
+    parser = Parser(program, None, __doc__, formatter_class=keep_lines, allow_abbrev=False)
     add = parser.add_argument
     add("--processes", type=int, required=True, help="how many")
     add("--devices-per-process", type=int, help="GPUs, or emulated CPU devices, of each")

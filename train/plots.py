@@ -230,7 +230,7 @@ def main(arguments: list[str]) -> int:
             for path in draw(pathlib.Path(argument)):
                 print(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"error: {argument} is no run folder: {error}", file=sys.stderr)
+            print(f"error: {argument} cannot be drawn: {error!r}", file=sys.stderr)
             return 2
     return 0
 

@@ -70,9 +70,9 @@ class Outcome(NamedTuple):
     Attributes:
       claims: what must hold.
       remarks: what else was seen: beyond the statement, or against a stronger one.
-      figure: a matplotlib figure of it.
+      figure: a matplotlib figure, or None.
     """
 
     claims: list[Claim]
-    remarks: list[str]
-    figure: Any
+    remarks: list[str] = []
+    figure: Any = None

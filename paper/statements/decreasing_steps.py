@@ -16,7 +16,6 @@ Paper: corollary on decreasing learning rates.
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
 
 from paper.statements.claim import Claim, Outcome
 from paper.statements.noisy_leader import (
@@ -28,7 +27,6 @@ from paper.statements.noisy_leader import (
     Setting,
     descend,
 )
-from train.plots import BLUE, ORANGE
 
 
 SIGMA, PULL = 3.0, 20.0  # σ, l
@@ -82,15 +80,4 @@ def check(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
             0.05,
         ),
     ]
-    return Outcome(claims, [], draw(late, means, allowed))
-
-
-def draw(late: np.ndarray, means: np.ndarray, allowed: np.ndarray) -> Any:
-    """E f − f* against k + 4κ, with the bounds."""
-    figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
-    for sigma_f, mean, bound, color in zip(LOSS_NOISES, means, allowed, (BLUE, ORANGE)):
-        axes.loglog(late, mean, color=color, lw=1, label=f"σ_f = {sigma_f:.0f}")
-        axes.loglog(late, bound, "--", color=color, lw=1, label="its bound v/(k + 4κ)")
-    axes.set(xlabel="k + 4κ", ylabel="E f(x_k) − f*")
-    axes.legend(frameon=False)
-    return figure
+    return Outcome(claims)

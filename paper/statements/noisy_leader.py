@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib import pyplot as plt
 
 from paper.descent import descent
 from paper.methods import lgd
 from paper.statements.claim import Claim, Outcome
-from train.plots import BLUE, GREY
 
 
 WORKERS = 4  # p
@@ -114,19 +112,4 @@ def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
         float((reached / allowed).max()),
         1.0,
     )
-    return Outcome([claim], [], draw(settings, reached, allowed))
-
-
-def draw(settings: list[Setting], reached: np.ndarray, allowed: np.ndarray) -> Any:
-    """What was reached beside what is allowed, for every setting."""
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
-    places = np.arange(len(settings))
-    axes.vlines(places, reached, allowed, color=GREY, lw=1)
-    axes.plot(places, allowed, "_", color="black", ms=18, mew=2, label="bound")
-    axes.plot(places, reached, "o", color=BLUE, label="reached")
-    labels = [f"λ = {s.pull:.1f}\nσ_f = {s.loss_noise:.0f}" for s in settings]
-    axes.set_xticks(places, labels, fontsize=8)
-    axes.set_yscale("log")
-    axes.set_ylabel("limsup E f(x) − f*")
-    axes.legend(frameon=False)
-    return figure
+    return Outcome([claim])

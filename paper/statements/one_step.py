@@ -16,12 +16,11 @@ with noise ±σv along a unit vector v, so that the expectation is a mean of two
 Paper: theorem on the one-step descent of LSGD.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib import pyplot as plt
 
 from paper.descent import descent
 from paper.methods import lgd
@@ -130,24 +129,10 @@ def check(seed: int = 0, cases: int = 3000, largest: float = 1.0) -> Outcome:
     before = np.asarray(heights(drawn.x, drawn.hessian, drawn.bend))
     scale = before + np.square(drawn.noise).sum(axis=1) * drawn.rate
     excess = (expected - bound) / scale
-    gain = drawn.rate * drawn.pull
     claim = Claim(
         "E f(x₊) − f* ≤ (1 − mη)(f(x) − f*) − ηλ(f(x) − f(z)) + ½η²Mσ²",
         f"left − right, of f(x) − f* + ησ², worst of {cases} random cases",
         float(excess.max()),
         tolerance=1e-14,
     )
-    return Outcome([claim], [], draw(expected / before, bound / before, gain))
-
-
-def draw(expected: np.ndarray, bound: np.ndarray, gain: np.ndarray) -> Any:
-    """E f(x₊) against its bound, both as shares of f(x)."""
-    figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
-    image = axes.scatter(bound, expected, c=gain, s=4, norm="log", cmap="viridis")
-    ends = [min(expected.min(), bound.min()), max(expected.max(), bound.max())]
-    axes.plot(ends, ends, "--", lw=1, color="black", label="equal")
-    axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="bound / (f(x) − f*)", ylabel="(E f(x₊) − f*) / (f(x) − f*)")
-    axes.legend(frameon=False)
-    figure.colorbar(image, label="ηλ")
-    return figure
+    return Outcome([claim])

@@ -17,17 +17,13 @@ with a worker in each of the four basins.
 Paper: section on stationary points (theorem on LSGD's objective).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib import pyplot as plt
 
 from paper.descent import descent
 from paper.methods import easgd, lgd
 from paper.statements.claim import Claim, Outcome
-from train.plots import BLUE, GREY, ORANGE
 
 
 RATE, PULL = 0.1, 0.08  # η; λ = ρ
@@ -152,41 +148,4 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
         f"descent on it came to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in "
         f"{unlike.size} landscapes."
     ]
-    others = norms(x - first)[kept] > 0
-    groups = {
-        "LSGD, leaders": at_leader,
-        "LSGD, others": norms(gradients(x, tilts))[kept][others],
-        "EASGD, workers": at_workers,
-    }
-    return Outcome(claims, remarks, draw(tilts[0], x[0], y[0], groups))
-
-
-def draw(
-    tilt: np.ndarray, lsgd: np.ndarray, easgd: np.ndarray, groups: dict[str, np.ndarray]
-) -> Any:
-    """One landscape with the workers at rest, and the gradients in all landscapes."""
-    figure, (plane, strip) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
-    side = np.linspace(-1.6, 1.6, 201)
-    grid = np.stack(np.meshgrid(side, side), axis=-1)
-    height = values(grid.reshape(1, -1, 2), tilt[None]).reshape(len(side), -1)
-    plane.contour(side, side, height, 24, colors=GREY, linewidths=0.6)
-    roots = [np.roots([1, 0, -1, a]).real for a in tilt]
-    for corner in CORNERS:
-        minimum = [r[np.abs(r - s).argmin()] for r, s in zip(roots, corner)]
-        plane.plot(*minimum, "+", color="black", ms=11, zorder=1)
-    plane.plot(*lsgd.T, "o", color=BLUE, ms=5, label="LSGD")
-    best = lsgd[values(lsgd[None], tilt[None])[0].argmin()]
-    plane.plot(*best, "*", color=BLUE, ms=15, mec="black", mew=0.6, label="its leader")
-    plane.plot(*easgd.T, "s", color=ORANGE, ms=5, label="EASGD")
-    plane.plot(*easgd.mean(axis=0), "x", color=ORANGE, ms=9, mew=2, label="its center")
-    plane.legend(fontsize=8, loc="center left")
-    plane.set_title("at rest in one landscape (+: minima of f)", fontsize=10)
-    plane.set_aspect("equal")
-    jitter = np.random.default_rng(0)
-    for place, lengths in enumerate(map(np.ravel, groups.values())):
-        spread = place + jitter.uniform(-0.25, 0.25, lengths.size)
-        strip.semilogy(spread, lengths, ".", ms=3, color=(BLUE, BLUE, ORANGE)[place])
-    strip.set_xticks(range(len(groups)), list(groups))
-    strip.set_ylabel("‖∇f(x_i)‖")
-    strip.set_title("all landscapes", fontsize=10)
-    return figure
+    return Outcome(claims, remarks)

@@ -4,7 +4,6 @@ import sys
 import types
 
 import pytest
-from matplotlib import pyplot as plt
 
 from paper import __main__ as paper
 from paper.statements import round_robin
@@ -83,7 +82,7 @@ def test_a_file_in_the_folder_s_place_is_left_untouched(tmp_path, capsys):
 def test_without_out_a_new_folder_every_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     claim = Claim("zero is at most zero", "0", 0.0)
-    quick = lambda seed: Outcome([claim], [], plt.figure())
+    quick = lambda seed: Outcome([claim])
     monkeypatch.setattr(round_robin, "check", quick)
     for _ in range(2):
         assert paper.main(["theory", "--only", "round-robin"]) == 0

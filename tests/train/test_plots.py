@@ -1,4 +1,4 @@
-"""Figures of metrics that are damaged in parts."""
+"""Figures of metrics."""
 
 import json
 import os
@@ -8,29 +8,13 @@ import sys
 from train import plots
 
 
-def test_events_that_are_not_as_they_must_be_are_left_out(tmp_path):
-    at = lambda kind, step, **values: {"kind": kind, "step": step, "seconds": 1, **values}
-    leaders = lambda step, **values: at("leaders", step, **{"level": "all", **values})
-    events = [
-        at("start", 0, workers=[1, "2"]),
-        at("start", 0, workers=[1, 2]),
-        at("train", 4, loss="low", consensus_distance=[]),
-        at("train", 8, loss=1.0, consensus_distance=0.5, pulls=[[4, 0, 80, 2]]),
-        at("train", 9, loss=1.0, pulls=[[0, 0, 80, 2]]),
-        at("train", 9, loss=1.0, pulls=[4]),
-        at("test", 8, center_error={}, best_error=None),
-        leaders(4, leaders=[1]),
-        leaders(6, leaders=["1"]),
-        leaders(8, leaders=1),
-        leaders(8),
-        at("leaders", 8, leaders=[0]),
-    ]
-    lines = "\n".join(map(json.dumps, events))
-    (tmp_path / "metrics.jsonl").write_text(lines)
-    drawn = {path.name for path in plots.draw(tmp_path)}
-    assert drawn == {"training.png", "leaders.png", "consensus.png", "traffic.png"}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[5]))
+def test_a_run_without_a_figure_and_one_that_cannot_be_drawn(tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"kind": "test", "step": 8, "seconds": 1}')
     assert plots.draw(tmp_path) == []
+    metrics.write_text('{"kind": "leaders", "step": 8, "seconds": 1}')
+    assert plots.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} cannot be drawn: ")
 
 
 def test_figures_name_their_run_and_count_elections_in_whole_numbers(tmp_path, monkeypatch):
@@ -41,7 +25,6 @@ def test_figures_name_their_run_and_count_elections_in_whole_numbers(tmp_path, m
         at("start", workers=[1, 2]),
         at("train", loss=1.0, consensus_distance=0.5),
         at("leaders", level="all", leaders=[1]),
-        at("pace", steps=[4, "5"], waited=[0.5, 0.1]),
         at("pace", steps=[4, 5], waited=[0.5, 0.1]),
         at("pace", steps=[4, 5, 6], waited=[0.5, 0.1, 0]),
     ]

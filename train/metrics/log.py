@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,7 +93,7 @@ def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """The events of a run by kind, in order.
 
     What came after the step from which the run was resumed counts no more. Lines that are
-    not what a `MetricsLog` writes, cut off by a crash or damaged, are skipped.
+    no events, cut off by a crash or damaged, are skipped.
 
     Raises:
       OSError: there is no such file, or it cannot be read.
@@ -122,48 +121,10 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-# What figures and tables ask of the values that are there; any value may be null.
-NUMBERS = frozenset(
-    "seconds loss steps_per_second consensus_distance waiting restored bytes_sent "
-    "center_error center_loss center_bits_per_byte "
-    "best_error best_loss best_bits_per_byte".split()
-)
-
-
 def _is_sound(event: dict[str, Any]) -> bool:
-    """Whether an event is of the types in which it was written."""
+    """Whether an event has the kind, the step and the seconds that all have."""
     kind, step, seconds = (event.get(name) for name in ("kind", "step", "seconds"))
-    if type(kind) is not str or type(step) is not int or seconds is None:
-        return False
-    numbers = (event[name] for name in NUMBERS & event.keys())
-    if not all(x is None or type(x) in (int, float) for x in numbers):
-        return False
-    if kind == "train":
-        pulls = event.get("pulls", [])
-        return isinstance(pulls, list) and all(map(_is_schedule, pulls))
-    if kind == "start":
-        return _are_ints(event.get("workers"), range(2, 3))
-    if kind == "pace":
-        return all(map(_are_numbers, (event.get("steps"), event.get("waited"))))
-    if kind == "leaders":
-        known = event.get("level") in ("node", "all")
-        return known and _are_ints(event.get("leaders"), range(1, sys.maxsize))
-    return True
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and {type(x) for x in values} <= {int, float}
-
-
-def _is_schedule(values: Any) -> bool:
-    """Whether this may be a `Schedule` of traffic.py."""
-    return _are_ints(values, range(4, 5)) and values[0] > 0 and min(values) >= 0
-
-
-def _are_ints(values: Any, counts: range) -> bool:
-    if not isinstance(values, list) or len(values) not in counts:
-        return False
-    return all(type(value) is int for value in values)
+    return type(kind) is str and type(step) is int and type(seconds) in (int, float)
 
 
 def _jsonable(value: Any) -> Any:

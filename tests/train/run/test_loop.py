@@ -93,7 +93,7 @@ def test_figures_can_be_drawn_again(finished, capsys):
     assert plots.main([str(result.folder)]) == 0
     assert capsys.readouterr().out.count(".png") == 4
     assert plots.main([str(result.folder / "tensorboard")]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "cannot be drawn" in capsys.readouterr().err
 
 
 def test_testing_never_touches_the_training_state(finished):
