@@ -1,5 +1,7 @@
 """What tests of several packages share."""
 
+import pathlib
+
 import pytest
 
 
@@ -10,3 +12,27 @@ def on_ray():
 
     with ray_engine.cluster(ray_engine.Options(object_store=200 * 2**20), workers=5):
         yield
+
+
+@pytest.fixture
+def refusal(capsys, tmp_path, monkeypatch):
+    """What a command says of wrong usage: one line, status 2, and no file is changed."""
+    monkeypatch.chdir(tmp_path)
+
+    def files():
+        found = filter(pathlib.Path.is_file, tmp_path.rglob("*"))
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    def refusal(main, arguments):
+        before = files()
+        try:
+            status = main(arguments)
+        except SystemExit as stop:
+            status = stop.code
+        captured = capsys.readouterr()
+        assert (status, captured.out) == (2, "")
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+        assert files() == before
+        return captured.err
+
+    return refusal

@@ -609,7 +609,8 @@ def read(path: os.PathLike) -> Config:
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
         found = values.pop("format", 1)
-        config = _build(Config, _renamed(values)) if found == FORMAT else None
+        values.pop("distributed", None)  # 0.2.0 wrote it
+        config = _build(Config, values) if found == FORMAT else None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} holds no configuration of a run: {error}") from error
     if config is None:
@@ -619,18 +620,6 @@ def read(path: os.PathLike) -> Config:
             "can only be read by the version that wrote it"
         )
     return config
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an earlier run with the names of now, without its rendezvous."""
-    values.pop("distributed", None)
-    ray, method = values.get("ray"), values.get("method")
-    if isinstance(ray, dict) and isinstance(method, dict):
-        if "grace" in ray:
-            ray["timeout"] = ray.pop("grace")
-        if (wire := ray.pop("wire", "float32")) != "float32":
-            method["wire"] = wire
-    return values
 
 
 def _build(cls: Any, values: Any, prefix: str = "") -> Any:

@@ -178,19 +178,8 @@ WRONG = [  # a command line, and what is said of it
 
 
 @pytest.mark.parametrize("arguments, message", WRONG)
-def test_wrong_usage_is_one_line_and_status_2(
-    arguments, message, capsys, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(arguments.split())
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert message in captured.err and captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1 and captured.out == ""
-    assert not list(tmp_path.iterdir())
+def test_wrong_usage(arguments, message, refusal):
+    assert message in refusal(main, arguments.split())
 
 
 def help_of(capsys, *arguments):
@@ -365,24 +354,3 @@ def test_resuming_notices_an_edited_setting_and_says_that_no_step_is_left(
     assert main([*run, "--resume", "--steps", "6"]) == 2
     expected = "config.json was edited: the run began with seed=0, and it says seed=1"
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_loses_the_new_checkpoint_and_nothing_else(tmp_path):
-    """Files may not grow beyond 256 KiB: checkpoints fail, the rest goes on."""
-    full = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**18, 2**18)); "
-    folder = tmp_path / "run"
-    process = start(
-        folder,
-        "--steps",
-        "8",
-        "--checkpoint-every",
-        "4",
-        "--test-every",
-        "4",
-        before=full + "import tiny; tiny.install(tiny.Wide); ",
-    )
-    output = end(process)
-    assert process.returncode == 1, output
-    assert "warning: the checkpoint of step 4 was not written" in output
-    assert "test error" in output and len(log.read(folder)["test"]) == 2

@@ -205,17 +205,3 @@ def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "choose", raced)
     folder = run_folder.create(config, Session())
     assert folder.name == f"{taken[0].name}-2"
-
-
-def test_a_run_of_the_version_before_is_read(tmp_path):
-    """Its wire and timeout have other names; how its processes met does not matter."""
-    method = methods.make("async-lsgd", wire="int8")
-    config = dataclasses.replace(digits.CONFIG, method=method)
-    path = tmp_path / "config.json"
-    configuration.write(config, path)
-    values = json.loads(path.read_text())
-    values["ray"]["grace"] = values["ray"].pop("timeout")
-    values["ray"]["wire"] = values["method"].pop("wire")
-    values["distributed"] = {"survive": True, "tls": None, "gone": 3}
-    path.write_text(json.dumps(values))
-    assert configuration.read(path) == config

@@ -82,8 +82,7 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
         return None
     for step in reversed(archive.steps):
         with contextlib.suppress(ValueError):  # damaged, or of other workers
-            read = functools.partial(archive.restore, step)
-            return experiment.apart(experiment.restored(read, like).state)[index]
+            return experiment.apart(archive.restore(step, like).state)[index]
     return None
 
 

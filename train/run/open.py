@@ -219,8 +219,7 @@ def starting_point(
 ) -> Restored:
     """The latest checkpoint if the run is resumed, or else the state before step 1."""
     if config.resume:
-        read = lambda like: resharding.restore(checkpoints, like, experiment.workers)
-        restored = experiment.restored(read, fresh)
+        restored = resharding.restore(checkpoints, fresh, experiment.workers)
         if restored is not None:
             return restored
         folder = run_folder.to_resume(config)

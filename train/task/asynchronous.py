@@ -237,27 +237,3 @@ class AsynchronousExperiment(BaseExperiment):
 
     def bytes_sent(self, state: AsynchronousState) -> int:
         return int(np.mean(self.sent(state)))
-
-    def restored(self, read: Callable[[Any], Any], fresh: Any) -> Any:
-        """As `BaseExperiment.restored`; 0.2.0 kept the engine in `opt_state`."""
-        try:
-            return super().restored(read, fresh)
-        except ValueError as error:
-            try:
-                found = read(_before(fresh))
-            except ValueError:
-                raise error from None
-        return found and found._replace(state=_after(found.state))
-
-
-def _before(state: AsynchronousState) -> TrainState:
-    """The state as the version before kept it in checkpoints."""
-    kept = {"base": state.opt_state, **state.engine._asdict()}
-    return TrainState(state.params, state.stats, kept, state.key, state.step)
-
-
-def _after(state: TrainState) -> AsynchronousState:
-    """The state that `_before` was made of."""
-    kept = dict(state.opt_state)
-    opt_state = kept.pop("base")
-    return AsynchronousState(*state._replace(opt_state=opt_state), EngineState(**kept))

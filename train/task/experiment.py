@@ -179,11 +179,6 @@ class BaseExperiment(abc.ABC):
     def bytes_sent(self, state: Any) -> int:
         """Bytes that each worker has sent, the mean if they differ."""
 
-    @staticmethod
-    def restored(read: Callable[[Any], Any], fresh: Any) -> Any:
-        """The checkpoint that `read` finds for a state such as `fresh`."""
-        return read(fresh)
-
     # Data
 
     def batches(self, steps: range) -> Generator[Any, None, None]:

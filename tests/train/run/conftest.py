@@ -47,3 +47,27 @@ def copied(finished, tmp_path):
     """The configuration of a copy of the finished run's folder, to resume it."""
     folder = shutil.copytree(finished[1].folder, tmp_path / "copy")
     return dataclasses.replace(tiny.SMALL, run_dir=str(folder), resume=True)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens a small run in a folder of its own, with some settings changed."""
+
+    def opened(**changes):
+        where = {"run_dir": str(tmp_path / "run")}
+        return open_run(dataclasses.replace(tiny.SMALL, **where | changes))
+
+    return opened
+
+
+@pytest.fixture
+def trained():
+    """Trains a run whose steps are followed by `change`: (state, loss) -> the same."""
+
+    def trained(run, change):
+        step = run.experiment.step
+        with pytest.MonkeyPatch.context() as patch:  # the experiment is shared
+            patch.setattr(run.experiment, "step", lambda *given: change(*step(*given)))
+            return train(run)
+
+    return trained

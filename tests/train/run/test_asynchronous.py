@@ -1,8 +1,6 @@
 """Runs whose workers step at their own pace: the same folder, and the same ways to end."""
 
 import dataclasses
-import json
-import shutil
 import signal
 
 import jax
@@ -13,15 +11,12 @@ import tiny
 
 from train import cli
 from train.__main__ import main
-from train.cluster.session import Session
 from train.config import WorkersConfig
 from train.metrics import log
 from train.run import asynchronous, loop
-from train.run.checkpoints import Checkpoints
 from train.run.loop import train
 from train.run.open import open_run
 from train.task import methods
-from train.task.state import TrainState
 
 
 LSGD = methods.make("async-lsgd", local_period=2, global_period=4, loss_window=3)
@@ -88,24 +83,6 @@ def test_a_run_that_a_signal_stopped_goes_on(number, tmp_path, monkeypatch, caps
     steps = log.read(folder)["pace"][-1]["steps"]
     assert sum(steps) == 48 and (np.array(steps) > counts).sum() >= 3
     assert log.read(folder)["test"][-1]["center_error"] < 50
-
-
-def test_a_checkpoint_of_the_version_before_is_gone_on_from(tmp_path, monkeypatch):
-    """It had the engine's state in the field of the optimizer's."""
-    changes = dict(steps=6, test_every=12, checkpoint_every=12)
-    engine = {"step_seconds": 1.0}
-    run, _ = run_of(tmp_path / "new", monkeypatch, engine, **changes)
-    old = shutil.copytree(tmp_path / "new", tmp_path / "old")
-    *common, held = run.state
-    held = {"base": run.state.opt_state} | held._asdict()
-    state = TrainState(*common)._replace(opt_state=held)
-    notes = json.loads((old / "checkpoints" / "6" / "notes" / "metadata").read_text())
-    shutil.rmtree(old / "checkpoints" / "6")
-    checkpoints = Checkpoints(old / "checkpoints", 2, print, Session())
-    assert checkpoints.save(6, state, notes) and checkpoints.close()
-    longer = changes | {"steps": 9, "resume": True}
-    states = [run_of(x, monkeypatch, engine, **longer)[0].state for x in (old, run.folder)]
-    tiny.assert_equal_to_the_bit(*states)
 
 
 @pytest.mark.slow

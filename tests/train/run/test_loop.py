@@ -1,6 +1,5 @@
 """Training runs in this process: what they leave behind, what stops them, and why."""
 
-import dataclasses
 import json
 import signal
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from train.metrics import log
 from train.metrics.tensorboard import EventFiles
 from train.run import checkpoints, loop
 from train.run.loop import train
-from train.run.open import open_run
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -135,63 +133,55 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_a_signal_stopped_goes_on_to_the_bit(
-    number, finished, tmp_path, monkeypatch, capsys
+    number, finished, opened, trained, capsys
 ):
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
-    run = open_run(config)
-    step = run.experiment.step
+    run = opened()
 
-    def interrupted(*arguments):
+    def interrupted(*after):
         if run.step == 4:
             signal.raise_signal(number)
-        return step(*arguments)
+        return after
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run.experiment, "step", interrupted)
-        result = train(run)
+    result = trained(run, interrupted)
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
     assert f", saved; to go on: python -m train digits --run-dir {run.folder}" in printed
-    again = open_run(dataclasses.replace(config, resume=True))
+    again = opened(resume=True)
     assert again.step == 5 and train(again).stopped_by is None
     tiny.assert_equal_to_the_bit(finished[0].state, again.state)
 
 
-def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-
-    def interrupted(*arguments):
+def test_a_second_ctrl_c_interrupts_at_once(opened, trained):
+    def interrupted(*after):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(run.experiment, "step", interrupted)
+    run = opened()
     with pytest.raises(KeyboardInterrupt):
-        train(run)
+        trained(run, interrupted)
     run.checkpoints.close()
 
 
-def test_ctrl_c_while_figures_are_drawn_loses_no_result(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_while_figures_are_drawn_loses_no_result(opened, monkeypatch, capsys):
     draw = lambda folder: signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(loop, "draw", draw)
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
-    assert train(open_run(config)).is_good
-    assert f"everything is in {tmp_path}" in capsys.readouterr().out
+    run = opened()
+    assert train(run).is_good
+    assert f"everything is in {run.folder}" in capsys.readouterr().out
 
 
-def test_jax_that_looks_for_nan_finds_none(tmp_path):
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+def test_jax_that_looks_for_nan_finds_none(opened):
     with jax.debug_nans(True):
-        assert train(open_run(config)).is_good
+        assert train(opened()).is_good
 
 
 def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
-    tmp_path, monkeypatch, capsys
+    opened, monkeypatch, capsys
 ):
     full = SimpleNamespace(free=1000)
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: full)
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-    result = train(run)
+    result = train(opened())
     assert result.step == 12 and not result.saved
     assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
@@ -203,16 +193,16 @@ def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
 
 
 @pytest.mark.parametrize("full", ["from the start", "at the end"])
-def test_metrics_that_are_missing_are_named_at_the_end(full, tmp_path, capsys, monkeypatch):
+def test_metrics_that_are_missing_are_named_at_the_end(full, opened, capsys, monkeypatch):
     def no_space(files, close=EventFiles.close):
         close(files)
         raise OSError(28, "No space left on device")
 
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+    run = opened()
     if full == "at the end":
         monkeypatch.setattr(EventFiles, "close", no_space)
     else:
-        (tmp_path / "run" / "metrics.jsonl").mkdir()  # in the way
+        (run.folder / "metrics.jsonl").mkdir()  # in the way
     result = train(run)
     assert result.saved and result.is_good and not result.has_metrics
     printed = capsys.readouterr().out
@@ -220,24 +210,19 @@ def test_metrics_that_are_missing_are_named_at_the_end(full, tmp_path, capsys, m
     assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
-    finished, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(finished, opened, trained):
     """Metrics, leaders and best workers too: of steps 5 and 6 nothing was written yet."""
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
-    run = open_run(config)
-    step = run.experiment.step
+    run = opened()
 
-    def killed(*arguments):
+    def killed(*after):
         if run.step == 7:
             run.checkpoints.wait()
             raise InterruptedError("killed")
-        return step(*arguments)
+        return after
 
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(run.experiment, "step", killed)
-        train(run)
-    again = open_run(dataclasses.replace(config, resume=True))
+    with pytest.raises(InterruptedError):
+        trained(run, killed)
+    again = opened(resume=True)
     assert again.step == 6 and train(again).is_good
     of_time = {"seconds", "steps_per_second"}
     undisturbed, resumed = (
@@ -253,70 +238,42 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     np.testing.assert_array_equal(average, again.buffer.recent.average)
 
 
-def test_the_best_worker_is_known_before_the_first_report(tmp_path, monkeypatch):
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"), steps=2)
-    run = open_run(config)
-    step = run.experiment.step
-
-    def third_is_best(*arguments):
-        state, loss = step(*arguments)
-        return state, loss.at[2].set(0.01)
-
-    monkeypatch.setattr(run.experiment, "step", third_is_best)
-    result = train(run)
+def test_the_best_worker_is_known_before_the_first_report(opened, trained):
+    third_is_best = lambda state, loss: (state, loss.at[2].set(0.01))
+    result = trained(opened(steps=2), third_is_best)
     assert log.read(result.folder)["test"][-1]["best_worker"] == 2
 
 
 # Losses and parameters that are not as they must be
 
 
-def test_no_finite_loss_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
-    config = dataclasses.replace(
-        tiny.SMALL,
-        run_dir=str(tmp_path / "run"),
-        steps=400,
-        stop_after_nonfinite=5,
-    )
-    run = open_run(config)
-    step = run.experiment.step
-
-    def diverged(*arguments):
-        state, loss = step(*arguments)
-        return state, loss * jnp.nan
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.experiment, "step", diverged)
-        result = train(run)
+def test_no_finite_loss_stops_the_run_with_a_checkpoint(opened, trained, capsys):
+    run = opened(steps=400, stop_after_nonfinite=5)
+    result = trained(run, lambda state, loss: (state, loss * jnp.nan))
     assert result.stopped_by == "nonfinite" and result.saved
     assert result.step == 5 and result.finite_checkpoint is None
-    assert (tmp_path / "run" / "checkpoints" / str(result.step)).is_dir()
+    assert (run.folder / "checkpoints" / str(result.step)).is_dir()
     printed = capsys.readouterr().out
     assert "warning: no worker has had a finite loss for" in printed
     assert "no worker had a finite loss for 5 steps" in printed and "--resume" in printed
     assert "no checkpoint has finite losses" in printed
-    again = train(open_run(dataclasses.replace(config, resume=True, steps=8)))
+    again = train(opened(steps=8, stop_after_nonfinite=5, resume=True))
     assert (again.step, again.stopped_by, again.is_good) == (8, None, True)
 
 
-def test_a_run_that_ends_diverged_says_so(tmp_path, monkeypatch, capsys):
+def test_a_run_that_ends_diverged_says_so(opened, trained, capsys):
     """Shorter than the limit: no worker has a finite loss, and the last test is made."""
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-    step = run.experiment.step
-
-    def diverged(*arguments):
-        state, loss = step(*arguments)
-        return state, loss * (jnp.nan if run.step >= 8 else 1)
-
-    monkeypatch.setattr(run.experiment, "step", diverged)
-    result = train(run)
+    run = opened()
+    diverged = lambda state, loss: (state, loss * (jnp.nan if run.step >= 8 else 1))
+    result = trained(run, diverged)
     assert result.stopped_by is None and result.saved and not result.is_good
     printed = capsys.readouterr().out
     assert "training has diverged: a loss is not finite; the latest checkpoint" in printed
     assert "with finite losses is of step 6; everything is in" in printed
 
 
-def test_a_worker_that_diverged_is_reported_and_restored(tmp_path, capsys):
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
+def test_a_worker_that_diverged_is_reported_and_restored(opened, capsys):
+    run = opened()
     poisoned = jax.tree.map(lambda x: x.at[0].set(jnp.nan), run.state.params)
     placed = run.experiment.workers.put(poisoned)
     run.state = run.state._replace(params=placed)
@@ -334,18 +291,10 @@ def test_a_worker_that_diverged_is_reported_and_restored(tmp_path, capsys):
     assert momentum and all(np.isfinite(x).all() for x in momentum)
 
 
-def test_parameters_changed_behind_the_exchange_are_warned_of_once(
-    tmp_path, monkeypatch, capsys
-):
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-    step = run.experiment.step
-
-    def changed(*arguments):
-        state, loss = step(*arguments)
-        other = lambda x: run.experiment.workers.put(x.at[2].multiply(1.5))
-        return state._replace(params=jax.tree.map(other, state.params)), loss
-
-    monkeypatch.setattr(run.experiment, "step", changed)
-    train(run)
+def test_parameters_changed_behind_the_exchange_are_warned_of_once(opened, trained, capsys):
+    run = opened()
+    other = lambda x: run.experiment.workers.put(x.at[2].multiply(1.5))
+    changed = lambda state: state._replace(params=jax.tree.map(other, state.params))
+    trained(run, lambda state, loss: (changed(state), loss))
     message = "the parameters of worker 2 were changed behind the exchange (seen up to"
     assert capsys.readouterr().out.count(message) == 1

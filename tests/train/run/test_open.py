@@ -1,7 +1,6 @@
 """Opening runs: resuming to the bit, damaged checkpoints, and what is refused."""
 
 import dataclasses
-import gc
 import io
 import json
 import pathlib
@@ -62,36 +61,7 @@ def test_events_after_the_resumed_checkpoint_do_not_count(copied):
     assert [event["step"] for event in events["train"]] == [4, 8, 12, 14]
 
 
-# Orbax leaves coroutines behind when a restore fails; they complain when collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_truncated_checkpoint_falls_back_to_the_one_before(copied, capsys):
-    broken = max((p for p in files_of(copied, 12)), key=lambda path: path.stat().st_size)
-    broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
-    run = open_run(copied)
-    assert run.step == 6
-    printed = capsys.readouterr().out
-    assert "warning: the checkpoint of step 12 cannot be read" in printed
-    assert files_of(copied, "unreadable-12")  # set aside, not deleted
-    assert train(run).step == 12
-    gc.collect()
-
-
-def files_of(config, step):
-    folder = pathlib.Path(config.run_dir) / "checkpoints" / str(step)
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_readable_checkpoint_at_all(copied):
-    for step in (6, 12):
-        for path in files_of(copied, step):
-            path.write_bytes(b"")
-    with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
-        open_run(copied)
-    gc.collect()
-
-
-def test_a_run_folder_of_version_0_1_is_refused_in_one_line(copied, tmp_path, capsys):
+def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal):
     """Its metrics can still be drawn; to read its checkpoints takes that version."""
     out = tmp_path / "out"
     out.mkdir()
@@ -100,18 +70,12 @@ def test_a_run_folder_of_version_0_1_is_refused_in_one_line(copied, tmp_path, ca
     values = json.loads(path.read_text())
     assert values.pop("format") == 2
     path.write_text(json.dumps(values))
-    before = sorted(folder.rglob("*"))
-    comparison = ["digits", "--methods", "lsgd", "--out", str(out)]
     for command, arguments in (
         (main, ["digits", "--resume", "--run-dir", str(folder)]),
         (landscape, [str(folder)]),
-        (compare.main, comparison),
+        (compare.main, ["digits", "--methods", "lsgd", "--out", str(out)]),
     ):
-        assert command(arguments) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {path} is of a run in format 1, whose checkpoints")
-        assert error.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
+        assert f"{path} is of a run in format 1, whose" in refusal(command, arguments)
     assert plots.main([str(folder)]) == 0
 
 
