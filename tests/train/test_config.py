@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from configs import cifar10_cnn7, digits
+from configs import digits
 from train import cli
 from train import config as configuration
 from train.cluster.session import Session
@@ -139,14 +139,6 @@ def test_new_run_folders_never_meet(tmp_path):
     first, second = (run_folder.create(config, Session()) for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path
     assert run_folder.newest(str(tmp_path), "digits") == second
-
-
-def test_the_newest_run_is_of_the_same_experiment(tmp_path):
-    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    folder = run_folder.create(config, Session())
-    other = dataclasses.replace(cifar10_cnn7.CONFIG, runs=str(tmp_path))
-    run_folder.create(other, Session())
-    assert run_folder.newest(str(tmp_path), "digits") == folder
 
 
 @pytest.mark.parametrize(

@@ -123,15 +123,10 @@ def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, Any]:
         return {}
     restored = sum(int(np.sum(pull.restored)) for pull in diagnostics)
     return {
-        "bytes_sent": bytes_sent(diagnostics),
+        "bytes_sent": sum(pull.bytes_sent for pull in diagnostics),
         "restored": restored,
         "pulls": traffic.schedules(diagnostics),
     }
-
-
-def bytes_sent(diagnostics: tuple[lj.Diagnostics, ...]) -> int:
-    """Bytes that each worker has sent, by all pulls together."""
-    return sum(pull.bytes_sent for pull in diagnostics)
 
 
 def _joined(workers: np.ndarray) -> str:

@@ -1,11 +1,10 @@
-"""The list of methods: complete, with the library's defaults, and each of them trains."""
+"""The list of methods: complete, with the defaults of the library."""
 
 import dataclasses
 import inspect
 import pickle
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,20 +16,6 @@ from train.config import OptimizerConfig, WorkersConfig
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
-
-
-# What a few steps need to show something.
-SMALL = {"lsgd": dict(local_pull=0.5, global_pull=0.5, local_period=2, global_period=4)}
-SMALL["post-local-sgd"] = dict(period=2, switch_step=4)
-for name in "easgd downpour local-sgd slowmo diloco diloco-leader parle".split():
-    SMALL[name] = dict(period=2)
-SMALL["lsgd-diloco"] = dict(local_pull=0.5, local_period=2, period=2)
-
-# Methods after whose exchange, at the last step, all workers are equal.
-WHOLE = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco", "diloco-leader")
-
-
-IN_LOCK_STEP = [name for name, method in METHODS.items() if not method.is_asynchronous]
 
 
 def factories():
@@ -107,45 +92,6 @@ def configured(method, optimizer, workers=(1, 2), steps=8):
             steps=steps,
         )
     )
-
-
-# Each is like one that is not slow: a rule with other settings.
-ALIKE = "local-sgd diloco-leader adpsgd osgp gosgd licm cge".split()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE))
-        for name in IN_LOCK_STEP
-    ],
-)
-def test_a_method_trains(name):
-    """Linear regression, the workers with data of their own, from different starts."""
-    method = methods.make(name, **SMALL.get(name, {}))
-    tx, workers = configured(method, OptimizerConfig(learning_rate=0.1)), lj.Workers(2, 2)
-    rng = np.random.default_rng(0)
-    data = rng.normal(size=(4, 16, 3)).astype(np.float32)
-    together = method.first or name in WHOLE
-    start = rng.normal(size=(1 if together else 4, 3)).astype(np.float32)
-    x = workers.put(np.broadcast_to(start, (4, 3)))
-
-    def loss_of(x, data):
-        return ((data @ (x - 2.0)) ** 2).mean()
-
-    def step(x, state, data):
-        loss, gradient = jax.value_and_grad(loss_of)(x, data)
-        updates, state = tx.update(gradient, state, x, value=loss)
-        return lj.apply_updates(x, updates), state, loss
-
-    state, losses, step = workers.map(tx.init)(x), [], workers.map(step)
-    for _ in range(8):
-        x, state, loss = step(x, state, workers.put(data))
-        losses.append(float(loss.mean()))
-    assert losses[-1] < 0.6 * losses[0] and np.isfinite(np.asarray(x)).all()
-    assert (float(lj.consensus_distance(x)) < 1e-6) == together
-    sent = sum(level.bytes_sent for level in lj.diagnostics(state))
-    assert (sent == 0) == (name == "independent")
 
 
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
