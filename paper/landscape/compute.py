@@ -86,12 +86,15 @@ def frame_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The corners of what is shown: marks and workers [n, 3], the path [T, 3], no outliers.
 
-    If all are in one point: as far as the points [2, 2] that the plane goes through.
+    It is a square, each side wider by margin · side. If all are in one point it is as wide
+    as the points [2, 2] that the plane goes through.
     """
     places = np.concatenate([_near(positions), _near(path)])[:, :2]
     if not np.ptp(places, axis=0).any():
         places = np.concatenate([places, taken, -taken])
-    return plane.frame(places, margin)
+    low, high = places.min(axis=0), places.max(axis=0)
+    half = (high - low).max() * (0.5 + margin)
+    return (low + high) / 2 - half, (low + high) / 2 + half
 
 
 def _near(places: np.ndarray) -> np.ndarray:

@@ -130,23 +130,6 @@ def filterwise_random(seed: int, params: Any) -> Any:
     return jax.tree.map(direction, params)
 
 
-def frame(places: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
-    """The corners of a square around places [n, 2], each side wider by margin · side.
-
-    Raises:
-      ValueError: all places are equal.
-
-    >>> low, high = frame(np.array([[0.0, 0.0], [4.0, 1.0]]), margin=0.25)
-    >>> low.tolist(), high.tolist()
-    ([-1.0, -2.5], [5.0, 3.5])
-    """
-    low, high = places.min(axis=0), places.max(axis=0)
-    half = (high - low).max() * (0.5 + margin)
-    if not half > 0:
-        raise ValueError("places that are all equal have no frame")
-    return (low + high) / 2 - half, (low + high) / 2 + half
-
-
 def evaluate(
     function: Callable[..., Array],
     plane: Plane,

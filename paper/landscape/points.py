@@ -78,7 +78,7 @@ class Points:
         workers, grid = run.experiment.workers, run.config.workers
         self._run, self._params = run, run.state.params
         self.pulls = workers.fetch(lj.diagnostics(run.state.opt_state))
-        scores = resharding.scores(workers.fetch(run.state), run.recent)
+        scores = resharding.scores(run.state, run.recent)
         finite = workers.fetch(lj.is_finite(self._params))
         leaders = lambda worker: leaders_of(worker, self.pulls, scores, grid.nodes)
         leading = [w for worker in range(len(scores)) for _, w in leaders(worker)]

@@ -3,10 +3,8 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import jax
 
 from train import config as configuration
 from train.cluster import shared_folder
@@ -85,17 +83,12 @@ class Run:
         self.metrics.write(kind, self.step, self.stopwatch.seconds, **values)
 
 
-def open_run(
-    config: Config,
-    session: Session | None = None,
-    devices: Sequence[jax.Device] | None = None,
-) -> Run:
+def open_run(config: Config, session: Session | None = None) -> Run:
     """Opens a new run, or the one to resume.
 
     Args:
       config: what to do.
       session: this process among those of the run; None: this one by itself.
-      devices: see `Experiment`.
 
     Raises:
       ValueError: the configuration, the data or the run folder is not what it must be;
@@ -114,7 +107,7 @@ def open_run(
     if workers > MANY * session.num_processes:
         progress.say(f"placing {workers:,} workers, which takes a while")
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
-    experiment = kind(config, session=session, warn=progress.warn_here, devices=devices)
+    experiment = kind(config, session=session, warn=progress.warn_here)
     if resumed is not None:
         check_same_start(config, experiment.forward.sizes, resumed)
         check_kept(experiment.forward.kept, resumed)

@@ -17,8 +17,6 @@ import lsgd_jax as lj
 from train import compilation_cache
 from train.cluster.session import Session
 from train.config import Config
-from train.data.text import Text
-from train.task.datasets import Data
 from train.task.experiment import BaseExperiment, Task, load
 from train.task.forward import Source
 from train.task.state import AsynchronousState, EngineState, TrainState
@@ -40,20 +38,18 @@ class Own(NamedTuple):
 
 
 def training(
-    config: Config,
-    dataset: Data | Text | None = None,
-    warn: Callable[[str], None] = warnings.warn,
+    config: Config, warn: Callable[[str], None] = warnings.warn
 ) -> lj.asynchronous.Training:
     """The training of the workers of one process, compiled once for all of them.
 
     Args:
       config: the experiment's.
-      dataset, warn: as for `Task`.
+      warn: as for `Task`.
 
     Raises:
       ValueError, DataError: as `Task` does.
     """
-    dataset = load(config) if dataset is None else dataset
+    dataset = load(config)
     placed: dict[tuple, Any] = {}
     grid = config.workers
 

@@ -7,6 +7,7 @@ from jax.flatten_util import ravel_pytree
 
 import lsgd_jax as lj
 from paper.landscape import plane
+from paper.landscape.compute import frame_of
 from paper.landscape.plane import Plane
 
 
@@ -109,10 +110,12 @@ def test_random_filters_are_as_long_as_the_parameters_own():
 
 
 def test_a_frame_is_a_square_with_a_margin():
-    low, high = plane.frame(np.array([[0.0, 3.0], [10.0, 5.0]]), margin=0.1)
+    at = lambda *places: np.array([(*place, 0.0) for place in places])
+    path, taken = at((5, 4), (5, 4), (1e9, 0)), np.eye(2)
+    low, high = frame_of(at((0, 3), (10, 5)), path, taken, margin=0.1)
     assert low.tolist() == [-1, -2] and high.tolist() == [11, 10]
-    with pytest.raises(ValueError, match="no frame"):
-        plane.frame(np.ones((3, 2)), margin=0.1)
+    low, high = frame_of(at((0, 0)), path[:0], taken, margin=0.0)
+    assert low.tolist() == [-1, -1] and high.tolist() == [1, 1]
 
 
 QUADRATIC = np.array([1.0, 10.0, 100.0])  # curvatures
