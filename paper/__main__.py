@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import types
 from collections.abc import Sequence
 
 import jax
@@ -39,10 +38,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         compilation_cache.use()
-        module = importlib.import_module(EXPERIMENTS[name])
-        if hasattr(module, "main"):
-            return module.main(arguments[1:])
-        return run_exact(module, name, arguments[1:])
+        return run(name, arguments[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -52,18 +48,22 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs an experiment; one that is exact in float64, and what it found is written."""
+    module = importlib.import_module(EXPERIMENTS[name])
+    try:
+        if hasattr(module, "main"):
+            return module.main(arguments)
+        program = f"python -m paper {name}"
+        options = cli.run(module.Options, arguments, program, description=module.__doc__)
+        out = output.new_folder(options.out, name)
+        with jax.enable_x64(True):
+            results = module.run(options)
     except (AssertionError, RuntimeError):
         devices.check_platforms()  # jax's own errors do not say that this is why
         raise
-
-
-def run_exact(module: types.ModuleType, name: str, arguments: Sequence[str]) -> int:
-    """Runs an exact experiment, in float64, and writes what it found."""
-    program = f"python -m paper {name}"
-    options = cli.run(module.Options, arguments, program, description=module.__doc__)
-    out = output.new_folder(options.out, name)
-    with jax.enable_x64(True):
-        results = module.run(options)
     results.write(out)
     print(f"{results.summary}everything is in {out}")
     return 0 if results.holds else 1

@@ -51,16 +51,6 @@ def test_resuming_a_finished_run_tests_it_again(copied, finished):
     tiny.assert_equal_to_the_bit(finished[0].state, run.state)
 
 
-def test_events_after_the_resumed_checkpoint_do_not_count(copied):
-    path = f"{copied.run_dir}/metrics.jsonl"
-    with open(path, "a") as file:
-        file.write('{"kind": "train", "step": 16, "seconds": 9, "loss": 1}\n{"kind": "tra')
-    train(open_run(dataclasses.replace(copied, steps=14)))
-    events = log.read(finished_folder := open_run(copied).folder)
-    assert finished_folder.name == "copy"
-    assert [event["step"] for event in events["train"]] == [4, 8, 12, 14]
-
-
 def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal):
     """Its metrics can still be drawn; to read its checkpoints takes that version."""
     out = tmp_path / "out"
