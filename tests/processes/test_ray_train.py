@@ -19,7 +19,6 @@ from train.metrics import log
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--ray.processes 0", "`ray.processes` must be a positive int, got"),
         ("--ray.max-failures 1", "`ray.max_failures` must be left out without ray.process"),
         ("--ray.processes 2 --ray.stall-timeout 9", "`ray.stall_timeout` must be left out"),
         ("--ray.processes 2 --ray.min-processes 3", "must be at most ray.processes=2"),

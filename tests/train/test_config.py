@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import re
+import typing
 
 import pytest
 
@@ -110,6 +112,72 @@ def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
             assert "\n" not in str(error)
             refused += 1
     assert 100 < refused < 300
+
+
+INF, NAN = float("inf"), float("nan")
+REFUSED = {  # values that the rule of a setting must refuse
+    **dict.fromkeys(configuration.COUNTS.split(), (0, -1, 1.5, True)),
+    "name": ("", ".", "..", "a/b"),
+    "seed": (-1, 2**32),
+    "workers.inside": (("fsdp",), ("fsdp=0",), ("a=2", "a=2")),
+    "data.padding": (-1,),
+    "optimizer.learning_rate": (0.0, INF, NAN),
+    "optimizer.momentum": (-0.1, 1.0),
+    "optimizer.betas": ((0.9, 1.0),),
+    "optimizer.eps": (0.0,),
+    "optimizer.weight_decay": (-1.0, NAN),
+    "optimizer.clip": (0.0,),
+    "optimizer.warmup_steps": (-1,),
+    "optimizer.drop_at": ((0,), (7, 3)),
+    "optimizer.drop_factor": (0.0,),
+    "optimizer.final_fraction": (-0.1, 1.5),
+    "distributed.coordinator": ("n1", ":80", "n1:70000"),
+    "ray.max_failures": (-1,),
+    "ray.progress_timeout": (0.0,),
+    "ray.address": ("here",),
+    "ray.cpus_per_worker": (-1.0, 1.5, INF),
+    "ray.gpus_per_worker": (1.5,),
+    **dict.fromkeys(("ray.timeout", "ray.start_timeout", "ray.stall_timeout"), (0.0, INF)),
+    "ray.object_store": (0.05,),
+}
+
+
+def settings(chosen):
+    """All settings, with some chosen; a text needs the transformer, and it a text."""
+    values = configuration.fields(configuration.Config("x", "digits-cnn")) | chosen
+    if "text" in chosen.values() or "transformer" in chosen.values():
+        values |= {"data.name": "text", "model": "transformer"}
+    return values
+
+
+@pytest.mark.parametrize("name", configuration.RULES)
+def test_every_rule_is_checked(name):
+    owners = (
+        {choice: table[name][0]}
+        for choice, table in configuration.BELONGS.items()
+        if name in table
+    )
+    values, (rule, _) = settings(next(owners, {})), configuration.RULES[name]
+    configuration.check_values(values)
+    for value in REFUSED[name]:
+        message = f"`{name}` must be {rule}, got {name}={value}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            configuration.check_values(values | {name: value})
+
+
+@pytest.mark.parametrize("choice", configuration.BELONGS)
+def test_settings_that_belong_to_another_choice_are_refused(choice):
+    """Whatever they are, unless it is their default."""
+    table = configuration.BELONGS[choice]
+    kinds = {"data.name": configuration.Data, "model": configuration.Model}
+    kinds["optimizer.name"] = configuration.Optimizer
+    kinds["optimizer.schedule"] = configuration.Schedule
+    for other in typing.get_args(kinds[choice]):
+        values = settings({choice: other})
+        for name in (x for x, owners in table.items() if other not in owners):
+            message = f"`{name}` must be left out with {choice}={other}, got {name}=x"
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                configuration.check_values(values | {name: "x"})
 
 
 def test_the_length_of_a_run_is_part_of_a_cosine():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tiny
 
-from train import cli
 from train.config import WorkersConfig
 from train.run.loop import train
 from train.run.open import open_run
@@ -61,17 +60,3 @@ def test_numbers_are_the_same_and_a_run_goes_on_on_other_devices(tmp_path):
     check_equal(start, jax.tree.map(lambda x: x[sources], params), rtol=0)
     kernels = [x for x in jax.tree.leaves(fewer.state) if x.shape == (2, 64, 10)]
     assert all(x.sharding.spec[1] == ("fsdp", "model") for x in kernels)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ("--workers.inside fsdp", "`workers.inside` must be different names with sizes"),
-        ("--workers.inside fsdp=0", "`workers.inside` must be different names with sizes"),
-        ("--workers.inside a=2 a=2", "`workers.inside` must be different names with sizes"),
-        ("--workers.inside fsdp=3", "`batch_size` must be a multiple of 3, the devices"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        cli.parse(["digits", *options.split()])

@@ -127,7 +127,6 @@ def test_resuming_is_exact_and_asks_for_the_same_text(finished, small, file, tmp
         ("text --data.files FILE --data.context 700", "must have at least 701 tokens"),
         ("text --data.files FILE missing", "missing cannot be read: No such file"),
         ("text --data.name digits", "`model` must be transformer with data.name=text"),
-        ("digits --data.files FILE", "`data.files` must be left out with data.name=digits"),
     ],
 )
 def test_wrong_usage(options, message, file, refusal):
