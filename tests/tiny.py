@@ -93,9 +93,8 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
     if not figures:
         set(loop, "draw", lambda folder: None)
     if share:
-        from paper.landscape import loss, saved_run
+        from paper.landscape import saved_run
 
-        set(loss, "MODELS", MODELS | small)
         set(opening, "Experiment", shared)
         set(
             opening,

@@ -6,13 +6,13 @@ with statistics that belong to other parameters one would see those instead of t
 parameters, and between two workers no worker's own are right.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
@@ -23,9 +23,9 @@ from paper.landscape.saved_run import SavedRun
 from train.data import imagenet
 from train.data.arrays import Images
 from train.data.imagenet import ImageFolder
-from train.metrics.progress import Pace, Progress
+from train.metrics.progress import Progress
+from train.run.stopwatch import Pace
 from train.task import batch_statistics as statistics
-from train.task.models import MODELS
 
 
 IMAGES_AT_ONCE = 128
@@ -49,26 +49,20 @@ def batches_of(images: Images, count: int, seed: int) -> list[Batch]:
 
 def measure_of(run: SavedRun) -> Measure:
     """(params [P], (images, labels)) -> [loss, wrong answers], summed over the images."""
-    dataset, transforms = run.data
-    model = MODELS[run.config.model](num_classes=dataset.num_classes)
+    forward: Any = run.experiment.forward
     of_one = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), tree)
     _, as_tree = ravel_pytree(of_one(run.state.params))
     like = of_one(run.state.stats)
-    rngs = {"dropout": jax.random.key(0)}  # in case statistics stand behind a dropout
+    key = jax.random.key(0)  # in case statistics stand behind a dropout
 
     def measure(point, batch):
         images, labels = batch
-        x, params = transforms.test(images), as_tree(point)
-
-        def renew(stats):
-            variables = {"params": params, **stats}
-            return model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
-
+        x, params = forward.transforms.test(images), as_tree(point)
+        renew = lambda stats: forward.train(params, stats, key, x)
         stats = statistics.of_batch(renew, like) if like else {}
-        logits: Any = model.apply({"params": params, **stats}, x, False)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        wrong = jnp.sum(logits.argmax(axis=1) != labels)
-        return jnp.stack([losses.sum(), wrong.astype(losses.dtype)])
+        everywhere = jnp.ones(len(labels), bool)
+        wrong, loss, _ = forward.sums({"params": params, **stats}, *batch, everywhere)
+        return jnp.stack([loss, wrong.astype(loss.dtype)])
 
     return measure
 
@@ -92,8 +86,8 @@ def measured(
     batches = batches_of(part, images, seed)
     count = sum(len(labels) for _, labels in batches)
     say(f"measuring {len(places)} points over {count} {name} images")
-    pace, devices = Pace(), lj.Workers(1, len(jax.devices()))
+    pace, devices = Pace(at_least=0), lj.Workers(1, len(jax.devices()))
     with Progress(len(places), what="point") as progress:
-        show = lambda done: progress.show(done, None, pace(done))
+        show = lambda done: progress.show(done, None, pace(done, time.monotonic()))
         sums = plane.evaluate(measure_of(run), on, places, batches, devices, show)
     return Map(name, count, sums[:, 0] / count, 100 * sums[:, 1] / count)

@@ -1,5 +1,6 @@
 """The workers' trajectory to a checkpoint, retraced: the seed determines everything."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,11 @@ from jax.flatten_util import ravel_pytree
 import lsgd_jax as lj
 from paper.landscape.plane import Plane, coordinates
 from paper.landscape.saved_run import SavedRun
-from train.metrics.progress import Pace, Progress
+from train.metrics.progress import Progress
+from train.run.stopwatch import Pace
 from train.task.experiment import Experiment
 from train.task.state import TrainState
 
-
-STEPS_AHEAD = 16  # in flight at once
 
 Look = Callable[[Any], Any]
 
@@ -78,16 +78,13 @@ def retraced(
     if not steps:
         return np.zeros([0, workers.num_workers, 3])
     look, state = projection(workers, plane), run.state_at(steps.start)
-    seen, losses, pace = [look(state.params)], [], Pace()
+    seen, backlog, pace = [look(state.params)], experiment.backlog(), Pace(at_least=0)
     with Progress(steps.stop, steps.start) as progress:
-        for done, step in enumerate(steps, 1):
+        for step in steps:
             state, loss = advance(experiment, state, step)
-            losses.append(loss)
+            backlog.add(loss)
             seen.append(look(state.params))
-            if done % STEPS_AHEAD == 0 and done > STEPS_AHEAD:
-                # The loss of a step that is over: the devices wait for nothing.
-                loss = float(np.mean(workers.fetch(losses[-STEPS_AHEAD])))
-                progress.show(step + 1, loss, pace(done))
+            progress.show(step + 1, None, pace(step, time.monotonic()))
         found, there = workers.fetch(seen), workers.fetch(look(run.state.params))
     if not same(state.params, run.state.params):
         gap = np.linalg.norm(found[-1] - there, axis=1).max()

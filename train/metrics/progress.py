@@ -124,21 +124,6 @@ def printable(text: str, encoding: str) -> str:
     return kept.encode(encoding, "replace").decode(encoding)
 
 
-class Pace:
-    """How many a second, counted from the first call: before it something was compiled."""
-
-    def __init__(self):
-        self._first: tuple[int, float] | None = None
-
-    def __call__(self, done: int) -> float | None:
-        """The pace now that so many are done; None if it is not known yet."""
-        now = time.monotonic()
-        if self._first is None or now == self._first[1]:
-            self._first = self._first or (done, now)
-            return None
-        return (done - self._first[0]) / (now - self._first[1])
-
-
 def _clock(seconds: float) -> str:
     """h:mm:ss.
 

@@ -12,20 +12,22 @@ from landscapes import SMALL
 from paper.landscape import loss
 from paper.landscape.plane import flat
 from train.task.datasets import load_dataset
+from train.task.experiment import Experiment
 
 
 def test_batch_statistics_are_those_of_the_images_at_the_point():
     """As the network sees a batch while training; the workers' own are not used."""
     config = dataclasses.replace(SMALL, model="digits-bn")
-    dataset, transforms = load_dataset(config)
+    dataset, transforms = data = load_dataset(config)
+    forward = Experiment(config, data).forward
     ((images, labels),) = loss.batches_of(dataset.train, 64, seed=0)
-    model, x = loss.MODELS["digits-bn"](), transforms.test(images)
+    model, x = forward.model, transforms.test(images)
     variables = jax.jit(lambda: model.init(jax.random.key(0), x, train=False))()
     params = variables["params"]
     spoiled = jax.tree.map(lambda x: x + 7, {"batch_stats": variables["batch_stats"]})
     state = jax.tree.map(lambda x: x[None], {"params": params, "stats": spoiled})
     case = SimpleNamespace(
-        config=config, data=(dataset, transforms), state=SimpleNamespace(**state)
+        experiment=SimpleNamespace(forward=forward), state=SimpleNamespace(**state)
     )
     measure = jax.jit(loss.measure_of(case))
     logits, _ = model.apply(variables, x, True, mutable=["batch_stats"])
