@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from train.cluster.exit_status import LOST, SIGNALED, STOPPED, WRONG_USAGE
 
@@ -50,10 +50,28 @@ def child() -> NoReturn:
     sys.exit()
 
 
-def child_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command of a process that runs a module and dies with this one."""
-    start = [sys.executable, "-c", "from train.launch import child; child()"]
-    return [*start, str(os.getpid()), module, *arguments]
+def start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[str]:
+    """Starts a process that runs a module, and dies with this one.
+
+    Args:
+      module: the module.
+      arguments: its command line.
+      environment: its variables.
+      options: of `subprocess.Popen`. What it prints goes to `stdout`, errors too.
+    """
+    starter = [sys.executable, "-c", "from train.launch import child; child()"]
+    return subprocess.Popen(
+        [*starter, str(os.getpid()), module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        **options,
+    )
 
 
 def free_port() -> int:
@@ -115,25 +133,19 @@ class Processes:
     """The processes of a run, from their start until all have ended."""
 
     def __init__(
-        self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+        self,
+        module: str,
+        arguments: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
     ):
         self._sent: list[int] = []  # the signals that were passed on
         self._lost_output = False
         self._children: list[subprocess.Popen[str]] = []
         for number in PASSED:
             signal.signal(number, self._pass_on)
-        for command, environment in zip(commands, environments):
-            started = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=environment,
-                process_group=0,  # Ctrl-C reaches it once, through `_pass_on`
-            )
-            self._children.append(started)
+        for own in zip(arguments, environments):
+            # In a group of its own: Ctrl-C reaches it once, through `_pass_on`.
+            self._children.append(start(module, *own, process_group=0))
         self._readers = [
             threading.Thread(target=self._show, args=(i, started), daemon=True)
             for i, started in enumerate(self._children)
@@ -249,14 +261,9 @@ def main(arguments: Sequence[str]) -> int:
     coordinator = f"127.0.0.1:{free_port()}"
     mine = {LAUNCHER: shlex.join([*again, "--"]), BIND_ADDRESS: coordinator}
     given = [one | mine for one in given]
-    commands = [
-        child_command(
-            options.module,
-            [*options.arguments, *rendezvous_options(coordinator, count, i)],
-        )
-        for i in range(count)
-    ]
-    return Processes(commands, given).wait(options.grace)
+    own = [rendezvous_options(coordinator, count, i) for i in range(count)]
+    each = [[*options.arguments, *meeting] for meeting in own]
+    return Processes(options.module, each, given).wait(options.grace)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config
-from train.launch import PASSED, child_command, free_port, rendezvous_options
+from train.launch import PASSED, free_port, rendezvous_options, start
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # from which the workers import `train`
@@ -124,16 +124,8 @@ def work(given: dict[str, Any]) -> None:
     coordinator = broadcast_from_rank_zero(mine)
     if ray.get(board.asked.remote()):
         return
-    child = subprocess.Popen(
-        child_command("train", job.command(coordinator, size, rank)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=job.cwd,
-        env=job.environment(),
-    )
+    arguments = job.command(coordinator, size, rank)
+    child = start("train", arguments, job.environment(), cwd=job.cwd)
     reader = threading.Thread(target=_pass_on, args=(child, rank, board), daemon=True)
     reader.start()
     asked = _watch(child, job, board, is_main=rank == 0)
@@ -200,11 +192,11 @@ def run(
         os.getcwd(),
     )
     # Ray Train may wait for a host whose loss is not known yet before it takes fewer.
-    start = min(options.start_timeout, math.inf if job.nodes_each is None else ELASTIC_S)
+    patience = min(options.start_timeout, math.inf if job.nodes_each is None else ELASTIC_S)
     os.environ |= {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(start),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(patience),
     }
     engine = lj.asynchronous.ray_engine
     placed = engine.Options(
