@@ -9,6 +9,11 @@ from train.task.models import MODELS
 
 Data = tuple[Dataset | ImageFolder, transforms.Transforms]
 
+FOLDERS = {
+    "cifar10": "of the official CIFAR-10 files, cifar-10-batches-bin",
+    "imagenet": "with train/CLASS/*.JPEG and val/CLASS/*.JPEG",
+}
+
 
 def load_dataset(config: Config) -> Data:
     """The data set and what is done to its images.
@@ -17,23 +22,16 @@ def load_dataset(config: Config) -> Data:
       ValueError: the data set needs a folder and the configuration names none; DataError:
         files that are missing or wrong.
     """
-    if config.data.name == "digits":
+    options = config.data
+    if options.name == "digits":
         return digits.load(), transforms.digits()
-    if config.data.name == "imagenet":
-        if config.data.dir is None:
-            raise ValueError(
-                "`data.dir` must name the folder with train/CLASS/*.JPEG and "
-                "val/CLASS/*.JPEG, got data.dir=None"
-            )
-        folder = imagenet.load(config.data.dir, config.data.crop)
-        return folder, transforms.imagenet()
-    if config.data.dir is None:
-        raise ValueError(
-            "`data.dir` must name the folder of the official CIFAR-10 files, "
-            "cifar-10-batches-bin, got data.dir=None"
-        )
-    dataset = cifar10.load(config.data.dir, config.data.accept_other_files)
-    return dataset, transforms.cifar10(config.data.crop, config.data.padding)
+    if options.dir is None:
+        folder = FOLDERS[options.name]
+        raise ValueError(f"`data.dir` must name the folder {folder}, got data.dir=None")
+    if options.name == "imagenet":
+        return imagenet.load(options.dir, options.crop), transforms.imagenet()
+    dataset = cifar10.load(options.dir, options.accept_other_files)
+    return dataset, transforms.cifar10(options.crop, options.padding)
 
 
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
