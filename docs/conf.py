@@ -52,7 +52,7 @@ ROWS = re.compile(r"\\\\|&")
 ENVIRONMENT = r"\begin{"
 # Where a link out of docs/, as it is right in the repository, leads on the site.
 ELSEWHERE = {
-    r"\]\(\.\./examples/(\w+)\.py\)": r"](#example-\1)",
+    r"\]\(\.\./examples/(?:integrations/)?(\w+)\.py\)": r"](#example-\1)",
     r"\]\(\.\./(CONTRIBUTING|CHANGELOG)\.md\)": lambda m: f"]({m[1].lower()}.md)",
 }
 LOADED = re.compile(

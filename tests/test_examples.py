@@ -90,16 +90,6 @@ def test_the_same_numbers_under_axes_of_ones_own():
     assert in_pmap.shape == (8, 3) and np.ptp(in_pmap, axis=0).max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    "name", ["flax_nnx", pytest.param("equinox_module", marks=pytest.mark.slow)]
-)
-def test_models_of_other_libraries_learn_and_come_back(name):
-    losses, center = load(name).main()
-    assert losses.shape == (60, 4) and losses[-5:].mean() < 0.9 * losses[:5].mean()
-    answer = np.asarray(center(jnp.zeros([1, 4] if name == "flax_nnx" else 4)))
-    assert abs(answer.item()) < 0.5
-
-
 @pytest.mark.parametrize("name", ["accumulated", "injected", "muon", "schedule_free"])
 def test_wrappers_of_optax_learn(name):
     module = load("optax_wrappers")

@@ -1,0 +1,44 @@
+"""The plain loop of `lj.Workers` that the programs beside this file compare with."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lsgd_jax as lj
+
+
+def batches_of(steps, workers):
+    """A regression: (x [W, 16, 4], y [W, 16, 1], key [W]) of each step."""
+    x = jax.random.normal(jax.random.key(1), [steps, workers, 16, 4])
+    keys = jax.random.split(jax.random.key(2), [steps, workers])
+    return list(zip(x, jnp.sin(x.sum(-1, keepdims=True)), keys))
+
+
+def train(loss_of, params, base, method, workers, batches):
+    """Parameters [W, ...] after training with the method behind an optax optimizer.
+
+    loss_of: of one worker's parameters and batch.
+    params: of one worker.
+    batches: a list of trees with leaves [W, ...].
+    """
+    tx = optax.chain(base, method)
+
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return lj.apply_updates(params, updates), state
+
+    params = workers.replicate(params)
+    state, step = workers.map(tx.init)(params), workers.map(step, donate=(0, 1))
+    for batch in batches:
+        params, state = step(params, state, workers.put(batch))
+    return params
+
+
+def compare(name, theirs, ours, tolerance=1e-5):
+    """Prints the largest difference between two trees, and raises if it is not small."""
+    pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)
+    difference = max(float(jnp.abs(x - y).max()) for x, y in pairs)
+    print(f"{name}: differs by {difference:.1e}")
+    if not difference < tolerance:
+        raise AssertionError(f"expected a difference below {tolerance}, got {difference}")
