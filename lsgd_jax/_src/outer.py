@@ -54,9 +54,9 @@ class Outer(ByValue):
         functions, where all workers start from these parameters.
         """
         state: Any = self.method.init(params)
-        none = jnp.zeros([0], jnp.float32)
         before = trees.floats(params) if self.remembers else ()
-        return OuterState(state._replace(expected=none), before)
+        # () and no array of size 0: jax 0.11.2 crashes on such a one in a `shard_map`.
+        return OuterState(state._replace(expected=()), before)
 
     def step(
         self,
