@@ -40,7 +40,8 @@ class ExchangeState(NamedTuple):
         worker that was not waits to be restored; per worker.
       misplaced: int32 scalar, at how many steps x was not where the exchange had left it;
         per worker.
-      expected: float32 [k], where some elements of x ought to be; per worker. () in an `outer`.
+      expected: float32 [k], where some elements of x ought to be; per worker; () in an
+        `outer`.
       pulls: the state of each pull.
     """
 
