@@ -59,7 +59,13 @@ class MeshChannel:
 
     @property
     def is_all(self) -> bool:
-        """Whether the group is all workers of the node × local grid."""
+        """Whether the group is all workers of the node × local grid.
+
+        Outside of mapped functions, where no axis is bound, only the workers of a node are
+        known not to be all.
+        """
+        if not any_bound((*WORKER_AXES, *self._axes)):
+            return self._axes != WORKER_AXES[1:]
         own = set(map(named, self._axes))
         others = [axis for axis in WORKER_AXES if named(axis) not in own]
         parts = itertools.chain(*map(parts_of, others))

@@ -191,5 +191,7 @@ def center(params: Tree, opt_state: Tree) -> Tree:
         shared = node.__lsgd_center__()
         value = to_device(shared.value)
         tree = value if is_shared(shared) else consensus(value)
-        return jax.tree.map(lambda c, x: c.astype(x.dtype), tree, params)
+        # A vmap of one's own has made rows of what is equal on all workers.
+        row = lambda c, x: (c[0] if c.ndim == x.ndim else c).astype(x.dtype)
+        return jax.tree.map(row, tree, params)
     return consensus(params)

@@ -104,13 +104,15 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
 
 def _of(node, pull, rule) -> Diagnostics:
     place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+    # A vmap of one's own has made rows of what is equal on all workers.
+    first = (0,) * jnp.ndim(node.count.value)
     return Diagnostics(
-        steps=node.count.value,
+        steps=node.count.value[first],
         restored=pull.restored,
         misplaced=node.misplaced,
         leader=getattr(rule, "leader", None),
         score=getattr(rule, "score", None),
-        traffic=pull.traffic,
+        traffic=jax.tree.map(lambda x: x[first], pull.traffic),
         axes=tuple(sorted(pull.traffic.axes, key=place)),
     )
 

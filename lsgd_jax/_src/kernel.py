@@ -284,11 +284,20 @@ def send(
         Group(axes, line), x, y, state.rule, is_finite, t
     )
     state = state._replace(
-        rule=rule_state,
+        rule=_in_the_form_of(state.rule, rule_state),
         traffic=state.traffic.sent(line.bytes_sent),
         wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
     )
     return Target(z, jnp.asarray(found)), stored(pull, state), line.bytes_sent
+
+
+def _in_the_form_of(before: Tree, after: Tree) -> Tree:
+    """The state after, with `Shared` where it stood before.
+
+    A state that began outside of mapped functions did not know which workers there are.
+    """
+    treedef, leaves = jax.tree.structure(before), jax.tree.leaves(after)
+    return treedef.unflatten(leaves) if treedef.num_leaves == len(leaves) else after
 
 
 def land(

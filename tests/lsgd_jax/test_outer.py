@@ -226,6 +226,22 @@ def test_replicas_send_shards_and_only_when_due(name, face):
         assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
+@pytest.mark.parametrize("make", [lj.easgd, lj.lsgd, lj.diloco])
+def test_a_state_that_began_outside_goes_on_in_a_vmap_and_is_read(make):
+    """Counters and centers, of which the vmap keeps a row for each replica."""
+    o, x = lj.outer(make(wire="int8")), {"w": jnp.arange(6.0).reshape(2, 3)}
+    begun = o.init({"w": x["w"][0]})
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), begun)
+    step = jax.jit(jax.vmap(lambda x, s: o.step(x, s, loss=0.0), axis_name="node"))
+    for _ in range(2):
+        x, state = step(x, state)
+    (*_, last) = lj.diagnostics(state)
+    assert int(last.steps) == 2 and last.exchanges == 0 and last.restored.shape == (2,)
+    expected = begun.exchange.pulls[0].rule.center.value["w"] if make is lj.easgd else None
+    center = lj.center(x, state)["w"]
+    close(center, x["w"].mean(axis=0) if expected is None else expected)
+
+
 def test_explicit_axes_are_refused_in_one_line():
     """`pmean` over a vmapped explicit axis asserts inside of jax, in 0.10 and 0.12."""
     mesh = mesh_of(AxisType.Explicit)
