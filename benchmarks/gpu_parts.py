@@ -52,26 +52,20 @@ def timed(sizes, arms):
     return in_turns(arms, sizes.repetitions, steps)
 
 
-def send(found):
-    """Sends a result to the process that prints the table."""
-    if jax.process_index() == 0:
-        print(ROW + json.dumps(found), flush=True)
-
-
 def row_of(case, times, beside, others, more=lambda ms: ""):
-    """Sends a row of times."""
+    """Returns a row of times."""
     ratios = [a / b for a, b in zip(times, others)]
     cell = lambda x: f"{statistics.median(x):.2f} ms{more(statistics.median(x))}"
     ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    send([case, cell(times), beside, cell(others), ratio])
+    return [case, cell(times), beside, cell(others), ratio]
 
 
 def devices(options, sizes):
-    """Sends which devices this machine has."""
+    """Finds which devices this machine has."""
     backend, count = jax.default_backend(), jax.device_count()
     gpus = count if backend == "gpu" else 0
     kind = jax.devices()[0].device_kind
-    send(dict(backend=backend, gpus=gpus, count=count, kind=kind, jax=jax.__version__))
+    yield dict(backend=backend, gpus=gpus, count=count, kind=kind, jax=jax.__version__)
 
 
 # Workers of one device
@@ -96,9 +90,9 @@ def workers(options, sizes):
             case = f"{whose}, batch {network.batch}"
             seen = times["workers" if count > 1 else "one worker"]
             model = f"one model, batch {samples}"
-            row_of(case, seen, model, times["one model"], rate)
+            yield row_of(case, seen, model, times["one model"], rate)
             if count > 1:
-                row_of(f"{case}: as a price", seen, "1 worker", times["one worker"])
+                yield row_of(f"{case}: as a price", seen, "1 worker", times["one worker"])
 
 
 @functools.cache
@@ -141,7 +135,7 @@ def network_arm(network, count, batch):
 
 def pulls(options, sizes):
     """Times pulls and steps without one, among workers of one device."""
-    time_pulls(sizes, grid_of_device(), "workers of one device")
+    yield from time_pulls(sizes, grid_of_device(), "workers of one device")
 
 
 def processes(options, sizes):
@@ -153,7 +147,7 @@ def processes(options, sizes):
         options.process_id,
         [options.process_id],
     )
-    time_pulls(sizes, lj.Workers(1, options.processes), "processes")
+    yield from time_pulls(sizes, lj.Workers(1, options.processes), "processes")
 
 
 def grid_of_device():
@@ -228,12 +222,12 @@ def time_pulls(sizes, grid, among):
             alone = times.pop("AdamW alone")
             whose = f"{name}, {wire}, {sizes.parameters:g} M, {grid.num_workers} {among}"
             for words, seen in times.items():
-                row_of(f"{whose}: {words}", seen, "AdamW alone", alone)
+                yield row_of(f"{whose}: {words}", seen, "AdamW alone", alone)
             box.state = None  # frees its memory for the next method
 
 
 def memory(options, sizes):
-    """Sends the peak of memory of steps with a pull, with or without donation."""
+    """Finds the peak of memory of steps with a pull, with or without donation."""
     grid, tree = grid_of_device(), tree_of(sizes)
     pull, given = method(options.method, 1), gradients_and_loss(grid, tree)
     state = first_state(grid, tree, pull)
@@ -248,7 +242,7 @@ def memory(options, sizes):
     jax.block_until_ready(state)
     stats = jax.devices()[0].memory_stats() or {}  # CPUs have none
     found |= {"peak in use": stats.get("peak_bytes_in_use")}
-    send(found | {"planned by the compiler": planned})
+    yield found | {"planned by the compiler": planned}
 
 
 def main():
@@ -263,7 +257,9 @@ def main():
     # The default is three quarters of a GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     lj.tune_cpu()
-    parts[options.part](options, SMALL if options.small else Sizes())
+    for found in parts[options.part](options, SMALL if options.small else Sizes()):
+        if jax.process_index() == 0:
+            print(ROW + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
