@@ -7,6 +7,8 @@ import subprocess
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -72,6 +74,21 @@ def test_a_recipe_trains(recipe, capsys):
     losses = [float(x) for x in re.findall(r"\d\.\d+", capsys.readouterr().out)]
     x, y = names["draw"]()
     assert losses[-1] < 0.25 * np.square(y).mean()
+
+
+def test_the_outer_optimizer_around_one_worker_is_that_of_the_page():
+    (code,) = blocks(DOCS / "one_machine.md")
+    loss_of = lambda x, batch: ((x - batch) ** 2).sum()
+    start = jnp.arange(4.0)
+    names = {"jax": jax, "lj": lj, "optax": optax, "loss_of": loss_of, "params": start}
+    exec(code, names)
+    x, opt_state, outer_state = start, names["opt_state"], names["outer_state"]
+    for _ in range(20):
+        before, gradient = x, jax.grad(loss_of)(x, 1.0)
+        updates, _ = names["tx"].update(gradient, opt_state, x)
+        x, opt_state, outer_state, _ = names["train_step"](x, opt_state, outer_state, 1.0)
+    gap = start - (before + updates)
+    np.testing.assert_allclose(x, start - 0.7 * (0.5 * gap + gap), rtol=1e-5)
 
 
 def test_code_on_all_pages_is_python():
