@@ -51,11 +51,14 @@ def test_the_numbers_are_those_of_the_chain(name):
     batches = list(run.batches)
     batches[1] = {**batches[1], "w": batches[1]["w"].at[SICK].set(jnp.nan)}
     expected, chained = run.train(batches)
+    # x + (y - x) may be a neighbor of y, which a narrow wire format rounds to another side.
+    is_rounded = "+" in name and lj.outer(METHODS[name].make(run.W)).remembers
+    near = functools.partial(close, atol=2**-6 if is_rounded else 1e-6)
     params = run.workers.put(run.start)
     state = init(params)
     for batch, there in zip(batches, expected):
         params, state = step(params, state, run.workers.put(batch))
-        jax.tree.map(close, run.workers.fetch(params), there)
+        jax.tree.map(near, run.workers.fetch(params), there)
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(chained)):
         np.testing.assert_array_equal(mine.restored, other.restored)
         assert mine.bytes_sent == other.bytes_sent and not mine.misplaced.any()
