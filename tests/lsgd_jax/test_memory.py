@@ -56,13 +56,21 @@ def train(tx, grid, reload_at=None):
     return workers.fetch(params), state, lj.center(params, state)
 
 
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize("name", KEPT)
+COMBINED = [
+    # By default one method on each grid.
+    pytest.param(name, grid, marks=[] if i % 4 == j else [pytest.mark.slow])
+    for i, grid in enumerate(GRIDS)
+    for j, name in enumerate(KEPT)
+]
+
+
+@pytest.mark.parametrize("name, grid", COMBINED)
 def test_the_numbers_are_the_same_and_the_trees_lie_on_the_host(name, grid):
     """Also after a state was loaded, which puts all of it on the devices."""
     method = METHODS[name].make(4)
-    here, _, center = train(method, grid)
-    there, state, same = train(lj.exchange(method, memory="host"), grid, reload_at=3)
+    here, _, center = train(method, GRIDS[grid])
+    on_host = lj.exchange(method, memory="host")
+    there, state, same = train(on_host, GRIDS[grid], reload_at=3)
     jax.tree.map(np.testing.assert_array_equal, (here, center), (there, same))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     hosted = {

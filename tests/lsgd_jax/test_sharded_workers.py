@@ -361,7 +361,7 @@ def user_mesh(kind=AxisType.Auto):
     return jax.make_mesh((2, 2, 2), ("fsdp", "replica", "data"), axis_types=(kind,) * 3)
 
 
-@pytest.mark.parametrize("method", ["lsgd", "easgd", "sgp"])
+@pytest.mark.parametrize("method", ["lsgd", pytest.param("sgp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axes", [("replica",), ("replica", "data")])
 @pytest.mark.parametrize("set_mesh", [False, True])
 def test_workers_on_a_mesh_of_the_user_are_those_of_a_mesh_of_ours(method, axes, set_mesh):
