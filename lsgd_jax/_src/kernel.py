@@ -246,7 +246,7 @@ def step_rules(
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
         after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
         # A rule that is silent returns what it was given: nothing is to be put back.
-        if any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(mine))):
+        if not trees.is_same(after, mine):
             u = parts.put_back(pull.part, after, u)
         traffic = state.traffic.of(pull.every, pull.sends_at)
         state = state._replace(rule=rule_state, traffic=traffic)

@@ -68,19 +68,21 @@ class Layouts:
     def _of_piece(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
         """The spec of the leaf of which fragments have cut this piece off.
 
-        It differs along one axis, which is not sharded. Among several pieces of one leaf
+        It is smaller along one axis, which is not sharded. Among several pieces of one leaf
         the path has an index at its end.
         """
+        best, common = None, 0
         for known, leaves in self._by_shape.items():
             cut = [d for d, (n, m) in enumerate(zip(known, shape)) if n != m]
-            if len(known) != len(shape) or len(cut) != 1:
+            if len(known) != len(shape) or len(cut) != 1 or shape[cut[0]] > known[cut[0]]:
                 continue
             for leaf in leaves:
                 along = leaf.spec[cut[0]] if cut[0] < len(leaf.spec) else None
                 alike = max(_common_end(leaf.path, p) for p in (path, path[:-1]))
-                if along is None and alike:
-                    return leaf.spec
-        return None
+                # A leaf that is not sharded says nothing about its pieces.
+                if along is None and names_of(leaf.spec) and alike > common:
+                    best, common = leaf.spec, alike
+        return best
 
     def of_leaves(self, tree: Tree) -> list[Spec | None]:
         """The spec of every leaf, None where it is not known."""

@@ -150,7 +150,7 @@ class Run(NamedTuple):
 def select(part: Part | None, tree: Tree) -> Tree:
     """The tree with an empty node in place of every leaf outside of the part.
 
-    Of a leaf that fragments cut there is the fragment's run.
+    A leaf that fragments cut is replaced by the fragment's run of it.
 
     Raises:
       ValueError: no leaf in the part, a mask without an entry for a leaf, fewer leaves than
@@ -195,7 +195,7 @@ def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
 
 
 def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
-    """Of each leaf whether it is in the part, or which run of it.
+    """The run of each leaf that is in the part: all of it, none, or a `Run`.
 
     Raises:
       ValueError: see `select`.
@@ -235,10 +235,10 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
     depth: dict[Any, float] = {}  # where it stands in the row: several stacks share it
     for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
         layers = 1 if axis is None else leaf.shape[axis]
+        is_behind = any(0 < d < 1 for d in depth.values())
         for layer in range(layers if inside[i] else 0):
             unit = i if axis is None else (stack, layers, layer)
             sizes[unit] = sizes.get(unit, 0) + leaf.size // layers
-            is_behind = any(0 < d < 1 for d in depth.values())
             depth[unit] = (layer + 0.5) / layers if axis is not None else float(is_behind)
     row = sorted(sizes, key=lambda unit: depth[unit])
     owners = dict(zip(row, _owners([sizes[unit] for unit in row], fragment.count)))
@@ -321,11 +321,12 @@ class Cuts:
     """Where the fragments of several pulls cut leaves: between pieces that each take whole.
 
     Args:
-      taken: of each pull its part.
+      taken: the parts of the pulls.
       tree: the leaves.
 
     Attributes:
-      owned: of each pull, of each piece in the order of leaves, whether its part has it.
+      owned: for each pull a list of bools, one for each piece in the order of leaves:
+        whether the pull's part has the piece.
 
     Raises:
       ValueError: two parts that cut a leaf along different axes; see `select`.
