@@ -140,6 +140,7 @@ class Processes:
     ):
         self._sent: list[int] = []  # the signals that were passed on
         self._lost_output = False
+        self._printing = threading.Lock()  # lines of two processes must not mix
         self._children: list[subprocess.Popen[str]] = []
         for number in PASSED:
             signal.signal(number, self._pass_on)
@@ -162,7 +163,8 @@ class Processes:
 
     def _show_line(self, line: str) -> None:
         try:
-            print(line, flush=True)
+            with self._printing:
+                print(line, flush=True)
         except OSError as error:
             if error.errno in GONE:  # a full disk is no reason to stop
                 self._lost_output = True
