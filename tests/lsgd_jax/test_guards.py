@@ -37,7 +37,7 @@ FAULTS = {
 
 
 def promised():
-    """Of each fault and guard what the page says: {(workers, fault, guard): outcome}."""
+    """The cells of the page's table: {(workers, fault, guard): outcome}."""
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in PAGE.read_text().splitlines()
@@ -82,7 +82,7 @@ def trained(guard, exchange):
 
 
 def outcomes(guard, fault, sick, value, exchange):
-    """What becomes of each worker."""
+    """The outcome of each worker, in the page's words."""
     workers, init, run = trained(guard, exchange)
     faults = {k: np.zeros((W, STEPS), np.float32) for f in FAULTS.values() for k in f}
     for kind in FAULTS[fault]:
@@ -98,7 +98,7 @@ def outcome(finite, momentum, restored):
     if not finite[-1]:
         return "lost"
     if momentum:
-        return "trains on" if finite.all() else "restored"
+        return "trains on" if finite.all() else "recovers"
     return "follows" if restored > STEPS / PERIOD - 2 else "stands still"
 
 
@@ -123,4 +123,4 @@ def test_what_becomes_of_a_fault(guard, value):
 def test_a_method_with_a_center_brings_all_workers_back():
     guard = "`apply_if_finite` and `lj.apply_updates`"
     diloco = lambda check: lj.diloco(PERIOD, check=check)
-    assert set(outcomes(guard, "parameters", range(W), np.nan, diloco)) == {"restored"}
+    assert set(outcomes(guard, "parameters", range(W), np.nan, diloco)) == {"recovers"}
