@@ -21,7 +21,7 @@ import optax
 import lsgd_jax as lj
 from train import compare
 from train.data import cifar10
-from train.data.arrays import Images
+from train.data.arrays import DataError, Images
 from train.task.models import DigitsCNN
 
 
@@ -153,7 +153,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    data = cifar10.load(options.data, accept_other_files=True)
+    try:
+        data = cifar10.load(options.data, accept_other_files=True)
+    except DataError as error:
+        parser.error(str(error))
     sets = small(data.train), small(data.test)
     lj.emulate_devices(2)
     lj.tune_cpu()

@@ -53,10 +53,19 @@ html_theme_options = {
 ROWS = re.compile(r"\\\\|&")
 ENVIRONMENT = r"\begin{"
 # Where a link out of docs/, as it is right in the repository, leads on the site.
+EXAMPLE = r"\]\(\.\./(examples/(?:integrations/)?(\w+)\.py)\)"
 ELSEWHERE = {
-    r"\]\(\.\./examples/(?:integrations/)?(\w+)\.py\)": r"](#example-\1)",
+    EXAMPLE: r"](#example-\2)",
     r"\]\(\.\./(CONTRIBUTING|CHANGELOG)\.md\)": lambda m: f"]({m[1].lower()}.md)",
 }
+LISTING = """
+(example-{name})=
+## {name}.py
+
+```{{literalinclude}} ../{path}
+:language: python
+```
+"""
 LOADED = re.compile(
     rb"<(?:script|img|iframe|source)\b[^>]*?\ssrc=[\"']?(?:https?:)?//[^>]*>"
     rb"|<link\b[^>]*?\shref=[\"']?(?:https?:)?//[^>]*>"
@@ -79,7 +88,10 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Links out of docs/."""
+    """Makes links out of docs/ lead to pages; the page of examples lists their code."""
+    if docname == "examples":
+        linked = dict.fromkeys(re.findall(EXAMPLE, source[0]))
+        source[0] += "".join(LISTING.format(path=path, name=name) for path, name in linked)
     for pattern, target in ELSEWHERE.items():
         source[0] = re.sub(pattern, target, source[0])
 

@@ -1,6 +1,6 @@
-"""The pages in docs/: what the quick start prints, and that the reference is complete."""
+"""The pages in docs/: programs that run, links that lead somewhere, numbers that hold."""
 
-import ast
+import collections
 import pathlib
 import re
 import subprocess
@@ -8,60 +8,70 @@ import sys
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import lsgd_jax as lj
+from train.cluster import exit_status
 
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
+FAMILIES = sorted(set((DOCS / "methods").glob("*.md")) - {DOCS / "methods/index.md"})
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NAMES = {"lj": lj, "optax": optax}
 
 
-@pytest.mark.slow  # test_readme runs a shorter program in the same form
-def test_the_quick_start_prints_what_it_says():
-    page = (DOCS / "quick_start.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    said = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+
+
+# Programs
+
+
+PROGRAMS = [page for page in PAGES if blocks(page)]
+
+
+def test_pages_use_only_names_that_they_make(tmp_path):
+    """A page is one program: its blocks, pasted in order, define or import all they use."""
+    assert len(PROGRAMS) > 20
+    for page in PROGRAMS:
+        path = tmp_path / name_of(page).replace("/", "-").replace(".md", ".py")
+        path.write_text("\n".join(blocks(page)))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F63,F7,F82"]
+    done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow  # test_readme runs a program in the same form
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PROGRAMS if page.name not in ("README.md", "recipes.md")],
+    ids=name_of,
+)
+def test_a_page_is_a_program(page):
+    """It runs as it is pasted, and prints what it says, if it says so."""
+    code, said = "\n".join(blocks(page)), "".join(blocks(page, "text"))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert NUMBER.sub("N", done.stdout) == NUMBER.sub("N", said)
-    printed, expected = (
-        np.array(NUMBER.findall(text), float) for text in (done.stdout, said)
-    )
-    np.testing.assert_allclose(printed, expected, atol=0.002)
-
-
-def test_the_reference_names_all_that_is_public():
-    public = {
-        name
-        for name, x in vars(lj).items()
-        if not name.startswith("_") and not isinstance(x, types.ModuleType)
-    }
-    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    documented = set(
-        re.findall(r"auto(?:function|class|data):: (\w+)$", pages, re.MULTILINE)
-    )
-    assert public <= documented
-
-
-def blocks(page):
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize(
-    "page", sorted((DOCS / "methods").glob("*.md")), ids=lambda page: page.stem
-)
-def test_the_page_of_a_family_builds_its_methods(page):
-    (code,) = blocks(page)
-    names = {"lj": lj, "optax": optax}
-    exec(code, names)
-    assert isinstance(names["tx"], optax.GradientTransformationExtraArgs)
-    assert (DOCS / "pictures" / f"{page.stem}.svg").exists()
+    if said:
+        assert NUMBER.sub("N", done.stdout) == NUMBER.sub("N", said)
+        printed, expected = (
+            np.array(NUMBER.findall(text), float) for text in (done.stdout, said)
+        )
+        np.testing.assert_allclose(printed, expected, atol=0.002)
 
 
 @pytest.mark.slow
@@ -77,22 +87,117 @@ def test_a_recipe_trains(recipe, capsys):
 
 
 def test_the_outer_optimizer_around_one_worker_is_that_of_the_page():
-    (code,) = blocks(DOCS / "one_machine.md")
-    loss_of = lambda x, batch: ((x - batch) ** 2).sum()
-    start = jnp.arange(4.0)
-    names = {"jax": jax, "lj": lj, "optax": optax, "loss_of": loss_of, "params": start}
-    exec(code, names)
-    x, opt_state, outer_state = start, names["opt_state"], names["outer_state"]
+    names = {}
+    exec(blocks(DOCS / "one_machine.md")[0], names)
+    start = x = names["params"]
+    opt_state, outer_state = names["opt_state"], names["outer_state"]
     for _ in range(20):
-        before, gradient = x, jax.grad(loss_of)(x, 1.0)
+        before, gradient = x, jax.grad(names["loss_of"])(x, 1.0)
         updates, _ = names["tx"].update(gradient, opt_state, x)
         x, opt_state, outer_state, _ = names["train_step"](x, opt_state, outer_state, 1.0)
     gap = start - (before + updates)
     np.testing.assert_allclose(x, start - 0.7 * (0.5 * gap + gap), rtol=1e-5)
 
 
-def test_code_on_all_pages_is_python():
-    code = [block for page in DOCS.rglob("*.md") for block in blocks(page)]
-    assert len(code) > 20
-    for block in code:
-        ast.parse(block)
+def test_commands_name_programs_that_exist():
+    commands = [block for page in PAGES for block in blocks(page, "bash")]
+    files = re.findall(r"\bpython ((?:benchmarks|examples|docs)/\S+)", "\n".join(commands))
+    modules = re.findall(r"\bpython -m (train|paper)(\.\w+)?", "\n".join(commands))
+    assert len(files) > 10 and len(modules) > 10
+    for file in files:
+        assert (ROOT / file).exists(), file
+    for package, module in set(modules):
+        name = f"{module[1:] or '__main__'}.py"
+        assert (ROOT / package / name).exists(), package + module
+
+
+# Links
+
+
+def slug(heading):
+    """The anchor that code hosts give a heading."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.M)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(\s*(?!http)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+# Names
+
+
+def test_the_reference_names_each_public_name_once():
+    modules = lj, lj.asynchronous, lj.asynchronous.simulator, lj.asynchronous.ray_engine
+    public = {
+        f"{module.__name__}.{name}"
+        for module in (*modules, lj.topology, lj.checks)
+        for name, x in vars(module).items()
+        if not name.startswith("_") and not isinstance(x, types.ModuleType)
+        if name not in ("Any", "TYPE_CHECKING")
+    }
+    documented = collections.Counter()
+    for page in (DOCS / "api").glob("*.md"):
+        module = None
+        directive = r"\.\. (?:py:)?(currentmodule|auto\w+|data):: ([\w.]+)"
+        for kind, name in re.findall(directive, page.read_text()):
+            if kind == "currentmodule":
+                module = name
+            else:
+                documented[f"{module}.{name}"] += 1
+    assert documented == dict.fromkeys(public, 1)
+
+
+def test_the_table_of_exit_statuses_has_them_all():
+    page = (DOCS / "faults.md").read_text()
+    listed = {int(row) for row in re.findall(r"^\| (\d+) \| ", page, re.M)}
+    assert listed >= {x for x in vars(exit_status).values() if isinstance(x, int)} - {
+        exit_status.SIGNALED
+    }
+
+
+# Methods
+
+
+@pytest.mark.parametrize("page", FAMILIES, ids=lambda page: page.stem)
+def test_the_page_of_a_family_builds_its_methods(page):
+    names = {}
+    exec("\n".join(blocks(page)), names)
+    assert isinstance(names["tx"], optax.GradientTransformationExtraArgs)
+
+
+def test_every_line_that_builds_a_method_builds_it():
+    pages = ROOT / "README.md", DOCS / "choosing.md", *(DOCS / "methods").glob("*.md")
+    written = "".join(page.read_text() for page in pages)
+    lines = set(re.findall(r"`((?:lj|optax)\.[a-z_]+\([^`]*\))`", written))
+    complete = [x for x in lines if not re.search(r"\.\.\.|params|state", x)]
+    built = [eval(line, dict(NAMES)) for line in sorted(complete)]
+    transformations = [tx for tx in built if isinstance(tx, optax.GradientTransformation)]
+    assert len(transformations) >= 19
+
+
+def test_the_table_gives_the_bytes_of_an_exchange():
+    """4P per exchange and peer, up to 8 bytes of scores and counts."""
+    page = (DOCS / "methods/index.md").read_text()
+    rows = re.findall(r"\| ([^|]*) \| `(lj\.[^`]*)`", page)
+    workers = lj.Workers(2, 4)
+    params = workers.put({"w": np.ones((8, 1000), np.float32)})
+    assert len(rows) >= 18
+    for written, line in rows:
+        tx = eval(line, dict(NAMES))
+        step = lambda x, tx=tx: tx.update(x, tx.init(x), x, value=x["w"].sum())[1]
+        levels = lj.diagnostics(workers.map(step)(params))
+        neighbors = 2 if "neighbor" in written else 1
+        for level in levels:
+            assert 0 <= level.payload - 4 * 1000 * neighbors <= 8 * neighbors, line
+        assert ("/τ" in written) == any(level.period > 1 for level in levels), line

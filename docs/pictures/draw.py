@@ -1,10 +1,13 @@
-"""Draws the pictures of the site: `python docs/pictures/draw.py` writes the SVGs beside it.
+"""Draws the pictures of the site: `python docs/pictures/draw.py [NAME...]` writes the SVGs.
 
 The curves are no sketches: each is a parameter of four workers that this library trains,
-on a parabola with the minimum at 1, each with a bias and noise of its own.
+on a parabola with the minimum at 1, each with a bias and noise of its own. `gain` draws
+measured seconds, a part of the table in docs/results/slow_networks.md.
 """
 
 import pathlib
+import re
+import sys
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -428,13 +431,53 @@ def draw_shared():
     save(figure, "shared")
 
 
+LINES = {  # the rows of the table, and how the picture calls them
+    "allreduce": "all-reduce, every step",
+    "lsgd, 16": "LSGD, every 16 steps",
+    "diloco, 16": "DiLoCo, every 16 steps",
+    "streaming-int8, 16": "DiLoCo in fragments as int8",
+}
+
+
+def draw_gain():
+    """Seconds to an error at three rates, on logarithmic scales."""
+    page = (HERE.parent / "results" / "slow_networks.md").read_text()
+    rates = 1000, 100, 10  # Mbit/s, the order of the columns
+    figure, axes = plt.subplots(figsize=(7.4, 2.9))
+    ends = {}
+    for (row, label), color in zip(LINES.items(), COLORS):
+        cells = re.search(rf"^\| {row} \|(.*)\|$", page, re.M)[1].split("|")
+        seconds = [float(cell) for cell in cells[3:]]
+        axes.plot(rates, seconds, "o-", color=color, markersize=4)
+        ends[label] = seconds[-1], color
+    height = 0.0  # labels keep a distance from one another
+    for label, (seconds, color) in sorted(ends.items(), key=lambda item: item[1][0]):
+        height = max(seconds, 1.35 * height)
+        text = f"{label}: {seconds:.0f} s"
+        axes.text(8.6, height, text, color=color, va="center")
+    axes.set(xscale="log", yscale="log", xlim=(1250, 9), ylim=(20, 900))
+    axes.set_xticks(rates, ["1 Gbit/s", "100 Mbit/s", "10 Mbit/s"])
+    axes.set_yticks([30, 100, 300, 700], ["30 s", "100 s", "300 s", "700 s"])
+    axes.minorticks_off()
+    axes.set_title("time to a test error of 55 % on CIFAR-10, four hosts", loc="left")
+    figure.subplots_adjust(right=0.68)
+    save(figure, "gain")
+
+
+DRAW = {
+    "families": draw_families,
+    "workers": draw_workers,
+    "pull": draw_pull,
+    "schedule": draw_schedule,
+    "centers": draw_centers,
+    "shared": draw_shared,
+    "gain": draw_gain,
+}
+
+
 def main():
-    draw_families()
-    draw_workers()
-    draw_pull()
-    draw_schedule()
-    draw_centers()
-    draw_shared()
+    for name in sys.argv[1:] or DRAW:
+        DRAW[name]()
 
 
 if __name__ == "__main__":
