@@ -7,7 +7,8 @@ import numpy as np
 import tiny
 
 from paper import __main__ as paper
-from paper.landscape.results import Landscape, Map, Pulls
+from paper.landscape.compute import Landscape, Pulls
+from paper.landscape.loss import Map
 from paper.landscape.saved_run import SavedRun
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paper import __main__ as paper
-from paper.sinc_landscape import (
+from paper.sinc import (
     MINIMUM,
     RING,
     STARTS,

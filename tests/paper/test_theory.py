@@ -171,7 +171,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     assert [row["holds"] for row in rows] == ["yes"] * 8
     table = (tmp_path / "theory.md").read_text(encoding="utf-8")
-    assert table.count("\n| ") == 9 and "Seen besides" in table
+    assert table.count("\n| ") == 9 and "Other observations" in table
 
 
 def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from landscapes import contents, draw, landscape_of
 
 from paper.landscape import cli as command
-from paper.landscape.results import Mark
+from paper.landscape.compute import Mark
 from train.data.arrays import DataError
 
 
@@ -27,7 +27,7 @@ def test_own_results_are_drawn_again_and_others_are_left_alone(copied, computed,
         (copied / name).write_text("mine")
         capsys.readouterr()
         assert draw([str(copied)]) == 2
-        assert f"{name} is there and not from this" in capsys.readouterr().err
+        assert f"{name} was not written by this command" in capsys.readouterr().err
         assert (copied / name).read_text() == "mine"
         (copied / name).write_bytes(own)
     assert contents(copied) == before
@@ -69,7 +69,7 @@ def test_what_goes_wrong_while_working(run, computed, monkeypatch, capsys, tmp_p
     "options, message",
     [
         ("--worker 4", "`worker` must be in 0..3, got worker=4"),
-        ("--step 7", "`step` must be that of a checkpoint (6, 12), got step=7"),
+        ("--step 7", "`step` must be the step of a checkpoint (6, 12), got step=7"),
         ("--grid 1", "`grid` must be at least 2, got grid=1"),
         ("--images 0", "`images` must be a positive int, got images=0"),
         ("--path-steps -1", "`path_steps` must be at least 0, got path_steps=-1"),
@@ -113,5 +113,5 @@ def test_data_that_have_moved(run, monkeypatch, capsys, tmp_path):
 def test_a_place_that_is_no_folder(run, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert draw([str(run), "--out", str(tmp_path / "file")]) == 2
-    assert "cannot take the results" in capsys.readouterr().err
+    assert "the results cannot be written to" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

@@ -7,7 +7,7 @@ import pytest
 from landscapes import landscape_of
 
 from paper.landscape import plots
-from paper.landscape.results import Mark
+from paper.landscape.compute import Mark
 
 
 @pytest.mark.parametrize(

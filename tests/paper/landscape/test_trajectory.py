@@ -34,7 +34,7 @@ def test_a_trajectory_that_ends_elsewhere_is_reported(saved, monkeypatch):
     )
     _, _, lines = retraced(saved)
     (line,) = [line for line in lines if "warning" in line]
-    assert "does not end where the checkpoint is" in line
+    assert "does not end at the checkpoint" in line
 
 
 def test_a_trajectory_that_is_too_long_is_left_out_and_said(saved):
