@@ -1,13 +1,14 @@
-"""The trainer against PyTorch: images per second of LSGD on the same CPU, taking turns.
+"""Images per second of LSGD on one CPU: the trainer beside PyTorch.
 
     pip install "lsgd_jax[train,benchmark]"
     python benchmarks/against_pytorch.py [--models cnn7 resnet20] [--rounds 5]
 
-Four workers of 64 images each: the trainer with 4 emulated devices in one process, and four
-processes of `torch_lsgd.py`, joined by gloo. Both train the same network on made-up images
-of CIFAR-10's form with the same crops, flips and pulls, in alternating blocks of steps.
-Prints a Markdown table of images per second (median, and the best) and the median of the
-ratios of neighboring blocks; `--torch PYTHON` takes the PyTorch of another Python.
+Four workers of 64 images each are trained by the trainer, with 4 emulated devices in one
+process, and by four processes of `torch_lsgd.py`, joined by gloo. Both train the same
+network on random images of CIFAR-10's form with the same crops, flips and pulls, in
+alternating blocks of steps. The script prints a Markdown table of images per second
+(median and best) and the median ratio of neighboring blocks. `--torch PYTHON` uses the
+PyTorch of another Python.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WORKERS, BATCH = 4, 64
 
 
 class Recorded:
-    """A trainer, and how long its steps took."""
+    """A trainer that records the seconds per step of its blocks."""
 
     def __init__(self, trainer):
         self.trainer, self.seconds = trainer, []
@@ -42,12 +43,12 @@ class Recorded:
 
     @property
     def rates(self):
-        """Images per second of each block but the first, which compiles."""
+        """Images per second of each block except the first, which compiles."""
         return [WORKERS * BATCH / seconds for seconds in self.seconds[1:]]
 
 
 def measure(model, options, folder):
-    """(images per second of the trainer, of PyTorch, and the ratios)."""
+    """Returns images per second of the trainer and of PyTorch, and the ratios."""
     config = import_module(f"configs.cifar10_{model}").CONFIG
     workers = WorkersConfig(nodes=1, locals=WORKERS)
     arm = Arm(transforms.cifar10(), config, workers=workers, batch_size=BATCH)
@@ -57,7 +58,7 @@ def measure(model, options, folder):
     )
     ours, theirs = Recorded(arm), Recorded(peers)
     try:
-        # Of seconds per step: theirs over ours is how many times as fast it is.
+        # PyTorch's seconds over ours: how many times as fast the trainer is.
         found = ratios(theirs, ours, options.rounds, options.steps)
     finally:
         peers.end()
@@ -70,9 +71,13 @@ def main():
     )
     parser.add_argument("--models", nargs="+", default=["cnn7", "resnet20"])
     parser.add_argument("--rounds", type=int, default=5, help="pairs of blocks")
-    parser.add_argument("--steps", type=int, default=32, help="of a block")
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
+    parser.add_argument("--steps", type=int, default=32, help="steps of a block")
+    parser.add_argument(
+        "--torch", default=sys.executable, metavar="PYTHON", help="one with PyTorch"
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write the measurements to this file"
+    )
     options = parser.parse_args()
     lj.emulate_devices(WORKERS)
     lj.tune_cpu()

@@ -1,20 +1,20 @@
-"""Workers at their own pace against workers in lock step: the same rules, on Ray.
+"""Asynchronous workers beside workers in lock step: the same rules, on Ray.
 
 Command:   python benchmarks/asynchronous.py [--slow 3] [--rate 100mbit]
 Hardware:  any CPU; with --rate Linux, root, iproute2
 Prints:    a row per method, medians over the repetitions: steps of all workers per second,
            samples per second, steps in percent of those without communication, seconds
-           until the mean of the workers had a test error of at most --error, mean staleness
+           until the mean of the workers has a test error of at most --error, mean staleness
            in steps, and MB sent per worker and 100 of its steps
 
 Four workers train a network of 0.3 M parameters on scikit-learn's digits, with each method
-in turn. A step takes --step-ms, most of it asleep, in place of an accelerator's work, so
-that the workers do not compete for cores. With --slow 3 worker 0 takes three times as long.
-With --rate each worker has a host of its own, a namespace whose link has this rate; what
-travels is in Ray's answers or, with --store, in its object stores.
+in turn. A step takes --step-ms, most of it asleep in place of an accelerator's work, so
+that the workers do not compete for cores. With --slow 3 a step of worker 0 takes three
+times as long. With --rate each worker has its own host, a network namespace whose link has
+this rate. Messages travel in Ray's replies or, with --store, through its object stores.
 
-Speeds are counted from the first exchange on, which compiles. What is tested are snapshots
-that every worker keeps for itself until it has ended: they cost the network nothing.
+Speeds are counted from the first exchange on, which compiles. The test errors are those of
+snapshots that every worker keeps until it ends, so they do not use the network.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from lsgd_jax import asynchronous as at
 
 
 WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
-SNAPSHOT = 10  # steps between two of what is tested
+SNAPSHOT = 10  # steps between two snapshots
 ALONE = "no communication"
 
 
 def methods(period, delay):
-    """Those that are compared, all of one period."""
+    """Returns the methods to compare, all with the same period."""
     lsgd = lambda **more: lj.lsgd(0.0, 0.1, period, period, **more)
     return {
         ALONE: at.Pulls(lj.local_sgd(10**6)),
@@ -69,24 +69,28 @@ def parse():
     parser.add_argument("--step-ms", type=float, default=50)
     parser.add_argument("--period", type=int, default=24, help="steps between exchanges")
     parser.add_argument("--delay", type=int, default=16, help="steps of overlap")
-    parser.add_argument("--slow", type=float, default=1, help="how much slower worker 0 is")
-    parser.add_argument("--rate", help="of each host's link, as tc says it: 100mbit")
+    parser.add_argument("--slow", type=float, default=1, help="slowdown of worker 0")
     parser.add_argument(
-        "--store", action="store_true", help="with --rate: Ray's default way"
+        "--rate", help="rate of each host's link in the words of tc, as 100mbit"
     )
-    parser.add_argument("--error", type=float, default=0.04)
+    parser.add_argument(
+        "--store", action="store_true", help="with --rate: send through Ray's object stores"
+    )
+    parser.add_argument("--error", type=float, default=0.04, help="the test error to reach")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", nargs="+", help="some of the methods")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
+    parser.add_argument("--only", nargs="+", help="run only these methods")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write the measurements to this file"
+    )
     parser.add_argument("--address", help=argparse.SUPPRESS)  # of the hosts' Ray
     return parser.parse_args()
 
 
-# What is trained
+# Training
 
 
 def digits():
-    """Training images and labels, test images and labels."""
+    """Returns training images and labels, test images and labels."""
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     x, y = data.data[order].astype(np.float32) / 16, data.target[order]
@@ -111,9 +115,9 @@ def start():
 
 
 def training(seconds):
-    """Of worker i what it trains; a step takes seconds[i].
+    """Returns a function that makes the training of worker i, whose steps take seconds[i].
 
-    What is its own: its key, when each of its steps ended, and its snapshots.
+    The state of a worker includes its key, the end times of its steps and its snapshots.
     """
 
     def make(index):
@@ -152,18 +156,18 @@ def training(seconds):
     return make
 
 
-# One run
+# A run
 
 
 def seconds_to(error, begun, owns):
-    """When the mean of the workers' newest snapshots was as good as that; None: never."""
+    """Returns seconds until the mean of the newest snapshots reaches the error, or None."""
     unravel, (*_, x, y) = ravel_pytree(start())[1], digits()
 
     @jax.jit
     def error_of(vector):
         return jnp.mean(jnp.argmax(forward(unravel(vector), x), axis=1) != y)
 
-    # A snapshot is of what a step starts from: of the time when the one before ended.
+    # A snapshot holds the parameters before its step, so its time is the previous end.
     times = [np.r_[begun, ends][::SNAPSHOT] for _, ends, _ in owns]
     for now in sorted(np.concatenate(times)):
         newest = [np.searchsorted(when, now, side="right") - 1 for when in times]
@@ -174,7 +178,7 @@ def seconds_to(error, begun, owns):
 
 
 def measure(method, options):
-    """One run: the cells of its row."""
+    """Runs a method once and returns the cells of its row."""
     seconds = [options.step_ms / 1000] * WORKERS
     seconds[0] *= options.slow
     outcome = at.ray_engine.run(
@@ -186,7 +190,7 @@ def measure(method, options):
         options=at.ray_engine.Options(address=options.address, timeout=30),
     )
     owns, reports = [s["own"] for s in outcome.states], outcome.status.reports
-    warm = options.period + options.delay  # all has been compiled then
+    warm = options.period + options.delay  # by then everything is compiled
     begun = max(ends[warm] for _, ends, _ in owns)
     ended = min(ends[-1] for _, ends, _ in owns)
     steps = sum(np.sum((ends > begun) & (ends <= ended)) for _, ends, _ in owns)
@@ -202,7 +206,7 @@ def measure(method, options):
 
 
 def compare(options):
-    """Runs all methods in turn, several times, and prints the table."""
+    """Runs all methods in turns and prints the table."""
     known = methods(options.period, options.delay)
     chosen = {k: m for k, m in known.items() if k in (options.only or known)}
     rows = {name: [] for name in chosen}
@@ -217,7 +221,7 @@ def compare(options):
 
 
 def say(rows):
-    """The table: medians."""
+    """Prints the table of medians."""
     for i, alone in enumerate(rows.get(ALONE, ())):  # of the same repetition
         for found in rows.values():
             found[i]["% of " + ALONE] = 100 * found[i]["steps/s"] / alone["steps/s"]

@@ -1,13 +1,13 @@
-"""What methods send and keep: a table of bytes per step, peak and mean, without training.
+"""Bytes that methods send per step, peak and mean, and bytes that they keep.
 
     python benchmarks/bytes_per_step.py [--variant "NAME=--method diloco ..."]...
 
-builds the transformer of `python -m train text` on bytes and takes one step of the
-optimizer, with gradients of zero, for every variant. Printed are the megabytes that a
-worker sends at the step at which it sends most, and per step on average, over whole
-periods; and those that its device keeps for the method. `--variant NAME=OPTIONS`, as often
-as you like, takes the place of the variants of docs/slow_networks.md; OPTIONS are those of
-`python -m train text`.
+builds the transformer of `python -m train text` on bytes and, for every variant, takes one
+step of the optimizer with zero gradients. Nothing is trained. The script prints the
+megabytes that a worker sends in the step with the most traffic and per step on average,
+over whole periods, and the megabytes of the method's state on its device. Each
+`--variant NAME=OPTIONS` adds a row in place of the variants of docs/slow_networks.md;
+OPTIONS are options of `python -m train text`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from usage import one_line_errors
 
 import lsgd_jax as lj
 from train import cli
@@ -51,14 +52,14 @@ BYTES = 256  # tokens
 
 
 def parameters(config: Config) -> Any:
-    """The network's parameters, as shapes."""
+    """Returns the shapes of the network's parameters."""
     model = Transformer(BYTES, config.data.context, **vars(config.transformer))
     tokens = jnp.zeros((1, config.data.context), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
 
 def after_a_step(config: Config) -> Any:
-    """The optimizer's state after a step with gradients of zero."""
+    """Returns the optimizer's state after a step with zero gradients."""
     workers = lj.Workers(config.workers.nodes, config.workers.locals)
     shapes = parameters(config)
     x = workers.replicate(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
@@ -68,13 +69,13 @@ def after_a_step(config: Config) -> Any:
 
 
 def kept(state: Any) -> int:
-    """Bytes of a state on one device, on which there is one worker."""
+    """Returns the bytes of a state on one device, which holds one worker."""
     shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
     return sum(shard.nbytes for shard in shards)
 
 
 def row(name: str, options: str) -> dict[str, str]:
-    """What a variant sends and keeps, in MB, as a row of the table."""
+    """Returns the row of a variant, in MB."""
     config = cli.parse([*TEXT, *shlex.split(options)])
     alone = cli.parse([*TEXT, *without_method(options), "--method", "independent"])
     state = after_a_step(config)
@@ -93,7 +94,7 @@ def row(name: str, options: str) -> dict[str, str]:
 
 
 def without_method(options: str) -> list[str]:
-    """The options but those of the method, each of which has a value."""
+    """Returns the options without those of the method. Every option must have a value."""
     words = iter(shlex.split(options))
     pairs = [(word, next(words, "")) for word in words]
     return [x for name, value in pairs if "--method" not in name for x in (name, value)]
@@ -103,11 +104,13 @@ def main(arguments: list[str]) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME=OPTIONS", help="see above"
+        "--variant", action="append", default=[], metavar="NAME=OPTIONS", help="add a row"
     )
     given = [text.partition("=")[::2] for text in parser.parse_args(arguments).variant]
     variants = dict(given) or VARIANTS
-    configs = [cli.parse([*TEXT, *shlex.split(options)]) for options in variants.values()]
+    with one_line_errors():
+        lines = [shlex.split(options) for options in variants.values()]
+        configs = [cli.parse([*TEXT, *line]) for line in lines]
     lj.emulate_devices(max(config.workers.devices for config in configs))
     lj.tune_cpu()
     shapes = jax.tree.leaves(parameters(configs[0]))

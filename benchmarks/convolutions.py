@@ -1,11 +1,11 @@
-"""The convolutions of CNN7 and ResNet20 by themselves, in JAX and in PyTorch, on this CPU.
+"""The convolutions of CNN7 and ResNet20 alone, in JAX and in PyTorch, on this CPU.
 
     python benchmarks/convolutions.py [--torch PYTHON]
 
-Times the value, the gradient of the images and that of the kernel for batches of 64, each
-library in a process of its own on all cores, in turns. Prints a Markdown table of
-milliseconds, the minima over all rounds: JAX and PyTorch. Beside `against_pytorch.py` it
-says how much of the difference is in the convolutions.
+times the value and the gradients of the images and of the kernel for batches of 64. The
+libraries take turns, each in its own process on all cores. The script prints a Markdown
+table of milliseconds, the minima over all rounds: JAX and PyTorch. It shows how much of the
+difference in `against_pytorch.py` is in the convolutions.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 
+from usage import one_line_errors
+
 
 BATCH, REPETITIONS = 64, 15
-# Name: side of the images, channels before and behind, side of the kernel, padding.
+# Name: side of the images, channels in and out, side of the kernel, padding.
 LAYERS = {
     "CNN7: 28 x 28 x 3, 64 of 5 x 5": (28, 3, 64, 5, 0),
     "CNN7: 12 x 12 x 64, 128 of 5 x 5": (12, 64, 128, 5, 0),
@@ -28,7 +30,7 @@ LAYERS = {
 
 
 def fastest(fn):
-    """The fewest milliseconds of several calls, after one."""
+    """Returns the minimum in milliseconds over several calls, after a first one."""
     fn()
     times = []
     for _ in range(REPETITIONS):
@@ -81,9 +83,12 @@ def in_torch(side, inputs, outputs, size, padding):
 
 
 def measured(python, library):
-    """Of each layer the milliseconds, by a process of its own."""
+    """Returns the milliseconds of each layer, measured in another process."""
     command = [python, __file__, "--library", library]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    with one_line_errors():
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise ValueError(f"{python} cannot time {library}; its output is above")
     return json.loads(done.stdout)
 
 
@@ -91,7 +96,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument(
+        "--torch", default=sys.executable, metavar="PYTHON", help="one with PyTorch"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--library", choices=["jax", "torch"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,27 +1,35 @@
-"""What an exchange costs: a pull and a silent step of lsgd beside the base optimizer alone.
+"""The cost of an exchange: lsgd with and without a pull, beside the base optimizer alone.
 
     python benchmarks/exchange_cost.py [--repetitions 7] [--sizes 0.35 24]
     python benchmarks/exchange_cost.py --processes 4 [--torch PYTHON]
 
-Workers hold some million float32 parameters in many leaves. Each repetition times, one
-after the other, AdamW alone, AdamW and lsgd on steps without a pull ("silent"; "not due":
-compiled for these alone), and on steps with one. Printed are medians (and minima) of the
-milliseconds per step and the ratio to AdamW of the same repetition. `--processes N` takes
-N processes of one device, of one node, in place of 8 devices of one process and two nodes;
-with `--torch`, as many of PyTorch take turns with them (`torch_pull.py`). `--compile N...`
-times compilation for that many leaves instead. Memory: about 20 bytes per parameter and
-worker.
+Workers hold some million float32 parameters in many leaves. Each repetition times AdamW
+alone, AdamW and lsgd on steps without a pull ("silent"; "not due": compiled for such steps
+only), and on steps with one. The script prints medians (and minima) of the milliseconds per
+step, and their ratio to AdamW alone in the same repetition. The workers are 8 devices of
+one process in two nodes. With `--processes N` they are N processes of one device in one
+node; with `--torch`, as many processes of PyTorch take turns with them (`torch_pull.py`).
+`--compile N...` times compilation for N leaves instead. Memory: about 20 bytes per
+parameter and worker.
 """
 
 import argparse
 import itertools
 import os
-import socket
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from gpu import free_port
+from torch_peers import Peers
+
+import lsgd_jax as lj
 
 
 def parse():
@@ -33,54 +41,49 @@ def parse():
     parser.add_argument("--bases", nargs="+", default=["adamw", "sgd"])
     parser.add_argument("--compile", type=int, nargs="+", default=[])
     parser.add_argument(
-        "--torch", metavar="PYTHON", help="one with PyTorch, of --processes"
+        "--torch", metavar="PYTHON", help="one with PyTorch; needs --processes"
     )
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.torch and options.processes == 1:
         parser.error("--torch needs --processes")
+    if options.torch and shutil.which(options.torch) is None:
+        parser.error(f"--torch must name a Python interpreter, got {options.torch}")
     return options
 
 
 def launch(options):
     """Starts the processes and waits for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, *sys.argv, "--port", str(port), "--process-id"]
+    command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process-id"]
     children = [subprocess.Popen([*command, str(i)]) for i in range(options.processes)]
     sys.exit(max(child.wait() for child in children))
 
 
 def sizes_of(size, leaves):
-    """Of each leaf, of so many million elements together: eight hold half of them."""
+    """Returns the sizes of leaves of `size` million elements; eight leaves hold half."""
     wanted = int(size * 1e6)
     big = wanted // 2 // 8
     return [big] * 8 + [(wanted - 8 * big) // (leaves - 8)] * (leaves - 8)
 
 
 class Jitted:
-    """A step of ours, and what it goes on from."""
+    """A step of lsgd_jax and its state."""
 
-    def __init__(self, jax, step, x, state, grads, loss):
-        self._wait, self._step = jax.block_until_ready, step
-        self._state, self._given = (x, state), (grads, loss)
+    def __init__(self, step, x, state, grads, loss):
+        self._step, self._state, self._given = step, (x, state), (grads, loss)
 
     def seconds_per_step(self, steps):
-        """Runs a block of steps."""
-        self._wait(self._state)
+        """Runs a block of steps and returns the seconds per step."""
+        jax.block_until_ready(self._state)
         began = time.perf_counter()
         for _ in range(steps):
-            self._state = self._step(*self._state, *self._given)
-            self._wait(self._state)
+            self._state = jax.block_until_ready(self._step(*self._state, *self._given))
         return (time.perf_counter() - began) / steps
 
 
 def peers(options, base, size, folder):
-    """The same in PyTorch, by name."""
-    from torch_peers import Peers
-
+    """Returns the same steps in PyTorch by name."""
     settings = dict(
         program="torch_pull.py",
         sizes=sizes_of(size, options.leaves),
@@ -93,8 +96,8 @@ def peers(options, base, size, folder):
     return {"PyTorch, alone": start(), "PyTorch, one pull": start(pull=True)}
 
 
-def build(lj, jax, jnp, optax, base, method, due, size, leaves, workers):
-    """(step, params, state, grads) of a chain on parameters of so many million elements."""
+def build(base, method, due, size, leaves, workers):
+    """Returns (step, params, state, grads) of a chain on `size` million parameters."""
     tree = {f"leaf{i:03}": jnp.ones(n) for i, n in enumerate(sizes_of(size, leaves))}
     tx = optax.chain({"adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3)}[base], *method)
 
@@ -109,8 +112,7 @@ def build(lj, jax, jnp, optax, base, method, due, size, leaves, workers):
 
 
 def measure(options):
-    import jax
-
+    """Times the arms and prints the table."""
     count = 8
     if options.process_id is not None:
         jax.config.update("jax_num_cpu_devices", 1)
@@ -118,12 +120,7 @@ def measure(options):
             f"127.0.0.1:{options.port}", options.processes, options.process_id
         )
         count = options.processes
-    import jax.numpy as jnp
-    import optax
-
-    import lsgd_jax as lj
-
-    if options.process_id is None:
+    else:
         lj.emulate_devices(count)
         lj.tune_cpu()
     main = jax.process_index() == 0
@@ -144,8 +141,7 @@ def measure(options):
         steps, leaves = 20 if size < 2 else 3, options.leaves
         arms = {}
         for name, (method, due) in methods.items():
-            built = build(lj, jax, jnp, optax, base, method, due, size, leaves, workers)
-            arms[name] = Jitted(jax, *built, loss)
+            arms[name] = Jitted(*build(base, method, due, size, leaves, workers), loss)
         with tempfile.TemporaryDirectory() as folder:
             theirs = peers(options, base, size, folder) if options.torch and main else {}
             times = in_turns(arms | theirs, options.repetitions, steps)
@@ -156,7 +152,7 @@ def measure(options):
 
 
 def in_turns(arms, repetitions, steps):
-    """Of each arm the milliseconds per step of its blocks but the first, which compiles."""
+    """Returns each arm's milliseconds per step; its first block compiles and is dropped."""
     times = {name: [] for name in arms}
     for _ in range(repetitions + 1):
         for name, arm in arms.items():
@@ -165,7 +161,7 @@ def in_turns(arms, repetitions, steps):
 
 
 def report(base, size, times):
-    """A row for each of them."""
+    """Prints a row for each arm."""
     cell = lambda x, digits: f"{statistics.median(x):.{digits}f} ({min(x):.{digits}f})"
     for name, seen in times.items():
         ratios = [a / b for a, b in zip(seen, times["alone"])]
@@ -174,16 +170,9 @@ def report(base, size, times):
 
 
 def measure_compilation(options):
-    """Seconds to compile Adam alone, and Adam with lsgd, on one device and on two."""
-    import jax
-
-    import lsgd_jax as lj
-
+    """Prints the seconds to compile Adam with and without lsgd, on two devices and one."""
     lj.emulate_devices(2)
     lj.tune_cpu()
-    import jax.numpy as jnp
-    import optax
-
     print("| leaves | devices | Adam, s | Adam + lsgd, s | ratio |")
     print("| --- | --- | --- | --- | --- |")
     for leaves in options.compile:
@@ -212,7 +201,8 @@ def measure_compilation(options):
 
 if __name__ == "__main__":
     arguments = parse()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if jax.config.jax_platforms is None:
+        jax.config.update("jax_platforms", "cpu")
     if arguments.compile:
         measure_compilation(arguments)
     elif arguments.processes > 1 and arguments.process_id is None:

@@ -1,4 +1,4 @@
-"""Measures what a GPU makes of workers, pulls and memory: one command, one Markdown table.
+"""Workers, pulls and memory on a GPU: one command, one Markdown table.
 
     python benchmarks/gpu.py > gpu.md        # a CUDA machine, under 8 minutes
     python benchmarks/gpu.py --small         # tries the script anywhere, with tiny sizes
@@ -13,8 +13,8 @@ Needs the extras `cuda` and `train`. The parts (`gpu_parts.py`) are
 - processes: the pulls again, among one process per GPU joined by NCCL; skipped where there
   is one GPU.
 
-Each part is a process of its own with a time limit, because a process never forgets its
-peak of memory. The arms of a ratio take turns in one process.
+Each part runs in its own process, because the peak of memory is one number per process, and
+has a time limit. The arms of a ratio take turns in one process.
 """
 
 import argparse
@@ -29,14 +29,14 @@ import time
 
 
 PARTS = pathlib.Path(__file__).with_name("gpu_parts.py")
-ROW = "row: "  # how a part marks its results: gloo and NCCL print lines, too
+ROW = "row: "  # marks results, because gloo and NCCL print lines, too
 # Seconds of each part; together less than 8 minutes.
 LIMITS_S = {"devices": 30, "workers": 150, "pulls": 120, "memory": 100, "processes": 70}
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A transformer, and the batch of one worker."""
+    """A transformer and the batch of one worker."""
 
     layers: int
     heads: int
@@ -49,16 +49,16 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of the measurements.
 
     Attributes:
       networks: the models of the workers.
       counts: numbers of workers on one device.
-      parameters: millions of float32 parameters that are pulled.
+      parameters: millions of float32 parameters of a worker.
       leaves: the number of arrays that hold them.
-      methods, wires: the pulls that are timed.
+      methods, wires: the pulls to time.
       repetitions: blocks of steps of each arm.
-      block_s: roughly how many seconds a block takes.
+      block_s: approximate seconds of a block.
     """
 
     networks: tuple[Network, ...] = (
@@ -97,7 +97,7 @@ def parse():
 
 
 class Part:
-    """A part of the measurements, in processes of its own.
+    """Runs a part of the measurements in other processes.
 
     Attributes:
       rows: the results of the first process.
@@ -106,7 +106,7 @@ class Part:
 
     def __init__(self, name, small, limit_s, processes=1, **given):
         self.rows, self.wrong = [], ""
-        # Small sizes are for machines that may be busy with something else.
+        # Small sizes run on machines that may be busy.
         limit_s *= 5 if small else 1
         given |= {"processes": processes, "port": free_port()}
         words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
@@ -157,7 +157,7 @@ def rows_of(part, options, sizes, machine):
 
 
 def memory_rows(small, sizes):
-    """Compares processes that differ in donation only."""
+    """Compares processes that differ only in donation."""
     rows, began = [], time.perf_counter()
     for method in sizes.methods:
         found = {}

@@ -1,4 +1,4 @@
-"""One part of `gpu.py`, which starts it: prints each result as a line of JSON."""
+"""One part of `gpu.py`, which starts this program. Prints each result as a line of JSON."""
 
 import argparse
 import dataclasses
@@ -26,13 +26,13 @@ PLENTY = 30e9  # bytes of a GPU that has room for four workers of 100 million pa
 
 
 class Arm:
-    """A step on a state, which several arms may share in turns."""
+    """A step and the state that it updates, which several arms can share."""
 
     def __init__(self, step, box):
         self._step, self._box = step, box
 
     def seconds_per_step(self, steps):
-        """Runs a block of steps."""
+        """Runs a block of steps and returns the seconds per step."""
         jax.block_until_ready(self._box.state)
         began = time.perf_counter()
         for _ in range(steps):
@@ -42,12 +42,12 @@ class Arm:
 
 
 def timed(sizes, arms):
-    """Returns the milliseconds per step of each arm's blocks, taken in turns."""
+    """Times blocks of all arms in turns and returns the milliseconds per step."""
     for arm in arms.values():
         arm.seconds_per_step(1)  # compiles
     slowest = max(arm.seconds_per_step(1) for arm in arms.values())
     steps = np.int32(max(2, min(100, sizes.block_s / slowest)))
-    # Pulls wait for all processes, so these must take the same number of steps.
+    # All processes must take the same number of steps, because pulls are collective.
     steps = int(multihost_utils.broadcast_one_to_all(steps))
     return in_turns(arms, sizes.repetitions, steps)
 
@@ -61,7 +61,7 @@ def row_of(case, times, beside, others, more=lambda ms: ""):
 
 
 def devices(options, sizes):
-    """Finds which devices this machine has."""
+    """Describes the devices of this machine."""
     backend, count = jax.default_backend(), jax.device_count()
     gpus = count if backend == "gpu" else 0
     kind = jax.devices()[0].device_kind
@@ -72,7 +72,7 @@ def devices(options, sizes):
 
 
 def workers(options, sizes):
-    """Times workers of one device beside a model of their batch, and beside one worker."""
+    """Times workers of one device beside a model of their total batch and one worker."""
     for network in sizes.networks:
         one = network_arm(network, 1, network.batch)
         for count in sizes.counts:
@@ -97,7 +97,7 @@ def workers(options, sizes):
 
 @functools.cache
 def started(network):
-    """Returns a network and its parameters at the start, on the host."""
+    """Returns a network and its initial parameters, on the host."""
     given = dataclasses.asdict(network)
     given.pop("batch")
     model = Transformer(**given)
@@ -106,7 +106,7 @@ def started(network):
 
 
 def network_arm(network, count, batch):
-    """An AdamW step of so many workers of one device. None: of a model without workers."""
+    """Returns an AdamW step of `count` workers of one device, or of a model for None."""
     (model, start), tx = started(network), optax.adamw(1e-3)
     shape = (count or 1, batch, network.context + 1)
     tokens = np.random.default_rng(0).integers(0, network.vocabulary, shape, np.int32)
@@ -134,12 +134,12 @@ def network_arm(network, count, batch):
 
 
 def pulls(options, sizes):
-    """Times pulls and steps without one, among workers of one device."""
+    """Times steps with and without a pull among workers of one device."""
     yield from time_pulls(sizes, grid_of_device(), "workers of one device")
 
 
 def processes(options, sizes):
-    """Times the same among processes of one device each."""
+    """Times steps with and without a pull among processes of one device each."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
         f"127.0.0.1:{options.port}",
@@ -151,7 +151,7 @@ def processes(options, sizes):
 
 
 def grid_of_device():
-    """Returns the workers that are pulled on one device, as many as there is memory for."""
+    """Returns as many workers on one device as its memory can hold, 4 or 2."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     count = 4 if stats.get("bytes_limit", PLENTY) >= PLENTY else 2
@@ -159,27 +159,27 @@ def grid_of_device():
 
 
 def tree_of(sizes):
-    """Returns parameters of a worker."""
+    """Returns the parameters of a worker."""
     counts = sizes_of(sizes.parameters, sizes.leaves)
     rng = np.random.default_rng(0)
     return {f"leaf{i:03}": rng.random(n, np.float32) for i, n in enumerate(counts)}
 
 
 def gradients_and_loss(grid, tree):
-    """Returns what the backward passes of all workers might have found."""
+    """Returns made-up gradients and losses of all workers."""
     rows = np.arange(grid.num_workers, dtype=np.float32)
     return grid.replicate(jax.tree.map(lambda x: 1e-3 * x, tree)), grid.put(rows)
 
 
 def method(name, period, wire="float32"):
-    """A pull that is due every so many steps."""
+    """Returns a method with a period."""
     if name == "lsgd":
         return lj.lsgd(0.1, 0.0, period, period, wire=wire)
     return {"diloco": lj.diloco, "easgd": lj.easgd}[name](period=period, wire=wire)
 
 
 def mapped_step(grid, pull=None, due=None, donate=True):
-    """An AdamW step, with a pull or without; what a pull would keep then passes through."""
+    """Returns an AdamW step with or without a pull; without, the pull's state is kept."""
     base = optax.adamw(1e-3)
 
     def step(params, inner, outer, gradients, loss):
@@ -195,13 +195,13 @@ def mapped_step(grid, pull=None, due=None, donate=True):
 
 
 def first_state(grid, tree, pull):
-    """Returns the parameters, AdamW's state and the pull's."""
+    """Returns the parameters, AdamW's state and the pull's state."""
     params = grid.replicate(tree)
     return params, *grid.map(optax.chain(optax.adamw(1e-3), pull).init)(params)
 
 
 def time_pulls(sizes, grid, among):
-    """Times AdamW alone, steps that are not due, and due ones, in turns on one state."""
+    """Times AdamW alone and steps with and without a pull, in turns on one state."""
     tree = tree_of(sizes)
     given = gradients_and_loss(grid, tree)
     for wire in sizes.wires:
@@ -227,7 +227,7 @@ def time_pulls(sizes, grid, among):
 
 
 def memory(options, sizes):
-    """Finds the peak of memory of steps with a pull, with or without donation."""
+    """Measures the peak of memory of steps with a pull, with or without donation."""
     grid, tree = grid_of_device(), tree_of(sizes)
     pull, given = method(options.method, 1), gradients_and_loss(grid, tree)
     state = first_state(grid, tree, pull)

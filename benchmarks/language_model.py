@@ -1,15 +1,15 @@
-"""What methods cost and reach on a language model: one table, one figure.
+"""Methods on a language model, their cost and their loss: one table, one figure.
 
     python benchmarks/language_model.py --files FILE... --out DIR [--seeds 3] [--steps 2000]
 
-trains the transformer of `python -m train text` with 4 workers and every method, each
-worker the same number of steps of the same batch; `independent` is one worker by itself.
-DIR gets what `python -m train.compare` writes: compare.md (validation loss of the center,
-MB sent per worker, seconds), compare.csv, compare.json and compare.png, and
-language_model.png, which leaves out the seconds: they mean something only if nothing else
-ran on the machine. The same command goes on with a table that was interrupted;
-`--only NAME...` trains some of the rows. `--speed` trains nothing to the end: it prints the
-milliseconds of a step of each row, over whole periods in turns, median and least.
+trains the transformer of `python -m train text` with 4 workers and every method. Each
+worker takes the same number of steps with the same batch size; `independent` is a single
+worker. DIR gets the files of `python -m train.compare`: compare.md (validation loss of the
+center, MB sent per worker, seconds), compare.csv, compare.json and compare.png. It also
+gets language_model.png without the seconds, which mean something only on a quiet machine.
+The same command resumes an interrupted table, and `--only NAME...` trains some of the rows.
+`--speed` times steps instead: it prints the milliseconds per step of each row over whole
+periods, in turns, median and least.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import statistics
 import sys
 
 from side_by_side import Trainer, longest_period
+from usage import one_line_errors
 
 from train import cli, compare
 from train.cluster import devices
@@ -29,7 +30,7 @@ ROWS = {
     "independent": "--workers.locals 1 --method independent",
     "allreduce": "--method allreduce",
     "local-sgd": "--method local-sgd --method.period 16",
-    "lsgd": "",  # as the experiment has it
+    "lsgd": "",  # the experiment's own method
     "lsgd-int8": "--method.wire int8",
     "lsgd-int4": "--method.wire int4",
     "lsgd-fragments": "--method.fragments 4",
@@ -50,10 +51,10 @@ ROWS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--files", nargs="+", required=True, help="the text")
-    parser.add_argument("--out", help="the folder for runs and results")
+    parser.add_argument("--files", nargs="+", required=True, help="files of the text")
+    parser.add_argument("--out", help="folder for runs and results")
     parser.add_argument("--speed", action="store_true", help="time steps instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
@@ -65,7 +66,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def command(options: argparse.Namespace) -> list[str]:
-    """The arguments of `train.compare`."""
+    """Returns the arguments of `train.compare`."""
     found = ["text", "--out", options.out, "--seeds", str(options.seeds)]
     for name in options.only:
         found += ["--variant", f"{name}={ROWS[name]}"]
@@ -73,15 +74,16 @@ def command(options: argparse.Namespace) -> list[str]:
 
 
 def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
-    """Prints how long a step of each row takes."""
+    """Prints the milliseconds per step of each row."""
     devices.provide(4, 1)
     taken = {}
     rows = [(name, ROWS[name].split()) for name in options.only]
-    configs = {
-        name: cli.parse(["text", "--data.files", *options.files, *words])
-        for name, words in rows
-    }
-    trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
+    with one_line_errors():
+        configs = {
+            name: cli.parse(["text", "--data.files", *options.files, *words])
+            for name, words in rows
+        }
+        trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
     steps = {
         name: max(16, longest_period(config.method)) for name, config in configs.items()
     }

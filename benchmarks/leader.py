@@ -1,13 +1,13 @@
-"""What decides how much a leader helps: λ, τ, when, how many workers, their learning rates.
+"""How much a leader helps, by λ, τ, timing, number of workers and their learning rates.
 
     python benchmarks/leader.py CIFAR [--seeds 3] [--steps 400]
 
 trains the small network of `python -m train digits` on CIFAR-10 at 8 x 8 pixels by SGD
-without momentum, and changes one thing at a time: from 4 workers, a period of 8 steps, a
-pull of 0.1 towards the best worker, equal learning rates. Learning rates that differ lie
-evenly, on a logarithmic scale, around 0.1. Prints Markdown: test errors, in percent, of the
-center after a quarter of the steps and after all, of the workers by themselves, and of the
-best of them, mean ± sd over the seeds.
+without momentum. It starts from 4 workers with equal learning rates, a period of 8 steps
+and a pull of 0.1 towards the best worker, and changes one setting at a time. Learning rates
+that differ are evenly spaced on a logarithmic scale around 0.1. The script prints Markdown
+tables of test errors in percent, mean ± sd over the seeds: of the center after a quarter of
+the steps and after all steps, of the workers on average, and of the best worker.
 """
 
 import argparse
@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from usage import one_line_errors
 
 import lsgd_jax as lj
 from train import compare
 from train.data import cifar10
-from train.data.arrays import DataError, Images
+from train.data.arrays import Images
 from train.task.models import DigitsCNN
 
 
@@ -32,10 +33,10 @@ MODEL = DigitsCNN()
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run but for its seed.
+    """The settings of a run, without its seed.
 
-    pull: λ, or the fractions of the run between which it is 0.1.
-    factor: of the largest learning rate over the least.
+    pull: λ, or the two fractions of the run between which it is 0.1.
+    factor: the ratio of the largest learning rate to the smallest.
     """
 
     method: str = "lsgd"
@@ -45,7 +46,7 @@ class Setting:
     factor: int = 1
 
     def exchange(self, steps: int) -> optax.GradientTransformationExtraArgs:
-        """What stands behind SGD."""
+        """Returns the exchange after SGD."""
         if self.method == "local-sgd":
             return lj.local_sgd(self.period)
         if isinstance(self.pull, tuple):
@@ -56,7 +57,7 @@ class Setting:
         return lj.lsgd(pull, 0.0, local_period=self.period)
 
     def rates(self) -> np.ndarray:
-        """Learning rates [W]."""
+        """Returns the learning rates [W]."""
         return RATE * float(self.factor) ** np.linspace(-0.5, 0.5, self.workers)
 
 
@@ -89,13 +90,13 @@ QUESTIONS = {
 
 
 def error(params, images, labels) -> jax.Array:
-    """The test error of a model, in percent."""
+    """Returns the test error of a model, in percent."""
     outputs = MODEL.apply(params, images, train=False)
     return 100 * (outputs.argmax(-1) != labels).mean()
 
 
 def small(images: Images) -> Arrays:
-    """Images [N, 8, 8, 3] from -1 to 1, and labels."""
+    """Returns images [N, 8, 8, 3] with values from -1 to 1, and labels."""
     pixels = images.images.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
     return pixels / 127.5 - 1, images.labels
 
@@ -103,7 +104,7 @@ def small(images: Images) -> Arrays:
 def train(
     setting: Setting, train_set: Arrays, test_set: Arrays, seeds: int, steps: int
 ) -> list[dict[str, float]]:
-    """Errors of each seed: 'early', 'center', 'workers' and 'best'."""
+    """Returns the errors of each seed: 'early', 'center', 'workers' and 'best'."""
     workers = lj.Workers(nodes=1, locals=setting.workers)
     tx = optax.chain(optax.sgd(1.0), setting.exchange(steps))
 
@@ -149,14 +150,12 @@ def train(
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", metavar="CIFAR", help="cifar-10-batches-bin")
+    parser.add_argument("data", metavar="CIFAR", help="the folder cifar-10-batches-bin")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    try:
+    with one_line_errors():
         data = cifar10.load(options.data, accept_other_files=True)
-    except DataError as error:
-        parser.error(str(error))
     sets = small(data.train), small(data.test)
     lj.emulate_devices(2)
     lj.tune_cpu()

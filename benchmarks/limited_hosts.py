@@ -1,6 +1,6 @@
-"""Hosts of this machine, joined by links of a limited rate: Linux, root, iproute2.
+"""Hosts on this machine joined by links of a limited rate. Needs Linux, root and iproute2.
 
-Each host is a network namespace on one bridge, and what it sends passes tc's token bucket.
+Each host is a network namespace on one bridge. Its outgoing packets pass tc's token bucket.
 """
 
 import argparse
@@ -21,21 +21,21 @@ from train.cluster.session import Session
 from train.config import Config, DistributedConfig
 
 
-PORT = 29400  # where processes meet
-TAG = os.getpid() % 10_000  # in the names of what is made
+PORT = 29400  # of the coordinator
+TAG = os.getpid() % 10_000  # makes the names of namespaces and links unique
 RAY_PORT = 6379
-# What is larger goes through the object stores, where pulls that cross stall for a second.
+# Larger messages go through object stores, where crossing pulls stall for a second.
 INLINE = '--system-config={"max_direct_call_object_size": 8000000}'
 
 
 class Hosts:
-    """Hosts that are up."""
+    """Running hosts."""
 
     def __init__(self, names: Sequence[str]):
         self.names = names
 
     def address(self, i: int) -> str:
-        """Where host i is found by the others."""
+        """Returns the address of host i."""
         return f"10.77.0.{i + 1}"
 
     def start(self, i: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
@@ -45,7 +45,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def run_again(self, **options: Any) -> Iterator[list[subprocess.Popen]]:
-        """This program on every host, where it is to `join`; ends with the context."""
+        """Runs this program on every host, where it must `join`, until the context ends."""
         again = [sys.executable, *sys.argv, "--coordinator", f"{self.address(0)}:{PORT}"]
         hosts = range(len(self.names))
         processes = [self.start(i, [*again, "--worker", str(i)], **options) for i in hosts]
@@ -57,13 +57,13 @@ class Hosts:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options by which `run_again` tells a program its host."""
+    """Adds the options by which `run_again` tells a program its host."""
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
 
 
 def join(config: Config, options: argparse.Namespace, hosts: int) -> Session:
-    """Joins the processes of `run_again`, one device each."""
+    """Joins the processes of `run_again`, which have one device each."""
     distributed = DistributedConfig(
         coordinator=options.coordinator, num_processes=hosts, process_id=options.worker
     )
@@ -74,10 +74,13 @@ def join(config: Config, options: argparse.Namespace, hosts: int) -> Session:
 
 @contextlib.contextmanager
 def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
-    """Hosts each of which sends at a rate at most, in tc's words, or "none"."""
+    """Starts hosts that send at most at a rate, given as tc writes it, or "none"."""
+    if os.getuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        print("error: limited hosts need Linux, root, and iproute2", file=sys.stderr)
+        sys.exit(2)
     hosts, bridge = Hosts([f"lsgd{TAG}-{i}" for i in range(count)]), f"lsgd{TAG}"
     folders = [pathlib.Path("/etc/netns") / name for name in hosts.names]
-    # The bucket holds what the link sends between two ticks of the kernel's clock.
+    # The bucket must hold what the link sends between two ticks of the kernel's clock.
     burst = "2mbit" if rate.endswith("gbit") else "256kbit"
     limit = f"root tbf rate {rate} burst {burst} latency 200ms".split()
     try:
@@ -94,7 +97,7 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
             _ip(*within, "link", "set", "lo", "up")
             if rate != "none":
                 _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", inside, *limit)
-            folder.mkdir(parents=True)  # gloo listens where the host's name leads
+            folder.mkdir(parents=True)  # gloo listens at the address of the host's name
             own = f"127.0.0.1 localhost\n{hosts.address(i)} {socket.gethostname()}\n"
             (folder / "hosts").write_text(own)
         yield hosts
@@ -107,9 +110,9 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def ray_on(hosts: Hosts, store: bool = False) -> Iterator[str]:
-    """One cluster of Ray over all hosts, one CPU each: its address.
+    """Starts one Ray cluster over all hosts, with one CPU each, and yields its address.
 
-    store: whether large messages go through the object stores, as is Ray's default.
+    store: whether large messages go through the object stores, which is Ray's default.
     """
     address, started = f"{hosts.address(0)}:{RAY_PORT}", []
     try:
@@ -129,7 +132,7 @@ def ray_on(hosts: Hosts, store: bool = False) -> Iterator[str]:
 
 
 def _joined(hosts: Hosts, i: int, words: Sequence[str]) -> subprocess.Popen:
-    """Ray on host i; tried again as long as the first host's is not there yet."""
+    """Starts Ray on host i, with retries until the first host's Ray is up."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
     own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -144,6 +147,6 @@ def _joined(hosts: Hosts, i: int, words: Sequence[str]) -> subprocess.Popen:
 
 
 def _ip(*words: object, check: bool = True) -> None:
-    """Runs `ip` with these words; quiet where it may fail."""
+    """Runs `ip`; with check=False it may fail, without output."""
     errors = None if check else subprocess.DEVNULL
     subprocess.run(["ip", *map(str, words)], check=check, stderr=errors)

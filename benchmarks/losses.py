@@ -2,10 +2,10 @@
 
     python benchmarks/losses.py [--only NAME ...]
 
-starts clusters of Ray on this machine, each of four nodes with one CPU, of which a run of
-three processes takes three, and does ten things to ten runs. Every run must end with status
-0. Where the number of nodes did not change its parameters must be bit-identical to those of
-a run that nothing was done to. Prints one Markdown table.
+starts clusters of Ray on this machine, each of four nodes with one CPU. A run of three
+processes uses three of them. Ten runs suffer one kind of loss each. Every run must end with
+status 0. If the number of nodes did not change, its parameters must be bit-identical to
+those of an undisturbed run. The script prints one Markdown table.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TRAIN = (
 
 
 class Host:
-    """A cluster of four nodes on this machine, and one run on it."""
+    """A cluster of four nodes on this machine and one run on it."""
 
     def __init__(self, folder: pathlib.Path, *more: str):
         self.folder = folder
@@ -56,7 +56,7 @@ class Host:
             )
 
     def end(self) -> int:
-        """Waits for the run, and ends the cluster; the run's exit status."""
+        """Waits for the run, ends the cluster, and returns the run's exit status."""
         try:
             self.process.wait(LIMIT_S)
         finally:
@@ -66,7 +66,7 @@ class Host:
         return self.process.returncode
 
     def remove(self, count: int) -> None:
-        """Kills raylets of nodes on which processes of the run are, with these."""
+        """Kills the raylets of `count` nodes and the processes of the run on them."""
         used = [node for node in self.nodes if self._processes_of(node)]
         for node in used[:count]:
             self._cluster.remove_node(node, allow_graceful=False)
@@ -77,7 +77,7 @@ class Host:
         return [x for x in below if "RayTrainWorker" in " ".join(_words(x))]
 
     def trainers(self) -> list[psutil.Process]:
-        """The trainers of the run, by number."""
+        """Returns the training processes of the run, ordered by their number."""
         found = {}
         for process in psutil.process_iter():
             words = _words(process)
@@ -87,7 +87,7 @@ class Host:
         return [found[number] for number in sorted(found)]
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Waits for a condition."""
+        """Waits for a condition; raises TimeoutError if the run ends before it holds."""
         deadline = time.monotonic() + LIMIT_S
         while not holds():
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -95,7 +95,7 @@ class Host:
             time.sleep(0.02)
 
     def step(self) -> int:
-        """The last step in the run's metrics, or 0."""
+        """Returns the last step in the run's metrics, or 0."""
         try:
             events = log.read(self.folder).get("train", [])
         except OSError:
@@ -155,7 +155,7 @@ def _stop(host: Host) -> None:
     host.trainers()[1].send_signal(signal.SIGSTOP)
 
 
-# What is done to a run, the options it has besides, the nodes of workers at its end.
+# The loss, additional options of the run, the number of nodes at its end.
 LOSSES: dict[str, tuple[Callable[[Host], None], tuple[str, ...], int]] = {
     "kill -9 of process 1": (_while_training(lambda host: _kill(host, 1)), (), 3),
     "kill -9 of process 0": (_while_training(lambda host: _kill(host, 0)), (), 3),
@@ -185,7 +185,7 @@ HEAD = (
 
 
 def numbers(folder: pathlib.Path) -> list[np.ndarray]:
-    """Everything that the last checkpoint holds."""
+    """Returns all arrays of the last checkpoint."""
     path = (folder / "checkpoints" / str(STEPS) / "state").absolute()
     checkpointer = ocp.PyTreeCheckpointer()
     kinds = checkpointer.metadata(path).item_metadata.tree
@@ -194,7 +194,7 @@ def numbers(folder: pathlib.Path) -> list[np.ndarray]:
 
 
 def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> str:
-    """A row of the table."""
+    """Measures one loss and returns its row of the table."""
     do, more, nodes = LOSSES[name]
     host = Host(folder, *more)
     try:
@@ -225,7 +225,7 @@ def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> str:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(LOSSES), choices=list(LOSSES))
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""What one machine gains on a language model: outer optimizers, and several workers.
+"""Outer optimizers and several workers on one machine, training a language model.
 
     python benchmarks/one_machine.py --files FILE... [--json FILE]
     python benchmarks/one_machine.py --speed
 
 trains a small transformer (2 layers, width 64, context 64) on the characters of a text, on
-one device. All rows see the same number of tokens: 2,000 steps of 12 windows, or 500 steps
-of 48 windows, or 500 steps of 4 workers with 12 windows each. Every row searches its
-learning rate with the first seed: from 0.004 it is doubled and halved until the rates on
-both sides of the best are worse. Prints a Markdown table of the validation loss of the
-center, in nats.
+one device. All rows train on the same number of tokens: 2,000 steps of 12 windows, 500
+steps of 48 windows, or 500 steps of 4 workers with 12 windows each. The learning rate of
+each row is searched with the first seed: starting from 0.004 it is doubled and halved until
+the rates on both sides of the best are worse. The script prints a Markdown table of the
+validation loss of the center, in nats.
 
 `--speed` times steps instead: several workers of one device beside one model of the same
 total batch and beside one worker, in turns.
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from gpu import Network, Sizes
+from usage import one_line_errors
 
 import lsgd_jax as lj
 from train import cli
@@ -45,9 +46,9 @@ class Row:
     """A row of the table.
 
     Attributes:
-      method: what is around AdamW.
-      workers: how many there are.
-      batch: windows of each.
+      method: the method around AdamW, or None.
+      workers: number of workers.
+      batch: windows per worker and step.
     """
 
     method: Any = None
@@ -56,7 +57,7 @@ class Row:
 
 
 def alone(rate: float, momentum: float) -> Row:
-    """An outer optimizer around one worker, which needs no axes."""
+    """Returns the row of an outer optimizer around one worker, which needs no axes."""
     outer = optax.sgd(rate, momentum, nesterov=momentum > 0)
     return Row(lj.diloco(PERIOD, outer, axes=()))
 
@@ -74,20 +75,22 @@ ROWS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--files", nargs="+", default=[], help="the text")
-    parser.add_argument("--steps", type=int, default=2000, help="of one worker")
+    parser.add_argument("--files", nargs="+", default=[], help="files of the text")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of one worker")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=0.004, help="the first to try")
+    parser.add_argument(
+        "--rate", type=float, default=0.004, help="first learning rate to try"
+    )
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--speed", action="store_true", help="time steps instead")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for all losses")
+    parser.add_argument("--json", type=pathlib.Path, help="write all losses to this file")
     return parser.parse_args(arguments)
 
 
 class Trial:
-    """The training of a row, compiled once for all learning rates and seeds."""
+    """Trains a row, with one compilation for all learning rates and seeds."""
 
     def __init__(self, row: Row, config: Config, data: text.Text):
         self._workers = lj.Workers(1, row.workers, devices=jax.devices()[:1])
@@ -101,7 +104,7 @@ class Trial:
         self._sums = self._workers.map(self._sums_of_one)
 
     def loss(self, rate: float, seed: int) -> float:
-        """Trains, and returns the validation loss of the center."""
+        """Trains and returns the validation loss of the center."""
         start, draws = jax.random.split(jax.random.key(seed))
         workers, forward = self._workers, self._forward
         params = workers.replicate(self._start(start))
@@ -144,10 +147,11 @@ class Trial:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Trains all rows."""
+    """Trains all rows and prints the table."""
     words = [*NETWORK, "--steps", str(options.steps), "--data.files", *options.files]
-    config = cli.parse(["text", *words])
-    data = text.load(options.files, config.data.tokens)
+    with one_line_errors():
+        config = cli.parse(["text", *words])
+        data = text.load(options.files, config.data.tokens)
     found = {}
     print(f"| method | workers × batch | steps | loss by rate | {options.seeds} seeds |")
     print("| --- | --- | --- | --- | --- |")
@@ -167,7 +171,7 @@ def table(options: argparse.Namespace) -> None:
 
 
 def searched(trial: Trial, first: float) -> tuple[dict[float, float], float]:
-    """Returns the losses of the rates that were tried, and the best rate."""
+    """Searches for the best rate; returns the losses of all rates tried, and the rate."""
     tried = {first: trial.loss(first, 0)}
     while True:
         best = min(tried, key=tried.__getitem__)
@@ -178,7 +182,7 @@ def searched(trial: Trial, first: float) -> tuple[dict[float, float], float]:
 
 
 def speed() -> None:
-    """Times workers of one device: a tiny network, and that of the table."""
+    """Times workers of one device, for a tiny network and for the network of the table."""
     networks = (
         Network(1, 2, 16, 16, 65, "float32", batch=4),
         Network(2, 4, 64, 64, 65, "float32", batch=12),

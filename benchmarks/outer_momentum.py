@@ -2,12 +2,12 @@
 
     python benchmarks/outer_momentum.py
 
-An inner SGD with Nesterov's momentum of 0.9, which stays with its worker, takes H steps
-from the anchor on q x² / 2; q runs up to the inner optimizer's own limit. In lock step the
-anchor moves by Nesterov's outer SGD with a rate of 0.7. Asynchronously the workers come in
-turn, and delayed Nesterov renews the momentum every W turns. All is linear: it is stable
-if no eigenvalue of a cycle of turns is larger than 1. Printed is the largest momentum, in
-steps of 0.05, up to which it is.
+Inner SGD with Nesterov's momentum of 0.9, which each worker keeps, takes H steps from the
+anchor on q x² / 2, where q goes up to the stability limit of the inner optimizer. In lock
+step the anchor moves by Nesterov's outer SGD with a rate of 0.7. Asynchronously the workers
+take turns, and delayed Nesterov updates the momentum every W turns. The map of a cycle of
+turns is linear, and stable if no eigenvalue has a modulus above 1. The script prints the
+largest outer momentum up to which it is stable, in steps of 0.05.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ MOMENTA = np.arange(0, 1, 0.05)
 
 
 def inner(q):
-    """One inner step of (y, u), u the momentum times the inner rate."""
+    """Returns the matrix of an inner step of (y, u), with u the momentum times the rate."""
     u = np.array([q, INNER])
     return np.array([[1 - q, 0] - INNER * u, u])
 
@@ -28,7 +28,7 @@ def radius(matrix):
 
 
 def cycle(q, local_steps, momentum, workers):
-    """What W turns do to the anchor, its momentum, what has come, and the workers."""
+    """Returns the matrix of W turns on the anchor, its momentum, gradients and workers."""
     taken = np.linalg.matrix_power(inner(q), local_steps)
     rows = np.eye(3 + 2 * workers)
     anchor, m, gathered = rows[:3]
@@ -47,7 +47,7 @@ def cycle(q, local_steps, momentum, workers):
 
 
 def largest(local_steps, workers, curvatures):
-    """The largest stable momentum; in lock step all workers are as one."""
+    """Returns the largest stable momentum; W = 1 stands for workers in lock step."""
     stable = None
     for momentum in MOMENTA:
         cycles = (cycle(q, local_steps, momentum, workers) for q in curvatures)

@@ -1,13 +1,14 @@
-"""Methods with the same period, each at its best learning rate, in one race.
+"""A race of methods with equal periods, each at its best learning rate.
 
     python benchmarks/races.py EXPERIMENT --out DIR [--seeds 3] [--rates 0.05 0.1 0.3] \\
         [--periods 16 64] [--only lsgd-16 sgp ...] [options of python -m train.compare]
 
-trains every method with seed 0 at each learning rate, chooses the rate with the best center
-at the end, and trains that with the other seeds. DIR gets what `python -m train.compare`
-writes for those chosen, and races.md: the test error of the center (mean ± standard
-deviation) after all steps, and at the last test within the bytes, and within the seconds,
-of the method that took the fewest. The same command goes on where it was interrupted.
+trains every method with seed 0 at each learning rate, chooses the rate with the lowest
+final test error of the center, and trains with it for the other seeds. DIR gets the files
+of `python -m train.compare` for the chosen rates, and races.md: the test error of the
+center (mean ± standard deviation) after all steps, and at the last test within the bytes
+and within the seconds of the method that used the fewest. The same command resumes an
+interrupted race.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from train import compare
 from train.metrics import tables
 
 
-# Pulls as in the paper: one leader, or one center, and a strength of 0.1.
+# Pulls as in the paper: one leader or one center, and a strength of 0.1.
 WITH_PERIOD = {
     "lsgd": "--method lsgd --method.local-pull 0.1 --method.global-pull 0 "
     "--method.local-period {0}",
@@ -33,7 +34,7 @@ AT_EVERY_STEP = {"sgp": "--method sgp", "allreduce": "--method allreduce"}
 
 
 def entrants(periods):
-    """Name -> options of each method."""
+    """Returns the options of each method by its name."""
     often = {
         f"{name}-{period}": options.format(period)
         for period in periods
@@ -43,7 +44,7 @@ def entrants(periods):
 
 
 def trained(names, options, rest, seeds):
-    """Runs `train.compare` of (entrant, rate); its tests by name."""
+    """Runs `train.compare` on pairs (method, rate) and returns the tests of each pair."""
     arguments = [options.experiment, "--out", options.out, "--seeds", str(seeds), *rest]
     methods = entrants(options.periods)
     for name, rate in names:
@@ -52,7 +53,7 @@ def trained(names, options, rest, seeds):
     tests = pathlib.Path(options.out) / "compare.json"
     tests.unlink(missing_ok=True)
     status = compare.main(arguments)
-    if not tests.exists():  # they are there with status 1, too, if a run has diverged
+    if not tests.exists():  # it also exists with status 1 if a run has diverged
         sys.exit(status)
     found = {}
     for run in json.loads(tests.read_text()):
@@ -61,13 +62,13 @@ def trained(names, options, rest, seeds):
 
 
 def within(run, measure, limit):
-    """The center's value at the last test within a limit of 'megabytes' or 'seconds'."""
+    """Returns the center's value at the last test within 'megabytes' or 'seconds'."""
     inside = [v for v, spent in zip(run["values"], run[measure]) if spent <= limit]
     return inside[-1] if inside else None
 
 
 def table(races):
-    """A row for each method."""
+    """Returns a row for each method."""
     ends = {measure: [] for measure in ("megabytes", "seconds")}
     for runs in races.values():
         for measure, seen in ends.items():
@@ -104,11 +105,13 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.3])
     parser.add_argument("--periods", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="some of them")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="train only these")
     options, rest = parser.parse_known_args()
     methods = entrants(options.periods)
     if unknown := set(options.only or ()) - set(methods):
-        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(methods)}")
+        parser.error(
+            f"--only must name some of {', '.join(methods)}, got {', '.join(unknown)}"
+        )
     all_rates = [(n, r) for n in options.only or methods for r in options.rates]
     tried = trained(all_rates, options, rest, seeds=1)
     last = lambda key: tried[key][0]["values"][-1] or float("inf")  # None: diverged

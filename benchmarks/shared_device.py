@@ -1,10 +1,11 @@
-"""Several workers on a device: what `lj.unrolled` gains on convolutional networks.
+"""Several workers on one device: the gain of `lj.unrolled` for convolutional networks.
 
     python benchmarks/shared_device.py [--models cnn7 resnet20] [--devices 1 2]
 
-Four workers of 64 images each take their gradient on 1 and on 2 devices of this machine (on
-CPUs emulated ones), vmapped and by `lj.unrolled`, which take turns. Prints a Markdown table
-of images per second (median, and the best), their ratio and the seconds to compile.
+Four workers compute gradients of 64 images each on 1 and on 2 devices of this machine,
+which are emulated on CPUs. The gradients are vmapped or unrolled by `lj.unrolled`, in
+turns. The script prints a Markdown table of images per second (median and best), their
+ratio and the seconds to compile.
 """
 
 import argparse
@@ -12,6 +13,12 @@ import json
 import pathlib
 import statistics
 import time
+
+import jax
+import optax
+
+import lsgd_jax as lj
+from train.task.models import MODELS
 
 
 WORKERS, BATCH, SHAPE = 4, 64, (32, 32, 3)
@@ -24,18 +31,14 @@ def parse():
     parser.add_argument("--models", nargs="+", default=["cnn7", "resnet20"])
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--repetitions", type=int, default=6)
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the measurements")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write the measurements to this file"
+    )
     return parser.parse_args()
 
 
 def gradients(name, devices, wrap):
-    """(all workers' gradients of a network, its arguments)."""
-    import jax
-    import optax
-
-    import lsgd_jax as lj
-    from train.task.models import MODELS
-
+    """Returns a function that computes the gradients of all workers, and its arguments."""
     model = MODELS[name](num_classes=10)
     workers = lj.Workers(nodes=1, locals=WORKERS, devices=jax.devices()[:devices])
     keys = dict(
@@ -68,11 +71,7 @@ def gradients(name, devices, wrap):
 
 
 def measure(name, devices, repetitions):
-    """Of each form (images per second of each repetition, seconds to compile)."""
-    import jax
-
-    import lsgd_jax as lj
-
+    """Returns images per second of every repetition and seconds to compile, by form."""
     forms = {"vmapped": lambda fn: fn, "unrolled": lj.unrolled}
     ready, rates, compiling = {}, {form: [] for form in forms}, {}
     for form, wrap in forms.items():
@@ -90,8 +89,6 @@ def measure(name, devices, repetitions):
 
 def main():
     options = parse()
-    import lsgd_jax as lj
-
     lj.emulate_devices(max(options.devices))
     lj.tune_cpu()
     print("| network | devices | vmapped, images/s | unrolled | ratio | compile, s |")

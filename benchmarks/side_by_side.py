@@ -1,4 +1,4 @@
-"""Trainers timed in alternating blocks of steps, since a shared machine's pace drifts."""
+"""Times trainers in alternating blocks of steps, because a shared machine's pace drifts."""
 
 import dataclasses
 import statistics
@@ -20,25 +20,25 @@ CNN7_OF_8 = dataclasses.replace(CONFIG, workers=WorkersConfig(nodes=2, locals=4)
 
 
 def made_up(count: int) -> Images:
-    """Random images of CIFAR-10's form."""
+    """Returns random images of CIFAR-10's form."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, size=(count, 32, 32, 3), dtype=np.uint8)
     return Images(images, rng.integers(0, 10, size=count, dtype=np.int32))
 
 
 class Trainer:
-    """One of the trainers: an experiment, and its state."""
+    """An experiment and its state."""
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
         self._state, self._step = experiment.init(), 0
 
     def batch(self, step: int) -> jax.Array:
-        """What the workers learn from at a step."""
+        """Returns the batch of a step."""
         return self.experiment.batch(step)
 
     def seconds_per_step(self, steps: int) -> float:
-        """Runs a block of steps."""
+        """Runs a block of steps and returns the seconds per step."""
         experiment = self.experiment
         began = time.perf_counter()
         for _ in range(steps):
@@ -50,7 +50,7 @@ class Trainer:
 
 
 class Arm(Trainer):
-    """One on made-up images."""
+    """A trainer on random images."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Arm(Trainer):
 
 
 def longest_period(method: Any) -> int:
-    """The most steps from one exchange of a kind to the next, of a method's options."""
+    """Returns the longest period in a method's options."""
     names = "period", "local_period", "global_period"
     return max(getattr(method, name, 1) for name in names)
 
 
 def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:
-    """Seconds per step of the first over the second, for pairs of blocks side by side."""
+    """Returns the first's seconds per step over the second's, for pairs of blocks."""
     found = []
     for arm in (first, second):
         arm.seconds_per_step(steps)  # compiles
@@ -84,6 +84,6 @@ def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:
 
 
 def summary(found: list[float]) -> str:
-    """The median and every ratio."""
+    """Formats the median and all ratios."""
     each = ", ".join(f"{ratio:.3f}" for ratio in found)
     return f"median {statistics.median(found):.3f} of {each}"

@@ -1,16 +1,16 @@
-"""Predicted and real seconds per 100 steps of 4 workers on a network that is limited.
+"""Predicted and real seconds per 100 steps of 4 workers on a limited network.
 
     python benchmarks/simulated_against_real.py --rates 100mbit,1gbit
 
-as root on Linux: makes 4 hosts of this machine (network namespaces on a bridge, each host's
-uplink limited by tc's token bucket), trains on them 4 synchronous processes
-(jax.distributed over gloo) and 4 asynchronous workers on Ray, and simulates the same. A
-step sleeps for --step-ms, so that what is compared is the waiting, not the speed of a
-shared CPU; the parameters are one vector of --megabytes.
+runs as root on Linux. It makes 4 hosts on this machine (network namespaces on a bridge,
+with each host's uplink limited by tc's token bucket), trains on them with 4 synchronous
+processes (jax.distributed over gloo) and with 4 asynchronous workers on Ray, and simulates
+both. A step sleeps for --step-ms, so that the comparison is about waiting, not about the
+speed of a shared CPU. The parameters are one vector of --megabytes.
 
-What the simulator is told is measured apart from what it predicts: the time of a step in a
-run without exchanges, what the software costs in a run of each engine's first method
-without a limit, and the bandwidth by TCP streams from each host to the next.
+The simulator's inputs are measured separately: the time of a step in a run without
+exchanges, the cost of the software in a run of each engine's first method without a limit,
+and the bandwidth by TCP streams from each host to the next.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from limited_hosts import limited_hosts, ray_on
 import lsgd_jax as lj
 
 
-HOSTS, WARM = 4, 8  # steps at the start that are not counted: they compile
+HOSTS, WARM = 4, 8  # the first WARM steps are not counted, because they compile
 METHODS = {
     "all-reduce, every step": ("processes", lj.local_sgd(1), False),
     "lsgd, period 8": ("processes", lj.lsgd(0, 0.1, 8, 8), False),
@@ -48,11 +48,11 @@ PIPES: Any = dict(stdout=subprocess.PIPE, text=True)
 NONE = {"processes": lj.local_sgd(10**6), "ray": lj.local_sgd(10**6)}
 
 
-# What is trained
+# Training
 
 
 def make_training(size, seconds):
-    """Steps that sleep; `own` holds when they ended: the WARM-th, and the last one."""
+    """Makes a training whose steps sleep; `own` holds the times of steps WARM and last."""
     update = jax.jit(lambda params, t: (params["w"] * 0 + 1e-3, 1.0 + t * 0.0))
 
     def init(i):
@@ -73,11 +73,11 @@ def per_100_steps(owns):
     return float(np.mean([100 * (last - begun) / (t - WARM) for begun, last, t in owns]))
 
 
-# The two kinds of real runs, each in processes that this file starts with `--role`
+# Two kinds of real runs, in processes that this file starts with `--role`
 
 
 def role_process(job):
-    """One of the synchronous processes; prints seconds per 100 steps."""
+    """Runs a synchronous process, which prints seconds per 100 steps."""
     jax.distributed.initialize(f"{job['addresses'][0]}:7001", HOSTS, job["host"])
     workers = lj.Workers(HOSTS, 1)
     tx = optax.chain(optax.sgd(1e-3), exchange_of(job))
@@ -105,7 +105,7 @@ def exchange_of(job):
 
 
 def on_all(hosts, job):
-    """What each of the hosts prints."""
+    """Runs a job on every host and returns their results."""
     job = {**job, "addresses": [hosts.address(i) for i in range(HOSTS)]}
     jobs = [json.dumps({**job, "host": i}) for i in range(HOSTS)]
     started = [hosts.start(i, [*AGAIN, job], **PIPES) for i, job in enumerate(jobs)]
@@ -113,7 +113,7 @@ def on_all(hosts, job):
 
 
 def role_driver(job):
-    """What drives Ray's workers, one on each host."""
+    """Drives Ray's workers, one on each host."""
     from lsgd_jax.asynchronous import ray_engine
 
     exchange, budget = exchange_of(job), job["method"] in METHODS
@@ -138,7 +138,7 @@ def real_ray(hosts, address, job):
 
 
 def fastest(hosts, address, job, repeats, engine, method):
-    """Seconds per 100 steps of the fastest of several real runs."""
+    """Returns seconds per 100 steps of the fastest of several real runs."""
     job = {**job, "method": method}
     if engine == "ray":
         return min(real_ray(hosts, address, job) for _ in range(repeats))
@@ -150,7 +150,7 @@ def result_of(output):
 
 
 def role_stream(job):
-    """Sends to the next host while the one before sends to this: bytes per second."""
+    """Sends to the next host, receives from the previous one, prints bytes per second."""
     me, count = job["host"], job["bytes"]
     listener = socket.create_server((job["addresses"][me], 7002))
     time.sleep(2)
@@ -175,7 +175,7 @@ def bandwidth_of(hosts, rate):
 
 
 def simulated(job, step, **network):
-    """Simulated seconds per 100 steps with such a `Network`."""
+    """Returns simulated seconds per 100 steps, with these fields of `Network`."""
     kind, exchange, budget = METHODS[job["method"]]
     usual = lj.asynchronous.Network.named("ethernet-1g")
     ends = [[] for _ in range(HOSTS)]
@@ -194,10 +194,10 @@ def simulated(job, step, **network):
 
 
 def with_software(engine, bandwidth, cost):
-    """The network as programs see it, with what their software costs.
+    """Returns the network as an engine sees it, with the cost of its software.
 
-    gloo works on one part of a buffer while another one travels: the slower of the two
-    counts. Ray copies a vector before it sends it: a time that is added.
+    gloo processes one part of a buffer while another is in flight, so the slower of the two
+    counts. Ray copies a vector before it sends it, which adds to the time.
     """
     if engine == "ray":
         return {"bandwidth": bandwidth, "overhead": cost}
@@ -205,9 +205,9 @@ def with_software(engine, bandwidth, cost):
 
 
 def software(job, engine, step, bandwidth, real):
-    """The cost with which the simulation takes as long as a real run without a limit.
+    """Returns the cost for which the simulation takes as long as an unlimited real run.
 
-    Seconds per message on Ray, per byte with gloo.
+    It is in seconds per message on Ray, and in seconds per byte with gloo.
     """
     low, high = (0.0, 0.2) if engine == "ray" else (0.0, 1e-6)
     for _ in range(16):
@@ -220,14 +220,18 @@ def software(job, engine, step, bandwidth, real):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--engines", default="processes,ray")
     parser.add_argument("--step-ms", type=float, default=50.0)
     parser.add_argument("--megabytes", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="real runs, of which the fastest counts"
+    )
     options = parser.parse_args()
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if options.role:
@@ -259,7 +263,7 @@ def main():
     for rate, name in itertools.product(took, methods):
         engine, own = METHODS[name][0], {**job, "method": name}
         found, bandwidth, step = took[rate][name], took[rate]["stream"], steps[engine]
-        if engine not in costs:  # of the first method without a limit: not a prediction
+        if engine not in costs:  # fitted to the engine's first method, so not a prediction
             costs[engine] = software(own, engine, step, bandwidth, found)
             continue
         predicted = simulated(own, step, **with_software(engine, bandwidth, costs[engine]))

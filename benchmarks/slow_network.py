@@ -1,12 +1,12 @@
-"""What train.plan predicts of a slow network, and what training really waits for.
+"""Waiting on a slow network: predictions of train.plan beside measured training.
 
 Command:   sudo python benchmarks/slow_network.py --rate 100mbit
 Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
-Prints:    of each proposal the share of the time that workers wait, predicted and measured
+Prints:    for each proposal the predicted and the measured share of time that workers wait
 
-A step is a pause, in place of an accelerator's work, so that the processes do not compete
-for cores. The measured share is 1 - (time without exchanges) / (time with them), both the
-least of several times: other work on the machine only adds to them.
+A step is a pause in place of an accelerator's work, so that the processes do not compete
+for cores. The measured share is 1 - (time without exchanges) / (time with them). Both times
+are the minimum of several, because other work on the machine only adds to them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BASE = ["digits"]
 
 
 class Timed:
-    """Training with a method, on parameters of which nothing is learned."""
+    """Training with a method whose parameters do not change."""
 
     def __init__(self, words: str, workers: lj.Workers, params: Any, session: Session):
         config = cli.parse([*BASE, *words.split()])
@@ -48,7 +48,7 @@ class Timed:
         self._state = params, workers.map(tx.init)(params)
 
     def period_seconds(self, steps: int, options: argparse.Namespace) -> float:
-        """Seconds of so many steps, the least of several times, after one."""
+        """Times `steps` steps several times and returns the least, without the first."""
         found = []
         for i in range(options.periods + 1):
             if i < 2:
@@ -62,7 +62,7 @@ class Timed:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What each process does: measures, plans, and compares the plan with training."""
+    """Runs one process: measures, plans, and compares the plan with training."""
     session = join(cli.parse(BASE), options, PROCESSES)
     workers = lj.Workers(PROCESSES, 1)
     session.connect(workers.mesh)
@@ -91,11 +91,19 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rate", default="100mbit", help="as tc writes it, or none")
-    parser.add_argument("--share", type=float, default=0.2, help="of the time, at most")
+    parser.add_argument(
+        "--rate", default="100mbit", help="of each link as tc writes it, or none"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.2, help="largest share of time to wait"
+    )
     parser.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
-    parser.add_argument("--mb", type=float, default=1.0, help="of float32 parameters")
-    parser.add_argument("--periods", type=int, default=5, help="of each are measured")
+    parser.add_argument(
+        "--mb", type=float, default=1.0, help="megabytes of float32 parameters"
+    )
+    parser.add_argument(
+        "--periods", type=int, default=5, help="number of periods to measure"
+    )
     add_options(parser)
     options = parser.parse_args()
     if options.worker is not None:

@@ -1,18 +1,18 @@
-"""What a start of the trainer takes: help, and one step of `digits` with all around it.
+"""Seconds that a start of the trainer takes: for --help, and for one step of `digits`.
 
     python benchmarks/start_up.py [--repetitions 5] [--json FILE]
 
-The cases, one after the other in each repetition:
+Each repetition runs these cases in order:
 
     help    python -m train --help
     usage   python -m train digits --nonsense
     no cache, first, second
             python -m train digits --steps 1: without the cache of compiled programs, with
-            an empty one, and with the one that this has left
+            an empty cache, and with the cache that the case before has filled
 
-Prints a Markdown table of wall-clock and CPU seconds, medians (and minima), and the median
-of the ratios to `no cache` of the same repetition. With several cores, CPU seconds may be
-more than those of the wall clock; on a busy machine they are the better measure.
+The script prints a Markdown table of wall-clock and CPU seconds, medians (and minima), and
+the median ratio to `no cache` of the same repetition. With several cores the CPU seconds
+can exceed those of the wall clock. On a busy machine they are the better measure.
 """
 
 import argparse
@@ -38,13 +38,13 @@ def parse():
     )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
-        "--json", type=pathlib.Path, help="a file for all that was measured"
+        "--json", type=pathlib.Path, help="write the measurements to this file"
     )
     return parser.parse_args()
 
 
 def timed(arguments, **variables):
-    """Runs the trainer: (wall-clock seconds, CPU seconds)."""
+    """Runs the trainer and returns wall-clock seconds and CPU seconds."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     begun = time.perf_counter()
@@ -63,7 +63,7 @@ def timed(arguments, **variables):
 
 
 def repetition():
-    """One measurement of each case."""
+    """Measures each case once."""
     with tempfile.TemporaryDirectory() as folder:
         cache = {
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache",
@@ -81,7 +81,7 @@ def repetition():
 
 
 def table(measured):
-    """Markdown: medians (and minima) of the repetitions."""
+    """Returns medians (and minima) of the repetitions as Markdown."""
     lines = [
         "| start | wall clock, s | CPU, s | CPU / no cache |",
         "| --- | --- | --- | --- |",
@@ -98,7 +98,7 @@ def table(measured):
 
 def main():
     options = parse()
-    timed(["--help"])  # what follows finds the files in memory, and Python's own cache
+    timed(["--help"])  # fills the file cache and Python's cache of bytecode
     measured = [repetition() for _ in range(options.repetitions)]
     print(table(measured))
     if options.json:

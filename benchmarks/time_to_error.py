@@ -4,14 +4,14 @@
         --test-every 128 --out RACES
     sudo python benchmarks/time_to_error.py RACES --error 55
 
-In lock step the network does not change what is computed, so the steps to the error are
-those of the race, between two tests on the line that joins them. Here it is timed what a
-step takes: 4 hosts, network namespaces of this machine that send at a limited rate (Linux,
-root, iproute2), train each method over a few exchanges, on made-up images. PyTorch's DDP is
-taken to need the steps of all-reduce, its local SGD those of ours; both train the same
-network (`torch_lsgd.py`; --torch names a Python that has it). Prints Markdown tables,
-milliseconds of a step and seconds to the error, and writes time_to_error.json and
-time_to_error.png, the seconds against the rate, into RACES.
+In lock step the network does not change the computed values, so the steps to the error are
+those of the race, interpolated between two tests. This script times the steps: 4 hosts,
+network namespaces of this machine that send at a limited rate (Linux, root, iproute2),
+train each method over a few exchanges on random images. PyTorch's DDP is assumed to need
+the steps of all-reduce, and its local SGD those of ours. Both train the same network
+(`torch_lsgd.py`; --torch names a Python with PyTorch). The script prints Markdown tables of
+milliseconds per step and seconds to the error. It writes time_to_error.json and
+time_to_error.png, the seconds over the rate, into RACES.
 """
 
 import argparse
@@ -43,12 +43,12 @@ TORCH = {"allreduce": ("PyTorch DDP", "ddp"), "local-sgd": ("PyTorch", "local-sg
 
 
 def runs_of(races):
-    """The runs of a race: 'method', 'seed', 'steps' and 'values' of each."""
+    """Returns the runs of a race with their 'method', 'seed', 'steps' and 'values'."""
     return json.loads((races / "compare.json").read_text())
 
 
 def configs_of(races) -> dict[str, Config]:
-    """What each method was trained with, as its run folders say."""
+    """Returns the configuration of each method, from its run folders."""
     paths = {
         run["method"]: races / f"{run['method']}-{run['seed']}" for run in runs_of(races)
     }
@@ -56,7 +56,7 @@ def configs_of(races) -> dict[str, Config]:
 
 
 def steps_to(error, races):
-    """Of each method the steps, the mean over its seeds; inf if one does not get there."""
+    """Returns the mean steps of each method over its seeds, inf if one never gets there."""
     found = {}
     for run in runs_of(races):
         reached = crossing(error, run["steps"], run["values"])
@@ -65,7 +65,7 @@ def steps_to(error, races):
 
 
 def crossing(error, steps, values):
-    """Where the values reach the error: between two tests on the line that joins them."""
+    """Returns the step at which the values reach the error, by linear interpolation."""
     before = None
     for step, value in zip(steps, values):
         value = math.inf if value is None else value
@@ -78,12 +78,12 @@ def crossing(error, steps, values):
 
 
 def steps_of(config, blocks) -> int:
-    """Steps of blocks that hold as many exchanges as any others in a row."""
+    """Returns the steps of `blocks` blocks, each at least one period long."""
     return blocks * max(WARM_UP, longest_period(config.method))
 
 
 def work(options):
-    """What each host does: trains a block of steps with each method, and times others."""
+    """Runs on each host: trains each method for a block of steps, then times a block."""
     configs = configs_of(pathlib.Path(options.races))
     session = join(next(iter(configs.values())), options, WORKERS)
     compilation_cache.use(say=session.is_main)
@@ -97,16 +97,16 @@ def work(options):
 
 
 def ours(hosts, options):
-    """Of each method the seconds of a step."""
+    """Returns the seconds per step of each method."""
     with hosts.run_again(stdout=subprocess.PIPE, text=True) as processes:
         said, _ = processes[0].communicate()
         if any(process.wait() for process in processes):
-            sys.exit("a host failed; what it said is above")
+            sys.exit("a host failed; its output is above")
     return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
 
 
 def theirs(hosts, options, meeting):
-    """The same of PyTorch: (name, whose steps it needs) -> seconds."""
+    """Returns PyTorch's seconds per step by (label, method whose step count applies)."""
     found = {}
     for name, config in configs_of(pathlib.Path(options.races)).items():
         if config.method.name not in TORCH:
@@ -126,7 +126,7 @@ def theirs(hosts, options, meeting):
 
 
 def measure(rate, needed, options):
-    """Of each method, ours and theirs: seconds of a step, and to the error."""
+    """Returns seconds per step and seconds to the error of each method."""
     with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as meeting:
         found = {(n.partition("-rate-")[0], n): s for n, s in ours(hosts, options).items()}
         if not options.no_torch:
@@ -135,9 +135,11 @@ def measure(rate, needed, options):
 
 
 def rate_of(text) -> str:
-    """A rate in tc's words."""
+    """Checks a rate of the command line, given as tc writes it."""
     if text != "none" and not re.fullmatch(r"\d+(\.\d+)?(gbit|mbit|kbit)", text):
-        raise argparse.ArgumentTypeError(f"{text} is no rate such as 100mbit, nor none")
+        raise argparse.ArgumentTypeError(
+            f"the rate must be none or one such as 100mbit, got {text}"
+        )
     return text
 
 
@@ -145,19 +147,23 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("races", help="the folder of races.py")
-    parser.add_argument("--error", type=float, required=True, help="in percent")
+    parser.add_argument("races", help="the folder that races.py wrote")
+    parser.add_argument(
+        "--error", type=float, required=True, help="test error to reach, in percent"
+    )
     parser.add_argument(
         "--rates",
         nargs="+",
         type=rate_of,
         metavar="RATE",
         default=["1gbit", "100mbit", "10mbit"],
-        help="in tc's words, or none",
+        help="as tc writes it, or none",
     )
-    parser.add_argument("--blocks", type=int, default=2, help="exchanges that are timed")
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--no-torch", action="store_true", help="without PyTorch")
+    parser.add_argument("--blocks", type=int, default=2, help="number of periods to time")
+    parser.add_argument(
+        "--torch", default=sys.executable, metavar="PYTHON", help="one with PyTorch"
+    )
+    parser.add_argument("--no-torch", action="store_true", help="leave PyTorch out")
     add_options(parser)
     options = parser.parse_args()
     if not (pathlib.Path(options.races) / "compare.json").exists():
@@ -184,7 +190,7 @@ def main():
 
 
 def draw(found, path):
-    """Seconds to the error against the rate, a line for each method that gets there."""
+    """Draws the seconds to the error over the rate, for each method that reaches it."""
     from matplotlib import pyplot as plt
 
     limited = [rate for rate in found if rate != "none"]

@@ -1,11 +1,11 @@
-"""LSGD, local SGD or DDP in PyTorch: one of the processes that we measure ourselves by.
+"""LSGD, local SGD or DDP in PyTorch: one of the processes of a comparison.
 
-Reads numbers of steps from its standard input, a line each, takes so many, and writes how
-long a step took. The network, the batches, the optimizer and the pulls are those of
-`python -m train cifar10-cnn7` (or cifar10-resnet20) on made-up images, in plain PyTorch:
-one process per worker, gradients of its own, and every `--period` steps an all-gather of
-the losses and a broadcast of the leader's parameters (lsgd), or a mean of the parameters
-(local-sgd). ddp is PyTorch's own mean of the gradients at every step.
+Reads a number of steps from each line of standard input, takes these steps, and writes the
+seconds per step. The network, the batches, the optimizer and the pulls are those of
+`python -m train cifar10-cnn7` (or cifar10-resnet20) on random images, in plain PyTorch.
+There is one process per worker. Every `--period` steps lsgd gathers all losses and
+broadcasts the leader's parameters; local-sgd averages the parameters. ddp is PyTorch's own
+mean of the gradients at every step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class CNN7(nn.Module):
         self.fc2 = nn.Linear(256, 10)
 
     def forward(self, x):
-        # The maximum first, which gives the same and is faster in PyTorch.
+        # The maximum comes first: the result is the same, and PyTorch is faster.
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = F.relu(self.conv3(x)).flatten(1)
@@ -42,7 +42,7 @@ class CNN7(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut without parameters (option A)."""
+    """Two 3 x 3 convolutions and a shortcut without parameters (option A)."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -78,7 +78,7 @@ class ResNet20(nn.Module):
 
 
 def augmented(images, generator):
-    """Random crops and flips, scaled: uint8 [B, 3, 32, 32] -> float [B, 3, 28, 28]."""
+    """Crops, flips and scales images at random: uint8 [B, 3, 32, 32] to [B, 3, 28, 28]."""
     batch = len(images)
     top, left = torch.randint(0, SIDE - CROP + 1, (2, batch, 1), generator=generator)
     rows, columns = top + torch.arange(CROP), left + torch.arange(CROP)
@@ -90,7 +90,7 @@ def augmented(images, generator):
 
 
 def pull(model, losses):
-    """y <- y - λ (y - the leader's y), who is the worker with the lowest mean loss."""
+    """y <- y - λ (y - y of the leader), the worker with the lowest mean loss."""
     score = torch.tensor([sum(losses) / len(losses)])
     scores = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(scores, score)
@@ -102,7 +102,7 @@ def pull(model, losses):
 
 
 def average(model, losses):
-    """y <- the mean of all workers' y."""
+    """y <- the mean of y over all workers."""
     del losses
     with torch.no_grad():
         total = nn.utils.parameters_to_vector(model.parameters())
@@ -114,9 +114,9 @@ EXCHANGES = {"lsgd": pull, "local-sgd": average, "ddp": None}
 
 
 def joined(parser):
-    """Parses the options, and those by which the processes meet, which then do."""
+    """Adds the options of the process group, parses all options, and joins the group."""
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--store", required=True, help="a file to meet at")
+    parser.add_argument("--store", required=True, help="file of the rendezvous")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     options = parser.parse_args()
@@ -127,7 +127,7 @@ def joined(parser):
 
 
 def take_blocks(step):
-    """Takes as many steps as each line of the standard input says, and says how long."""
+    """Takes the steps that each input line asks for and prints the seconds per step."""
     for line in sys.stdin:
         dist.barrier()
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""A pull in PyTorch: one of the processes that `exchange_cost.py` is measured by.
+"""A pull in PyTorch: one of the processes that `exchange_cost.py` compares with.
 
-Reads numbers of steps from its standard input, a line each, takes so many, and writes how
-long a step took. A step is the optimizer's, with gradients that are always the same, and
-with `--pull` the pull of `torch_lsgd.py` by all processes.
+Reads a number of steps from each line of standard input, takes these steps, and writes the
+seconds per step. A step is one of the optimizer with constant gradients. With `--pull` the
+pull of `torch_lsgd.py` among all processes follows.
 """
 
 import argparse
@@ -14,7 +14,9 @@ from torch_lsgd import joined, pull, take_blocks
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="of leaves")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", required=True, help="sizes of the leaves"
+    )
     parser.add_argument("--base", choices=["adamw", "sgd"], required=True)
     parser.add_argument("--pull", action="store_true")
     options = joined(parser)

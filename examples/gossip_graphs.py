@@ -1,4 +1,4 @@
-"""Pictures of gossip graphs: every round, workers on a circle, an arrow per message.
+"""Draws a gossip graph: the workers on a circle in every round, an arrow per message.
 
 python examples/gossip_graphs.py exponential 8 graph.png
 """
@@ -15,7 +15,7 @@ import lsgd_jax as lj
 
 
 matplotlib.use("agg")  # no window
-# Bent, so that messages in both directions do not lie on each other.
+# Bent, so that messages in opposite directions do not overlap.
 ARROW = {"arrowstyle": "->", "color": "#2566a8", "shrinkA": 9, "shrinkB": 9}
 ARROW |= {"connectionstyle": "arc3,rad=0.12"}
 
@@ -50,8 +50,8 @@ def main(
     """Draws a gossip graph.
 
     Args:
-      graph: its name in `lsgd_jax.topology`.
-      workers: their number.
+      graph: name of the graph in `lsgd_jax.topology`.
+      workers: number of workers.
       file: the PNG file to write.
     """
     topology = getattr(lj.topology, graph)(workers)

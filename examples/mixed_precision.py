@@ -1,8 +1,8 @@
-"""bfloat16 in the network, float32 in what is trained and exchanged.
+"""bfloat16 in the network, float32 parameters and exchanges.
 
-Parameters, moments and pulls are float32 (master weights); the step casts them on the way
-in, and gradients come back as float32. With parameters that are bfloat16 themselves
-everything works, too, and half as much is sent, but small steps are rounded away.
+Parameters, moments and pulls are float32 (master weights). The step casts the parameters to
+bfloat16, and gradients come back as float32. Parameters in bfloat16 also work and halve the
+traffic, but small steps are then lost to rounding.
 
     python examples/mixed_precision.py
 """

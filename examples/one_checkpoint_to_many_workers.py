@@ -1,7 +1,7 @@
 """From the checkpoint of one model to W workers, and back to one checkpoint.
 
-The first file stands for a pretrained model: a plain tree of arrays, without a trace of
-workers. Training ends in the same form, with the center of the workers in it.
+The first checkpoint stands for a pretrained model: a plain tree of arrays without a worker
+axis. The last one has the same form and contains the center of the workers.
 
     python examples/one_checkpoint_to_many_workers.py
 """
@@ -19,13 +19,13 @@ import lsgd_jax as lj
 
 
 def loss_of(params, x):
-    """How well the network finds the sine of the sum of its inputs."""
+    """Returns the squared error of a network that learns the sine of the sum of inputs."""
     y = jnp.tanh(x @ params["in"]) @ params["out"]
     return jnp.square(y - jnp.sin(x.sum(1, keepdims=True))).mean()
 
 
 def finetune(before: pathlib.Path, after: pathlib.Path, steps: int = 40) -> None:
-    """Reads a model, trains it with 2 x 2 workers, and writes their center."""
+    """Reads a model, trains it with 2 x 2 workers and writes their center."""
     workers = lj.Workers(nodes=2, locals=2)
     tx = optax.chain(optax.adam(1e-2), lj.lsgd(local_period=4, global_period=8))
 
@@ -45,7 +45,7 @@ def finetune(before: pathlib.Path, after: pathlib.Path, steps: int = 40) -> None
 
 
 def main(folder: pathlib.Path):
-    """The loss of the model before and after, both read from their checkpoints."""
+    """Returns the losses of the models in both checkpoints, before and after."""
     before, after = folder / "pretrained", folder / "finetuned"
     draw = np.random.default_rng(0).normal
     start = {"in": draw(size=[4, 32]) / 2, "out": draw(size=[32, 1]) / 6}

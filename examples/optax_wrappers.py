@@ -1,7 +1,7 @@
-"""Optax around and under an exchange: accumulation, injected rates, Muon, schedule-free.
+"""Optax wrappers and optimizers with an exchange: accumulation, injected rates, Muon, ….
 
-Each is a chain for one worker; the loop is the same for all. docs/wrappers.md says which
-wrapper may stand where.
+Each function returns a chain for one worker; they share one training loop. docs/wrappers.md
+explains where a wrapper may be placed.
 
     python examples/optax_wrappers.py
 """
@@ -15,13 +15,13 @@ import lsgd_jax as lj
 
 
 def accumulated():
-    """One update, and one step of the periods, for every 4 gradients."""
+    """Makes one update, which counts as one step of a period, from every 4 gradients."""
     tx = optax.chain(optax.adam(2e-2), lj.lsgd(local_period=2, global_period=4))
     return optax.MultiSteps(tx, every_k_schedule=4)
 
 
 def injected():
-    """A learning rate that the loop may set, and a pull's strength that a schedule sets."""
+    """Lets the loop set the learning rate, and a schedule the strength of the pull."""
     base = optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9)
     easgd = optax.inject_hyperparams(lj.easgd, lj.static_args(lj.easgd))
     beta = optax.linear_schedule(0.9, 0.3, 40)
@@ -29,18 +29,18 @@ def injected():
 
 
 def muon():
-    """Muon inside DiLoCo (MuLoCo): matrices by Muon, the rest by Adam."""
+    """Runs Muon inside DiLoCo (MuLoCo): Muon for matrices, Adam for the rest."""
     return optax.chain(optax.contrib.muon(2e-2), lj.diloco(period=8))
 
 
 def schedule_free():
-    """The exchange takes along z, which schedule-free SGD keeps beside the parameters."""
+    """Exchanges z as well, which schedule-free SGD keeps beside the parameters."""
     base = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1)
     return lj.with_state(base, lj.local_sgd(period=4), "z")
 
 
 def train(tx, steps=48):
-    """The losses [steps, W], the parameters and the state of 4 workers at the end."""
+    """Returns the losses [steps, W], and the final parameters and state of 4 workers."""
     workers = lj.Workers(nodes=2, locals=2)
 
     def train_step(params, state, key):  # one worker's step

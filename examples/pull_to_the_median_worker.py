@@ -1,7 +1,7 @@
-"""A method of one's own: every few steps workers are pulled towards the median worker.
+"""A custom method: every few steps workers are pulled towards the median worker.
 
-The median worker is the one whose loss is the median of its group. Neither the luckiest
-batch nor the worst of them decides where the others go.
+The median worker is the one whose loss is the median of its group, so that neither the
+luckiest nor the worst batch decides where the others go.
 
     python examples/pull_to_the_median_worker.py
 """
@@ -45,7 +45,7 @@ def median_worker(axes=("node", "local")) -> lj.Rule:
 
 
 def main() -> tuple[list[int], lj.Diagnostics]:
-    """Who was followed at each pull, and what the last state says of the pulls."""
+    """Returns the worker followed at each pull, and the diagnostics at the end."""
     lj.emulate_devices(8)
     workers = lj.Workers(nodes=2, locals=4)
     pull = lj.Pull(median_worker(), strength=0.5, every=4)
@@ -57,7 +57,7 @@ def main() -> tuple[list[int], lj.Diagnostics]:
         return lj.apply_updates(x, updates), state
 
     x = workers.replicate(jnp.zeros(3))
-    goals = workers.put(jnp.arange(1.0, 9.0)[:, None])  # worker i's is i + 1
+    goals = workers.put(jnp.arange(1.0, 9.0)[:, None])  # worker i has the goal i + 1
     state = workers.map(tx.init)(x)
     step = workers.map(train_step, donate=(0, 1))
     followed = []

@@ -1,8 +1,8 @@
-"""Two workers, each of them sharded over four devices, under DiLoCo.
+"""Two workers under DiLoCo, each sharded over four devices.
 
-The step is written for one worker as for one large device. A worker's batch is split over
-its devices, and so are its parameters and the moments of Adam; XLA gathers weights where it
-needs them (fully sharded data parallelism). Between workers a device sends its own shard.
+The step of a worker is written as for one large device. A worker's batch, its parameters
+and the moments of Adam are split over its devices, and XLA gathers weights where it needs
+them (fully sharded data parallelism). Between workers a device sends only its own shard.
 
     python examples/sharded_workers.py
 """
@@ -20,19 +20,19 @@ STEPS, BATCH, WIDTH = 40, 32, 256
 
 
 def loss_of(params, x):
-    """How well two layers find the sine of the sum of their inputs."""
+    """Returns the squared error of two layers that learn the sine of the sum of inputs."""
     hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
     return jnp.square(hidden @ params["out"]["kernel"] - jnp.sin(x.sum(1))[:, None]).mean()
 
 
 def main():
-    """The losses of both workers over the steps, their parameters, and what was sent."""
+    """Returns the losses [steps, W], the parameters, and diagnostics of the exchange."""
     workers = lj.Workers(nodes=2, locals=1, inside={"fsdp": 4})
     tx = optax.chain(optax.adam(1e-2), lj.diloco(period=10))
 
     def train_step(params, state, key):  # one worker's step
         x = jax.random.normal(key, [BATCH, 8])
-        x = jax.lax.with_sharding_constraint(x, P("fsdp"))  # a share for each device
+        x = jax.lax.with_sharding_constraint(x, P("fsdp"))  # split over the devices
         loss, grads = jax.value_and_grad(loss_of)(params, x)
         updates, state = tx.update(grads, state, params, value=loss)
         return lj.apply_updates(params, updates), state, loss
@@ -44,7 +44,9 @@ def main():
     }
     start = jax.tree.map(np.float32, start)
     params = workers.replicate(start, lj.largest_dimension("fsdp", 4, smallest=1))
-    state = workers.map(tx.init)(params)  # moments and anchor lie as the parameters do
+    state = workers.map(tx.init)(
+        params
+    )  # moments and anchor are sharded like the parameters
     step = workers.map(train_step, donate=(0, 1))
     losses = []
     for key in jax.random.split(jax.random.key(0), STEPS):

@@ -1,8 +1,8 @@
-"""The transformations under axis names of one's own: `shard_map`, `vmap`, `pmap`.
+"""Methods under custom axis names, in `shard_map`, `vmap` and `pmap`.
 
 A method needs axis names and nothing else. Here 8 workers run the same steps in a
-`shard_map` over a mesh of 2 x 4 devices, as a `vmap` of a `vmap` on one device, and, one
-level only, in a `pmap`.
+`shard_map` over a mesh of 2 x 4 devices, in a `vmap` of a `vmap` on one device, and, with
+one level only, in a `pmap`.
 
     python examples/without_workers.py
 """
@@ -23,7 +23,7 @@ ONE_LEVEL = lj.local_sgd(period=4, axes="worker")
 
 
 def train(goal, method):
-    """One worker's training: all its steps towards its goal, a scalar; returns x [3]."""
+    """Runs all steps of one worker towards its goal, a scalar, and returns x [3]."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.5), method)
 
     def step(carry, key):
@@ -40,30 +40,30 @@ def train(goal, method):
 
 
 def in_shard_map(goals):
-    """goals [8] over a mesh of one's own, whose axes must be automatic ones outside."""
+    """Trains for goals [8] over a mesh, whose axes must be of the type Auto."""
     axes = ("node", "local")
     mesh = jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2)
     one = lambda goals: train(goals[0], TWO_LEVELS)[None]
     spec = P(axes)
-    # What a scan carries changes from equal to varying: leave such types unchecked.
+    # The carry of the scan changes from invariant to varying, so this is not checked.
     mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped)(goals)
 
 
 def in_vmap(goals):
-    """All workers on one device."""
+    """Trains all workers on one device."""
     one = lambda goal: train(goal, TWO_LEVELS)
     both = jax.vmap(jax.vmap(one, axis_name="local"), axis_name="node")
     return jax.jit(both)(goals.reshape(2, 4)).reshape(8, 3)
 
 
 def in_pmap(goals):
-    """One level, of all devices."""
+    """Trains with one level, over all devices."""
     return jax.pmap(lambda goal: train(goal, ONE_LEVEL), axis_name="worker")(goals)
 
 
 def main():
-    """x [8, 3] by each of the three."""
+    """Returns x [8, 3] of each of the three."""
     goals = jnp.arange(8.0)
     return [np.asarray(run(goals)) for run in (in_shard_map, in_vmap, in_pmap)]
 

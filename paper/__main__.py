@@ -11,8 +11,8 @@ from train import cli, command, compilation_cache
 from train.cluster import devices
 
 
-# Modules with a docstring whose first line says what it is. Those that are exact have
-# Options and run(options) -> Results; the others have main(arguments) -> int.
+# The first line of a module's docstring describes it in --help. Exact experiments define
+# Options and run(options) -> Results; the others define main(arguments) -> int.
 EXPERIMENTS = {
     "sinc": "paper.sinc",
     "matrix-completion": "paper.matrix_completion",
@@ -23,7 +23,10 @@ EXPERIMENTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs an experiment; the status is 0, 1 (not written, or wrong), 2 (usage), 130."""
+    """Runs an experiment and returns the exit status.
+
+    It is 0, 1 (nothing written, or a claim fails), 2 (wrong usage) or 130 (interrupted).
+    """
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         print(f"{__doc__}\n")
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Runs an experiment; one that is exact in float64, and what it found is written."""
+    """Runs an experiment; an exact one in float64, and writes its results."""
     module = importlib.import_module(EXPERIMENTS[name])
     try:
         if hasattr(module, "main"):
@@ -62,7 +65,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         with jax.enable_x64(True):
             results = module.run(options)
     except (AssertionError, RuntimeError):
-        devices.check_platforms()  # jax's own errors do not say that this is why
+        devices.check_platforms()  # jax's own errors do not name the cause
         raise
     results.write(out)
     print(f"{results.summary}everything is in {out}")

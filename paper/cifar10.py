@@ -3,11 +3,11 @@
     python -m paper cifar10 --data.dir DIR --out OUT --model resnet20 --workers 16
 
 trains LSGD, EASGD, DOWNPOUR, all-reduce SGD, LARS and a single worker (`sgd`) with the
-paper's settings; any option of `python -m train` may follow and holds for all of them. OUT
-gets a run folder for each, `cifar10.png` (test error against steps, seconds and bytes) and
-two tables beside the published figures: `cifar10` (errors, bytes, changes of the leader)
-and `reached` (seconds of training to an error). The same command resumes a comparison that
-was interrupted.
+paper's settings. Options of `python -m train` may follow and apply to all of them. OUT gets
+a run folder for each, `cifar10.png` (test error over steps, seconds and bytes) and two
+tables with the published figures beside ours: `cifar10` (errors, bytes, leader changes) and
+`reached` (seconds of training to an error). The same command resumes an interrupted
+comparison.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from train.metrics import log as records
 GRIDS = {4: (1, 4), 12: (3, 4), 16: (4, 4)}
 PERIOD = 64
 
-# Of EASGD and DOWNPOUR the period is LSGD's own, so that a worker sends as many bytes.
+# EASGD and DOWNPOUR have the period of LSGD, so that a worker sends as many bytes.
 METHODS = {
     "lsgd": "--method lsgd".split(),
     "easgd": f"--method easgd --method.period {PERIOD}".split(),
@@ -46,8 +46,8 @@ RECIPES = {
 }
 LARS_RATE = 100  # times the others' learning rate: LARS scales it by 0.001 |w| / |g|
 
-# Test error in % at the end (and at its lowest). Teng et al., NeurIPS 2019, poster; with
-# Nesterov's momentum from the first author's later pages, where SGD is data-parallel.
+# Test error in % at the end (and the lowest). Teng et al., NeurIPS 2019, poster. Figures
+# with Nesterov's momentum are from the first author's later pages; SGD is data-parallel.
 PUBLISHED = """
 | model | workers | recipe | lsgd | easgd | downpour | sgd | lars | allreduce |
 | cnn7 | 16 | paper | 17.0 (16.9) | 17.3 (17.3) | 20.1 (18.6) | 19.9 (19.2) | – | – |
@@ -75,24 +75,24 @@ Setting = tuple[str, int, str]
 class Options:
     """The options of the comparison."""
 
-    # The folder for runs and results.
+    # Folder for runs and results.
     out: pathlib.Path
     # The network.
     model: Literal["cnn7", "resnet20", "vgg16"] = "cnn7"
     # Number of workers: 4, 3 x 4 or 4 x 4.
     workers: Literal[4, 12, 16] = 4
-    # The paper's settings, or Nesterov's momentum 0.9 of the author's later pages.
+    # The paper's settings, or the later ones with Nesterov's momentum 0.9.
     recipe: Literal["paper", "nesterov"] = "paper"
     # Methods, joined by commas.
     methods: str = ",".join(METHODS)
-    # Number of seeds of each method.
+    # Number of seeds per method.
     seeds: int = 1
 
 
 def parse(
     arguments: Sequence[str],
 ) -> tuple[dict[compare.Key, Config], Setting, pathlib.Path]:
-    """The configuration of every (method, seed), the setting, the folder for it all.
+    """Returns the configuration of every (method, seed), the setting and the folder.
 
     Raises:
       ValueError: an unknown model, number of workers, recipe or method.
@@ -117,7 +117,7 @@ def parse(
 
 
 def published(setting: Setting) -> dict[str, str]:
-    """The published errors of a setting by method.
+    """Returns the published errors of a setting by method.
 
     >>> published(("vgg16", 4, "paper"))["easgd"]
     '10.3 (10.0)'
@@ -129,7 +129,7 @@ def published(setting: Setting) -> dict[str, str]:
 
 
 def leader_changes(folder: pathlib.Path) -> str:
-    """How often the leader of the first node changed, of how many elections."""
+    """Returns how often the leader of the first node changed, as "N of ELECTIONS"."""
     elections = records.read(folder).get("leaders", [])
     leaders = [event["leaders"][0] for event in elections if event["level"] == "node"]
     if not leaders:
@@ -141,7 +141,7 @@ def leader_changes(folder: pathlib.Path) -> str:
 def errors(
     curves: dict[compare.Key, Curve], setting: Setting, out: pathlib.Path
 ) -> list[dict[str, Any]]:
-    """A row per method: its errors, and those that were published."""
+    """Returns a row per method: its errors and the published ones."""
     known, rows = published(setting), []
     for row in compare.summarize(curves):
         method = row["method"]
@@ -152,7 +152,7 @@ def errors(
 
 
 def reached(curves: dict[compare.Key, Curve], setting: Setting) -> list[dict[str, Any]]:
-    """A row per method: seconds of training until the error was first below a goal.
+    """Returns a row per method: seconds of training until the error reached each goal.
 
     >>> curves = {("lsgd", 0): Curve([1, 2], [5.0, 9.0], [0.0, 0.0], [42.0, 24.0])}
     >>> (row,) = reached(curves, ("cnn7", 4, "paper"))
@@ -184,7 +184,7 @@ def _seconds_to(goal: float, curve: Curve) -> float | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compares; the exit status is 0, 1 (a run did not end), 2 (wrong usage)."""
+    """Compares and returns the status: 0, 1 (a run did not end) or 2 (wrong usage)."""
     session = Session()
     try:
         configs, setting, out = parse(arguments)

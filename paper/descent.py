@@ -1,4 +1,4 @@
-"""Many independent copies of a small descent, run as one."""
+"""The paper's two methods in its own form, and many independent runs of one as one."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,43 @@ import optax
 import lsgd_jax as lj
 
 
+Rate = optax.ScalarOrSchedule
 Method = Callable[..., optax.GradientTransformationExtraArgs]
+
+
+def lgd(learning_rate: Rate, pull: Rate) -> optax.GradientTransformationExtraArgs:
+    r"""Leader gradient descent, the paper's equation (2), at every step.
+
+    .. math::
+      x_i \leftarrow x_i - \eta \nabla f(x_i) - \lambda (x_i - x_l),
+      \qquad l = \arg\min_j f(x_j)
+
+    for all workers i of a node at once, with η the learning rate and λ the pull. Both are
+    numbers or schedules. η is called with the number of earlier steps, λ with the number
+    of the step, counted from 1.
+    """
+    leader = lj.lsgd(
+        local_pull=pull,
+        global_pull=0.0,
+        local_period=1,
+        loss_window=1,
+        order="combine_then_adapt",
+    )
+    return optax.chain(optax.sgd(learning_rate), leader)
+
+
+def easgd(learning_rate: Rate, beta: Rate) -> optax.GradientTransformationExtraArgs:
+    r"""Elastic averaging gradient descent, at every step.
+
+    .. math::
+      x_i \leftarrow x_i - \eta \nabla f(x_i) - \frac{\beta}{W} (x_i - c), \qquad
+      c \leftarrow (1 - \beta) c + \beta \frac{1}{W} \sum_j x_j
+
+    with the old values on both right sides. W is the number of workers of a node and c
+    their center, which begins at the mean of their starts.
+    """
+    elastic = lj.easgd(beta, period=1, order="combine_then_adapt", axes="local")
+    return optax.chain(optax.sgd(learning_rate), elastic)
 
 
 def descent(
@@ -21,25 +57,23 @@ def descent(
     steps: int = 1,
     look: Callable = lambda before, after, value: None,
 ) -> Callable[..., tuple[Any, np.ndarray]]:
-    """Makes a function that runs a method in many instances, with W workers in each.
+    """Returns a function that runs a method in many instances, with W workers in each.
 
-    Every instance is a node. The workers of a node communicate only with one another if
-    their method's only axis is 'local' (as in `paper.methods`), so that instances are
-    independent.
+    Every instance is a node. Instances are independent if the method's only axis is
+    'local', as with `lgd` and `easgd`: no worker then communicates outside its node.
 
     Args:
       method: makes the method of an instance from its data.
       value_and_grad: (x, k, *data) -> (loss, gradient) at step k, counted from 0.
       steps: steps of every worker.
       look: (before, after, loss) -> arrays to record at each step. `before` and `after`
-        are (x, state) around the step, the loss is that before it.
+        are (x, state) around the step; the loss is the one before it.
 
     Returns:
-      A function (starts [instances, W, ...], shared, own) -> (recorded, ends), where the
-      trees `shared` [instances, ...] and `own` [instances, W, ...] hold the data, those of
-      an instance first. `recorded` is [instances, W, steps, ...].
+      A function (starts [instances, W, ...], shared, own) -> (recorded, ends). The trees
+      `shared` [instances, ...] and `own` [instances, W, ...] hold the data, which the
+      method and the loss receive in this order. `recorded` is [instances, W, steps, ...].
 
-    >>> from paper.methods import lgd
     >>> square = lambda x, k: (x**2 / 2, x)
     >>> half = descent(lambda: lgd(0.5, 0.0), square, 2, lambda before, *_: before[0])
     >>> recorded, ends = half(np.float32([[4, 8], [2, 6]]))
@@ -63,7 +97,7 @@ def descent(
 
     @functools.cache
     def compiled(instances, workers):
-        # On one device: more of them would only wait for one another.
+        # On one device, because several would only wait for one another.
         one = jax.devices()[:1]
         grid = lj.Workers(nodes=instances, locals=workers, devices=one)
         return grid, grid.map(run)

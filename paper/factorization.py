@@ -4,22 +4,24 @@ U and X are [d, r]. No d × d matrix is formed. The obvious trace formula,
 
 .. math:: 4 F = \|X^T X\|^2 - 2 \|U^T X\|^2 + \|U^T U\|^2,
 
-subtracts numbers of size d²r: in float64 nothing is left of F below 1e-6 or so. The QR
-factorization of [U, X], worked out by blocks, has no such cancellation. With U = QR and
+subtracts numbers of size d²r: in float64 it has no correct digit where F is below about
+1e-6. The QR factorization of [U, X], computed by blocks, has no such cancellation. With
+U = QR and
 
 .. math::
   A = Q^T X, \qquad P = X - Q A = Q_\perp B
 
-(X in U's columns and what is left of it), [U, X] = [Q, Q_⊥] T, T = [[R, A], [0, B]] and
+(the part of X in the column space of U, and the rest), [U, X] = [Q, Q_⊥] T with
+T = [[R, A], [0, B]] and
 :math:`X X^T - U U^T = [Q, Q_\perp] \, T \, \mathrm{diag}(-I, I) \, T^T [Q, Q_\perp]^T`.
-Norms do not see the orthonormal outer factors, so
+The orthonormal outer factors do not change the norm, so
 
 .. math::
   4 F = \left\| \begin{matrix} A A^T - K & A B^T \\ B A^T & B B^T \end{matrix} \right\|^2
       = \|A A^T - K\|^2 + 2 \, \mathrm{tr}(A G A^T) + \|G\|^2,
 
-where K = RRᵀ and G = BᵀB = PᵀP: sums of squares all, each of them small if X is near a
-solution, and B itself is never needed.
+where K = RRᵀ and G = BᵀB = PᵀP. All terms are sums of squares, each of them small near a
+solution. B itself is never needed.
 """
 
 from typing import NamedTuple
@@ -30,10 +32,10 @@ import numpy as np
 
 
 class Problem(NamedTuple):
-    """U, as `loss_and_grad` needs it.
+    """The matrix U in the form that `loss_and_grad` uses.
 
     Attributes:
-      basis: Q [..., d, r], orthonormal columns that span those of U.
+      basis: Q [..., d, r], an orthonormal basis of the column space of U.
       gram: K = RRᵀ [..., r, r], so that UUᵀ = Q K Qᵀ.
     """
 
@@ -42,7 +44,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(u: np.ndarray) -> Problem:
-    """The problem whose solutions X have XXᵀ = UUᵀ, for U [..., d, r] of float64."""
+    """Returns the problem of finding X with XXᵀ = UUᵀ, for U [..., d, r] of float64."""
     basis, r = np.linalg.qr(u)
     return Problem(basis, r @ r.swapaxes(-1, -2))
 
@@ -50,11 +52,11 @@ def problem_of(u: np.ndarray) -> Problem:
 def loss_and_grad(x: jax.Array, problem: Problem) -> tuple[jax.Array, jax.Array]:
     r"""F and its gradient (XXᵀ − UUᵀ)X = X(XᵀX) − U(UᵀX), in O(dr²).
 
-    With the names of the module: XᵀX = AᵀA + G and U(UᵀX) = Q(KA).
+    In the notation of the module, XᵀX = AᵀA + G and U(UᵀX) = Q(KA).
 
     Args:
       x: X, float64 [d, r].
-      problem: U, as `problem_of` gives it.
+      problem: U, from `problem_of`.
 
     Returns:
       (F, gradient): a scalar and a matrix like X.

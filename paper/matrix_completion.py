@@ -3,12 +3,12 @@
     python -m paper matrix-completion --out DIR
 
 minimizes F(X) = ¼‖XXᵀ − UUᵀ‖² over X [d, r] with 8 workers, for several ranks r, on 10
-instances each: U and the workers' starts X_0 have entries N(0, 1), gradients are full,
-in float64. DIR gets F of the best worker against the iteration (`curves.png`,
+instances each. The entries of U and of the workers' starts X_0 are N(0, 1); gradients are
+exact and float64. DIR gets F of the best worker over the iterations (`curves.png`,
 `curves.csv`) and a table (`table.md`, `table.csv`). Two minutes on 2 CPU cores.
 
 Settings: learning rate 5e-4; every iteration pulls by 1e-4 to the leader (LGD) or to the
-center (EASGD, β = 8e-4, the center starts as the mean of the starts).
+center (EASGD, β = 8e-4), which begins at the mean of the starts.
 """
 
 import dataclasses
@@ -16,14 +16,12 @@ import time
 from typing import Any
 
 import numpy as np
-import optax
 from matplotlib import pyplot as plt
 
 import lsgd_jax as lj
 from paper import output
-from paper.descent import descent
+from paper.descent import descent, easgd, lgd
 from paper.factorization import Problem, loss_and_grad, problem_of
-from paper.methods import easgd, lgd
 from train.metrics import tables
 from train.plots import BLUE, ORANGE
 
@@ -36,19 +34,19 @@ Curves = dict[tuple[int, str], np.ndarray]  # (rank, method) -> [instances, iter
 class Options(output.Options):
     """The options of the experiment."""
 
-    # d, the rows of X.
+    # d, the number of rows of X.
     dimension: int = 1000
-    # Values of r, the columns of X.
+    # Values of r, the number of columns of X.
     ranks: tuple[int, ...] = (1, 10, 50, 100)
     # Random problems per rank.
     instances: int = 10
-    # W.
+    # W, the number of workers.
     workers: int = 8
     # Steps of every worker.
     iterations: int = 49
-    # η; it must shrink as 1 / dimension.
+    # η. It must shrink as 1 / dimension.
     learning_rate: float = 5e-4
-    # The pull of each iteration; EASGD's β is this times W.
+    # The pull of each iteration. EASGD's β is W times as large.
     pull: float = 1e-4
 
     def __post_init__(self):
@@ -64,34 +62,16 @@ class Options(output.Options):
                 raise ValueError(f"`ranks` must lie in {most}, got {rank}")
 
 
-def descend(
-    tx: optax.GradientTransformationExtraArgs,
-    u: np.ndarray,
-    starts: np.ndarray,
-    iterations: int,
-) -> np.ndarray:
-    """Runs all instances together; returns F of the best workers at 0, 1, … iterations.
-
-    Args:
-      tx: the method.
-      u: U [instances, d, r].
-      starts: X_0 [instances, W, d, r].
-      iterations: the last one.
-
-    Returns:
-      float64 [instances, iterations + 1]; nan only where no worker has any F.
-    """
-    method, value_and_grad = lambda *_: tx, lambda x, k, *u: loss_and_grad(x, Problem(*u))
-    run = descent(method, value_and_grad, iterations + 1, lambda *seen: seen[2])
-    return np.fmin.reduce(run(starts, problem_of(u))[0], axis=1)
-
-
 def curves_of(options: Options) -> Curves:
-    """F of the best worker for every rank and method; the same problems for both.
+    """Returns F of the best worker at 0, 1, … iterations, for every rank and method.
 
-    Both methods pull a worker by the same α: EASGD's β is αW.
+    Both methods solve the same problems and pull a worker by the same α; EASGD's β is αW.
+    A value is nan only where F of every worker is.
     """
     rate, pull, curves = options.learning_rate, options.pull, {}
+    value_and_grad = lambda x, k, *u: loss_and_grad(x, Problem(*u))
+    loss_before = lambda before, after, loss: loss
+    count = options.iterations + 1
     methods = {"LGD": lgd(rate, pull), "EASGD": easgd(rate, pull * options.workers)}
     for rank in dict.fromkeys(options.ranks):
         draw = np.random.default_rng([options.seed, rank]).standard_normal
@@ -99,7 +79,9 @@ def curves_of(options: Options) -> Curves:
         starts = draw((options.instances, options.workers, options.dimension, rank))
         for method, tx in methods.items():
             began = time.monotonic()
-            curves[rank, method] = curve = descend(tx, u, starts, options.iterations)
+            run = descent(lambda *_, tx=tx: tx, value_and_grad, count, loss_before)
+            losses, _ = run(starts, problem_of(u))
+            curves[rank, method] = curve = np.fmin.reduce(losses, axis=1)
             print(
                 f"rank {rank}, {method}: F = {np.median(curve[:, -1]):.3g} at iteration "
                 f"{options.iterations}, {time.monotonic() - began:.1f} s",
@@ -109,7 +91,7 @@ def curves_of(options: Options) -> Curves:
 
 
 def summarize(curves: Curves) -> list[dict[str, Any]]:
-    """A row per rank and method: F at the end, and when it fell below 1e-7.
+    """Returns a row per rank and method: F at the end, and when it fell below 1e-7.
 
     >>> (row,) = summarize({(1, "LGD"): np.array([[4.0, 1e-8], [2.0, 1e-9]])})
     >>> row["F at iteration 1, median"], row["iterations to F < 1e-07, median"]
@@ -138,7 +120,7 @@ def summarize(curves: Curves) -> list[dict[str, Any]]:
 
 
 def points(curves: Curves) -> list[dict[str, Any]]:
-    """A row for every value of the curves."""
+    """Returns a row for every value of the curves."""
     return [
         {"rank": rank, "method": method, "instance": i, "iteration": t, "F": float(value)}
         for (rank, method), curve in curves.items()
@@ -147,7 +129,7 @@ def points(curves: Curves) -> list[dict[str, Any]]:
 
 
 def draw(curves: Curves) -> Any:
-    """F against the iteration, a panel per rank: median, and lowest to highest."""
+    """Draws the median and the range of F over the iterations, a panel per rank."""
     ranks = list(dict.fromkeys(rank for rank, _ in curves))
     count = len(next(iter(curves.values())))
     figure, panels = plt.subplots(
@@ -161,7 +143,7 @@ def draw(curves: Curves) -> Any:
     styles = {"LGD": (BLUE, "-"), "EASGD": (ORANGE, "--")}
     for (rank, method), curve in curves.items():
         axes, (color, line) = panels[0][ranks.index(rank)], styles[method]
-        curve = np.where(curve < LARGE, curve, np.nan)  # what has diverged is not drawn
+        curve = np.where(curve < LARGE, curve, np.nan)  # diverged values are not drawn
         iteration = np.arange(curve.shape[1])
         lowest, highest = curve.min(axis=0), curve.max(axis=0)
         axes.fill_between(iteration, lowest, highest, color=color, alpha=0.25, lw=0)

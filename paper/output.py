@@ -1,4 +1,4 @@
-"""Where an experiment's results go: a folder of its own."""
+"""The results of an experiment, and the folder that they are written to."""
 
 import dataclasses
 import pathlib
@@ -15,11 +15,11 @@ from train.run import folder as run_folder
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options that all exact experiments have."""
+    """The options that all exact experiments share."""
 
-    # Seed of all that is random.
+    # Seed of all random numbers.
     seed: int = 0
-    # A new or empty folder; by default runs/paper-NAME-DATE-TIME.
+    # A new or empty folder. Defaults to runs/paper-NAME-DATE-TIME.
     out: pathlib.Path | None = None
 
     def __post_init__(self):
@@ -27,14 +27,14 @@ class Options:
 
 
 class Results(NamedTuple):
-    """What an experiment found.
+    """The results of an experiment.
 
     Attributes:
       summary: text for the screen.
       tables: rows by the name of their CSV file.
       texts: Markdown by the name of its file.
       figures: matplotlib figures by the name of their PNG file.
-      holds: whether all is as it was claimed.
+      holds: whether everything that was claimed holds.
     """
 
     summary: str
@@ -58,7 +58,7 @@ def new_folder(out: pathlib.Path | None, name: str) -> pathlib.Path:
     """Makes the folder for the results of an experiment.
 
     Raises:
-      ValueError: `out` is there and is not an empty folder.
+      ValueError: `out` exists and is not an empty folder.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = out or run_folder.unused(pathlib.Path("runs") / f"paper-{name}-{stamp}")
@@ -69,8 +69,8 @@ def new_folder(out: pathlib.Path | None, name: str) -> pathlib.Path:
 
 
 def make(folder: pathlib.Path) -> None:
-    """Makes a folder if need be; raises ValueError if that is not possible."""
+    """Makes a folder unless it exists; raises ValueError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{folder} cannot take the results: {error}") from error
+        raise ValueError(f"the results cannot be written to {folder}: {error}") from error

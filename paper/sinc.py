@@ -13,15 +13,26 @@ Settings: learning rate 0.1, pull 0.1 (LGD), β = 0.43 (EASGD), full gradients.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from matplotlib import pyplot as plt
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 
 import lsgd_jax as lj
 from paper import output
-from paper.sinc_figures import draw_objective, draw_trajectories
-from paper.sinc_landscape import METHODS, REACHED, STARTS, Trajectories, descend
+from paper.descent import descent, easgd, lgd
 from train.metrics import tables
+
+
+METHODS = {"LGD": lgd(0.1, pull=0.1), "EASGD": easgd(0.1, beta=0.43)}
+STARTS = np.array([(-6, -4), (-15, -18), (20, 11), (17, 8)], float)
+RING, MINIMUM = 1.43030, -0.217234  # radius and value of the global minimum
+REACHED = -0.2170  # a worker below this value is on the global ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +50,47 @@ class Options(output.Options):
         super().__post_init__()
         for name in ("iterations", "starts", "random_iterations"):
             lj.checks.check_positive_int(name, getattr(self, name))
+
+
+def landscape(position: jax.Array) -> jax.Array:
+    """L at a position [2]: the sinc of its distance from the origin, 1 at the origin.
+
+    >>> round(float(landscape(jnp.array([0.0, 1.5]))), 6)
+    -0.212207
+    """
+    return jnp.sinc(optax.safe_norm(position, 1e-12))
+
+
+class Trajectories(NamedTuple):
+    """Trajectories of all workers from their starts: [instances, W, iterations, ...].
+
+    Attributes:
+      position: float64 [..., 2].
+      value: float64, L at the position.
+      leader: int32, the leader elected there, or None.
+      center: float64 [..., 2], the center at that iteration, or None.
+    """
+
+    position: np.ndarray
+    value: np.ndarray
+    leader: np.ndarray | None
+    center: np.ndarray | None
+
+
+def descend(method: str, starts: np.ndarray, iterations: int) -> Trajectories:
+    """Runs all workers of all instances from starts [instances, W, 2], in one call."""
+    value_and_grad = jax.value_and_grad(landscape)
+
+    def look(before, after, value):
+        (x, state), (_, after_state) = before, after
+        center, leader = (
+            optax.tree.get(state, "center"),
+            lj.diagnostics(after_state)[0].leader,
+        )
+        return x, value, leader, center and center.value
+
+    run = descent(lambda: METHODS[method], lambda x, k: value_and_grad(x), iterations, look)
+    return Trajectories(*run(starts)[0])
 
 
 def rows(path: Trajectories) -> list[dict[str, Any]]:
@@ -89,3 +141,53 @@ def run(options: Options) -> output.Results:
             "objective": draw_objective(paths),
         },
     )
+
+
+def draw_trajectories(paths: dict[str, Trajectories]) -> Any:
+    """Draws the trajectories: the whole landscape above, its middle below."""
+    figure, grid = plt.subplots(2, 2, figsize=(9.4, 8.6), layout="constrained")
+    style = {"cmap": "Grays", "norm": Normalize(MINIMUM, 0.4)}
+    for row, width in enumerate((22.0, 5.0)):
+        side = np.linspace(-width, width, 401)
+        height = np.sinc(np.hypot(*np.meshgrid(side, side)))
+        for axes, (method, path) in zip(grid[row], paths.items()):
+            axes.pcolormesh(side, side, height, rasterized=True, **style)
+            axes.contour(side, side, height, [0], colors="white", linewidths=0.5)
+            circle = plt.Circle((0, 0), RING, fill=False, ls="--", lw=1, color="black")
+            axes.add_patch(circle)
+            for i, track in enumerate(path.position[0]):
+                axes.plot(*track.T, color=f"C{i}", lw=1.4, label=f"worker {i}")
+                axes.plot(*track[0], "o", color=f"C{i}", ms=5)
+                axes.plot(*track[-1], "*", color=f"C{i}", ms=12, mec="white", mew=0.6)
+            axes.set(xlim=(-width, width), ylim=(-width, width), aspect="equal", xlabel="x")
+            axes.set_title(f"{method}{', the middle' if row else ''}", fontsize=11)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("y")
+    grid[0][0].legend(loc="upper left", fontsize=8)
+    bar = {"shrink": 0.5, "aspect": 30, "extend": "max", "label": "L(x, y)"}
+    figure.colorbar(ScalarMappable(**style), ax=grid, **bar)
+    figure.suptitle("● start, ★ end; dashed: the global minimum, white: L = 0", fontsize=11)
+    return figure
+
+
+def draw_objective(paths: dict[str, Trajectories]) -> Any:
+    """Draws L of every worker over the iterations, with a star for each new leader."""
+    figure, panels = plt.subplots(
+        1, len(paths), figsize=(9, 3.6), sharey=True, layout="constrained"
+    )
+    for axes, (method, path) in zip(panels, paths.items()):
+        iteration = np.arange(1, path.value.shape[2] + 1)
+        axes.axhline(MINIMUM, ls="--", lw=1, color="black", label="global minimum")
+        for i, values in enumerate(path.value[0]):
+            axes.plot(iteration, values, color=f"C{i}", lw=1.4, label=f"worker {i}")
+        if path.leader is not None:
+            led = path.leader[0, 0]
+            for t in np.flatnonzero(np.diff(led, prepend=-1)):
+                style = {"color": f"C{led[t]}", "ms": 11, "mec": "black", "mew": 0.6}
+                axes.plot(iteration[t], path.value[0, led[t], t], "*", zorder=3, **style)
+        new = "" if path.leader is None else " (★ a new leader)"
+        axes.set_title(f"{method}{new}", fontsize=11)
+        axes.set_xlabel("iteration")
+    panels[0].set_ylabel("L(x, y)")
+    panels[0].legend(fontsize=8, frameon=False)
+    return figure

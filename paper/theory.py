@@ -2,12 +2,12 @@
 
     python -m paper theory --out DIR
 
-Stationary points of LSGD and EASGD; descent in one step, with a noisy leader and with
-decreasing steps; the direction of the step on a quadratic; EASGD's stability in round
-robin. Each module in `paper.statements` states one and how it is checked. DIR gets
-a table (`theory.md`, `theory.csv`: what was computed, the bound, the tolerance it met) and
-figures of the last two. The exit status is 1 if a statement does not hold. Half a minute on
-a CPU, in float64.
+They are about the stationary points of LSGD and EASGD, descent in one step, with a noisy
+leader and with decreasing steps, the direction of the step on a quadratic, and the
+stability of EASGD in round robin. Each module in `paper.statements` gives one statement and
+how it is checked. DIR gets a table (`theory.md`, `theory.csv`: the computed value, the
+bound, the tolerance) and figures of the last two. The exit status is 1 if a statement does
+not hold. Half a minute on a CPU, in float64.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ class Options(output.Options):
 
 
 def check(name: str, seed: int) -> Outcome:
-    """Checks a statement by its name."""
+    """Checks the statement with this name."""
     module = importlib.import_module(f"paper.statements.{name.replace('-', '_')}")
     return module.check(seed=seed)
 
 
 def table(claims: list[Claim], remarks: list[str]) -> str:
-    """The table of the claims, and below it what else was seen."""
+    """Returns the table of the claims, followed by the remarks."""
     notes = "".join(f"\n- {remark}" for remark in remarks)
     rows = tables.markdown([claim.row() for claim in claims])
-    return rows + (f"\nSeen besides:\n{notes}\n" if notes else "")
+    return rows + (f"\nOther observations:\n{notes}\n" if notes else "")
 
 
 def run(options: Options) -> output.Results:

@@ -1,4 +1,4 @@
-"""What the tests of landscapes share."""
+"""Helpers for the tests of landscapes."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,8 @@ import numpy as np
 import tiny
 
 from paper import __main__ as paper
-from paper.landscape.results import Landscape, Map, Pulls
+from paper.landscape.compute import Landscape, Pulls
+from paper.landscape.loss import Map
 from paper.landscape.saved_run import SavedRun
 
 
@@ -16,19 +17,19 @@ QUICK = {"grid": 3, "images": 32}
 
 
 def draw(arguments):
-    """The exit status of `python -m paper landscape`."""
+    """Runs `python -m paper landscape` and returns its exit status."""
     return paper.main(["landscape", *arguments])
 
 
 def but(saved, **changes):
-    """The same saved run, but for some attributes."""
+    """Returns a copy of a saved run with some attributes changed."""
     other = object.__new__(SavedRun)
     other.__dict__.update(saved.__dict__ | changes)
     return other
 
 
 def contents(folder):
-    """Every file of a folder and what it holds."""
+    """Returns a hash of every file in a folder."""
     return {
         str(path.relative_to(folder)): hashlib.md5(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""The cluster examples: every option in them is one that the program reads."""
+"""The cluster examples use options that the program knows."""
 
 import pathlib
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="not in a checkout")
 
 
 def commands(name):
-    """The arguments of every `python -m train` in a file, shell variables filled in."""
+    """Returns the arguments of every `python -m train` in a file, with variables set."""
     lines = (FOLDER / name).read_text().splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
     text = re.sub(r" &$", "", text, flags=re.MULTILINE)
@@ -29,7 +29,7 @@ def commands(name):
 @pytest.mark.parametrize(
     "name, nodes", [("slurm.sh", 4), ("mpirun.sh", 3), ("jobset.yaml", 4)]
 )
-def test_the_program_reads_every_option(name, nodes):
+def test_the_options_are_known(name, nodes):
     (command,) = commands(name)
     config = cli.parse(command)
     assert config.name == "cifar10-cnn7"
@@ -41,7 +41,7 @@ def test_the_program_reads_every_option(name, nodes):
 
 
 @pytest.mark.parametrize("name", ["ray_slurm.sh", "ray_kubernetes.yaml"])
-def test_the_program_reads_every_option_for_ray(name):
+def test_the_options_for_ray_are_known(name):
     (command,) = commands(name)
     config = cli.parse(command)
     assert (config.workers.nodes, config.workers.locals) == (4, 4)
@@ -63,12 +63,12 @@ def test_the_manifest_names_its_own_pods():
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "mpirun.sh", "ray_slurm.sh"])
-def test_scripts_are_understood_by_bash(name):
+def test_scripts_are_valid_bash(name):
     subprocess.run(["bash", "-n", FOLDER / name], check=True, timeout=10)
 
 
-def test_the_page_on_clusters_names_options_that_there_are():
-    """Of the commands of the trainer; `train.launch` has its own tests."""
+def test_the_page_on_clusters_names_known_options():
+    """Covers options of the trainer; `train.launch` has its own tests."""
     page = (FOLDER.parents[1] / "docs" / "clusters.md").read_text()
     named = set(re.findall(r"--(?:distributed|workers|method)[.][a-z-]+", page))
     values = {

@@ -1,4 +1,4 @@
-"""The examples do what the pages about them say."""
+"""The examples do what the documentation says."""
 
 import importlib.util
 import pathlib
@@ -42,8 +42,8 @@ def test_the_median_worker_is_followed(example):
     assert (sent.exchanges, sent.payload, sent.bytes_sent) == (5, 4 + 12, 80)
 
 
-def test_a_worker_that_is_not_finite_is_not_followed(example):
-    """The kernel's part: the rule itself says nothing of restoring, parts or delays."""
+def test_a_nonfinite_worker_is_not_followed(example):
+    """The kernel adds restoring, parts and delays, which the rule does not mention."""
     workers = lj.Workers(1, 3, devices=jax.devices()[:1])
     rule = example.median_worker("local")
     part = lambda path: path == "a"
@@ -83,7 +83,7 @@ def test_workers_of_several_devices_learn_and_send_shards():
     )
 
 
-def test_the_same_numbers_under_axes_of_ones_own():
+def test_shard_map_and_vmap_agree_under_custom_axes():
     in_shard_map, in_vmap, in_pmap = load("without_workers").main()
     np.testing.assert_allclose(in_shard_map, in_vmap, rtol=1e-5, atol=1e-6)
     assert np.ptp(in_vmap, axis=0).min() > 1  # workers have goals of their own
@@ -91,12 +91,12 @@ def test_the_same_numbers_under_axes_of_ones_own():
 
 
 @pytest.mark.parametrize("name", ["accumulated", "injected", "muon", "schedule_free"])
-def test_wrappers_of_optax_learn(name):
+def test_training_with_optax_wrappers(name):
     module = load("optax_wrappers")
     losses, params, state = module.train(module.CHAINS[name]())
     assert losses[-5:].mean() < 0.8 * losses[:5].mean()
     assert not any(int(pull.misplaced.sum()) for pull in lj.diagnostics(state))
-    if name == "schedule_free":  # the last step was one at which all workers met
+    if name == "schedule_free":  # the workers were averaged at the last step
         z = optax.tree.get(state, "z")
         assert all(np.ptp(x, axis=0).max() < 1e-6 for x in jax.tree.leaves((params, z)))
 

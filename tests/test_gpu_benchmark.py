@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, tried on CPUs with small sizes."""
+"""The benchmark of GPUs, run on CPUs with small sizes."""
 
 import os
 import pathlib

@@ -1,7 +1,7 @@
-"""The programs in examples/integrations, each as it is run by hand.
+"""The programs in examples/integrations, run as from a command line.
 
-A program trains by its framework with a method in it, then by a loop of `Workers` or by the
-framework's own DiLoCo. It raises if their parameters differ.
+Each program trains with its framework and a method, then with a loop of `Workers` or the
+framework's own DiLoCo. It raises an error if their parameters differ.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ by_hand = pytest.mark.integrations
         pytest.param("tunix_lora", "tunix", marks=by_hand),
     ],
 )
-def test_the_numbers_are_those_of_our_own_loop(name, package):
+def test_parameters_agree_with_our_own_loop(name, package):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; docs/frameworks.md says how")
     command = [sys.executable, str(FOLDER / f"{name}.py")]

@@ -1,6 +1,6 @@
-"""Equinox: the arrays of a module are the parameters, the rest of it stays outside.
+"""Equinox: the arrays of a module are the parameters; its other fields stay static.
 
-Two replicas under `eqx.filter_vmap`. Ran with equinox 0.13.8 and jax 0.10.2.
+Two replicas under `eqx.filter_vmap`. Tested with equinox 0.13.8 and jax 0.10.2.
 """
 
 import equinox as eqx

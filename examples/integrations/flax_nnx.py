@@ -1,6 +1,6 @@
 """Flax NNX: a model with dropout and its `nnx.Optimizer`, both replicated by `nnx.vmap`.
 
-Two replicas, whose dropout differs. Ran with flax 0.12.8 and jax 0.10.2.
+Two replicas with different dropout masks. Tested with flax 0.12.8 and jax 0.10.2.
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Keras 3: `stateless_call` and an optimizer of Keras, which is none of optax.
+"""Keras 3: `stateless_call` and a Keras optimizer instead of one of optax.
 
-Four workers of two nodes, with leaders. Ran with keras 3.15.1 and jax 0.10.2.
+Four workers in two nodes, with leaders. Tested with keras 3.15.1 and jax 0.10.2.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Levanter: a toy GPT-2 in a `TrainerState`, whose optimizer ends with a method.
 
-`take_step` passes `loss=` to the optimizer: a method with leaders takes that one line.
-Ran with marin-levanter 0.2.227.dev40316220070, jax 0.11.1 and optax 0.2.6 on Python 3.12.
+`take_step` passes `loss=` to the optimizer, which methods with leaders need.
+Tested with marin-levanter 0.2.227.dev40316220070, jax 0.11.1 and optax 0.2.6 on Python 3.12.
 """
 
 import equinox as eqx
@@ -24,7 +24,7 @@ def loss_of(model, tokens):
 
 def main(steps: int = 24):
     base, method = optax.adam(1e-2), lj.lsgd(local_period=4, global_period=8)
-    # A bias of the keys has a gradient of 0, and Adam would divide rounding errors by it.
+    # The gradient of a key's bias is 0 up to rounding, which Adam would amplify.
     size = dict(max_seq_len=16, hidden_dim=16, num_layers=2, num_heads=2)
     config = Gpt2Config(**size, use_bias=False)
     model = config.build(hax.Axis("vocab", 32), key=jax.random.key(0))

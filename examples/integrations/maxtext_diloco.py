@@ -1,7 +1,7 @@
-"""MaxText: its model and its train step, with `lj.outer` in the place of its own DiLoCo.
+"""MaxText: its model and train step, with `lj.outer` in place of its own DiLoCo.
 
-Two replicas on the mesh axis `diloco`, each of them sharded over `fsdp`, are compared with
-those of `enable_diloco`. Ran with maxtext 0.2.5 and jax 0.11.1 on Python 3.12.
+Two replicas on the mesh axis `diloco`, each sharded over `fsdp`, are compared with those of
+`enable_diloco`. Tested with maxtext 0.2.5 and jax 0.11.1 on Python 3.12.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The plain loop of `lj.Workers` that the programs beside this file compare with."""
+"""The plain training loop with `lj.Workers` that the other programs here compare with."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,17 @@ import lsgd_jax as lj
 
 
 def batches_of(steps, workers):
-    """A regression: (x [W, 16, 4], y [W, 16, 1], key [W]) of each step."""
+    """Returns batches of a regression: (x [W, 16, 4], y [W, 16, 1], key [W]) per step."""
     x = jax.random.normal(jax.random.key(1), [steps, workers, 16, 4])
     keys = jax.random.split(jax.random.key(2), [steps, workers])
     return list(zip(x, jnp.sin(x.sum(-1, keepdims=True)), keys))
 
 
 def train(loss_of, params, base, method, workers, batches):
-    """Parameters [W, ...] after training with the method behind an optax optimizer.
+    """Trains with a method after an optax optimizer and returns the parameters [W, ...].
 
-    loss_of: of one worker's parameters and batch.
-    params: of one worker.
+    loss_of: maps the parameters and the batch of one worker to the loss.
+    params: the parameters of one worker.
     batches: a list of trees with leaves [W, ...].
     """
     tx = optax.chain(base, method)
@@ -36,7 +36,7 @@ def train(loss_of, params, base, method, workers, batches):
 
 
 def compare(name, theirs, ours, tolerance=1e-5):
-    """Prints the largest difference between two trees, and raises if it is not small."""
+    """Prints the largest difference between two trees; raises if it is not small."""
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)
     difference = max(float(jnp.abs(x - y).max()) for x, y in pairs)
     print(f"{name}: differs by {difference:.1e}")

@@ -1,7 +1,7 @@
-"""Tunix: a `PeftTrainer` that trains the LoRA leaves of two replicas, with DiLoCo.
+"""Tunix: a `PeftTrainer` that trains the LoRA leaves of two replicas with DiLoCo.
 
-Only LoRA leaves, and what the optimizers keep of them, have a leading axis of replicas; the
-frozen weights are there once. Ran with google-tunix 0.1.7, flax 0.12.8 and jax 0.10.2.
+Only LoRA leaves and their optimizer state have a leading axis of replicas; frozen weights
+are stored once. Tested with google-tunix 0.1.7, flax 0.12.8 and jax 0.10.2.
 """
 
 import jax

@@ -2,17 +2,18 @@
 
     python -m paper landscape RUN [--step N] [--worker N] [--grid 31] [--test] [--out DIR]
 
-takes a checkpoint of a run of any method and draws the training loss over the plane through
-one worker, the leader of its node and the leader of all (for methods without leaders: the
-center and the best worker), and the worker's trajectory since the checkpoint before.
-The trajectory is retraced step by step, which gives the same parameters to the bit. It does
-not lie in the plane; how far off it is at every step is drawn as well.
+reads a checkpoint of a run of any method and draws the training loss over a plane, and the
+trajectory of one worker since the previous checkpoint. The plane goes through this worker,
+the leader of its node and the leader of all; for methods without leaders, through the
+center and the best worker. The trajectory is retraced step by step, which gives
+bit-identical parameters. It does not lie in the plane, so its distance from the plane is
+drawn as well.
 
-The loss is that of the network as it is tested, over a fixed set of training images. Batch
-statistics are those of the very images at every point of the plane.
+The loss is computed as in a test, over a fixed set of training images. Batch statistics are
+computed from the same images at every point of the plane.
 
-Writes landscape.png and landscape.npz (the grid, the trajectory, all positions) into the
-run folder, and changes nothing else there.
+The command writes landscape.png and landscape.npz (the grid, the trajectory, all positions)
+into the run folder and changes nothing else there.
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ import tyro
 
 import lsgd_jax as lj
 from paper import output
-from paper.landscape import plots, results
-from paper.landscape.compute import compute_landscape
+from paper.landscape import plots
+from paper.landscape.compute import compute_landscape, save
 from paper.landscape.saved_run import SavedRun
 from train import cli
 from train import config as configuration
@@ -34,7 +35,7 @@ from train.run import folder as run_folder
 
 
 AUTHOR = "python -m paper landscape"
-AUTHORS = (AUTHOR.encode(), b"python -m train.landscape")  # the second: before 0.3
+AUTHORS = (AUTHOR.encode(), b"python -m train.landscape")  # the latter before 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +44,23 @@ class Options:
 
     # A run folder.
     run: tyro.conf.Positional[pathlib.Path]
-    # Step of the checkpoint; by default the latest one.
+    # Step of the checkpoint. Defaults to the latest one.
     step: int | None = None
-    # The worker in the middle; by default the worst one that does not lead.
+    # The worker in the middle. Defaults to the worst one that does not lead.
     worker: int | None = None
     # Points along each side.
     grid: int = 31
-    # Number of images that the loss is the mean of.
+    # Number of images over which the loss is averaged.
     images: int = 512
-    # Whether to map the error on as many test images as well.
+    # Also draw the error on as many test images.
     test: bool = False
     # Length of the longest trajectory to retrace.
     path_steps: int = 1000
-    # Width of the margin around what is shown, as a share of it.
+    # Width of the margin, as a share of the figure's width.
     margin: float = 0.2
-    # Folder of the data; by default where the run found them.
+    # Folder of the data. Defaults to the one that the run read.
     data_dir: str | None = None
-    # Folder for the results; by default the run folder.
+    # Folder for the results. Defaults to the run folder.
     out: pathlib.Path | None = None
 
     def __post_init__(self):
@@ -71,24 +72,23 @@ class Options:
 
 
 def files_in(out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """The files to write, figure and arrays, in a folder that is made if need be.
+    """Returns the paths of the figure and of the arrays, in a folder that it makes.
 
     Raises:
-      ValueError: one is there and not from this command, or the folder cannot be made.
+      ValueError: another program wrote one of them, or the folder cannot be made.
     """
     files = out / "landscape.png", out / "landscape.npz"
     output.make(out)
     for path in files:
         if path.exists() and not any(x in path.read_bytes() for x in AUTHORS):
             raise ValueError(
-                f"{path} is there and not from this command; choose another folder "
-                "with --out"
+                f"{path} was not written by this command; choose another folder with --out"
             )
     return files
 
 
 def write(path: pathlib.Path, fill: Callable[[BinaryIO], None]) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file completely or not at all."""
     part = path.with_name(f"{path.name}.part")
     try:
         with open(part, "wb") as file:
@@ -106,12 +106,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     say = lambda line: print(line, flush=True)
     options = cli.run(Options, arguments, AUTHOR, description=__doc__)
-    configuration.read(options.run / run_folder.CONFIG)  # before any folder is made
+    configuration.read(options.run / run_folder.CONFIG)  # before a folder is made
     figure, arrays = files_in(options.out or options.run)
     warn = lambda line: say(f"warning: {line}")
     run = SavedRun(options.run, options.step, options.data_dir, warn)
     landscape = compute_landscape(run, options, say)
-    write(arrays, lambda file: results.save(landscape, file, AUTHOR))
+    write(arrays, lambda file: save(landscape, file, AUTHOR))
     write(figure, lambda file: plots.draw(landscape, file, AUTHOR))
     print(figure, arrays, sep="\n")
     return 0

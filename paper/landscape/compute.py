@@ -1,28 +1,71 @@
-"""From a run to its landscape: the plane, points on it, the trajectory, the losses."""
+"""The landscape of a run: the plane, marked points, the trajectory, the losses."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from paper.landscape import plane
-from paper.landscape.loss import measured
+from paper.landscape.loss import Map, measured
 from paper.landscape.points import ALONG, CENTER, Points, role_of
-from paper.landscape.results import Landscape, Mark, Pulls
 from paper.landscape.saved_run import SavedRun
 from paper.landscape.trajectory import projection, retraced, steps_to_retrace
 
 
-FAR = 10  # times the median distance: such a point does not widen the figure
+FAR = 10  # times the median distance: farther points do not widen the figure
 
 Places = dict[str, np.ndarray]
 
 
+class Mark(NamedTuple):
+    """A marked point: its name, [a, b, distance from the plane], the loss there."""
+
+    name: str
+    place: np.ndarray
+    loss: float
+
+
+class Pulls(NamedTuple):
+    """The exchanges of one kind on the trajectory: a name, and the steps they follow."""
+
+    name: str
+    steps: np.ndarray
+
+
+class Landscape(NamedTuple):
+    """The contents of the figure.
+
+    Attributes:
+      title, xlabel, ylabel: names of the points that the plane goes through.
+      worker: the worker in the middle.
+      xs, ys: coordinates of the grid, [G].
+      maps: losses over training images and, if asked for, over test images.
+      marks: the marked points, the worker first.
+      positions: [a, b, distance from the plane] of all workers, [W, 3].
+      steps: steps of the trajectory, [T + 1]; the last is the checkpoint's.
+      paths: positions after these steps, [T + 1, W, 3]; T is 0 without a trajectory.
+      pulls: the exchanges on the trajectory.
+    """
+
+    title: str
+    xlabel: str
+    ylabel: str
+    worker: int
+    xs: np.ndarray
+    ys: np.ndarray
+    maps: list[Map]
+    marks: list[Mark]
+    positions: np.ndarray
+    steps: np.ndarray
+    paths: np.ndarray
+    pulls: list[Pulls]
+
+
 def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -> Landscape:
-    """Chooses the plane, retraces the trajectory, measures the losses.
+    """Chooses the plane, retraces the trajectory and measures the losses.
 
     Raises:
-      ValueError: no such worker, or its parameters are not finite.
+      ValueError: the worker does not exist, or its parameters are not finite.
     """
     points = Points(run, options.worker)
     steps = steps_to_retrace(run, options.path_steps, say)
@@ -68,7 +111,7 @@ def compute_landscape(run: SavedRun, options: Any, say: Callable[[str], None]) -
 
 
 def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
-    """What the figure names, the worker first, and where: [a, b, distance]."""
+    """Returns [a, b, distance] of every marked point by its name, the worker first."""
     where = lambda point: np.asarray(plane.coordinates(on, point))
     shown = [points.worker, *(worker for _, worker in points.roles)]
     marks = {points.name(worker): where(points.of(worker)) for worker in shown}
@@ -84,10 +127,10 @@ def marks_of(points: Points, on: plane.Plane, taken: Places) -> Places:
 def frame_of(
     positions: np.ndarray, path: np.ndarray, taken: np.ndarray, margin: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The corners of what is shown: marks and workers [n, 3], the path [T, 3], no outliers.
+    """Returns two corners of a square around marks and workers [n, 3] and the path [T, 3].
 
-    It is a square, each side wider by margin · side. If all are in one point it is as wide
-    as the points [2, 2] that the plane goes through.
+    Outliers are left out, and every side is extended by margin · side. If all places are
+    the same, the points [2, 2] that the plane goes through set the width.
     """
     places = np.concatenate([_near(positions), _near(path)])[:, :2]
     if not np.ptp(places, axis=0).any():
@@ -98,14 +141,14 @@ def frame_of(
 
 
 def _near(places: np.ndarray) -> np.ndarray:
-    """Those that are not far out, compared with the others; nan is."""
+    """Returns the places without outliers and without those that are not finite."""
     lengths = np.linalg.norm(places[:, :2], axis=1)
     known = lengths[np.isfinite(lengths)]
     return places[lengths <= FAR * np.median(known)] if known.size else places[:0]
 
 
 def title_of(run: SavedRun, points: Points, taken: Places) -> str:
-    """The run, and what the plane goes through."""
+    """Returns the title: the run, and the points that the plane goes through."""
     config = run.config
     through = [points.name(points.worker)]
     through += [name for name in taken if not name.startswith(ALONG)]
@@ -120,7 +163,7 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
-    """What the worker went through after which of the steps, if not after all of them."""
+    """Returns the worker's exchanges of each kind that is not due after every step."""
     grid, found = run.config.workers, []
     done = range(steps.start + 1, steps.stop + 1)
     for pull in points.pulls:
@@ -129,3 +172,22 @@ def pulls_of(points: Points, run: SavedRun, steps: range) -> list[Pulls]:
             name = "exchange" if pull.leader is None else f"pull to the {role}"
             found.append(Pulls(name, np.array([t for t in done if pull.is_due(t)], int)))
     return found
+
+
+def save(landscape: Landscape, file: BinaryIO, author: str) -> None:
+    """Writes the arrays and the author as a NumPy archive."""
+    of_maps = {
+        f"{each.name}_{what}": getattr(each, what)
+        for each in landscape.maps
+        for what in ("images", "loss", "error")
+    }
+    names = "title worker xs ys positions steps paths".split()
+    np.savez(
+        file,
+        made_by=np.bytes_(author),
+        mark_names=np.array([mark.name for mark in landscape.marks]),
+        mark_places=np.array([mark.place for mark in landscape.marks]),
+        mark_losses=np.array([mark.loss for mark in landscape.marks]),
+        **of_maps,
+        **{name: getattr(landscape, name) for name in names},
+    )

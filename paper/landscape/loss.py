@@ -1,14 +1,14 @@
 """The loss at a point of parameter space.
 
-The mean cross entropy over a fixed set of images, cropped as for the test, without dropout.
-Batch statistics are those of the very images at the very point, whatever the run's policy:
-with statistics that belong to other parameters one would see those instead of the
-parameters, and between two workers no worker's own are right.
+It is the mean cross entropy over a fixed set of images, cropped as in a test, without
+dropout. Batch statistics are computed from these images at the point itself, whatever the
+policy of the run: no worker's statistics belong to a point between two workers, and wrong
+ones would change the loss more than the parameters do.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax.flatten_util import ravel_pytree
 
 import lsgd_jax as lj
 from paper.landscape import plane
-from paper.landscape.results import Map
 from paper.landscape.saved_run import SavedRun
 from train.data import imagenet
 from train.data.arrays import Images
@@ -34,8 +33,22 @@ Batch = tuple[np.ndarray, np.ndarray]
 Measure = Callable[[Any, Any], Array]
 
 
+class Map(NamedTuple):
+    """The loss and the error in %, each [G, G] with a row for each y.
+
+    Attributes:
+      name: the images, 'train' or 'test'.
+      images: their number.
+    """
+
+    name: str
+    images: int
+    loss: np.ndarray
+    error: np.ndarray
+
+
 def batches_of(images: Images, count: int, seed: int) -> list[Batch]:
-    """About so many images, drawn once, and their labels, in batches of equal size.
+    """Draws about `count` images and their labels, in batches of equal size.
 
     >>> some = Images(np.zeros((300, 8, 8, 1), np.uint8), np.zeros(300, np.int32))
     >>> [len(labels) for _, labels in batches_of(some, 257, seed=0)]
@@ -48,12 +61,12 @@ def batches_of(images: Images, count: int, seed: int) -> list[Batch]:
 
 
 def measure_of(run: SavedRun) -> Measure:
-    """(params [P], (images, labels)) -> [loss, wrong answers], summed over the images."""
+    """Returns (params [P], (images, labels)) -> sums of [loss, wrong answers]."""
     forward: Any = run.experiment.forward
     of_one = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), tree)
     _, as_tree = ravel_pytree(of_one(run.state.params))
     like = of_one(run.state.stats)
-    key = jax.random.key(0)  # in case statistics stand behind a dropout
+    key = jax.random.key(0)  # a dropout may precede the statistics
 
     def measure(point, batch):
         images, labels = batch
@@ -75,9 +88,9 @@ def measured(
     images: int,
     say: Callable[[str], None],
 ) -> Map:
-    """The loss and the error, [N], at places [N, 2], of 'train' or 'test' images.
+    """Measures loss and error, [N], at places [N, 2], over 'train' or 'test' images.
 
-    Every device measures some of the places.
+    All devices share the work.
     """
     data, seed = run.data[0], run.config.seed
     part = getattr(data, name)

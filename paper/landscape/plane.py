@@ -14,16 +14,16 @@ from jax import Array
 import lsgd_jax as lj
 
 
-# Nearer to the origin than rounding to float32 can move a point, relative to its norm.
+# Rounding to float32 can move a point by this share of its norm.
 SAME_POINT = 1e-5
-# So near to what is spanned already that rounding decides on the direction.
+# Below this relative distance from the span, rounding dominates the direction.
 SAME_LINE = 1e-3
 
 Vector = np.ndarray | Array
 
 
 def flat(params: Any) -> np.ndarray:
-    """One model's parameters as a vector [P] on the host."""
+    """Returns the parameters of one model as a vector [P] on the host."""
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
 
 
@@ -42,23 +42,22 @@ class Plane(NamedTuple):
 def through(
     origin: np.ndarray, candidates: Iterable[tuple[str, np.ndarray]]
 ) -> tuple[Plane, dict[str, np.ndarray]]:
-    r"""The plane through a point o and the first two others that span one with it.
+    r"""Returns the plane through o and the first two candidates that span one with it.
 
-    Gram-Schmidt: with :math:`d = z - o` for a candidate z and e_k the directions so far,
+    Gram-Schmidt: with :math:`d = z - o` for a candidate z and the directions e_k so far,
 
     .. math:: r = d - \sum_k \langle d, e_k \rangle e_k, \qquad e = r / \|r\|.
 
-    A candidate is passed over if it is not finite, equals o up to rounding, or lies on the
-    line found already. The first direction thus points from o to the first candidate taken,
-    which has the coordinates (‖d‖, 0).
+    A candidate is skipped if it is not finite, equals o up to rounding, or lies on the line
+    found before. The first direction points from o to the first candidate taken, whose
+    coordinates are (‖d‖, 0).
 
     Args:
       origin: o [P].
       candidates: names and points z [P], taken one by one until two are found.
 
     Returns:
-      The plane, float64, and of the two points that it goes through the names and
-      coordinates (a, b).
+      The plane in float64, and the coordinates (a, b) of the two candidates by their names.
 
     Raises:
       ValueError: the candidates span no plane.
@@ -87,31 +86,30 @@ def through(
 
 
 def coordinates(plane: Plane, point: Vector) -> Array:
-    """Where a point [P] stands: [a, b, its distance from the plane].
+    """Returns [a, b, distance from the plane] of a point [P].
 
     >>> plane = Plane(jnp.zeros(3), jnp.eye(3)[:2])
     >>> coordinates(plane, jnp.array([3.0, 4.0, -2.0])).tolist()
     [3.0, 4.0, 2.0]
     """
     gap = point - plane.origin
-    # Sums and no matrix products, which some devices round to fewer bits.
+    # Not matrix products, which some devices round to fewer bits.
     along = jnp.sum(plane.basis * gap[None], axis=1)
     off = gap - jnp.sum(along[:, None] * plane.basis, axis=0)
     return jnp.append(along, jnp.sqrt(jnp.sum(jnp.square(off))))
 
 
 def point_at(plane: Plane, place: Vector) -> Vector:
-    """The point o + a u + b v [P] at the coordinates (a, b)."""
+    """Returns the point o + a u + b v [P] at the coordinates (a, b)."""
     return plane.origin + place[0] * plane.basis[0] + place[1] * plane.basis[1]
 
 
 def filterwise_random(seed: int, params: Any) -> Any:
-    """A random direction, each of its filters as long as that of the parameters.
+    """Returns a random direction whose filters have the norms of the parameters' filters.
 
-    Normal numbers, scaled so that every filter (all numbers of a leaf that make one output,
-    the last axis) has the norm of the parameters' own. Leaves with one axis at most, biases
-    and scales, stay 0. Li et al., Visualizing the Loss Landscape of Neural Nets,
-    NeurIPS 2018, section 4.
+    A filter is all numbers of a leaf with one index of the last axis. Leaves with at most
+    one axis (biases, scales) are 0. Li et al., Visualizing the Loss Landscape of Neural
+    Nets, NeurIPS 2018, section 4.
 
     >>> params = {"kernel": np.full((4, 2), [[1.0, 3.0]]), "bias": np.ones(2)}
     >>> direction = filterwise_random(0, params)
@@ -138,19 +136,19 @@ def evaluate(
     workers: lj.Workers,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
-    r"""A function's sum over batches at places of the plane.
+    r"""Returns the sum of a function over batches, at places of the plane.
 
     .. math:: F(a, b) = \sum_k f(o + a u + b v, \text{batch}_k)
 
-    Every device has one place at a time; f is compiled once.
+    Every device evaluates one place at a time. f is compiled once.
 
     Args:
       function: f, (parameters [P], batch) -> array [n].
-      plane: in the dtype that f is to see.
+      plane: a plane, in the dtype of the parameters that f receives.
       places: (a, b), [N, 2].
-      batches: trees of arrays, of the same shapes.
-      workers: one worker per device that is to share the work.
-      progress: called now and then with the number of places done.
+      batches: trees of arrays, all of the same shapes.
+      workers: one worker for each device to use.
+      progress: called with the number of places done, after every round.
 
     Returns:
       float64 [N, n].
@@ -167,7 +165,7 @@ def evaluate(
         lambda place, plane, batch: function(point_at(plane.value, place), batch.value)
     )
     rounds = -(-len(places) // count)
-    # The last round is filled up with the last place.
+    # The last place fills up the last round.
     rows = np.minimum(np.arange(rounds * count), len(places) - 1).reshape(rounds, count)
     sums = []
     for done, here in enumerate(np.asarray(places, plane.origin.dtype)[rows], 1):

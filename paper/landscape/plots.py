@@ -1,4 +1,4 @@
-"""The figure of a landscape: contours, where the workers are, and the trajectory."""
+"""The figure of a landscape: contours, positions of the workers, the trajectory."""
 
 from textwrap import fill
 from typing import Any, BinaryIO
@@ -10,31 +10,32 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from paper.landscape.results import Landscape, Map
+from paper.landscape.compute import Landscape
+from paper.landscape.loss import Map
 from train.plots import BLUE, GREY, tidy
 
 
 INK, RED = "#1f2328", "#b3261e"
-# With sizes; the worker first.
+# Markers and their sizes, the worker's first.
 MARKERS = (("o", 70), ("^", 80), ("*", 160), ("P", 90), ("D", 60), ("X", 90))
 PULL_MARKERS = (("|", 40), ("x", 30), ("+", 40))
-LABEL = 0.04  # the size of a number, of the width of the plane
-ON_PLANE = 1e-3  # so far off, relative to the figure's width, counts as in the plane
+LABEL = 0.04  # size of a worker's number, as a share of the figure's width
+ON_PLANE = 1e-3  # points this close, relative to the width, count as in the plane
 CONTOURS = 16
 ARROWS = 3
 LOSSES = LinearSegmentedColormap.from_list("losses", ["#f6f9fc", BLUE])
-# Dark where the trajectory runs in the plane, faint where it is far off.
+# Dark where the trajectory is in the plane, faint where it is far off.
 OFF_PLANE = LinearSegmentedColormap.from_list(
     "off", matplotlib.colormaps["OrRd"](np.linspace(0.95, 0.35, 64))
 )
 
 
 def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
-    """Contour levels from the lowest to the highest finite value.
+    """Returns contour levels from the lowest to the highest finite value.
 
-    At equal gaps, or with the excess over the lowest value at equal ratios: the first level
-    has a sixteenth of the map below it, so that a valley shows its shape whether its floor
-    is nearly 0 or not, and a plain in front of a cliff shows its slopes.
+    They have equal gaps, or the excess over the lowest value grows by equal ratios from a
+    first level that has a sixteenth of the map below it. A valley then shows its shape
+    whether its floor is near 0 or not, and a plain in front of a cliff shows its slopes.
 
     >>> levels_of(np.array([1.0, np.nan, 9.0]), logarithmic=False)[[0, 8, 16]].tolist()
     [1.0, 5.0, 9.0]
@@ -53,7 +54,7 @@ def levels_of(values: np.ndarray, logarithmic: bool) -> np.ndarray:
 
 
 def draw(landscape: Landscape, file: BinaryIO, author: str) -> None:
-    """Draws it as PNG, with the author noted in it."""
+    """Draws a landscape as PNG, with the author in its metadata."""
     panels = {map_.name: map_ for map_ in landscape.maps}
     has_path = len(landscape.steps) > 1
     mosaic: Any = [list(panels), ["path"] * len(panels)] if has_path else [list(panels)]
@@ -87,11 +88,11 @@ def draw(landscape: Landscape, file: BinaryIO, author: str) -> None:
 
 
 def _contours(figure: Any, axes: Any, landscape: Landscape, map_: Map) -> None:
-    """The loss over training images, or the error on test images."""
+    """Draws the loss over training images, or the error on test images."""
     logarithmic = map_.name == "train"
     values = map_.loss if logarithmic else map_.error
     levels = levels_of(values, logarithmic)
-    # Rounding must not leave out the lowest and the highest.
+    # Rounding must not push the extremes out of the levels.
     shown = np.ma.masked_invalid(values).clip(levels[0], levels[-1])
     grid = landscape.xs, landscape.ys, shown, levels
     filled = axes.contourf(*grid, cmap=LOSSES, norm=BoundaryNorm(levels, LOSSES.N))
@@ -112,7 +113,7 @@ def _contours(figure: Any, axes: Any, landscape: Landscape, map_: Map) -> None:
 
 
 def _path(axes: Any, landscape: Landscape) -> None:
-    """The trajectory's projection, the fainter the further off the plane it is."""
+    """Draws the projection of the trajectory, fainter where it is farther off the plane."""
     a, b, off = landscape.paths[:, landscape.worker].T
     axes.add_collection(_line(a, b, off))
     axes.plot([], [], color=RED, lw=1.3, label="its trajectory, faint where off the plane")
@@ -133,7 +134,7 @@ def _line(x: np.ndarray, y: np.ndarray, off: np.ndarray) -> LineCollection:
 
 
 def _arrows(axes: Any, places: np.ndarray) -> None:
-    """Arrow heads at equal parts of the trajectory's length, in its direction there."""
+    """Draws arrow heads along the trajectory, at equal parts of its length."""
     gone = np.nancumsum(np.linalg.norm(np.diff(places, axis=0), axis=1))
     reach = max(1, len(gone) // 12)
     style = {"arrowstyle": "-|>", "color": RED, "lw": 0, "mutation_scale": 13}
@@ -152,7 +153,7 @@ def _pulls(axes: Any, landscape: Landscape, x: np.ndarray, y: np.ndarray) -> Non
 
 
 def _workers(axes: Any, landscape: Landscape) -> None:
-    """The marks, filled if they are in the plane, and the numbers of all workers."""
+    """Draws the marks, filled if they are in the plane, and the numbers of all workers."""
     width = landscape.xs[-1] - landscape.xs[0]
     for mark, (marker, size) in zip(landscape.marks, MARKERS):
         a, b, off = mark.place
@@ -170,11 +171,11 @@ def _workers(axes: Any, landscape: Landscape) -> None:
 
 
 def numbers(places: np.ndarray, reach: float) -> list[tuple[np.ndarray, str]]:
-    """The numbers of workers and where they are written: one text for those close by.
+    """Returns the numbers of workers as (place, text), one text for workers close by.
 
     Args:
-      places: [W, 2].
-      reach: the distance below which texts would lie on one another.
+      places: positions of the workers, [W, 2].
+      reach: the distance below which two texts would overlap.
 
     >>> numbers(np.array([[0.0, 0.0], [5.0, 0.0], [0.1, 0.0]]), 1.0)
     [(array([0., 0.]), '0, 2'), (array([5., 0.]), '1')]
@@ -190,7 +191,7 @@ def numbers(places: np.ndarray, reach: float) -> list[tuple[np.ndarray, str]]:
 
 
 def _distances(axes: Any, landscape: Landscape) -> None:
-    """How far the worker was from where it is now: in the plane, and off it."""
+    """Draws the worker's distance from its last position, and from the plane."""
     a, b, off = landscape.paths[:, landscape.worker].T
     ahead = np.hypot(a - a[-1], b - b[-1])
     axes.plot(
@@ -198,7 +199,7 @@ def _distances(axes: Any, landscape: Landscape) -> None:
         ahead,
         color=GREY,
         lw=1.3,
-        label="in the plane, from where it is now",
+        label="in the plane, from its last position",
     )
     axes.add_collection(_line(landscape.steps, off, off))
     axes.plot([], [], color=RED, lw=1.3, label="off the plane")

@@ -18,7 +18,7 @@ Candidate = tuple[str, np.ndarray]
 
 
 def worst(scores: np.ndarray, among: np.ndarray) -> int:
-    """The worker with the worst score among some, a finite one if there is one.
+    """Returns the worker with the worst score in a mask, a finite score if there is one.
 
     >>> worst(np.array([1.0, 3.0, np.inf, 9.0]), np.array([True, True, True, False]))
     1
@@ -29,7 +29,7 @@ def worst(scores: np.ndarray, among: np.ndarray) -> int:
 
 
 def role_of(pull: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
-    """What the leader of a worker's group is called."""
+    """Returns the name of the leader of a worker's group."""
     if nodes == 1 or locals == 1:
         return "leader"
     return (
@@ -40,9 +40,9 @@ def role_of(pull: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
 def leaders_of(
     worker: int, pulls: Sequence[lj.Diagnostics], scores: np.ndarray, nodes: int
 ) -> list[tuple[str, int]]:
-    """A worker's leaders, the nearest first, as (role, worker).
+    """Returns a worker's leaders as (role, worker), the nearest first.
 
-    They are those of the last election; before the first, those that the scores elect.
+    They were elected last, or would be elected by the scores before the first election.
     """
     grid = np.arange(len(scores)).reshape(nodes, -1)
     locals = grid.shape[1]
@@ -58,20 +58,20 @@ def leaders_of(
 
 
 class Points:
-    """A worker, those it is shown with, and what else a plane may go through.
+    """The worker in the middle, and the points that the plane may go through.
 
     Args:
       run: the run.
-      worker: whose landscape it is; None: the worst of those that lead no worker.
+      worker: the worker in the middle. Defaults to the worst one that leads no worker.
 
     Attributes:
-      worker: that worker.
-      roles: those it is shown with, as (role, worker): its leaders, or the best worker.
-      pulls: what each pull did so far.
-      center: the model that the workers represent together, [P].
+      worker: the worker in the middle.
+      roles: the workers beside it as (role, worker): its leaders, or the best worker.
+      pulls: the diagnostics of each pull.
+      center: the center of the workers, [P].
 
     Raises:
-      ValueError: no such worker, or its parameters are not finite.
+      ValueError: the worker does not exist, or its parameters are not finite.
     """
 
     def __init__(self, run: SavedRun, worker: int | None):
@@ -109,24 +109,24 @@ class Points:
         if not finite[worker]:
             sound = ", ".join(map(str, np.flatnonzero(finite)))
             raise ValueError(
-                f"`worker` must have finite parameters, and {at} only {sound} have them, "
-                f"got {worker=}"
+                f"`worker` must have finite parameters, which {at} only {sound} have, got "
+                f"{worker=}"
             )
         return worker
 
     def of(self, worker: int) -> np.ndarray:
-        """A worker's parameters, [P]."""
+        """Returns the parameters of a worker, [P]."""
         return flat(jax.tree.map(lambda x: x[worker], self._params))
 
     def name(self, worker: int) -> str:
-        """The worker and its roles: 'worker 2 (leader of node 0)'."""
+        """Returns the worker and its roles, as in 'worker 2 (leader of node 0)'."""
         roles = [role for role, other in self.roles if other == worker]
         return f"worker {worker}" + (f" ({', '.join(roles)})" if roles else "")
 
     def candidates(self) -> Iterator[Candidate]:
-        """Names of points that the plane may go through, the most wanted first.
+        """Yields points that the plane may go through, by preference, with their names.
 
-        Random directions stand behind them, for workers that are all in one place.
+        Random directions come last, for workers that are all at one point.
         """
         named = ((self.name(worker), self.of(worker)) for _, worker in self.roles)
         center = [(CENTER, self.center)]

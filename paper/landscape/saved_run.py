@@ -1,4 +1,4 @@
-"""A run folder, read; nothing in it is changed."""
+"""A run folder, read without changing anything in it."""
 
 import dataclasses
 import pathlib
@@ -24,22 +24,23 @@ from train.task.state import TrainState
 
 
 class SavedRun:
-    """A run folder and one of its checkpoints, read.
+    """A run folder and one of its checkpoints.
 
     Args:
       folder: the run folder.
-      step: of the checkpoint; None: the latest one that can be read.
-      data_dir: where the data are now; None: where the run found them.
-      warn: called with a line about a checkpoint that cannot be read.
+      step: the checkpoint's step. Defaults to the latest one that can be read.
+      data_dir: the folder of the data. Defaults to the one that the run read.
+      warn: called with a line about each checkpoint that cannot be read.
 
     Attributes:
-      folder, config, experiment: the run, and what it trained.
+      folder, config, experiment: the run.
       data: the data set and its transforms.
-      step, state: of the checkpoint.
-      recent: the workers' recent losses noted beside it, float [W]; inf if not finite.
+      step, state: the checkpoint's step and training state.
+      recent: the workers' recent losses in its notes, float [W]; inf if not finite.
 
     Raises:
-      ValueError: no run, no such checkpoint, none that can be read, data that are missing.
+      ValueError: there is no run, no such checkpoint or none that can be read, or data are
+        missing.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class SavedRun:
             raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
         if config.method.is_asynchronous:
             raise ValueError(
-                f"{folder} is a run of workers at their own pace, whose steps cannot be "
-                "retraced; only runs in lock step can be drawn"
+                f"{folder} is an asynchronous run, whose steps cannot be retraced; only "
+                "runs in lock step can be drawn"
             )
         if data_dir is not None:
             data = dataclasses.replace(config.data, dir=data_dir)
@@ -63,17 +64,19 @@ class SavedRun:
         self._checkpoints, self._began = folder / run_folder.CHECKPOINTS, config.workers
         config = dataclasses.replace(config, workers=self._grid(step))
         self.folder, self.config, self._warn = folder, config, warn
-        # The devices first, those of the run: Orbax already asks for them.
+        # Before Orbax, which initializes jax's devices.
         devices.provide(config.workers.nodes * config.workers.locals)
         self._archive = Archive(self._checkpoints)
         if not self._archive.steps:
             raise ValueError(f"{folder} holds no checkpoint yet")
         if step is not None and step not in self._archive.steps:
             kept = ", ".join(map(str, self._archive.steps))
-            raise ValueError(f"`step` must be that of a checkpoint ({kept}), got {step=}")
+            raise ValueError(
+                f"`step` must be the step of a checkpoint ({kept}), got {step=}"
+            )
         self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
         self.experiment = Experiment(config, self.data)
-        # The shapes and shardings of a state, without its arrays.
+        # Shapes and shardings of a state, without its arrays.
         like = self.experiment.init()
         self._like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._latest() if step is None else self._restore(step)
@@ -82,7 +85,7 @@ class SavedRun:
         self.recent = np.array([np.inf if x is None else x for x in recent])
 
     def _grid(self, step: int | None) -> WorkersConfig:
-        """The workers of a checkpoint, or of the latest one."""
+        """Returns the grid of workers of a checkpoint, by default of the latest one."""
         folder = self._checkpoints
         notes = latest_notes(folder) if step is None else notes_of(folder, step)
         return resharding.grid(notes) or self._began
@@ -91,7 +94,7 @@ class SavedRun:
         return self._archive.restore(step, self._like)
 
     def _latest(self, before: float = np.inf) -> Checkpoint:
-        """The latest checkpoint of these workers (before a step) that can be read."""
+        """Restores the latest readable checkpoint of the same grid (before a step)."""
         for step in reversed([step for step in self._archive.steps if step < before]):
             if self._grid(step) != self.config.workers:
                 continue
@@ -102,9 +105,10 @@ class SavedRun:
         raise ValueError(f"{self.folder} holds no checkpoint that can be read")
 
     def step_before(self) -> int:
-        """The step of the checkpoint before this one; 0, the start of training, if none.
+        """Returns the step of the previous checkpoint, or 0 for the start of training.
 
-        This step, if training began with other workers: nothing can be retraced from there.
+        It is this checkpoint's own step if training began with another grid of workers,
+        because nothing can be retraced then.
         """
         try:
             return self._latest(before=self.step).step
@@ -112,11 +116,11 @@ class SavedRun:
             return 0 if self.config.workers == self._began else self.step
 
     def state_at(self, step: int) -> TrainState:
-        """The state at the step of a checkpoint, or at step 0."""
+        """Returns the state at the step of a checkpoint, or at step 0."""
         return self._restore(step).state if step else self.experiment.init()
 
     def pace(self) -> float | None:
-        """The run's last known steps per second."""
+        """Returns the last steps per second that the run logged, or None."""
         try:
             events = log.read(self.folder).get("train", [])
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The workers' trajectory to a checkpoint, retraced: the seed determines everything."""
+"""Retraces the trajectory of the workers to a checkpoint, which the seed determines."""
 
 import time
 from collections.abc import Callable
@@ -19,34 +19,24 @@ from train.task.experiment import Experiment
 from train.task.state import TrainState
 
 
-Look = Callable[[Any], Any]
-
-
 def advance(
     experiment: Experiment, state: TrainState, step: int
 ) -> tuple[TrainState, Array]:
-    """One training step of all workers (steps count from 0): the new state, the losses."""
+    """Takes step `step`, counted from 0, and returns the new state and the losses."""
     return experiment.step(state, experiment.data, experiment.batch(step))
 
 
-@jax.jit
-def same(params: Any, others: Any) -> Array:
-    """Whether two trees are equal to the bit: a bool scalar."""
-    equal = lambda x, y: jnp.array_equal(x, y, equal_nan=True)
-    return jnp.stack(jax.tree.leaves(jax.tree.map(equal, params, others))).all()
-
-
-def projection(workers: lj.Workers, plane: Plane) -> Look:
-    """params [W, ...] -> each worker's [a, b, distance from the plane], [W, 3]."""
+def projection(workers: lj.Workers, plane: Plane) -> Callable[[Any], Any]:
+    """Returns a function params [W, ...] -> [a, b, distance from the plane], [W, 3]."""
     shared = workers.share(plane)
     of_all = workers.map(lambda x, p: coordinates(p.value, ravel_pytree(x)[0]))
     return lambda params: of_all(params, shared)
 
 
 def steps_to_retrace(run: SavedRun, most: int, say: Callable[[str], None]) -> range:
-    """The steps from the checkpoint before to this one, counted from 0.
+    """Returns the steps since the previous checkpoint, counted from 0.
 
-    There are none if they are more than `most`, which `say` is told.
+    The range is empty if there are more than `most`, and a line says so.
     """
     steps = range(run.step_before() if most else run.step, run.step)
     pace, count = run.pace(), len(steps)
@@ -63,13 +53,13 @@ def steps_to_retrace(run: SavedRun, most: int, say: Callable[[str], None]) -> ra
 def retraced(
     run: SavedRun, steps: range, plane: Plane, say: Callable[[str], None]
 ) -> np.ndarray:
-    """Takes steps of training again and looks where all workers stand.
+    """Repeats steps of training and returns the workers' positions.
 
     Args:
       run: the run.
       steps: the steps to take, counted from 0.
       plane: a plane.
-      say: called with a line if the last step does not lead to the run's checkpoint.
+      say: called with a warning if the last step does not lead to the checkpoint.
 
     Returns:
       [a, b, distance] of all workers before and after every step, [T + 1, W, 3].
@@ -86,10 +76,11 @@ def retraced(
             seen.append(look(state.params))
             progress.show(step + 1, None, pace(step, time.monotonic()))
         found, there = workers.fetch(seen), workers.fetch(look(run.state.params))
-    if not same(state.params, run.state.params):
+    equal = lambda x, y: bool(jnp.array_equal(x, y, equal_nan=True))
+    if not all(jax.tree.leaves(jax.tree.map(equal, state.params, run.state.params))):
         gap = np.linalg.norm(found[-1] - there, axis=1).max()
         say(
-            "warning: the retraced trajectory does not end where the checkpoint is (up "
-            f"to {gap:.2g} away): other software, devices or data than the run's?"
+            "warning: the retraced trajectory does not end at the checkpoint (it is up to "
+            f"{gap:.2g} away); software, devices or data may differ from those of the run"
         )
     return np.stack(found)

@@ -1,1 +1,1 @@
-"""The statements of the theory, one module each, with a `check` of its own."""
+"""The statements of the theory: one module each, with a function `check`."""

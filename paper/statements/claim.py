@@ -1,4 +1,4 @@
-"""A claim: a computed value, and the bound that it must keep."""
+"""A claim: a computed value and the bound that it must satisfy."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -7,12 +7,12 @@ class Claim(NamedTuple):
     """A row of the table.
 
     Attributes:
-      statement: what is claimed.
-      computed: what was computed, from how much.
-      measured: the computed value, the worst over all cases.
-      bound: the bound.
-      tolerance: by how much the bound may be missed: rounding, quadrature.
-      relation: how the value must stand to the bound.
+      statement: the claim in words or as a formula.
+      computed: the quantity that was computed, and the number of cases.
+      measured: its value, the worst over all cases.
+      bound: the bound on it.
+      tolerance: how far the bound may be exceeded because of rounding or quadrature.
+      relation: whether the bound is an upper (≤) or a lower (≥) one.
 
     >>> claim = Claim("½ at least", "a share", 0.4996, 0.5, 1e-3, "≥")
     >>> claim.holds, round(claim.missed_by, 4)
@@ -30,17 +30,17 @@ class Claim(NamedTuple):
 
     @property
     def missed_by(self) -> float:
-        """How far beyond the bound the value lies; 0 within, nan if there is none."""
+        """How far the value exceeds the bound: 0 if it does not, nan for a value of nan."""
         gap = self.measured - self.bound
         return max(gap if self.relation == "≤" else -gap, 0.0) if gap == gap else gap
 
     @property
     def holds(self) -> bool:
-        """Whether the bound is kept; nan keeps none."""
+        """Whether the value satisfies the bound; nan satisfies none."""
         return self.missed_by <= self.tolerance
 
     def row(self) -> dict[str, str]:
-        """The claim as a row of a table."""
+        """Returns the claim as a row of a table."""
         return {
             "statement": self.statement,
             "computed": self.computed,
@@ -52,7 +52,7 @@ class Claim(NamedTuple):
         }
 
     def lines(self) -> str:
-        """The claim, for the screen.
+        """Returns the claim as two lines for the screen.
 
         >>> print(Claim("½ at least", "a share", 0.6, 0.5, 1e-3, "≥").lines())
         holds: ½ at least
@@ -65,11 +65,11 @@ class Claim(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a statement's check found.
+    """The result of checking a statement.
 
     Attributes:
-      claims: what must hold.
-      remarks: what else was seen: beyond the statement, or against a stronger one.
+      claims: the claims that must hold.
+      remarks: other observations, such as counterexamples to a stronger statement.
       figure: a matplotlib figure, or None.
     """
 

@@ -1,14 +1,14 @@
 r"""With η_k = Θ(1/k) and λ_k = Θ(1/k) LSGD converges at the rate O(1/k).
 
-With K = k + 4κ, η_k = 2/(mK) (at most 1/(2M)) and λ_k = l/K the bounds of `one_step` and
-`noisy_leader` give, by induction, the explicit
+With K = k + 4κ, η_k = 2/(mK), which is at most 1/(2M), and λ_k = l/K, the bounds of
+`one_step` and `noisy_leader` give by induction
 
 .. math::
   E f(x_k) - f^* \le \frac vK, \qquad
   v = \max\left(4\kappa (f(x_0) - f^*), \;
     \frac{2 M \sigma^2}{m^2} + \frac{8 l \sqrt p \, \sigma_f}{m}\right).
 
-Checked on the problem of `noisy_leader`, without and with noise in the losses.
+Checked on the problem of `noisy_leader`, with exact and with noisy losses.
 
 Paper: corollary on decreasing learning rates.
 """
@@ -35,14 +35,14 @@ DISTANCE = 0.3
 
 
 def setting_of(row: Any) -> Setting:
-    """η_k and λ_k, for a row (σ_f,)."""
+    """Returns the setting with η_k and λ_k for a row (σ_f,)."""
     late = lambda k: k + 4 * CONDITION
     rate = lambda k: 2 / (CONVEXITY * late(k))
     return Setting(rate, lambda k: PULL / late(k), SIGMA, row[0])
 
 
 def constant(sigma_f: float) -> float:
-    """v."""
+    """Returns the constant v of the bound."""
     start = 4 * CONDITION * CURVATURE.sum() * DISTANCE**2 / 2
     by_gradients = 2 * SMOOTHNESS * SIGMA**2 / CONVEXITY**2
     by_losses = 8 * PULL * np.sqrt(WORKERS) * sigma_f / CONVEXITY
@@ -50,13 +50,13 @@ def constant(sigma_f: float) -> float:
 
 
 def slope(late: np.ndarray, heights: np.ndarray) -> float:
-    """The exponent of the power law through the last nine tenths of the steps."""
+    """Returns the exponent of a power law through the last nine tenths of the steps."""
     tail = slice(len(late) // 10, None)
     return float(np.polyfit(np.log(late[tail]), np.log(heights[tail]), 1)[0])
 
 
 def check(seed: int = 0, groups: int = 100, steps: int = 10000) -> Outcome:
-    """Runs with both noises of the losses."""
+    """Compares the heights with the bound, for both levels of noise in the losses."""
     rows = np.repeat(np.array(LOSS_NOISES)[:, None], groups, axis=0)
     heights = descend(setting_of, rows, steps, seed, DISTANCE)
     means = heights.reshape(len(LOSS_NOISES), groups, steps).mean(axis=1)

@@ -1,18 +1,18 @@
 r"""On a convex quadratic most leaders turn the step towards the Newton direction.
 
-At x, with f(x) = ½xᵀHx, the step of a worker with leader z goes along
-d(z) = −∇f(x) − λ(x − z), the Newton step along n = −x. Of all z that may lead, the
-ellipsoid {z : f(z) ≤ f(x)}, at least half make the angle between d(z) and n no larger
-than θ, the angle between −∇f(x) and n, if
+At x, with f(x) = ½xᵀHx, a worker with leader z steps along d(z) = −∇f(x) − λ(x − z), and
+Newton's method along n = −x. Let θ be the angle between −∇f(x) and n. For at least half of
+the possible leaders, the ellipsoid {z : f(z) ≤ f(x)}, the angle between d(z) and n is at
+most θ if
 
-- λ is small. The share falls with λ, and tends to one of at least ½ as λ → 0. In the plane
-  it is still that one where λ · diameter of the ellipse ≤ ‖∇f(x)‖ sin 2θ; or
-- −∇f(x) is far from n: θ ≥ 45°, in the plane, and then λ may be anything.
+- λ is small. The share of such leaders falls with λ; its limit for λ → 0 is at least ½. In
+  the plane it equals this limit as long as λ · diameter of the ellipse ≤ ‖∇f(x)‖ sin 2θ; or
+- −∇f(x) is far from n. In the plane this means θ ≥ 45°, and then λ may have any value.
 
-Checked in the plane with H = diag(1, κ) and x at many angles from the first axis; a share
+Checked in the plane with H = diag(1, κ) and x at many angles from the first axis. A share
 is the mean over a grid of 200 × 400 leaders, uniform over the ellipse.
 
-Paper: theorem on the improvement of the step direction; the shares for κ = 10 as given.
+Paper: theorem on the improvement of the step direction, with the shares for κ = 10.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,13 @@ import jax
 import numpy as np
 from matplotlib import pyplot as plt
 
-from paper.descent import descent
-from paper.methods import lgd
+from paper.descent import descent, lgd
 from paper.statements.claim import Claim, Outcome
 from train.plots import GREY
 
 
 RATE = 1e-4
-# (angle of x in degrees, λ): the share for κ = 10
+# (angle of x in degrees, λ) -> the share for κ = 10
 PUBLISHED = {
     (10, 1): 0.938,
     (45, 1): 0.67,
@@ -38,11 +37,11 @@ PUBLISHED = {
     (80, 10): 0.131,
 }
 READ_OFF = 2e-3
-ANYTHING = 1000.0  # a λ far from small
+LARGE = 1000.0  # a λ that is far from small
 
 
 def place(angle: float) -> np.ndarray:
-    """x, at an angle in degrees from the first axis.
+    """Returns x at an angle in degrees from the first axis.
 
     >>> place(90.0).round(3).tolist()
     [0.0, 1.0]
@@ -51,7 +50,7 @@ def place(angle: float) -> np.ndarray:
 
 
 def leaders(x: np.ndarray, h: np.ndarray, radii: int, turns: int) -> np.ndarray:
-    """A grid [radii · turns, 2], uniform over the ellipse {z : f(z) < f(x)}."""
+    """Returns a grid [radii · turns, 2], uniform over the ellipse {z : f(z) < f(x)}."""
     radius = np.sqrt((np.arange(radii) + 0.5) / radii)
     turn = 2 * np.pi * (np.arange(turns) + 0.5) / turns
     circle = np.stack([np.cos(turn), np.sin(turn)], axis=-1)
@@ -60,20 +59,23 @@ def leaders(x: np.ndarray, h: np.ndarray, radii: int, turns: int) -> np.ndarray:
 
 
 def turn_of(x: np.ndarray, h: np.ndarray) -> float:
-    """θ, the angle between −∇f(x) and the Newton direction, in degrees."""
+    """Returns θ, the angle between −∇f(x) and the Newton direction, in degrees."""
     cosine = (h * x) @ x / np.linalg.norm(h * x) / np.linalg.norm(x)
     return float(np.degrees(np.arccos(min(cosine, 1.0))))
 
 
 def small_pull(x: np.ndarray, h: np.ndarray) -> float:
-    """The λ up to which the share is that of λ → 0: ‖∇f‖ sin 2θ / diameter."""
+    """Returns ‖∇f‖ sin 2θ / diameter: up to this λ the share equals its limit."""
     diameter = 2 * np.sqrt(x @ (h * x) / h.min())
     bend = np.sin(2 * np.radians(turn_of(x, h)))
     return float(np.linalg.norm(h * x) * bend / diameter)
 
 
 def share_measurer(radii: int, turns: int) -> Callable[..., float]:
-    """share(x, h, λ): of the leaders that turn the library's step towards Newton's."""
+    """Returns share(x, h, λ), measured by steps of the library, one for each leader.
+
+    A leader counts if the angle between its step and the Newton direction is at most θ.
+    """
     quadratic = jax.value_and_grad(lambda x, h: x @ (h * x) / 2)
     run = descent(
         lambda h, pull: lgd(RATE, lambda _: RATE * pull),
@@ -93,7 +95,7 @@ def share_measurer(radii: int, turns: int) -> Callable[..., float]:
 
 
 def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -> Outcome:
-    """Measures the shares; nothing is random, the seed is not used."""
+    """Measures the shares. Nothing is random, so the seed has no effect."""
     del seed
     share = share_measurer(radii, turns)
     ten = np.array([1.0, 10.0])
@@ -104,7 +106,7 @@ def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -
     spectra = [np.array([1.0, kappa]) for kappa in (2.0, 10.0, 100.0)]
     spots = [(place(angle), h) for h in spectra for angle in grid]
     small = [share(x, h, small_pull(x, h)) for x, h in spots]
-    far = [share(x, h, ANYTHING) for x, h in spots if turn_of(x, h) >= 45]
+    far = [share(x, h, LARGE) for x, h in spots if turn_of(x, h) >= 45]
     tolerance = 1 / turns
     claims = [
         Claim(
@@ -125,25 +127,25 @@ def check(seed: int = 0, radii: int = 200, turns: int = 400, angles: int = 45) -
         ),
         Claim(
             "∇f far from Newton's direction (θ ≥ 45°): at least half",
-            f"least share of {len(far)} places x, κ = 10, 100, at λ = {ANYTHING:.0f}",
+            f"least share of {len(far)} places x, κ = 10, 100, at λ = {LARGE:.0f}",
             min(far, default=float("nan")),
             0.5,
             tolerance,
             "≥",
         ),
     ]
-    pulls = (0.01, 1.0, 10.0, ANYTHING)
+    pulls = (0.01, 1.0, 10.0, LARGE)
     curves = {pull: [share(place(a), ten, pull) for a in grid] for pull in pulls}
     near = min(zip(curves[1.0], grid))
     remarks = [
-        "How small λ must be depends on x: where ∇f nearly is Newton's direction λ = 1 is "
+        "How small λ must be depends on x. Where ∇f is nearly Newton's direction, λ = 1 is "
         f"too large (κ = 10: share {near[0]:.3f} at {near[1]:.0f}°)."
     ]
     return Outcome(claims, remarks, draw(grid, curves))
 
 
 def draw(grid: np.ndarray, curves: dict[float, list[float]]) -> Any:
-    """The share against the angle of x for several λ, with the published ones."""
+    """Draws the share over the angle of x for several λ, and the published shares."""
     figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
     axes.axhline(0.5, color=GREY, lw=1)
     for pull, shares in curves.items():

@@ -1,14 +1,15 @@
-r"""LSGD with noisy gradients and a leader chosen by noisy losses: how close it stays.
+r"""With noisy gradients and a leader elected by noisy losses LSGD stays near the minimum.
 
-With p workers, gradients of variance σ², losses of variance σ_f², constant η and λ within
-the limits of `one_step`, for m-strongly convex f with condition number κ:
+For p workers, gradients of variance σ², losses of variance σ_f², constant η and λ within
+the limits of `one_step`, and m-strongly convex f with condition number κ,
 
 .. math::
   \limsup_k E f(x_k) - f^* \le \tfrac12 \eta\kappa\sigma^2
     + \frac4m \lambda \sqrt p \, \sigma_f .
 
-Checked on f(x) = ½xᵀHx in ten dimensions, eigenvalues 1 to 10, by the mean over many
-independent groups of four workers, the highest of the tail.
+Checked on f(x) = ½xᵀHx in ten dimensions with eigenvalues from 1 to 10. The bound is
+compared with the largest tail value of the mean over many independent groups of four
+workers.
 
 Paper: theorem on stochastic leader selection.
 """
@@ -20,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paper.descent import descent
-from paper.methods import lgd
+from paper.descent import descent, lgd
 from paper.statements.claim import Claim, Outcome
 
 
@@ -32,10 +32,10 @@ CONDITION = SMOOTHNESS / CONVEXITY  # κ
 
 
 class Setting(NamedTuple):
-    """What an experiment is run with: floats, or arrays of them, one per group.
+    """The settings of an experiment: floats, or arrays with a value per group.
 
     Attributes:
-      rate: η; of the step, counted from 0, if it is a function.
+      rate: η, or a function of the step, counted from 0.
       pull: λ, likewise.
       gradient_noise: σ, the root of the gradient's variance E‖g − ∇f‖².
       loss_noise: σ_f.
@@ -54,21 +54,21 @@ def descend(
     seed: int,
     distance: float = 1.0,
 ) -> np.ndarray:
-    """f(x_k) − f* of every group's workers: float64 [groups, steps], their mean.
+    """Returns f(x_k) − f*, the mean over the workers of a group: float64 [groups, steps].
 
     Args:
-      setting_of: the setting of a group, from its row of `rows`.
+      setting_of: maps a row of `rows` to the setting of its group.
       rows: float64 [groups, ...].
-      steps: how many.
-      seed: of the noise.
-      distance: how far from the minimum the workers start, in every coordinate.
+      steps: number of steps.
+      seed: seed of the noise.
+      distance: every coordinate of the workers' start; the minimum is at 0.
     """
     dimension = len(CURVATURE)
     at = lambda schedule, k: schedule(k) if callable(schedule) else schedule
 
     def method(row, key):
         rate, pull, *_ = setting_of(row)
-        # optax counts the steps taken, a pull this one as well.
+        # optax counts the steps before this one; a pull counts this one, too.
         return lgd(lambda k: at(rate, k), lambda t: at(rate, t - 1) * at(pull, t - 1))
 
     def noisy(x, k, row, key):
@@ -86,14 +86,14 @@ def descend(
 
 
 def bound(setting: Setting) -> float:
-    """½ηκσ² + (4/m)λ√p σ_f."""
+    """Returns ½ηκσ² + (4/m)λ√p σ_f."""
     rate, pull, sigma, sigma_f = setting
     by_gradients = rate * CONDITION * sigma**2 / 2
     return by_gradients + 4 / CONVEXITY * pull * np.sqrt(WORKERS) * sigma_f
 
 
 def check(seed: int = 0, groups: int = 200, steps: int = 1500) -> Outcome:
-    """Runs all combinations of pulls and noises, as many groups of each."""
+    """Compares all combinations of pulls and noises, `groups` groups of each."""
     rate = 1 / (2 * SMOOTHNESS)
     settings = [
         Setting(rate, fraction / (2 * CONDITION) / rate, 1.0, sigma_f)

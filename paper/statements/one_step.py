@@ -1,4 +1,4 @@
-r"""One step on a strongly convex f: the leader's advantage comes on top of SGD's descent.
+r"""On a strongly convex f the leader's advantage adds to the descent of an SGD step.
 
 For m-strongly convex f with M-Lipschitz gradient (κ = M/m), a leader z with f(z) ≤ f(x)
 and x₊ = x − η(g + λ(x − z)), g an unbiased gradient of variance σ²:
@@ -7,11 +7,11 @@ and x₊ = x − η(g + λ(x − z)), g an unbiased gradient of variance σ²:
   E f(x_+) - f^* \le (1 - m\eta)(f(x) - f^*) - \eta\lambda(f(x) - f(z))
     + \tfrac12 \eta^2 M \sigma^2
 
-if η ≤ 1/(2M) and ηλ ≤ 1/(2κ). (Smoothness bounds f(x₊); strong convexity gives
-∇f·(x − z) ≥ f(x) − f(z) + (m/2)‖x − z‖², whose last term pays for M(ηλ)²‖x − z‖².)
+if η ≤ 1/(2M) and ηλ ≤ 1/(2κ). (Smoothness bounds f(x₊). Strong convexity gives
+∇f·(x − z) ≥ f(x) − f(z) + (m/2)‖x − z‖², whose last term covers M(ηλ)²‖x − z‖².)
 
-Checked on random f(x) = ½xᵀHx + s Σ_k log cosh x_k, x in five dimensions, κ up to 100,
-with noise ±σv along a unit vector v, so that the expectation is a mean of two steps.
+Checked on random f(x) = ½xᵀHx + s Σ_k log cosh x_k in five dimensions with κ up to 100.
+The noise is ±σv along a unit vector v, so that the expectation is a mean of two steps.
 
 Paper: theorem on the one-step descent of LSGD.
 """
@@ -22,18 +22,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paper.descent import descent
-from paper.methods import lgd
+from paper.descent import descent, lgd
 from paper.statements.claim import Claim, Outcome
 
 
 class Cases(NamedTuple):
-    """Random functions, places and settings; arrays [cases, ...] of float64.
+    """Random functions, positions and settings: float64 arrays [cases, ...].
 
     Attributes:
-      hessian: H [d, d]; bend: s; f has its minimum 0 at 0.
-      convexity: m, the least eigenvalue of H; smoothness: M, the greatest, and s.
-      x, z: the worker's place and the leader's, [d], f(z) ≤ f(x).
+      hessian: H [d, d].
+      bend: s. The minimum of f is 0, at 0.
+      convexity: m, the smallest eigenvalue of H.
+      smoothness: M, the sum of its largest eigenvalue and s.
+      x, z: the positions of the worker and of the leader, [d], with f(z) ≤ f(x).
       noise: σv [d].
       rate: η; pull: λ.
     """
@@ -59,7 +60,7 @@ heights = jax.jit(jax.vmap(height))
 
 
 def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Cases:
-    """Random cases with steps up to `largest` times what the statement allows."""
+    """Draws random cases with steps up to `largest` times the limits of the statement."""
     dimension = 5
     rotation = np.linalg.qr(rng.standard_normal((count, dimension, dimension)))[0]
     spectrum = 10 ** rng.uniform(-1, 1, (count, dimension))
@@ -73,7 +74,7 @@ def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Ca
     lower = np.asarray(heights(z, hessian, bend) <= heights(x, hessian, bend))[:, None]
     x, z = np.where(lower, x, z), np.where(lower, z, x)
 
-    # Half of the noise lies where the bound is tightest, along the steepest curvature.
+    # Half of the noise lies along the steepest curvature, where the bound is tightest.
     steepest = np.take_along_axis(rotation, spectrum.argmax(axis=1)[:, None, None], axis=2)
     anywhere = rng.standard_normal((count, dimension))
     along = np.where(rng.random((count, 1)) < 0.5, steepest[..., 0], anywhere)
@@ -90,27 +91,23 @@ def draw_cases(rng: np.random.Generator, count: int, largest: float = 1.0) -> Ca
 
 
 def step_heights(cases: Cases) -> np.ndarray:
-    """E f(x₊): the library's step of a worker at x with a leader at z, both noises."""
+    """Returns E f(x₊) of the library's step from x with a leader at z, over both noises."""
 
     def noisy(x, k, hessian, bend, rate, pull, noise):
         value, grad = jax.value_and_grad(height)(x, hessian, bend)
         return value, grad + noise
 
     method = lambda hessian, bend, rate, pull, noise: lgd(rate, lambda _: rate * pull)
-    signs = np.repeat([1.0, -1.0], len(cases.x))[:, None]
-    twice = lambda a: np.concatenate([a, a])
-    hessian, bend, rate, pull = shared = [
-        twice(a) for a in (cases.hessian, cases.bend, cases.rate, cases.pull)
-    ]
-    noise = signs * twice(cases.noise)
-    pairs = np.stack([twice(cases.x), twice(cases.z)], axis=1)
-    noises = np.stack([noise, np.zeros_like(noise)], axis=1)
-    _, ends = descent(method, noisy)(pairs, shared, (noises,))
-    return np.asarray(heights(ends[:, 0], hessian, bend)).reshape(2, -1).mean(axis=0)
+    starts = np.stack([cases.x, cases.x, cases.z], axis=1)
+    noises = np.stack([cases.noise, -cases.noise, 0 * cases.noise], axis=1)
+    shared = cases.hessian, cases.bend, cases.rate, cases.pull
+    _, ends = descent(method, noisy)(starts, shared, (noises,))
+    after = [heights(ends[:, i], cases.hessian, cases.bend) for i in (0, 1)]
+    return np.mean(after, axis=0)
 
 
 def bounds(cases: Cases) -> np.ndarray:
-    """What the statement says of E f(x₊), one value per case."""
+    """Returns the bound on E f(x₊), one value per case."""
     at_x = np.asarray(heights(cases.x, cases.hessian, cases.bend))
     at_z = np.asarray(heights(cases.z, cases.hessian, cases.bend))
     eta = cases.rate

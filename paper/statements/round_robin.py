@@ -1,21 +1,22 @@
-r"""EASGD in round robin on f(x) = x²/2: for which η and α it is stable.
+r"""The η and α for which EASGD in round robin is stable on f(x) = x²/2.
 
-One worker after the other steps with the center, old values on both right sides:
+The workers and the center take turns, with the old values on both right sides:
 
 .. math::
   x_i \leftarrow x_i - \eta x_i - \alpha (x_i - c), \qquad
   c \leftarrow c + \alpha (x_i - c), \qquad i = t \bmod p,
 
-so a round of p workers is the linear map F = F_{p-1} ⋯ F_0 of (x_0, …, x_{p-1}, c), and the
-method is stable if no eigenvalue of F is larger than 1. Claimed: it is if
+so a round of p workers is the linear map F = F_{p-1} ⋯ F_0 of (x_0, …, x_{p-1}, c). The
+method is stable if no eigenvalue of F has a modulus above 1. The claim is that this holds
+for any p if
 
 .. math:: 0 \le \eta \le 2, \qquad 0 \le \alpha \le \frac{4 - 2\eta}{4 - \eta},
 
-for any p (then every F_i, symmetric, has norm at most 1), and for p = 1 only if. For
-p = 1 the map is read off the library's own EASGD step, too: of two workers one is left
-out because its loss is nan, which leaves EASGD with one worker and α = β/2. It is read off
-where 0 ≤ α ≤ 1, as the library's pulls end at their target; all of the claimed region lies
-there.
+because every F_i is symmetric and then has norm at most 1. For p = 1 this condition is
+necessary, too. The map for p = 1 is also read off the library's own EASGD step: one of two
+workers is left out because its loss is nan, which leaves EASGD with one worker and α = β/2.
+The library clips pulls at their target, so this is done where 0 ≤ α ≤ 1, which contains the
+claimed region.
 
 Source: Zhang, Choromanska, LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015,
 section on the stability of EASGD and ADMM.
@@ -28,13 +29,12 @@ import numpy as np
 import optax
 from matplotlib import pyplot as plt
 
-from paper.descent import descent
-from paper.methods import easgd
+from paper.descent import descent, easgd
 from paper.statements.claim import Claim, Outcome
 
 
 def round_map(eta: Any, alpha: Any, workers: int) -> np.ndarray:
-    """F [..., p + 1, p + 1], for η and α of one shape [...]."""
+    """Returns F [..., p + 1, p + 1] for η and α, which are broadcast to one shape [...]."""
     eta, alpha = np.broadcast_arrays(eta, alpha)
     identity = np.zeros((*eta.shape, workers + 1, workers + 1)) + np.eye(workers + 1)
     whole = identity
@@ -47,12 +47,12 @@ def round_map(eta: Any, alpha: Any, workers: int) -> np.ndarray:
 
 
 def radius(matrix: np.ndarray) -> np.ndarray:
-    """The largest modulus of an eigenvalue, of each matrix [..., n, n]."""
+    """Returns the spectral radius of each matrix [..., n, n]."""
     return np.abs(np.linalg.eigvals(matrix)).max(axis=-1)
 
 
 def limit(eta: np.ndarray) -> np.ndarray:
-    """The claimed largest α.
+    """Returns the claimed largest α.
 
     >>> limit(np.array([0.0, 2.0])).tolist()
     [1.0, 0.0]
@@ -61,7 +61,7 @@ def limit(eta: np.ndarray) -> np.ndarray:
 
 
 def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
-    """The largest stable α found by bisection, between stable at 0 and unstable at 2.5."""
+    """Returns the largest stable α by bisection, from 0 (stable) to 2.5 (unstable)."""
     low, high = np.zeros_like(eta), np.full_like(eta, 2.5)
     for _ in range(60):
         middle = (low + high) / 2
@@ -71,10 +71,11 @@ def largest_stable(eta: np.ndarray, workers: int) -> np.ndarray:
 
 
 def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """(x, c) -> (x, c) as `lj.easgd` steps with one worker: [cases, 2, 2], η, α [cases].
+    """Returns the map (x, c) -> (x, c) of a step of `lj.easgd` with one worker.
 
-    The center starts as the mean of both workers: the one left out stands where the
-    center comes to lie as wanted, at (1, 0) and at (0, 1).
+    η and α are [cases], the matrices [cases, 2, 2]. Their columns are the images of (1, 0)
+    and (0, 1). The center starts at the mean of both workers, so the start of the worker
+    that is left out sets c.
     """
     starts = np.array([[1.0, -1.0], [0.0, 2.0]])
     count = len(eta)
@@ -95,14 +96,14 @@ def library_map(eta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
 
 
 def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
-    """Maps the stable region; nothing is random, the seed is not used."""
+    """Maps the stable region. Nothing is random, so the seed has no effect."""
     del seed
     counts = range(1, workers + 1)
     eta = np.linspace(0, 2, grid)
     share = np.linspace(0, 1, grid)[:, None]
     inside = [radius(round_map(eta, share * limit(eta), p)).max() for p in counts]
 
-    # Everywhere, in and out of the region, but for what lies on its border.
+    # A grid inside and outside of the region, without points on its border.
     eta_all, alpha_all = np.meshgrid(
         np.linspace(-0.51, 3.01, grid), np.linspace(-0.203, 1.507, grid)
     )
@@ -110,7 +111,7 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
     claimed &= (0 <= alpha_all) & (alpha_all <= limit(eta_all))
     matrix = round_map(eta_all, alpha_all, 1)
     unlike = (radius(matrix) <= 1 + 1e-12) != claimed
-    allowed = (0 <= alpha_all) & (alpha_all <= 1)  # beyond, pulls are clipped
+    allowed = (0 <= alpha_all) & (alpha_all <= 1)  # outside, pulls are clipped
     read_off = library_map(eta_all[allowed], alpha_all[allowed])
 
     borders = {p: largest_stable(eta, p) for p in counts}
@@ -143,15 +144,15 @@ def check(seed: int = 0, grid: int = 121, workers: int = 8) -> Outcome:
     ]
     excess = ", ".join(f"{beyond[p]:.2g} (p = {p})" for p in counts if p > 1)
     remarks = [
-        "With several workers the condition is enough, and tight only for odd p: the "
-        f"largest stable α lies above (4 − 2η)/(4 − η) by up to {excess}."
+        "With several workers the condition is sufficient, and tight only for odd p: the "
+        f"largest stable α exceeds (4 − 2η)/(4 − η) by up to {excess}."
     ]
     pair = radius(round_map(eta_all, alpha_all, 2))
     return Outcome(claims, remarks, draw(eta_all, alpha_all, [radius(matrix), pair]))
 
 
 def draw(eta: np.ndarray, alpha: np.ndarray, radii: list[np.ndarray]) -> Any:
-    """The spectral radius over η and α for one and for two workers."""
+    """Draws the spectral radius over η and α, for one and for two workers."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
     border = np.linspace(0, 2, 101)
     for p, (axes, largest) in enumerate(zip(panels, radii), start=1):

@@ -1,15 +1,15 @@
-r"""Where the workers come to rest: LSGD's leader where f is stationary, EASGD's nowhere.
+r"""LSGD's leader comes to rest at a stationary point of f, EASGD's workers do not.
 
-At a fixed point of the LGD step with leader l, the one worker with the lowest f,
+At a fixed point of the LGD step with a leader l, the one worker with the lowest f,
 
 .. math:: \nabla f(x_l) = 0, \qquad \nabla f(x_i) = -\lambda (x_i - x_l),
 
-so the leader stands where f itself is stationary. At a fixed point of EASGD with workers
-in different basins of f
+so the leader is at a stationary point of f itself. At a fixed point of EASGD with workers
+in different basins of f,
 
 .. math:: \nabla f(x_i) = -\rho (x_i - c) \ne 0, \qquad c = \frac{1}{W} \sum_j x_j,
 
-and no worker does. (λ, ρ: the pulls per unit of the learning rate.)
+so no worker is. (λ and ρ are the pulls per unit of the learning rate.)
 
 Checked on random tilted double wells in the plane, f(x) = Σ_k ¼(x_k² − 1)² + a_k x_k,
 with a worker in each of the four basins.
@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paper.descent import descent
-from paper.methods import easgd, lgd
+from paper.descent import descent, easgd, lgd
 from paper.statements.claim import Claim, Outcome
 
 
@@ -35,22 +34,22 @@ METHODS = {
 
 
 def wells(x: jax.Array, tilt: jax.Array) -> jax.Array:
-    """f at x [2], with the tilt a [2]."""
-    return jnp.sum(jnp.square(jnp.square(x) - 1) / 4 + tilt * x)
+    """Returns f [...] at x [..., 2] with the tilt a [..., 2]."""
+    return jnp.sum(jnp.square(jnp.square(x) - 1) / 4 + tilt * x, axis=-1)
 
 
 def settle(method: str, starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
-    """Where the workers [instances, 4, 2] stand after that many steps."""
+    """Returns the positions of the workers [instances, 4, 2] after so many steps."""
     wells_of = jax.value_and_grad(wells)
     run = descent(lambda tilt: METHODS[method], lambda x, k, tilt: wells_of(x, tilt), steps)
     return run(starts, (tilts,))[1]
 
 
 def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.ndarray:
-    """The same by gradient descent on Σ_i f(x_i) + λ/2‖x_i − x_l‖², x_l not held fixed."""
+    """Does the same on Σ_i f(x_i) + λ/2‖x_i − x_l‖², with a gradient through x_l."""
 
     def objective(x, tilt):
-        values = jax.vmap(wells, (0, None))(x, tilt)
+        values = wells(x, tilt[None])
         gaps = x - x[jnp.argmin(values)][None]
         return values.sum() + PULL / 2 * jnp.square(gaps).sum()
 
@@ -62,35 +61,30 @@ def settle_literally(starts: np.ndarray, tilts: np.ndarray, steps: int) -> np.nd
 
 
 def gradients(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
-    """∇f at every worker, like x."""
+    """Returns ∇f at every worker, shaped like x."""
     return x**3 - x + tilts[:, None]
 
 
-def values(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
-    """f at every worker [instances, 4]."""
-    return ((x**2 - 1) ** 2 / 4 + tilts[:, None] * x).sum(axis=-1)
-
-
 def led_apart(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
-    """Which instances have one leader, and every worker in a basin of its own."""
-    first, second = np.sort(values(x, tilts), axis=1)[:, :2].T
+    """Selects the instances that have one leader and a worker in each basin: a mask."""
+    first, second = np.sort(wells(x, tilts[:, None]), axis=1)[:, :2].T
     basins = [len(set(map(tuple, np.sign(one)))) for one in x]
     return (second - first > 1e-6) & (np.array(basins) == len(CORNERS))
 
 
 def norms(x: np.ndarray) -> np.ndarray:
-    """The length of every worker's vector."""
+    """Returns the length of every worker's vector."""
     return np.linalg.norm(x, axis=-1)
 
 
 def leader_of(x: np.ndarray, tilts: np.ndarray) -> np.ndarray:
-    """Where each instance's leader stands [instances, 1, 2]."""
-    first = values(x, tilts).argmin(axis=1)
+    """Returns the position of each instance's leader, [instances, 1, 2]."""
+    first = np.argmin(wells(x, tilts[:, None]), axis=1)
     return np.take_along_axis(x, first[:, None, None], axis=1)
 
 
 def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
-    """Lets both methods come to rest in random landscapes."""
+    """Runs both methods in random landscapes until they are at rest."""
     rng = np.random.default_rng(seed)
     tilts = rng.uniform(0.02, 0.2, (landscapes, 2))
     starts = CORNERS[None] * rng.uniform(0.7, 1.3, (landscapes, *CORNERS.shape))
@@ -142,10 +136,9 @@ def check(seed: int = 0, landscapes: int = 200, steps: int = 3000) -> Outcome:
         ),
     ]
     remarks = [
-        "The leader is held fixed when LSGD's objective Σ f(x_i) + λ/2‖x_i − leader‖² is "
-        "differentiated, as in the step. Differentiated through the leader as well, its "
-        "stationary points have ∇f(leader) = λΣ(x_i − leader), which is not 0: gradient "
-        f"descent on it came to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in "
-        f"{unlike.size} landscapes."
+        "LSGD's step differentiates the objective Σ f(x_i) + λ/2‖x_i − leader‖² with the "
+        "leader held fixed. With a gradient through the leader as well, its stationary "
+        "points have ∇f(leader) = λΣ(x_i − leader), which is not 0: gradient descent came "
+        f"to rest with ‖∇f(leader)‖ ≥ {least(unlike):.2g} in {unlike.size} landscapes."
     ]
     return Outcome(claims, remarks)

@@ -29,7 +29,7 @@ def made_up(monkeypatch):
 
 
 @pytest.mark.slow
-def test_tables_beside_the_published_figures(made_up, tmp_path, capsys):
+def test_the_tables_contain_the_published_figures(made_up, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["--methods", "lsgd,sgd", "--out", str(out), *OPTIONS]
     command += ["--checkpoint-every", "4"]
@@ -46,7 +46,7 @@ def test_tables_beside_the_published_figures(made_up, tmp_path, capsys):
     assert (out / "lsgd-0" / "config.json").is_file()
 
 
-def test_the_papers_grids_and_settings(tmp_path):
+def test_grids_and_settings_of_the_paper(tmp_path):
     configs, setting, _ = cifar10.parse(["--out", str(tmp_path), "--workers", "16"])
     assert setting == ("cnn7", 16, "paper")
     lsgd = configs["lsgd", 0]
@@ -62,7 +62,7 @@ def test_the_papers_grids_and_settings(tmp_path):
     assert single["lsgd", 0].method.global_pull == 0
 
 
-def test_the_later_settings_have_nesterovs_momentum(tmp_path):
+def test_the_later_recipe_has_nesterovs_momentum(tmp_path):
     command = "--workers 12 --model resnet20 --recipe nesterov --out".split()
     configs, setting, _ = cifar10.parse([*command, str(tmp_path)])
     assert cifar10.published(setting)["lsgd"] == "8.5"
@@ -77,7 +77,7 @@ def test_every_network_fits_its_images():
         check_model_fits(configs["sgd", 0], (1, *[configs["sgd", 0].data.crop] * 2))
 
 
-def test_changes_of_the_leader_are_counted(tmp_path):
+def test_leader_changes_are_counted(tmp_path):
     leaders = [0, 0, 3, 1, 1]
     lines = [
         f'{{"kind": "leaders", "step": {step}, "seconds": 0, "level": "node", '

@@ -1,4 +1,4 @@
-"""The sinc landscape: the published trajectories, and how often the ring is reached."""
+"""The sinc landscape: the published trajectories and shares of random starts."""
 
 import csv
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paper import __main__ as paper
-from paper.sinc_landscape import (
+from paper.sinc import (
     MINIMUM,
     RING,
     STARTS,
@@ -30,7 +30,7 @@ def paths(method) -> Trajectories:
 
 
 def decided(path):
-    """The iterations where the best worker leads by more than rounding: the first 85."""
+    """Selects the iterations where rounding does not decide on the leader: the first 85."""
     first, second = np.sort(path.value[0], axis=0)[:2]
     clear = second - first > 1e-15
     assert clear[:85].all()
@@ -53,9 +53,10 @@ def test_the_landscape_and_its_gradient_at_the_origin():
 
 
 @pytest.mark.parametrize("method", ["LGD", "EASGD"])
-def test_every_iteration_is_that_of_the_reference(method):
-    """To the ten digits of the reference."""
+def test_every_iteration_agrees_with_the_reference(method):
+    """Compares the ten digits of the reference."""
     path, columns = paths(method), oracle(method.lower())
+    assert (path.center is None) == (method == "LGD") == (path.leader is not None)
     assert columns[0].tolist() == list(range(1, 101))
     for i in range(4):
         place = np.stack(columns[1 + 2 * i : 3 + 2 * i], axis=-1)
@@ -69,28 +70,7 @@ def test_every_iteration_is_that_of_the_reference(method):
         np.testing.assert_allclose(path.center[0, 0], center, rtol=0, atol=1e-8)
 
 
-def test_who_leads_and_where_lgd_ends():
-    path = paths("LGD")
-    assert path.center is None
-    wanted, clear = np.repeat([0, 3, 0, 2], [7, 6, 10, 77]), decided(path)
-    for led in path.leader[0]:
-        assert led[clear].tolist() == wanted[clear].tolist()
-    below = (path.value[0] < -0.2170).all(axis=0)
-    assert below.argmax() + 1 == 53 and below[52:].all()
-    np.testing.assert_allclose(path.value[0, :, -1], MINIMUM, atol=1e-6)
-    np.testing.assert_allclose(np.hypot(*path.position[0, :, -1].T), RING, atol=1e-3)
-
-
-def test_where_easgd_ends():
-    path = paths("EASGD")
-    assert path.leader is None
-    np.testing.assert_allclose(path.value[0, :, -1], -0.09126, atol=5e-6)
-    np.testing.assert_allclose(np.hypot(*path.position[0, :, -1].T), 3.483, atol=1e-3)
-    ends = np.broadcast_to([3.430, -0.602], (4, 2))
-    np.testing.assert_allclose(path.position[0, :, -1], ends, atol=1e-3)
-
-
-def test_instances_do_not_see_one_another():
+def test_instances_are_independent():
     other = -STARTS[::-1]
     with jax.enable_x64(True):
         for method in ("LGD", "EASGD"):
@@ -102,15 +82,14 @@ def test_instances_do_not_see_one_another():
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
-    """With the full 300 random starts: 40 % and 10 % of them reach the global ring."""
+    """40 % and 10 % of the 300 random starts reach the global ring."""
     assert paper.main(["sinc", "--out", str(tmp_path)]) == 0
     assert jnp.ones(1).dtype == jnp.float32  # float64 ends with the experiment
     printed = capsys.readouterr().out
     files = {path.name for path in tmp_path.iterdir()}
-    figures = {"trajectories.png", "objective.png"}
-    assert files == figures | {"lgd.csv", "easgd.csv", "random-starts.md"}
-    for name in figures:
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    assert files == set(
+        "trajectories.png objective.png lgd.csv easgd.csv random-starts.md".split()
+    )
 
     table = (tmp_path / "random-starts.md").read_text(encoding="utf-8")
     assert table in printed
@@ -124,6 +103,3 @@ def test_the_command(tmp_path, capsys):
     assert len(rows) == 100 and float(rows[0]["x1"]) == -15
     assert [int(row["leader"]) for row in rows] == paths("LGD").leader[0, 0].tolist()
     assert float(rows[-1]["L2"]) == paths("LGD").value[0, 2, -1]  # no digit is lost
-    with open(tmp_path / "easgd.csv") as file:
-        last = list(csv.DictReader(file))[-1]
-    assert float(last["center_x"]) == paths("EASGD").center[0, 0, -1, 0]

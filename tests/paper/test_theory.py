@@ -1,7 +1,8 @@
-"""The statements hold, and the checks of them can fail."""
+"""The statements hold, and their checks can fail."""
 
 import csv
 import functools
+import re
 
 import jax
 import numpy as np
@@ -34,24 +35,17 @@ def all_hold(outcome):
 
 
 def test_stationary_points():
-    assert all_hold(stationary_points.check(seed=3, landscapes=20))
+    outcome = stationary_points.check(seed=3, landscapes=20)
+    assert all_hold(outcome)
+    literal = float(re.findall(r"≥ ([\d.]+)", outcome.remarks[0])[0])
+    assert (
+        literal > stationary_points.PULL
+    )  # the gradient at a leader that is not held fixed
 
 
-def test_workers_that_are_not_at_rest_are_found_out():
+def test_moving_workers_fail_the_check():
     first, balance, elastic, _ = stationary_points.check(landscapes=4, steps=20).claims
     assert not first.holds and not balance.holds and not elastic.holds
-
-
-def test_followers_and_easgd_stand_away_from_the_minima():
-    tilts = np.array([[0.1, 0.05]])
-    starts = stationary_points.CORNERS[None]
-    lsgd = stationary_points.settle("LSGD", starts, tilts, 2000)
-    lengths = stationary_points.norms(stationary_points.gradients(lsgd, tilts))[0]
-    assert lengths.argmin() == 0 and lengths[0] < 1e-12  # the deepest well is at (-1, -1)
-    assert (lengths[1:] > stationary_points.PULL).all()
-    literal = stationary_points.settle_literally(starts, tilts, 2000)
-    lengths = stationary_points.norms(stationary_points.gradients(literal, tilts))[0]
-    assert (lengths > stationary_points.PULL).all()  # the leader's, too
 
 
 def test_one_step():
@@ -76,12 +70,7 @@ def test_one_step_is_the_equation():
 
 
 @pytest.mark.slow
-def test_noisy_leader():
-    assert all_hold(noisy_leader.check(seed=3, groups=20, steps=400))
-
-
-@pytest.mark.slow
-def test_without_a_pull_the_noise_is_that_of_sgd():
+def test_without_a_pull_the_variance_is_that_of_sgd():
     """E f = Σ h_k/2 · (ησ)²/d / (1 − (1 − ηh_k)²) in the end, exactly."""
     rate, sigma, groups = 0.05, 2.0, 200
     rows = np.zeros((groups, 1))
@@ -94,29 +83,19 @@ def test_without_a_pull_the_noise_is_that_of_sgd():
     assert abs(heights.mean() - wanted) < 4 * error
 
 
-@pytest.mark.slow
-def test_decreasing_steps():
-    assert all_hold(decreasing_steps.check(seed=3, groups=10, steps=4000))
-
-
 def test_constant_steps_have_no_rate(monkeypatch):
     constant = lambda row: noisy_leader.Setting(0.05, 0.5, 3.0, row[0])
     monkeypatch.setattr(decreasing_steps, "setting_of", constant)
     assert not all_hold(decreasing_steps.check(groups=10, steps=2000))
 
 
-@pytest.mark.slow
-def test_newton_direction():
-    assert all_hold(newton_direction.check(radii=100, turns=200, angles=7))
-
-
 def test_shares_by_hand():
-    """The share of a half-plane in a circle, if there is no other side to the wedge."""
+    """For a small pull the leaders that count fill a half-plane of the circle."""
     share = newton_direction.share_measurer(200, 400)
     h, x = np.array([1.0, 10.0]), newton_direction.place(45.0)
     theta = np.radians(newton_direction.turn_of(x, h))
     assert np.degrees(theta) == pytest.approx(39.29, abs=0.01)
-    # The edge goes through x along −∇f; on the unit circle it lies this far from 0:
+    # Its edge goes through x along −∇f, at this distance from the circle's center.
     grad = h * x
     normal = np.array([-grad[1], grad[0]]) / np.sqrt(h)
     offset = abs(np.array([-grad[1], grad[0]]) @ x) / np.linalg.norm(normal)
@@ -125,7 +104,7 @@ def test_shares_by_hand():
     assert share(x, h, 1e-3) == pytest.approx(1 - segment, abs=1e-3)
 
 
-def test_a_leader_pulls_little_only_if_the_pull_is_small():
+def test_a_large_pull_turns_few_steps_to_newtons_direction():
     share = newton_direction.share_measurer(50, 100)
     x, h = newton_direction.place(85.0), np.array([1.0, 10.0])
     assert share(x, h, newton_direction.small_pull(x, h)) > 0.5
@@ -146,15 +125,6 @@ def test_a_round_by_hand():
     np.testing.assert_allclose(wanted, np.append(x, c), rtol=1e-14)
 
 
-def test_two_workers_are_stable_beyond_the_condition():
-    border = round_robin.largest_stable(np.array([1.0]), 2)[0]
-    assert border > round_robin.limit(np.array([1.0]))[0] + 0.03
-    radii = round_robin.radius(
-        round_robin.round_map(1.0, border + np.array([-1e-3, 1e-3]), 2)
-    )
-    assert radii[0] < 1 < radii[1]
-
-
 def test_the_command(tmp_path, capsys, monkeypatch):
     for module, sizes in (
         (stationary_points, {"landscapes": 20, "steps": 2500}),
@@ -171,7 +141,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     assert [row["holds"] for row in rows] == ["yes"] * 8
     table = (tmp_path / "theory.md").read_text(encoding="utf-8")
-    assert table.count("\n| ") == 9 and "Seen besides" in table
+    assert table.count("\n| ") == 9 and "Other observations" in table
 
 
 def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
@@ -186,6 +156,5 @@ def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_statement_in_full(seed, tmp_path):
-    assert paper.main(["theory", "--seed", str(seed), "--out", str(tmp_path)]) == 0
+def test_every_statement_in_full(tmp_path):
+    assert paper.main(["theory", "--seed", "1", "--out", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""A finished run, and one of its checkpoints, for the tests of landscapes."""
+"""A finished run and one of its checkpoints, for the tests of landscapes."""
 
 import dataclasses
 import shutil
@@ -19,7 +19,7 @@ def quick():
 
 @pytest.fixture(scope="package")
 def run(tmp_path_factory):
-    """The folder of a finished run with the checkpoints of steps 6 and 12."""
+    """Returns the folder of a finished run with checkpoints of steps 6 and 12."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     tiny.train_shared(dataclasses.replace(SMALL, run_dir=str(folder)))
     return folder

@@ -1,4 +1,4 @@
-"""The landscape of runs of several methods, from the command to the arrays."""
+"""Landscapes of several methods, from the command to the arrays."""
 
 import contextlib
 import dataclasses
@@ -32,13 +32,13 @@ def arrays_in(folder):
 
 
 def all_workers(state):
-    """All workers' parameters, float64 [W, P]."""
+    """Returns the parameters of all workers, float64 [W, P]."""
     rows = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(state.params)]
     return np.concatenate(rows, axis=1, dtype=np.float64)
 
 
 def plane_of(arrays, workers):
-    """o, u, v of a landscape, computed in float64 from the marks in its plane."""
+    """Returns o, u, v of a landscape, computed in float64 from the marks in its plane."""
     named = {"the center": workers.mean(axis=0)} | dict(enumerate(workers))
     origin = workers[int(arrays["worker"])]
     corners = [
@@ -52,7 +52,7 @@ def plane_of(arrays, workers):
 
 
 def loss_at(saved, point, images):
-    """The loss and the error in % over the landscape's images, computed at once."""
+    """Returns the loss and the error in % over the images of the landscape."""
     dataset, transforms = saved.data
     batches = loss.batches_of(dataset.train, images, saved.config.seed)
     x, labels = (np.concatenate(parts) for parts in zip(*batches))
@@ -84,7 +84,7 @@ def test_only_the_figure_and_the_arrays_are_written(drawn):
     assert printed.endswith(f"{folder}/landscape.png\n{folder}/landscape.npz\n")
 
 
-def test_the_trajectory_ends_where_the_checkpoint_is_to_the_bit(drawn):
+def test_the_trajectory_ends_exactly_at_the_checkpoint(drawn):
     folder, _, printed = drawn
     assert "retracing the trajectory from step 6 to 12 (6 steps" in printed
     assert "warning" not in printed
@@ -94,7 +94,7 @@ def test_the_trajectory_ends_where_the_checkpoint_is_to_the_bit(drawn):
     np.testing.assert_array_equal(arrays["positions"][arrays["worker"]], 0)
 
 
-def test_places_are_those_of_the_checkpoints_in_double_precision(drawn, saved):
+def test_positions_agree_with_the_checkpoints_in_float64(drawn, saved):
     arrays, end = arrays_in(drawn[0]), all_workers(saved.state)
     origin, u, v = plane_of(arrays, end)
     np.testing.assert_allclose([u @ u, u @ v, v @ v], [1, 0, 1], atol=1e-5)
@@ -106,7 +106,7 @@ def test_places_are_those_of_the_checkpoints_in_double_precision(drawn, saved):
         np.testing.assert_allclose(seen, np.stack([a, b, off], 1), rtol=1e-4, atol=1e-4)
 
 
-def test_leaders_are_those_that_the_run_noted_last(drawn):
+def test_leaders_are_the_last_ones_in_the_runs_log(drawn):
     folder, *_ = drawn
     arrays, elections = arrays_in(folder), log.read(folder)["leaders"]
     worker, names = int(arrays["worker"]), arrays["mark_names"].tolist()
@@ -122,8 +122,8 @@ def test_leaders_are_those_that_the_run_noted_last(drawn):
     assert names[0].startswith(f"worker {worker}") and "the center" in names
 
 
-def test_values_are_those_of_the_models_there(drawn, saved):
-    """Of the worker itself, and at places of the grid: rows are ys, columns xs."""
+def test_losses_agree_with_the_models_at_these_points(drawn, saved):
+    """Checks the worker itself and places of the grid: rows are ys, columns xs."""
     arrays = arrays_in(drawn[0])
     origin, u, v = plane_of(arrays, all_workers(saved.state))
     of_worker = loss_at(saved, origin, 200)[0]
@@ -137,7 +137,7 @@ def test_values_are_those_of_the_models_there(drawn, saved):
     assert ((arrays["test_error"] >= 0) & (arrays["test_error"] <= 100)).all()
 
 
-def test_pulls_of_the_trajectory_are_those_of_the_method(saved):
+def test_pulls_on_the_trajectory(saved):
     points = Points(saved, 3)
     node, everyone = pulls_of(points, saved, range(6, 12))
     assert node.name == "pull to the leader of node 1"
@@ -172,7 +172,7 @@ def test_pulls_of_the_trajectory_are_those_of_the_method(saved):
     ],
 )
 def test_methods_without_leaders(method, count, retrace, through, marks):
-    """After three steps, which need no run folder."""
+    """Draws the landscape after three steps, without a run folder."""
     grid = WorkersConfig(nodes=1, locals=count)
     config = dataclasses.replace(SMALL, method=method, workers=grid)
     data = load_dataset(config)

@@ -15,8 +15,8 @@ from train.task.datasets import load_dataset
 from train.task.experiment import Experiment
 
 
-def test_batch_statistics_are_those_of_the_images_at_the_point():
-    """As the network sees a batch while training; the workers' own are not used."""
+def test_batch_statistics_are_computed_from_the_images_at_the_point():
+    """They are not those of the workers, which are spoiled here."""
     config = dataclasses.replace(SMALL, model="digits-bn")
     dataset, transforms = data = load_dataset(config)
     forward = Experiment(config, data).forward

@@ -1,4 +1,4 @@
-"""The command: what it writes, what it leaves alone, and wrong usage."""
+"""The command: the files that it writes or leaves alone, and wrong usage."""
 
 import shutil
 
@@ -7,19 +7,19 @@ import pytest
 from landscapes import contents, draw, landscape_of
 
 from paper.landscape import cli as command
-from paper.landscape.results import Mark
+from paper.landscape.compute import Mark
 from train.data.arrays import DataError
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The command with a landscape that is known already."""
+    """Gives the command a known landscape."""
     known = landscape_of(np.eye(3), [[1, 1, 1], [0, 0, 0]], [Mark("a", np.zeros(3), 1.0)])
     monkeypatch.setattr(command, "SavedRun", lambda *args: None)
     monkeypatch.setattr(command, "compute_landscape", lambda *args: known)
 
 
-def test_own_results_are_drawn_again_and_others_are_left_alone(copied, computed, capsys):
+def test_only_own_results_are_overwritten(copied, computed, capsys):
     assert draw([str(copied)]) == 0 and draw([str(copied)]) == 0
     before = contents(copied)
     for name in ("landscape.png", "landscape.npz"):
@@ -27,13 +27,13 @@ def test_own_results_are_drawn_again_and_others_are_left_alone(copied, computed,
         (copied / name).write_text("mine")
         capsys.readouterr()
         assert draw([str(copied)]) == 2
-        assert f"{name} is there and not from this" in capsys.readouterr().err
+        assert f"{name} was not written by this command" in capsys.readouterr().err
         assert (copied / name).read_text() == "mine"
         (copied / name).write_bytes(own)
     assert contents(copied) == before
 
 
-def test_results_go_elsewhere_if_asked(run, computed, tmp_path):
+def test_results_can_go_to_another_folder(run, computed, tmp_path):
     before = contents(run)
     assert draw([str(run), "--out", str(tmp_path / "a" / "b")]) == 0
     assert contents(run) == before
@@ -41,7 +41,7 @@ def test_results_go_elsewhere_if_asked(run, computed, tmp_path):
     assert names == {"landscape.png", "landscape.npz"}
 
 
-def test_a_full_disk_leaves_the_old_results(tmp_path):
+def test_a_full_disk_leaves_old_results(tmp_path):
     (tmp_path / "landscape.png").write_bytes(b"old")
 
     def fill(file):
@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_the_old_results(tmp_path):
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_what_goes_wrong_while_working(run, computed, monkeypatch, capsys, tmp_path):
+def test_status_of_interrupts_and_full_disks(run, computed, monkeypatch, capsys, tmp_path):
     for error, status in ((KeyboardInterrupt(), 130), (OSError("disk full"), 1)):
 
         def fail(*args, error=error):
@@ -69,7 +69,7 @@ def test_what_goes_wrong_while_working(run, computed, monkeypatch, capsys, tmp_p
     "options, message",
     [
         ("--worker 4", "`worker` must be in 0..3, got worker=4"),
-        ("--step 7", "`step` must be that of a checkpoint (6, 12), got step=7"),
+        ("--step 7", "`step` must be the step of a checkpoint (6, 12), got step=7"),
         ("--grid 1", "`grid` must be at least 2, got grid=1"),
         ("--images 0", "`images` must be a positive int, got images=0"),
         ("--path-steps -1", "`path_steps` must be at least 0, got path_steps=-1"),
@@ -84,7 +84,7 @@ def test_wrong_usage(run, options, message, refusal, tmp_path):
     assert said.startswith(f"error: {message}") and contents(run) == before
 
 
-def test_no_run_and_no_checkpoint(run, tmp_path, capsys):
+def test_a_folder_without_a_run_or_a_checkpoint(run, tmp_path, capsys):
     out = tmp_path / "out"
     for folder in (tmp_path / "nowhere", tmp_path):
         assert draw([str(folder), "--out", str(out)]) == 2
@@ -97,7 +97,7 @@ def test_no_run_and_no_checkpoint(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
 
 
-def test_data_that_have_moved(run, monkeypatch, capsys, tmp_path):
+def test_missing_data(run, monkeypatch, capsys, tmp_path):
     def load(config):
         raise DataError(f"nothing in {config.data.dir}")
 
@@ -108,10 +108,3 @@ def test_data_that_have_moved(run, monkeypatch, capsys, tmp_path):
     ):
         assert draw([str(run), *options, "--out", str(tmp_path)]) == 2
         assert capsys.readouterr().err.startswith(f"error: {reason}")
-
-
-def test_a_place_that_is_no_folder(run, tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert draw([str(run), "--out", str(tmp_path / "file")]) == 2
-    assert "cannot take the results" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""Figures of landscapes of any kind."""
+"""Figures of landscapes with unusual values."""
 
 import io
 
@@ -7,7 +7,7 @@ import pytest
 from landscapes import landscape_of
 
 from paper.landscape import plots
-from paper.landscape.results import Mark
+from paper.landscape.compute import Mark
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ from paper.landscape.results import Mark
     ],
     ids=["nan", "inf", "zero", "flat", "cliffs"],
 )
-def test_any_values_and_any_trajectory_can_be_drawn(values, path):
+def test_unusual_values_and_trajectories_are_drawn(values, path):
     marks = [Mark("a", np.zeros(3), 1.0), Mark("b", np.array([1, 1, 4.0]), np.nan)]
     file = io.BytesIO()
     plots.draw(landscape_of(values, path, marks), file, "author")
     assert file.getvalue()[:4] == b"\x89PNG" and b"author" in file.getvalue()
 
 
-def test_levels_rise_and_cover_everything():
+def test_levels_rise_and_cover_all_values():
     for values in (np.array([0.0, 1e-7, 3.0]), np.array([2.3, 2.31]), np.array([-4.0])):
         for logarithmic in (True, False):
             levels = plots.levels_of(values, logarithmic)

@@ -1,4 +1,4 @@
-"""Which workers a landscape shows."""
+"""The workers and points that a landscape shows."""
 
 import dataclasses
 import io
@@ -41,8 +41,7 @@ def test_leaders_by_the_last_election_or_by_scores():
 
 
 def test_the_worst_worker_that_does_not_lead_is_shown(saved, monkeypatch):
-    """Worker 1 leads its node still, but has had the worst losses since."""
-
+    """Worker 1 still leads its node, although its losses are now the worst."""
     scores = np.array([2.0, 9.0, 3.0, 1.0])
     node, everyone = lj.diagnostics(saved.state.opt_state)
     pulls = [
@@ -54,8 +53,7 @@ def test_the_worst_worker_that_does_not_lead_is_shown(saved, monkeypatch):
     assert Points(saved, 1).roles == [("leader of node 0", 1), ("leader of all", 3)]
 
 
-def test_workers_that_are_not_finite(saved):
-    """They are neither chosen nor a hindrance, and only named if asked for."""
+def test_workers_with_nonfinite_parameters_are_not_chosen(saved):
     worker = Points(saved, None).worker
     poisoned = jax.tree.map(lambda x: x.at[worker].set(jnp.nan), saved.state.params)
     sick = saved.state._replace(params=lj.Workers(2, 2).put(poisoned))

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and those of other workers."""
+"""Damaged checkpoints, and checkpoints of another grid of workers."""
 
 import dataclasses
 import shutil
@@ -14,7 +14,9 @@ from train.run.loop import train
 from train.run.open import open_run
 
 
-def test_a_damaged_checkpoint_is_left_as_it_is(copied, saved, monkeypatch, capsys):
+def test_a_damaged_checkpoint_is_reported_and_left_alone(
+    copied, saved, monkeypatch, capsys
+):
     build = lambda config, data: saved.experiment
     monkeypatch.setattr("paper.landscape.saved_run.Experiment", build)
     (broken,) = copied.glob("checkpoints/12/state/_METADATA")
@@ -39,8 +41,8 @@ def test_a_run_on_text_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_with_other_workers(run, tmp_path):
-    """Each checkpoint is read with its own workers; trajectories begin where they did."""
+def test_a_run_resumed_with_another_grid_of_workers(run, tmp_path):
+    """Each checkpoint is read with its own grid; trajectories do not cross a change."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     workers = WorkersConfig(nodes=1, locals=2)

@@ -9,7 +9,7 @@ from paper.landscape.plane import Plane, flat
 
 
 def retraced(saved, most=100):
-    """The trajectory to a checkpoint, on a plane along two parameters, and what is said."""
+    """Returns the steps, the trajectory on a plane along two parameters, and the output."""
     lines = []
     origin = flat(jax.tree.map(lambda x: x[0], saved.state.params))
     basis = np.eye(2, origin.size, dtype=np.float32)
@@ -18,26 +18,26 @@ def retraced(saved, most=100):
     return steps, paths, lines
 
 
-def test_the_first_checkpoint_is_reached_from_the_start_of_training(saved):
+def test_the_first_checkpoint_is_retraced_from_the_start_of_training(saved):
     first = but(saved, step=6, state=saved.state_at(6))
     steps, paths, lines = retraced(first)
     assert steps == range(6) and paths.shape == (7, 4, 3)
     assert not any("warning" in line for line in lines)
-    # All workers start in one point.
+    # All workers start at one point.
     assert np.ptp(paths[0], axis=0).max() == 0 and np.ptp(paths[-1]) > 0
 
 
-def test_a_trajectory_that_ends_elsewhere_is_reported(saved, monkeypatch):
+def test_a_trajectory_that_misses_the_checkpoint_is_reported(saved, monkeypatch):
     advance = trajectory.advance
     monkeypatch.setattr(
         trajectory, "advance", lambda e, state, step: advance(e, state, step + 1)
     )
     _, _, lines = retraced(saved)
     (line,) = [line for line in lines if "warning" in line]
-    assert "does not end where the checkpoint is" in line
+    assert "does not end at the checkpoint" in line
 
 
-def test_a_trajectory_that_is_too_long_is_left_out_and_said(saved):
+def test_a_long_trajectory_is_left_out_with_a_message(saved):
     steps, paths, lines = retraced(saved, most=5)
     assert len(steps) == len(paths) == 0
     (line,) = lines
