@@ -100,7 +100,7 @@ WRONG = [  # a command line, and what is said of it
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     (
         "digits --workers.nodes 1000 --workers.locals 1000",
-        "at most 65,536, got 1000 x 1000",
+        "`workers.nodes` must be at most 65,536 / workers.locals, which is 1000, got",
     ),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
     ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
@@ -175,8 +175,8 @@ def test_help_explains_every_field(capsys):
     for option in (
         "--batch-size INT Images, or windows of text, per worker and step. (default: 32)",
         "--workers.locals INT Number of workers in each node.",
-        "--optimizer.learning-rate FLOAT Learning rate, at its highest",
-        f"Choose another method with --method NAME: {', '.join(METHODS)}.",
+        "--optimizer.learning-rate FLOAT Learning rate; with a schedule, the highest",
+        f"--method NAME selects another method: {', '.join(METHODS)}.",
     ):
         assert option in words
     for field in configuration.fields(cli.experiments()["digits"][1]):

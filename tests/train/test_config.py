@@ -34,9 +34,9 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[]", "it is no JSON object"),
-        ('{"name": "digits"}', "is of a run in format 1, whose .*format 2"),
+        ('{"name": "digits"}', "its checkpoints are in format 1, .* reads format 2"),
         ('{"format": 2, "name": "x"}', "of a run: model is missing"),
-        ('{"format": 2, "nonsense": 1}', "there is no setting nonsense"),
+        ('{"format": 2}', "of a run: name is missing"),
     ],
 )
 def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
@@ -55,7 +55,7 @@ def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
             0,
             "no setting optimizer.momentun; did you mean optimizer.momentum?",
         ),
-        ("method", None, "`method` must be an object with settings, got null"),
+        ("method", None, "method.name is missing"),
         ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
         ("method.period", "4", "there is no setting method.period"),
         (
@@ -63,7 +63,7 @@ def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
             "4",
             '`method.local_period` must be of type int, got .*"4"',
         ),
-        ("optimizer", [], r"`optimizer` must be an object with settings, got \[\]"),
+        ("optimizer", [], "there is no setting optimizer"),
         ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
@@ -116,28 +116,19 @@ def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
 
 INF, NAN = float("inf"), float("nan")
 REFUSED = {  # values that the rule of a setting must refuse
-    **dict.fromkeys(configuration.COUNTS.split(), (0, -1, 1.5, True)),
+    configuration.COUNT: (0, -1, 1.5, True),
+    configuration.POSITIVE: (0.0, INF, NAN),
+    configuration.NOT_NEGATIVE: (-1, INF, NAN),
+    configuration.BELOW_ONE: (-0.1, 1.0),
+    configuration.SHARE: (-1.0, 1.5, INF),
     "name": ("", ".", "..", "a/b"),
     "seed": (-1, 2**32),
     "workers.inside": (("fsdp",), ("fsdp=0",), ("a=2", "a=2")),
-    "data.padding": (-1,),
-    "optimizer.learning_rate": (0.0, INF, NAN),
-    "optimizer.momentum": (-0.1, 1.0),
     "optimizer.betas": ((0.9, 1.0),),
-    "optimizer.eps": (0.0,),
-    "optimizer.weight_decay": (-1.0, NAN),
-    "optimizer.clip": (0.0,),
-    "optimizer.warmup_steps": (-1,),
     "optimizer.drop_at": ((0,), (7, 3)),
-    "optimizer.drop_factor": (0.0,),
     "optimizer.final_fraction": (-0.1, 1.5),
     "distributed.coordinator": ("n1", ":80", "n1:70000"),
-    "ray.max_failures": (-1,),
-    "ray.progress_timeout": (0.0,),
     "ray.address": ("here",),
-    "ray.cpus_per_worker": (-1.0, 1.5, INF),
-    "ray.gpus_per_worker": (1.5,),
-    **dict.fromkeys(("ray.timeout", "ray.start_timeout", "ray.stall_timeout"), (0.0, INF)),
     "ray.object_store": (0.05,),
 }
 
@@ -150,34 +141,33 @@ def settings(chosen):
     return values
 
 
-@pytest.mark.parametrize("name", configuration.RULES)
-def test_every_rule_is_checked(name):
-    owners = (
-        {choice: table[name][0]}
-        for choice, table in configuration.BELONGS.items()
-        if name in table
-    )
-    values, (rule, _) = settings(next(owners, {})), configuration.RULES[name]
-    configuration.check_values(values)
-    for value in REFUSED[name]:
-        message = f"`{name}` must be {rule}, got {name}={value}"
+NOTES = [(name, note) for name, x in configuration.SETTINGS.items() for note in x.notes]
+
+
+@pytest.mark.parametrize(
+    "name, rule", [pair for pair in NOTES if isinstance(pair[1], configuration.Rule)]
+)
+def test_every_rule_is_checked(name, rule):
+    owners = (x for other, x in NOTES if other == name and isinstance(x, configuration.Only))
+    values = settings({x.choice: x.values[0] for x in owners})
+    configuration.check_each(values)
+    for value in REFUSED.get(rule) or REFUSED[name]:
+        message = f"`{name}` must be {rule.text}, got {name}={value}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            configuration.check_values(values | {name: value})
+            configuration.check_each(values | {name: value})
 
 
-@pytest.mark.parametrize("choice", configuration.BELONGS)
-def test_settings_that_belong_to_another_choice_are_refused(choice):
-    """Whatever they are, unless it is their default."""
-    table = configuration.BELONGS[choice]
-    kinds = {"data.name": configuration.Data, "model": configuration.Model}
-    kinds["optimizer.name"] = configuration.Optimizer
-    kinds["optimizer.schedule"] = configuration.Schedule
-    for other in typing.get_args(kinds[choice]):
-        values = settings({choice: other})
-        for name in (x for x, owners in table.items() if other not in owners):
-            message = f"`{name}` must be left out with {choice}={other}, got {name}=x"
-            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-                configuration.check_values(values | {name: "x"})
+@pytest.mark.parametrize(
+    "name, only", [pair for pair in NOTES if isinstance(pair[1], configuration.Only)]
+)
+def test_a_setting_that_belongs_to_another_choice_is_refused(name, only):
+    """Any value but the default is refused."""
+    hints = {name: setting.hint for name, setting in configuration.SETTINGS.items()}
+    hints["method.name"] = typing.Literal[tuple(METHODS)]
+    for other in set(typing.get_args(hints[only.choice])) - set(only.values):
+        message = f"`{name}` must be left out with {only.choice}={other}, got {name}=x"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            configuration.check_each(settings({only.choice: other}) | {name: "x"})
 
 
 def test_the_length_of_a_run_is_part_of_a_cosine():
