@@ -57,6 +57,10 @@ def _are_axes(inside: tuple[str, ...]) -> bool:
     return sizes and all(map(str.isidentifier, names)) and len(names) == len(pairs)
 
 
+def _is_name(text: str) -> bool:
+    return text not in ("", ".", "..") and "/" not in text
+
+
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return host != "" and port.isdecimal() and 0 < int(port) < 2**16
@@ -296,8 +300,8 @@ class RayConfig:
 
 
 METHOD_HELP = (
-    f"The options of the method. --method NAME selects another method: {', '.join(METHODS)}. "
-    "Options take numbers and names; schedules, functions and objects need Python."
+    f"--method NAME selects another method: {', '.join(METHODS)}. Options take numbers and "
+    "names; schedules, functions and objects need Python."
 )
 
 
@@ -306,9 +310,7 @@ class Config:
     """One experiment."""
 
     # Name of the run, which begins the name of its folder.
-    name: Annotated[
-        str, Rule("a name for a folder", lambda x: x not in ("", ".", "..") and "/" not in x)
-    ]
+    name: Annotated[str, Rule("a name for a folder", _is_name)]
     # The network.
     model: Model
     # The data that the workers learn from.
@@ -338,7 +340,7 @@ class Config:
     test_every: Count = 200
     # Steps between checkpoints.
     checkpoint_every: Count = 200
-    # Number of recent checkpoints to keep, in addition to the latest one with finite losses.
+    # Number of recent checkpoints to keep, besides the latest one with finite losses.
     keep_checkpoints: Count = 3
     # Stop after this many consecutive steps without a finite loss on any worker.
     stop_after_nonfinite: Count = 100
@@ -346,8 +348,8 @@ class Config:
     runs: str = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
     run_dir: str | None = None
-    # Resume from the last checkpoint in --run-dir, which defaults to the newest run of NAME.
-    # The run keeps its grid unless --workers gives another one.
+    # Resume from the last checkpoint in --run-dir, by default that of the newest run of
+    # NAME. The run keeps its grid unless --workers gives another one.
     resume: bool = False
     # The named experiment that the settings are based on. Defaults to the name.
     experiment: tyro.conf.Suppress[str] = ""
@@ -630,7 +632,7 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as they were before JSON, which has no tuples.
 
     Raises:
-      ValueError: a setting, which the message names, is unknown, missing or of a wrong type.
+      ValueError: a setting, which it names, is unknown, missing or of a wrong type.
     """
     for name in ("name", "model", "method.name"):
         if name not in values:

@@ -176,12 +176,12 @@ def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
     "arguments, message",
     [
         ([], "experiment, --out must be given"),
-        (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
+        (["digits", "--out", "out"], "`methods` or `variant` must name the methods"),
         ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
-        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
+        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed must be left out, be"),
         (command("out", "nonsense"), "`method` must be one of lsgd, easgd"),
         (command("out", "lsgd", seeds=0), "`seeds` must be a positive int, got seeds=0"),
-        ([*command("out", "lsgd"), "--seed", "3"], "--seed is set by the comparison"),
+        ([*command("out", "lsgd"), "--seed", "3"], "--seed must be left out"),
     ],
 )
 def test_wrong_usage(arguments, message, refusal):

@@ -148,8 +148,9 @@ NOTES = [(name, note) for name, x in configuration.SETTINGS.items() for note in 
     "name, rule", [pair for pair in NOTES if isinstance(pair[1], configuration.Rule)]
 )
 def test_every_rule_is_checked(name, rule):
-    owners = (x for other, x in NOTES if other == name and isinstance(x, configuration.Only))
-    values = settings({x.choice: x.values[0] for x in owners})
+    own = (note for other, note in NOTES if other == name)
+    owners = (note for note in own if isinstance(note, configuration.Only))
+    values = settings({owner.choice: owner.values[0] for owner in owners})
     configuration.check_each(values)
     for value in REFUSED.get(rule) or REFUSED[name]:
         message = f"`{name}` must be {rule.text}, got {name}={value}"

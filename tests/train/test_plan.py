@@ -114,7 +114,7 @@ def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert "parameters: 0.3 MB" in output  # 76,810 of float32
     assert all(name in output for name in (INSIDE, plan.ACROSS, ALL))
     assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
-    assert "to wait for exchanges at most 10 % of the time" in output
+    assert "settings that wait at most 10 % of the time" in output
     assert output.count("--method lsgd") == output.count("--method diloco") == 3
     if pulls is not None:
         assert "a step without exchanges: 100.0 ms" in output

@@ -100,10 +100,10 @@ def file_in_its_place(folder):
 
 
 WRONG = {
-    "no folder": (shutil.rmtree, "does not exist; ImageNet would be a folder with train/"),
-    "a file": (file_in_its_place, "data is not a folder; ImageNet would be a folder with"),
-    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it would hold"),
-    "empty train": (lambda d: empty(d / "train"), "must hold a folder per class, got none"),
+    "no folder": (shutil.rmtree, "does not exist; ImageNet must be a folder with train/"),
+    "a file": (file_in_its_place, "data is not a folder; ImageNet must be a folder with"),
+    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
+    "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
     "loose images": (loose, "got none, but 2 images; move them into class folders"),
     "empty class": (lambda d: empty(d / "train" / "bee"), "there is no image in bee"),
     "less in val": (

@@ -236,7 +236,7 @@ def test_files_are_not_named_for_ever(copied, monkeypatch):
         path.write_bytes(b"")
     said = []
     take(make_stream(copied, warn=said.append), 0, 8)
-    assert len(said) == 4 and "these are not named any more" in said[-1]
+    assert len(said) == 4 and "they are not listed" in said[-1]
 
 
 def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_sample_begins_behind_the_end_of_a_line(whole, tokens, start):
     assert text.of(whole.encode(), tokens).vocabulary.start.tolist() == [start]
 
 
-UNUSABLE = "`data.files` must name files of text, but .*file "
+UNUSABLE = "`data.files` must name text files, but .*file "
 
 
 @pytest.mark.parametrize(
