@@ -2,8 +2,9 @@
 
     python -m train.compare digits --methods lsgd,easgd,local-sgd --seeds 3 --out DIR
 
-trains each method with seeds 0, 1, …. All options of `python -m train` may follow; they
-apply to every method. `--variant NAME=OPTIONS` adds a method with its own options:
+The command trains each method with seeds 0, 1, …. All options of `python -m train` may
+follow; they apply to every method. `--variant NAME=OPTIONS` adds a method with its own
+options:
 
     --variant "often=--method lsgd --method.local-period 4"
 
@@ -22,7 +23,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -77,7 +78,7 @@ class Options:
       seeds: number of seeds per method.
     """
 
-    experiment: tyro.conf.Positional[str]
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     out: pathlib.Path
     methods: str = ""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -1,18 +1,17 @@
-"""python -m train.plan NAME: proposes settings that make workers wait little.
+"""python -m train.plan NAME: proposes settings with which workers wait little.
 
     python -m train.plan cifar10-cnn7 --data.dir DIR --share 0.05
 
-measures a training step of the experiment without exchanges, and exchanges of its
-parameters inside a node, across nodes and among all workers, on the devices of all
-processes. It then proposes, for LSGD and DiLoCo in several wire formats, the shortest
-periods and the fragments with which workers spend at most this share of the time waiting,
-and the delay that hides an exchange in the background. All options of `python -m train` may
-follow. Start the command as you would start the training. It writes no files.
+The command measures a training step of the experiment without exchanges, and exchanges of
+its parameters inside a node, across nodes and among all workers, on the devices of all
+processes. For LSGD and DiLoCo in several wire formats it proposes the shortest periods and
+the fragments with which workers spend at most this share of the time waiting, and the delay
+that hides an exchange in the background. All options of `python -m train` may follow. Start
+the command as you would start the training. It writes no files.
 
-    python -m train.plan cifar10-cnn7 --step-ms 30 --parameter-mb 4 \
-      --mbit 100 --latency-ms 1
+    python -m train.plan digits --step-ms 30 --parameter-mb 4 --mbit 100 --latency-ms 1
 
-plans for the given numbers and measures the others. The network is that among all workers.
+plans for the given numbers and measures the others. The network is that of all workers.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ import statistics
 import sys
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -283,7 +282,7 @@ class Options:
       latency_ms: milliseconds of an exchange of one number, with --mbit.
     """
 
-    experiment: tyro.conf.Positional[str]
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     share: float = 0.05
     step_ms: float | None = None
     parameter_mb: float | None = None

@@ -136,7 +136,7 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     error = run.experiment.test_worker(run.state, 1)["error"]
     assert error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")
-    with pytest.raises(DataError, match="no image to test with can be read any more"):
+    with pytest.raises(DataError, match="no test image can be read any more"):
         run.experiment.test_worker(run.state, 1)
 
 
