@@ -58,7 +58,7 @@ def in_session(process, name):
     return [int(p) for p, sid, args in rows if sid == str(process.pid) and name in args]
 
 
-def test_a_worker_is_killed_the_run_is_stopped_and_goes_on(tmp_path):
+def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, "--steps", "100000")
     try:

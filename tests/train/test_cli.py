@@ -172,12 +172,12 @@ def test_help_names_the_experiments(capsys):
         ),
     ],
 )
-def test_a_choice_changes_the_defaults_of_what_depends_on_it(arguments, group, values):
+def test_a_choice_changes_dependent_defaults(arguments, group, values):
     chosen = vars(getattr(cli.parse(arguments.split()), group))
     assert chosen | values == chosen
 
 
-def test_resuming_takes_the_settings_of_the_run(tmp_path):
+def test_resuming_keeps_the_settings_of_the_run(tmp_path):
     """Options left out are those of the run; others must not change the experiment."""
     begun = "digits --seed 5 --method.local-period 3 --optimizer.warmup-steps 20"
     configuration.write(cli.parse(begun.split()), tmp_path / "config.json")
@@ -247,9 +247,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, monkeypatch, capsys):
     assert [event["step"] for event in log.read(folder)["start"]] == [0, step]
 
 
-def test_resuming_notices_an_edited_setting_and_says_that_no_step_is_left(
-    tmp_path, monkeypatch, capsys
-):
+def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatch, capsys):
     tiny.install(set=monkeypatch.setattr)
     folder = tmp_path / "run"
     run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]

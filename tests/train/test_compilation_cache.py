@@ -50,7 +50,7 @@ def kept_in(folder):
 
 
 @pytest.mark.slow
-def test_a_program_is_compiled_once_and_damage_is_of_no_account(tmp_path):
+def test_a_program_is_compiled_once_and_again_if_its_file_is_damaged(tmp_path):
     folder = tmp_path / "cache" / "lsgd_jax" / "jax"
     size = compilation_cache.MAX_BYTES
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
@@ -60,7 +60,7 @@ def test_a_program_is_compiled_once_and_damage_is_of_no_account(tmp_path):
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
 
 
-def test_what_was_not_written_to_the_end_is_removed(tmp_path):
+def test_incomplete_programs_are_removed(tmp_path):
     for name in ("whole-cache", "whole-atime", "torn-cache", "other"):
         (tmp_path / name).touch()
     compilation_cache._make_ready(tmp_path)
@@ -68,7 +68,7 @@ def test_what_was_not_written_to_the_end_is_removed(tmp_path):
     assert left == {"whole-cache", "whole-atime", "other"}
 
 
-def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path):
+def test_an_unusable_folder_causes_one_warning(tmp_path):
     (tmp_path / "file").touch()
     said, errors = run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert said["hits"] == 0
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path):
     assert errors.count("\n") == 1
 
 
-def test_a_folder_of_the_user_is_taken_without_a_limit(tmp_path):
+def test_the_users_own_folder_has_no_size_limit(tmp_path):
     mine = tmp_path / "mine"
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(mine)) == (
         {"hits": 0, "size": -1},
@@ -86,7 +86,7 @@ def test_a_folder_of_the_user_is_taken_without_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_the_default_is_in_the_users_cache_folder(monkeypatch, home):
+def test_the_default_folder_is_in_the_users_cache(monkeypatch, home):
     monkeypatch.setenv("HOME", "/of/the/user")
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     folder = compilation_cache.default_folder()
@@ -95,7 +95,7 @@ def test_the_default_is_in_the_users_cache_folder(monkeypatch, home):
     assert compilation_cache.default_folder().is_relative_to("/elsewhere/lsgd_jax/jax")
 
 
-def test_the_tests_keep_nothing(monkeypatch, tmp_path):
+def test_the_tests_do_not_use_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compilation_cache.use()
     assert not (tmp_path / "cache").exists()

@@ -39,7 +39,7 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
         ('{"format": 2}', "of a run: name is missing"),
     ],
 )
-def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
+def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=reason) as seen:
         configuration.read(tmp_path / "config.json")
@@ -88,7 +88,7 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
         configuration.read(path)
 
 
-def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
+def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
     """Any setting or group with any value that JSON has, with another name, or gone."""
     path, random_ = tmp_path / "config.json", random.Random(0)
     configs = [config for _, config in cli.experiments().values()]
@@ -171,7 +171,7 @@ def test_a_setting_that_belongs_to_another_choice_is_refused(name, only):
             configuration.check_each(settings({only.choice: other}) | {name: "x"})
 
 
-def test_the_length_of_a_run_is_part_of_a_cosine():
+def test_the_number_of_steps_is_fixed_for_a_cosine():
     cosine = configuration.OptimizerConfig(schedule="cosine")
     old = dataclasses.replace(digits.CONFIG, optimizer=cosine)
     longer = dataclasses.replace(old, steps=old.steps + 1)
@@ -179,7 +179,7 @@ def test_the_length_of_a_run_is_part_of_a_cosine():
     assert configuration.differences(old, longer) == changes
 
 
-def test_only_how_long_and_what_is_reported_may_change():
+def test_only_length_reports_and_workers_may_change():
     old = digits.CONFIG
     free = dataclasses.replace(old, steps=9, log_every=1, run_dir="x", resume=True)
     assert configuration.differences(old, free) == []
@@ -193,7 +193,7 @@ def test_only_how_long_and_what_is_reported_may_change():
     assert len(configuration.differences(old, other)) == 2
 
 
-def test_new_run_folders_never_meet(tmp_path):
+def test_new_run_folders_are_unique(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
     first, second = (run_folder.create(config, Session()) for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path
@@ -217,7 +217,7 @@ def test_new_run_folders_never_meet(tmp_path):
         ({"run_dir": "file"}, "`run_dir` must be a new folder"),
     ],
 )
-def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, where, reason):
+def test_a_folder_that_cannot_be_created_leaves_no_files(tmp_path, where, reason):
     (tmp_path / "file").touch()
     where = {name: str(tmp_path / path) for name, path in where.items()}
     config = dataclasses.replace(digits.CONFIG, **where)
@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
+def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
     """Another run takes the name between the choice and the making."""
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
     taken, choose = [], run_folder.choose

@@ -31,7 +31,7 @@ def test_seconds_of_an_exchange():
     assert eight.seconds("mean", PAYLOAD, "int4") == pytest.approx(0.02 + 4 * 0.0515625)
 
 
-def test_what_was_measured_of_a_whole_pull_takes_the_place_of_the_arithmetic():
+def test_measured_pulls_replace_computed_ones():
     link = LINK._replace(measured={("leader", "int8"): 0.3})
     assert link.seconds("leader", PAYLOAD) == LINK.seconds("leader", PAYLOAD)
     found = proposals(0.25, {ALL: link})["lsgd", "int8"]
@@ -74,7 +74,7 @@ def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
     assert found.share(1) == pytest.approx(0.16 / 0.26)
 
 
-def test_diloco_is_cut_where_latency_lets_it():
+def test_latency_limits_the_fragments_of_diloco():
     """410 ms in 4 fragments: 3 more latencies of 10 ms are within 41 ms, 7 are not."""
     found = proposals(0.1, {ALL: LINK})["diloco", "float32"]
     assert "--method.period 64 --method.fragments 4 " in found.options  # 440 / 11.1 = 39.6
@@ -84,7 +84,7 @@ def test_diloco_is_cut_where_latency_lets_it():
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
-def test_no_proposal_waits_longer_than_it_may(share):
+def test_no_proposal_exceeds_the_share(share):
     found = proposals(share, {INSIDE: FAST, ALL: LINK})
     assert len(found) == 6
     for proposal in found.values():
@@ -100,7 +100,7 @@ def test_no_proposal_waits_longer_than_it_may(share):
     ],
     ids=["pulls as said", "pulls measured"],
 )
-def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys, pulls):
+def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys, pulls):
     monkeypatch.chdir(tmp_path)
     if pulls is not None:
         monkeypatch.setattr(plan, "pull_seconds", lambda *_: pulls)
@@ -124,7 +124,7 @@ def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_given_is_planned_for_and_not_measured(monkeypatch, capsys):
+def test_given_values_are_not_measured(monkeypatch, capsys):
     monkeypatch.setattr(plan, "measure", None)
     options = "--step-ms 100 --parameter-mb 4 --mbit 120 --latency-ms 10 --share 0.25"
     grid = "--workers.nodes 4 --workers.locals 1"

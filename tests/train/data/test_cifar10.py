@@ -56,7 +56,7 @@ def check(dataset):
         rows += RECORDS
 
 
-def test_the_folder_or_the_one_around_it_is_given(folder, monkeypatch):
+def test_the_folder_or_its_parent_is_accepted(folder, monkeypatch):
     check(cifar10.load(folder))
     check(cifar10.load(str(folder.parent)))
     monkeypatch.setenv("HOME", str(folder.parent))
@@ -65,7 +65,7 @@ def test_the_folder_or_the_one_around_it_is_given(folder, monkeypatch):
     check(cifar10.load("."))
 
 
-def test_other_files_are_accepted_on_demand(folder):
+def test_other_files_are_accepted_with_an_option(folder):
     path = folder / "test_batch.bin"
     data = bytearray(path.read_bytes())
     data[1] ^= 255
@@ -108,7 +108,7 @@ def no_file(make):
         ),
     ],
 )
-def test_files_that_are_wrong(folder, change, message, accept):
+def test_wrong_files_are_refused(folder, change, message, accept):
     change(folder)
     with pytest.raises(DataError) as caught:
         cifar10.load(folder, accept)
@@ -117,7 +117,7 @@ def test_files_that_are_wrong(folder, change, message, accept):
     assert (message[accept] if isinstance(message, dict) else message) in said
 
 
-def test_what_is_not_there_is_said_with_where_to_get_it(tmp_path):
+def test_missing_data_come_with_instructions(tmp_path):
     (tmp_path / ARCHIVE).write_bytes(b"")
     for path, wrong, where in (
         (tmp_path / "none", "does not exist", tmp_path / "none"),

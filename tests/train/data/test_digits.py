@@ -13,7 +13,7 @@ ORIGINAL = load_digits()
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_is_the_stated_split_of_the_stated_data(moved, monkeypatch):
+def test_the_digits_have_the_documented_split(moved, monkeypatch):
     def missing(path, **_):
         raise FileNotFoundError(path)
 
@@ -36,7 +36,7 @@ def test_is_the_stated_split_of_the_stated_data(moved, monkeypatch):
     assert dataset.test.labels[:10].tolist() == [7, 9, 4, 7, 0, 2, 6, 1, 3, 1]
 
 
-def test_says_how_to_get_scikit_learn(monkeypatch):
+def test_a_missing_scikit_learn_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "lsgd_jax\[train\]"'):
         digits.load()

@@ -105,7 +105,7 @@ def nothing_is_left_running():
 # Which images
 
 
-def test_an_epoch_shows_every_image_once_to_every_worker_in_an_order_that_stays():
+def test_each_worker_sees_each_image_once_per_epoch_in_a_stable_order():
     sampler = EpochSampler(size=14, batch_size=4, seed=0)
     assert sampler.steps_per_epoch == 3  # two images do not fill a batch
     rows = np.stack([sampler.rows(step, range(3)) for step in range(6)])
@@ -124,7 +124,7 @@ def test_an_epoch_shows_every_image_once_to_every_worker_in_an_order_that_stays(
         EpochSampler(size=3, batch_size=4, seed=0)
 
 
-def test_a_batch_holds_random_parts_of_the_images_of_the_sampler(folder):
+def test_a_batch_holds_random_crops_of_the_sampled_images(folder):
     files = imagenet.load(folder).train
     sampler = EpochSampler(24, BATCH, SEED)
     for step, batch in zip((9, 10), take(make_stream(folder), 9, 11)):
@@ -138,7 +138,7 @@ def test_a_batch_holds_random_parts_of_the_images_of_the_sampler(folder):
             np.testing.assert_array_equal(pixels[worker, place], expected)
 
 
-def test_reading_begins_at_any_step_and_goes_on_over_epochs(folder):
+def test_reading_starts_at_any_step_and_continues_over_epochs(folder):
     reader = make_stream(folder)
     whole = take(reader, 0, 20)
     assert_equal(take(reader, 7, 20), whole[7:])
@@ -148,7 +148,7 @@ def test_reading_begins_at_any_step_and_goes_on_over_epochs(folder):
     assert (seen == np.repeat([0, 1, 2], 8)).all()
 
 
-def test_a_process_reads_what_its_workers_need_and_the_same(folder, read):
+def test_a_process_reads_only_the_images_of_its_workers(folder, read):
     whole = take(make_stream(folder), 3, 6)
     first, rest = make_stream(folder, Grid(0, 1)), make_stream(folder, Grid(1, 4))
     read.clear()
@@ -157,7 +157,7 @@ def test_a_process_reads_what_its_workers_need_and_the_same(folder, read):
     assert len(read) == 3 * 4 * BATCH
 
 
-def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
+def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
     reader, files = make_stream(folder), imagenet.load(folder).test
     for _ in range(2):  # each time anew
         batches = list(reader.test_batches)
@@ -176,7 +176,7 @@ def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
 # Files that cannot be read
 
 
-def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
+def test_the_next_readable_image_replaces_a_broken_one(copied):
     good = take(make_stream(copied), 0, 8)
     cats, said = copied / "train" / "cat", []
     broken = [copied / "train" / "bee" / f"{i}.JPEG" for i in (2, 3)] + [cats / "7.JPEG"]
@@ -230,7 +230,7 @@ def test_a_broken_test_image_does_not_count(copied):
     assert len(said) == 1 and "val/bee/1.JPEG is left out" in said[0]
 
 
-def test_files_are_not_named_for_ever(copied, monkeypatch):
+def test_the_number_of_reported_files_is_limited(copied, monkeypatch):
     monkeypatch.setattr(stream, "MOST_NAMED", 3)
     for path in (copied / "train" / "ant").iterdir():
         path.write_bytes(b"")
@@ -239,7 +239,7 @@ def test_files_are_not_named_for_ever(copied, monkeypatch):
     assert len(said) == 4 and "they are not listed" in said[-1]
 
 
-def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch):
+def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
     monkeypatch.setattr(stream, "MOST_SKIPPED", 5)
     reader = make_stream(copied, warn=lambda text: None)
     with contextlib.closing(reader.batches(range(100))) as batches:
@@ -249,7 +249,7 @@ def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch)
             list(batches)
 
 
-def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
+def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
     reader = make_stream(folder)
 
     def no_memory(*_):
@@ -264,7 +264,7 @@ def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_what_is_read_ahead_is_bounded(folder, ahead, read):
+def test_reading_ahead_is_bounded(folder, ahead, read):
     reader = make_stream(folder, ahead=ahead)
     read.clear()
 
@@ -284,7 +284,7 @@ def test_what_is_read_ahead_is_bounded(folder, ahead, read):
         assert 0 < len(readers()) <= THREADS + 1
 
 
-def test_closing_ends_the_threads_at_any_time(folder):
+def test_closing_stops_the_threads_at_any_time(folder):
     reader = make_stream(folder, ahead=50)
     for steps in (0, 1, 3):
         batches = reader.batches(range(10**9))
@@ -298,7 +298,7 @@ def test_closing_ends_the_threads_at_any_time(folder):
         break  # what is given up is closed, too
 
 
-def test_only_so_many_steps_are_on_their_way():
+def test_the_number_of_steps_in_flight_is_bounded():
     class Result:
         done = False
 

@@ -49,7 +49,7 @@ def runs(installed, tmp_path_factory):
     return finished
 
 
-def test_the_statistics_of_one_batch_are_its_mean_and_variance():
+def test_the_statistics_of_a_batch_are_its_mean_and_variance():
     x = jnp.asarray(np.random.default_rng(0).normal(2, 3, size=(64, 5)), jnp.float32)
     model = nn.BatchNorm(use_running_average=False, momentum=0.99)
     variables = model.init(jax.random.key(0), x)
@@ -71,20 +71,20 @@ def test_statistics_never_influence_the_parameters(runs):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_kept_statistics_differ_and_averaged_ones_are_equal_after_an_exchange(runs):
+def test_only_averaged_statistics_are_equal_after_an_exchange(runs):
     apart = lambda policy: float(lj.consensus_distance(runs[policy][0].state.stats))
     assert apart("keep") > 1e-3 and apart("reestimate") == apart("keep")
     assert apart("average") < 1e-6  # the last step was one with a pull
 
 
-def test_averages_are_those_of_what_was_kept(runs):
+def test_averaged_statistics_are_the_mean_of_kept_ones(runs):
     """Averaging commutes with the running mean, which is linear; all inputs were equal."""
     kept, averaged = runs["keep"][0].state.stats, runs["average"][0].state.stats
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(averaged)):
         np.testing.assert_allclose(a.mean(axis=0), b[0], rtol=1e-4, atol=1e-5)
 
 
-def test_reestimating_uses_the_tested_parameters_and_changes_no_worker(runs):
+def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(runs):
     run, _ = runs["reestimate"]
     experiment = run.experiment
     before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]

@@ -30,7 +30,7 @@ def both(train):
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 6), (7,), (2, 1, 1)])
-def test_values_statistics_and_gradients(shape):
+def test_batch_norm_has_the_values_statistics_and_gradients_of_flax(shape):
     x, weights = random(0, *shape), random(1, *shape)
 
     def loss(layer, params, x):
@@ -49,7 +49,7 @@ def test_values_statistics_and_gradients(shape):
     )
 
 
-def test_by_running_averages_and_at_the_start():
+def test_batch_norm_with_running_averages_and_at_initialization():
     x = random(0, 4, 5)
     ours, flax = both(train=False)
     wanted = flax.apply(variables(), x)
@@ -59,7 +59,7 @@ def test_by_running_averages_and_at_the_start():
         jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_of_several_workers_and_in_bfloat16():
+def test_batch_norm_of_several_workers_in_bfloat16():
     x = random(0, 2, 8, 4).astype(jnp.bfloat16)
 
     def results(layer):

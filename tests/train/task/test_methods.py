@@ -31,7 +31,7 @@ def factories():
                 yield name, value
 
 
-def test_the_list_holds_every_factory_of_the_library():
+def test_the_table_holds_every_factory_of_the_library():
     listed = {factory for row in ROWS for factory in (row.first, row.last)}
     found = dict(factories())
     assert len(found) >= 17 and set(found.values()) <= listed
@@ -97,7 +97,7 @@ def configured(method, optimizer, workers=(1, 2), steps=8):
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
 
 
-def test_slow_momentum_sees_the_rate_of_its_step():
+def test_slowmo_uses_the_learning_rate_of_its_step():
     # m = 1, then 0.5 m + 0.1 / 0.1 = 1.5; the second outer step is 0.1 m.
     method = methods.make("slowmo", period=1, alpha=1.0, beta=0.5)
     seen = steps_of(configured(method, DROPS), gradients=(1.0,), steps=2)
@@ -122,7 +122,7 @@ def test_parle_follows_its_equation_while_the_learning_rate_drops():
         np.testing.assert_allclose(seen[t - 1], y, rtol=1e-5)
 
 
-def test_clipping_stands_behind_the_aggregation():
+def test_clipping_follows_the_aggregation():
     """The mean gradient 2 is clipped, not those of the workers, 1 and 3."""
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)

@@ -51,7 +51,7 @@ def test_a_resnet_shortcut_takes_every_other_pixel_and_pads_channels():
     np.testing.assert_array_equal(y, expected)
 
 
-def test_pooling_is_that_of_flax_gradient_included():
+def test_pooling_and_its_gradient_equal_those_of_flax():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6, 3)), jnp.float32)
     flax_pool = lambda x: nn.max_pool(x, (2, 2), (2, 2))
     np.testing.assert_array_equal(max_pool_2x2(x), flax_pool(x))
@@ -59,7 +59,7 @@ def test_pooling_is_that_of_flax_gradient_included():
     np.testing.assert_array_equal(gradient(max_pool_2x2), gradient(flax_pool))
 
 
-def test_dropout_only_while_training():
+def test_dropout_is_active_only_in_training():
     x = jnp.ones((1, 8, 8, 1))
     model = DigitsCNN()
     variables = model.init(jax.random.key(0), x, train=False)

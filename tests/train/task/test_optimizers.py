@@ -83,20 +83,20 @@ def test_adamw_takes_its_betas_and_eps():
     np.testing.assert_allclose(moved(options, [3.0]), [-0.075], rtol=1e-6)
 
 
-def test_lars_is_a_thousandth_of_the_weight():
+def test_a_lars_step_is_a_thousandth_of_the_weight():
     options = OptimizerConfig(name="lars", learning_rate=1.0)
     # At zero LARS has no trust ratio; behind it, a step is 0.001 of the weight.
     expected = [-1.0, -1.0 - 0.001]
     np.testing.assert_allclose(moved(options, [1.0, 1.0]), expected, rtol=1e-6)
 
 
-def test_large_gradients_are_clipped_and_others_are_not():
+def test_only_large_gradients_are_clipped():
     options = OptimizerConfig(learning_rate=1.0, clip=2.0)
     np.testing.assert_allclose(moved(options, [5.0, 1.0]), [-2.0, -3.0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_that_is_not_finite_leaves_no_trace(name):
+def test_a_gradient_that_is_not_finite_is_skipped(name):
     options = OptimizerConfig(name=name, learning_rate=0.1, clip=1.0)
     once = moved(options, [1.0, 2.0], 1.0)
     assert moved(options, [np.nan, 1.0, np.inf, 2.0], 1.0)[1::2] == once

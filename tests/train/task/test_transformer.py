@@ -28,7 +28,7 @@ def test_parameters_and_logits_of_the_reference():
 @pytest.mark.parametrize(
     "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
 )
-def test_a_token_sees_those_before_it_and_where_they_stand(positions):
+def test_attention_is_causal_and_depends_on_positions(positions):
     model, variables, tokens = built(positions=positions)
     apply = jax.jit(model.apply)
     logits = apply(variables, tokens)
@@ -44,7 +44,7 @@ def test_a_token_sees_those_before_it_and_where_they_stand(positions):
     np.testing.assert_allclose(fewer, logits[:, :3], atol=1e-5)
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+def test_rotated_products_depend_only_on_the_distance():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
     spread = lambda x: rotated(jnp.broadcast_to(x, (1, 6, 1, 8)))[0, :, 0]
     products = np.asarray(spread(q) @ spread(k).T)
@@ -54,7 +54,7 @@ def test_rotated_products_depend_on_the_distance_alone():
     assert np.ptp(products[0]) > 0.1
 
 
-def test_bfloat16_is_for_computing_only():
+def test_bfloat16_applies_to_activations_only():
     model, variables, tokens = built(dtype="bfloat16")
     exact, _, _ = built()
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
