@@ -1,4 +1,4 @@
-"""python -m train with workers at their own pace, on Ray: killed, stopped, gone on with."""
+"""python -m train with asynchronous workers on Ray: a killed worker, a stop, resuming."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def start(folder, *options):
 
 
 def paces(folder):
-    """The events of a run that say how far each worker is."""
+    """The events of a run that report the progress of each worker."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -50,7 +50,7 @@ def wait_until(holds, process):
 
 
 def in_session(process, name):
-    """The processes of a run with this name."""
+    """The process ids of a run's processes with this name."""
     listed = subprocess.run(
         ["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True
     )

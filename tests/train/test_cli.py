@@ -178,7 +178,7 @@ def test_a_choice_changes_dependent_defaults(arguments, group, values):
 
 
 def test_resuming_keeps_the_settings_of_the_run(tmp_path):
-    """Options left out are those of the run; others must not change the experiment."""
+    """Options default to those of the run. Other values must not change the experiment."""
     begun = "digits --seed 5 --method.local-period 3 --optimizer.warmup-steps 20"
     configuration.write(cli.parse(begun.split()), tmp_path / "config.json")
     resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
@@ -193,7 +193,7 @@ def test_resuming_keeps_the_settings_of_the_run(tmp_path):
 
 
 def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
-    """The name in config.json counts, not how the folder's name begins."""
+    """The name in config.json counts, not the name of the folder."""
     for stamp, name in enumerate(["digits", "digits", "digits-bn", "my"], 1):
         folder = tmp_path / f"{name}-{stamp}"
         folder.mkdir()
@@ -215,7 +215,7 @@ def test_a_method_brings_its_own_options(tmp_path):
     assert config.method == methods.make("easgd", period=3)
     configuration.write(config, tmp_path / "config.json")
     assert configuration.read(tmp_path / "config.json") == config
-    # The experiment's own settings of its method stay unless another one is chosen.
+    # Naming the method of an experiment keeps the experiment's options.
     assert cli.parse(["digits", "--method", "lsgd"]).method == methods.make(
         "lsgd", 0.1, 0.1, 8, 32
     )

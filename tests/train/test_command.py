@@ -1,4 +1,4 @@
-"""Commands whose output is full, closed or cut off: what they do is not lost."""
+"""Commands whose output streams are full, closed or cut off."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from train import command
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Prints more than a pipe's reader wants, then does its job.
+# Prints more than the reader of a pipe accepts, then does its work.
 SCRIPT = """
 import pathlib, sys, time
 from train import command
@@ -31,7 +31,7 @@ sys.exit(command.run(main, leaves_files=LEAVES_FILES))
 
 
 def run(folder, redirected, leaves_files=True):
-    """The script with its output somewhere: the completed process."""
+    """Runs the script with redirected output; returns the completed process."""
     script = SCRIPT.replace("LEAVES_FILES", str(leaves_files))
     line = f'"$0" -c "$1" {redirected}; exit ${{PIPESTATUS[0]}}'
     return subprocess.run(
@@ -60,10 +60,10 @@ def test_a_command_continues_without_output_and_records_why(tmp_path, redirected
 
 
 def test_files_never_replace_closed_streams(tmp_path):
-    """A file that got number 1 would take whatever C++ prints."""
+    """A file with descriptor 1 would receive the output of C++ code."""
     ended = run(tmp_path, ">&- 2>&-")
     assert ended.returncode == 3 and (tmp_path / "done").exists()
-    assert not (tmp_path / "told").exists()  # nothing fails: it goes to /dev/null
+    assert not (tmp_path / "told").exists()  # nothing fails: output goes to /dev/null
 
 
 def test_a_command_without_files_ends_with_its_reader(tmp_path):

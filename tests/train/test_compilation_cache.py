@@ -1,4 +1,4 @@
-"""The cache of compiled programs: on by default, out of the way when it cannot be used."""
+"""The cache of compiled programs, which is on by default."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from train import compilation_cache
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Compiles one program, says what it computes and how often it was found in the cache.
+# Compiles a program; prints its result and the number of cache hits.
 SCRIPT = """
 import json, os, sys
 import jax
@@ -31,7 +31,7 @@ print(json.dumps({"result": round(result, 3), "hits": hits, "size": size}))
 
 
 def run(tmp_path, **variables):
-    """The script in a process with such a cache folder: (what it says, its errors)."""
+    """Runs the script in a new process; returns (what it prints, its errors)."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
     kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -56,7 +56,7 @@ def test_a_program_is_compiled_once_and_again_if_its_file_is_damaged(tmp_path):
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
     [program] = kept_in(folder)
     assert run(tmp_path) == ({"hits": 1, "size": size}, "")
-    program.write_bytes(program.read_bytes()[:100])  # the disk was full, say
+    program.write_bytes(program.read_bytes()[:100])  # as after a full disk
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
 
 

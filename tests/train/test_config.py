@@ -1,4 +1,4 @@
-"""The configuration: written and read back, what differs, run folders."""
+"""The configuration: files, checks, differences, run folders."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
 
 
 def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
-    """Any setting or group with any value that JSON has, with another name, or gone."""
+    """Edits change the value of a setting or a group, rename it, or remove it."""
     path, random_ = tmp_path / "config.json", random.Random(0)
     configs = [config for _, config in cli.experiments().values()]
     values = None, True, 0, -1, 1.5, 10**400, float("inf"), "", "x", [], [1], ["a"], {}
@@ -134,7 +134,7 @@ REFUSED = {  # values that the rule of a setting must refuse
 
 
 def settings(chosen):
-    """All settings, with some chosen; a text needs the transformer, and it a text."""
+    """All settings with the given choices. A text and the transformer need each other."""
     values = configuration.fields(configuration.Config("x", "digits-cnn")) | chosen
     if "text" in chosen.values() or "transformer" in chosen.values():
         values |= {"data.name": "text", "model": "transformer"}
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
-    """Another run takes the name between the choice and the making."""
+    """Another run takes the name after it was chosen and before it is created."""
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
     taken, choose = [], run_folder.choose
 
@@ -250,7 +250,7 @@ def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
             taken.append(folder)
             folder.mkdir()
             configuration.write(config, folder / "config.json")
-            monkeypatch.setattr(run_folder, "taken", lambda path: False)  # just before
+            monkeypatch.setattr(run_folder, "taken", lambda path: False)  # a race
         return folder
 
     monkeypatch.setattr(run_folder, "choose", raced)

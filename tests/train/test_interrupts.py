@@ -1,4 +1,4 @@
-"""Ctrl-C before training: noted whatever swallows exceptions, and acted on in time."""
+"""Ctrl-C before training is never lost, and acts in time."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Figures of metrics."""
+"""The figures of a run."""
 
 import json
 import os

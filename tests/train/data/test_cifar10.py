@@ -17,7 +17,7 @@ SIZE = RECORDS * 3073
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of made-up files that are taken for the official ones."""
+    """A folder of made-up files that pass for the official ones."""
     made = tmp_path / "data" / FOLDER
     made.mkdir(parents=True)
     sums = {}
@@ -84,7 +84,7 @@ def other(folder, data):
 
 
 def no_file(make):
-    """Puts something else in the place of a file."""
+    """Replaces a file by something else."""
 
     def change(folder):
         (folder / "data_batch_2.bin").unlink()

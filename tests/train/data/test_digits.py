@@ -1,4 +1,4 @@
-"""The digits are scikit-learn's, split the same way always."""
+"""The digits of scikit-learn, and their split."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ def test_the_digits_have_the_documented_split(moved, monkeypatch):
     if moved:  # another version of scikit-learn keeps its file elsewhere
         monkeypatch.setattr(np, "loadtxt", missing)
         monkeypatch.setattr("sklearn.datasets.load_digits", lambda: ORIGINAL)
-    np.random.seed(5)  # changes nothing
+    np.random.seed(5)  # has no effect
     dataset = digits.load()
     assert dataset.num_classes == 10
     for part, count in ((dataset.train, 1437), (dataset.test, 360)):
@@ -28,7 +28,7 @@ def test_the_digits_have_the_documented_split(moved, monkeypatch):
     order = np.random.RandomState(0).permutation(1797)
     images = np.concatenate([dataset.train.images, dataset.test.images])[..., 0]
     labels = np.concatenate([dataset.train.labels, dataset.test.labels])
-    # 255 / 16 is more than 1, so rounding loses none of the 17 values.
+    # Since 255 / 16 > 1, rounding keeps all 17 values apart.
     np.testing.assert_array_equal(np.rint(images / 255 * 16), ORIGINAL.images[order])
     np.testing.assert_array_equal(labels, ORIGINAL.target[order])
     assert images.min() == 0 and images.max() == 255

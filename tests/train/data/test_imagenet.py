@@ -1,4 +1,4 @@
-"""Images in a folder per class: what is found, what is wrong, and how they are decoded."""
+"""Images in one folder per class: finding them, errors, decoding."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from train.data import imagenet
 from train.data.arrays import DataError
 
 
-# What is found
+# Finding images
 
 
 def test_classes_and_images_are_in_alphabetical_order(tmp_path):
@@ -80,7 +80,7 @@ def test_some_reads_center_crops_and_skips_unreadable_files(tmp_path):
         imagenet.some(files, count=5, seed=0, size=32)
 
 
-# What is wrong
+# Errors
 
 
 def empty(folder):
@@ -170,7 +170,7 @@ def test_random_crops_have_the_documented_distribution():
     area, ratio = width * height / (500 * 400), width / height
     assert 0.078 < area.min() < 0.09 and 0.9 < area.max() <= 1
     assert 0.74 < ratio.min() < 0.76 and 1.31 < ratio.max() < 1.35
-    # Small parts always fit: uniform in the area and the logarithm of the shape.
+    # Small crops always fit: area and log-shape are uniform.
     small = area < 0.5
     assert np.mean(area[small]) == pytest.approx((0.08 + 0.5) / 2, abs=0.01)
     assert np.mean(np.log(ratio[small])) == pytest.approx(0, abs=0.02)
@@ -181,7 +181,7 @@ def test_crops_lie_inside_images_of_any_shape():
         for seed in range(20):
             box = imagenet.random_box(width, height, np.random.default_rng(seed))
             assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
-    # Where nothing fits it is the middle.
+    # If nothing fits, the crop is the middle.
     assert imagenet.random_box(1000, 30, np.random.default_rng(0)) == (480, 0, 520, 30)
     assert imagenet.random_box(30, 1000, np.random.default_rng(0)) == (0, 480, 30, 520)
 
@@ -242,7 +242,7 @@ def test_large_jpegs_are_decoded_at_a_smaller_size(photo, tmp_path, monkeypatch)
         assert root_mean_square(small, whole) < 1
     assert decoded[0] == (1000, 750)  # 750 > 2 x 224
     assert decoded[1::2] == [(2000, 1500)] * 3
-    assert decoded[4] == (2000, 1500)  # a small part is taken from the whole
+    assert decoded[4] == (2000, 1500)  # a small crop needs the full size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Images read ahead from files: which ones, broken ones, how far ahead, how it ends."""
+"""Reading images ahead: the choice of images, broken files, bounds, the end."""
 
 import contextlib
 import shutil
@@ -21,7 +21,7 @@ SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3
 
 
 class Grid:
-    """Stands for the grid in a process that owns some of 4 workers; places nothing."""
+    """The grid of a process that owns some of 4 workers, without devices."""
 
     num_workers = 4
 
@@ -34,7 +34,7 @@ class Grid:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """24 training images of 3 classes and 9 to test with, none of them broken."""
+    """24 training images of 3 classes and 9 test images, all readable."""
     return make_folder(tmp_path_factory.mktemp("images") / "data")
 
 
@@ -44,7 +44,7 @@ def copied(folder, tmp_path):
 
 
 def make_stream(folder, grid=None, *, shard=False, ahead=2, warn=pytest.fail):
-    """A stream of small batches; 8 steps make an epoch (2 with parts of their own)."""
+    """A stream of small batches with 8 steps per epoch (2 with separate parts)."""
     data = imagenet.load(folder, SIZE)
     count = len(data.train.labels)
     return Stream(
@@ -66,7 +66,7 @@ def take(stream, start, stop):
 
 
 def cropped(path, worker, step, place):
-    """The part of an image that a worker sees at a place in a batch."""
+    """The crop of an image that a worker sees at a place in a batch."""
     rng = np.random.default_rng([SEED, worker, step, place, stream.CROPS])
     box_of = lambda width, height: imagenet.random_box(width, height, rng)
     return imagenet.read(path, SIZE, box_of)
@@ -81,7 +81,7 @@ def assert_equal(some, others):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The paths of the files read, in order."""
+    """The paths of the files that are read, in order."""
     paths, original = [], imagenet.read
     note = lambda path, *rest: paths.append(path) or original(path, *rest)
     monkeypatch.setattr(imagenet, "read", note)
@@ -94,7 +94,7 @@ def readers():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running():
-    """After each test all readers end; a thread may finish the image that it is at."""
+    """After each test all readers stop, once a thread has finished its current image."""
     yield
     deadline = time.monotonic() + 10
     while readers() and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ def nothing_is_left_running():
     assert not readers()
 
 
-# Which images
+# The choice of images
 
 
 def test_each_worker_sees_each_image_once_per_epoch_in_a_stable_order():
@@ -111,12 +111,12 @@ def test_each_worker_sees_each_image_once_per_epoch_in_a_stable_order():
     rows = np.stack([sampler.rows(step, range(3)) for step in range(6)])
     epochs = rows.reshape(2, 3, 3, 4).swapaxes(1, 2).reshape(6, 12)
     assert all(len(set(epoch)) == 12 and set(epoch) <= set(range(14)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 6  # one for every worker and epoch
-    # Not by what was asked before, nor by which process asks.
+    assert len({tuple(epoch) for epoch in epochs}) == 6  # one for each worker and epoch
+    # The order depends neither on earlier calls nor on the process.
     again = EpochSampler(14, 4, seed=0)
     np.testing.assert_array_equal(again.rows(5, range(1, 3)), rows[5, 1:])
     assert not np.array_equal(EpochSampler(14, 4, seed=1).rows(5, range(3)), rows[5])
-    # Runs that were begun by an earlier version go on with the same images.
+    # Runs of earlier versions resume with the same images.
     digits = EpochSampler(1437, 32, seed=0).rows(100, range(2))
     assert digits[:, :3].tolist() == [[697, 100, 771], [370, 205, 1329]]
     assert parts(1437, 4, seed=0)[:, 0].tolist() == [960, 888, 398, 1225]
@@ -159,7 +159,7 @@ def test_a_process_reads_only_the_images_of_its_workers(folder, read):
 
 def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
     reader, files = make_stream(folder), imagenet.load(folder).test
-    for _ in range(2):  # each time anew
+    for _ in range(2):  # images are read again
         batches = list(reader.test_batches)
         assert [pixels.shape for pixels, *_ in batches] == [(4, 2, SIZE, SIZE, 3)] * 2
         together = [np.concatenate(x) for x in zip(*batches)]
@@ -173,7 +173,7 @@ def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
     assert_equal(mine, jax.tree.map(lambda x: x[2:], batches))
 
 
-# Files that cannot be read
+# Unreadable files
 
 
 def test_the_next_readable_image_replaces_a_broken_one(copied):
@@ -195,7 +195,7 @@ def test_the_next_readable_image_replaces_a_broken_one(copied):
     assert reasons[str(broken[2])] == "No such file or directory"
 
     files, sampler = imagenet.load(copied).train, EpochSampler(24, BATCH, SEED)
-    replaced = {10: 12, 11: 12, 23: 0}  # the first image follows the last
+    replaced = {10: 12, 11: 12, 23: 0}  # the first image follows the last one
     for step in range(8):
         pixels, labels = good[step][0].copy(), good[step][1].copy()
         for (worker, place), row in np.ndenumerate(sampler.rows(step, range(4))):
@@ -260,7 +260,7 @@ def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
         take(reader, 0, 1)
 
 
-# How far ahead, and how it ends
+# Bounds and the end
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
@@ -279,7 +279,7 @@ def test_reading_ahead_is_bounded(folder, ahead, read):
         assert reads_when_nothing_moves() == 0
         for taken in (1, 2, 3):
             next(batches)
-            # Two more are placed already, and `ahead` are decoded.
+            # Two more batches are on the devices, and `ahead` are decoded.
             assert reads_when_nothing_moves() == (taken + 2 + ahead) * 4 * BATCH
         assert 0 < len(readers()) <= THREADS + 1
 
@@ -295,7 +295,7 @@ def test_closing_stops_the_threads_at_any_time(folder):
             next(batches)
     for batch in reader.test_batches:
         assert len(batch) == 3
-        break  # what is given up is closed, too
+        break  # an abandoned iterator is closed, too
 
 
 def test_the_number_of_steps_in_flight_is_bounded():

@@ -1,4 +1,4 @@
-"""Text: its ids, windows that are tested and drawn, and what is wrong with a file."""
+"""Texts: token ids, windows for tests and training, wrong files."""
 
 import codecs
 import os
@@ -26,7 +26,7 @@ def test_files_are_joined_without_byte_order_marks(tmp_path):
     assert ids.dtype == np.uint8 and loaded.vocabulary.decode(ids) == whole
     assert len(loaded.train) == len(whole) * 9 // 10
     assert loaded.sha256 == text.of(whole.encode(), "characters").sha256
-    # In bytes: those of the files themselves.
+    # Tokens that are bytes keep the byte order marks.
     loaded = text.load(files, "bytes")
     whole = "\ufeffnaïve\n\ufeffthéâtre €"
     assert bytes(np.concatenate([loaded.train, loaded.test])) == whole.encode()
@@ -108,7 +108,7 @@ def test_random_windows_come_from_the_workers_text(shard):
     keys = workers.put(jax.random.split(jax.random.key(0), 4))
     drawn = np.asarray(workers.map(windows.draw)(windows.data, keys))
     assert drawn.shape == (4, 16, 31)
-    # The text counts from 0 to 299 again and again, so that windows tell their places.
+    # The text counts from 0 to 299 repeatedly, so that windows reveal their positions.
     assert ((drawn[..., 1:] - drawn[..., :-1]) % 300 == 1).all()
     if not shard:
         assert len({tuple(window) for window in drawn.reshape(-1, 31)}) > 50

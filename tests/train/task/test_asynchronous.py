@@ -1,4 +1,4 @@
-"""Workers at their own pace train what workers in lock step do, from the same parts."""
+"""Asynchronous workers and workers in lock step train alike."""
 
 import dataclasses
 

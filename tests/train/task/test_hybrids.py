@@ -1,4 +1,4 @@
-"""Joined methods, against their equations in NumPy."""
+"""Combined methods against their equations in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ GOALS = np.array([1.0, 2.0, 4.0, 9.0])
 
 
 def trajectory(tx, nodes, steps):
-    """Where four workers stand that descend to goals of their own, from 0: [steps, 4]."""
+    """Parameters [steps, 4] of four workers that descend from 0 to different goals."""
     workers = lj.Workers(nodes, 4 // nodes)
 
     def step(x, state, goal):

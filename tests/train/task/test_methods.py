@@ -1,4 +1,4 @@
-"""The list of methods: complete, with the defaults of the library."""
+"""The table of methods is complete and has the defaults of the library."""
 
 import dataclasses
 import inspect
@@ -19,7 +19,7 @@ from train.task.methods import METHODS, ROWS
 
 
 def factories():
-    """The factories of methods that the library has: what returns a transformation."""
+    """Yields the functions of the library that return a transformation."""
     for name, value in vars(lj).items():
         if inspect.isfunction(value) and value.__module__.startswith(
             "lsgd_jax._src.methods"
@@ -60,14 +60,14 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
 
 
 def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
-    """Of the options with their defaults the same steps come as of no outer optimizer."""
+    """The default options give the same steps as no outer optimizer."""
     given = steps_of(methods.make("diloco", period=1).around(optax.sgd(0.1)))
     default = steps_of(optax.chain(optax.sgd(0.1), lj.diloco(period=1)))
     np.testing.assert_array_equal(given, default)
 
 
 def steps_of(tx, gradients=(1.0, 3.0), steps=5):
-    """The parameters [steps, W] of workers with constant gradients, from 0."""
+    """Parameters [steps, W] of workers with constant gradients that start at 0."""
     workers = lj.Workers(1, len(gradients))
 
     def step(x, state, g):
@@ -105,7 +105,7 @@ def test_slowmo_uses_the_learning_rate_of_its_step():
 
 
 def test_parle_follows_its_equation_while_the_learning_rate_drops():
-    """Inner and outer loop take the rate that the base optimizer takes at the same step."""
+    """Inner and outer loop use the learning rate of the base optimizer at each step."""
     gradients, decay, gamma, rho, period = np.array([1.0, 3.0]), 0.5, 0.2, 0.3, 2
     optimizer = OptimizerConfig(
         learning_rate=0.5, schedule="drops", drop_at=(2, 3), drop_factor=0.5
@@ -123,7 +123,7 @@ def test_parle_follows_its_equation_while_the_learning_rate_drops():
 
 
 def test_clipping_follows_the_aggregation():
-    """The mean gradient 2 is clipped, not those of the workers, 1 and 3."""
+    """The mean gradient 2 is clipped, not the gradients 1 and 3 of the workers."""
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])

@@ -1,4 +1,4 @@
-"""Every worker's optimizer as configured: hand-computed steps, and what is refused."""
+"""The optimizer of a worker against steps computed by hand."""
 
 import dataclasses
 import typing
@@ -17,7 +17,7 @@ NAMES = typing.get_args(Optimizer)
 
 
 def moved(options, gradients, start=0.0, rate=None):
-    """One parameter after each of the gradients."""
+    """The value of one parameter after each gradient."""
     tx = optimizers.make(options, options.learning_rate if rate is None else rate)
     x = jnp.full([1], start)
     state, seen = tx.init(x), []
@@ -33,7 +33,7 @@ RATES = {"sgd": 0.1, "adamw": 0.3, "lion": 0.3, "muon": 0.3, "lars": 300.0}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_learns(name):
-    """A matrix and a vector; muon takes the first one, its adamw the second."""
+    """Parameters are a matrix, for muon, and a vector, for its adamw."""
     options = OptimizerConfig(name=name, learning_rate=RATES[name], clip=10.0)
     tx = optimizers.make(options, options.learning_rate)
     rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_adamw_takes_its_betas_and_eps():
 
 def test_a_lars_step_is_a_thousandth_of_the_weight():
     options = OptimizerConfig(name="lars", learning_rate=1.0)
-    # At zero LARS has no trust ratio; behind it, a step is 0.001 of the weight.
+    # At zero LARS has no trust ratio; after that, a step is 0.001 of the weight.
     expected = [-1.0, -1.0 - 0.001]
     np.testing.assert_allclose(moved(options, [1.0, 1.0]), expected, rtol=1e-6)
 
@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_of_matrices_alone(name):
-    """Without gradients only decay moves parameters, from 1."""
+    """Without gradients only decay changes the parameters, which start at 1."""
     options = OptimizerConfig(name, weight_decay=0.1, decay_of="matrices")
     params = {
         "tokens": {"embedding": jnp.ones((3, 2))},
@@ -121,7 +121,7 @@ def test_decay_of_matrices_alone(name):
 
 
 def test_muon_leaves_embeddings_to_adamw():
-    """They move as vectors do, which are never muon's."""
+    """Embeddings move like vectors, to which muon never applies."""
     shapes = {"embedding": (2, 2), "bias": (4,), "kernel": (2, 2)}
     gradients = {name: jnp.array([1.0, 2, 3, 4]).reshape(x) for name, x in shapes.items()}
     params = optax.tree.zeros_like(gradients)

@@ -1,4 +1,4 @@
-"""The learning rate at named steps, counted from 0."""
+"""The learning rate at given steps, counted from 0."""
 
 import numpy as np
 
