@@ -58,10 +58,8 @@ def test_lsgd_with_two_levels():
     assert found.share() == pytest.approx(0.019125 / 0.119125)  # 6 ms + 420 ms / 32
     assert found.pause == pytest.approx(0.426) and found.delay == 0  # a period of one step
     turned = proposals(0.25, {INSIDE: LINK, ALL: FAST})["lsgd", "float32"]
-    assert [every for _, every in turned.exchanges] == [
-        32,
-        32,
-    ]  # the outer period is not shorter
+    # The outer period is not shorter.
+    assert [every for _, every in turned.exchanges] == [32, 32]
 
 
 def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
@@ -101,15 +99,14 @@ def test_no_proposal_exceeds_the_share(share):
         {("leader", "float32"): 0.25, ("mean", "float32"): 0.5},
         pytest.param(None, marks=pytest.mark.slow),
     ],
-    ids=["pulls as said", "pulls measured"],
+    ids=["given pulls", "measured pulls"],
 )
 def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys, pulls):
     monkeypatch.chdir(tmp_path)
     if pulls is not None:
         monkeypatch.setattr(plan, "pull_seconds", lambda *_: pulls)
-        times = iter(
-            [0.4, 0.1, 0.3, 0.2, 0.5, 0.1, 0.1]
-        )  # exchanges of payload and of one number; a step
+        # Three exchanges, each of the payload and of one number, and a step.
+        times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.1, 0.1])
         monkeypatch.setattr(plan, "_median", lambda *_: next(times))
         monkeypatch.setattr(plan, "STEPS", 1)
     tiny.install(tiny.Wide, set=monkeypatch.setattr)
