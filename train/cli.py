@@ -33,18 +33,10 @@ folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
 T = TypeVar("T")
 
 # Options that are read first because the defaults of others depend on them.
-CHOICES: dict[str, Any] = {
-    "method.name": str,
-    "model": configuration.Model,
-    "data.name": configuration.Data,
-    "optimizer.name": configuration.Optimizer,
-    "optimizer.schedule": configuration.Schedule,
-    "steps": int,
-    "name": str,
-    "runs": str,
-    "run_dir": str | None,
-    "resume": bool,
-}
+CHOICES = (
+    "method.name model data.name optimizer.name optimizer.schedule steps name runs run_dir "
+    "resume"
+).split()
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
@@ -121,8 +113,10 @@ def _choices(
       The choices by their full names, and the remaining arguments.
     """
     values, options = configuration.fields(config), []
-    for name, hint in CHOICES.items():
-        option = tyro.conf.arg(name="method" if name == "method.name" else name)
+    for name in CHOICES:
+        is_method = name == "method.name"
+        hint = str if is_method else configuration.SETTINGS[name].hint
+        option = tyro.conf.arg(name="method" if is_method else name)
         default = dataclasses.field(default=values[name])
         options.append((name.replace(".", "_"), Annotated[hint, option], default))
     made = dataclasses.make_dataclass("Choices", options)

@@ -81,6 +81,10 @@ SHARE = Rule(
 Count = Annotated[int, COUNT]
 Positive = Annotated[float, POSITIVE]
 
+# Notes of settings that may change when a run is resumed, and of those that may also differ
+# from process to process.
+FREE, LOCAL = "free on resume", "free on resume and per process"
+
 CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))
 FILES = Only("data.name", ("cifar10", "imagenet"))
 DROPS = Only("optimizer.schedule", ("drops",))
@@ -111,16 +115,16 @@ class DataConfig:
     name: Data = "digits"
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
-    dir: Annotated[str | None, FILES] = None
+    dir: Annotated[str | None, FILES, LOCAL] = None
     # Text files to learn; the last tenth is for validation. Defaults to the source of
     # Python's standard library (text).
-    files: Annotated[tuple[str, ...], TEXT] = ()
+    files: Annotated[tuple[str, ...], TEXT, LOCAL] = ()
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
     # Maximum number of tokens that the model sees at once (text).
     context: Annotated[Count, TEXT] = 64
     # Accept binary files of the right size whose checksum differs (cifar10).
-    accept_other_files: Annotated[bool, CIFAR10] = False
+    accept_other_files: Annotated[bool, CIFAR10, FREE] = False
     # Give each worker its own part of the training data instead of all of it.
     shard: bool = False
     # Side of the square crops, which are random in training (cifar10, imagenet). Images of
@@ -129,9 +133,9 @@ class DataConfig:
     # Width of the black border that is added to training images before the crop (cifar10).
     padding: Annotated[int, NOT_NEGATIVE, CIFAR10] = 0
     # Threads per process that read image files. Defaults to one per CPU core (imagenet).
-    reader_threads: Annotated[int | None, COUNT, IMAGENET] = None
+    reader_threads: Annotated[int | None, COUNT, IMAGENET, FREE] = None
     # Number of batches to read ahead of the training step (imagenet).
-    read_ahead: Annotated[Count, IMAGENET] = 2
+    read_ahead: Annotated[Count, IMAGENET, FREE] = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +324,7 @@ class Config:
         TransformerConfig()
     )
     # The grid of workers.
-    workers: WorkersConfig = WorkersConfig()
+    workers: Annotated[WorkersConfig, FREE] = WorkersConfig()  # see train.run.resharding
     # The optimizer of each worker.
     optimizer: OptimizerConfig = OptimizerConfig()
     method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
@@ -329,34 +333,34 @@ class Config:
     # test (reestimate).
     batch_statistics: Policy = "reestimate"
     # Number of training steps of each worker.
-    steps: Count = 1000
+    steps: Annotated[Count, FREE] = 1000
     # Images, or windows of text, per worker and step.
     batch_size: Count = 32
     # Seed of the initial parameters, the order of the data and all other randomness.
     seed: Annotated[int, Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)] = 0
     # Steps between reports in metrics.jsonl and on the screen.
-    log_every: Count = 16
+    log_every: Annotated[Count, FREE] = 16
     # Steps between tests of the center and of the best worker.
-    test_every: Count = 200
+    test_every: Annotated[Count, FREE] = 200
     # Steps between checkpoints.
-    checkpoint_every: Count = 200
+    checkpoint_every: Annotated[Count, FREE] = 200
     # Number of recent checkpoints to keep, besides the latest one with finite losses.
-    keep_checkpoints: Count = 3
+    keep_checkpoints: Annotated[Count, FREE] = 3
     # Stop after this many consecutive steps without a finite loss on any worker.
-    stop_after_nonfinite: Count = 100
+    stop_after_nonfinite: Annotated[Count, FREE] = 100
     # Folder in which new run folders are created.
-    runs: str = "runs"
+    runs: Annotated[str, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
-    run_dir: str | None = None
+    run_dir: Annotated[str | None, FREE] = None
     # Resume from the last checkpoint in --run-dir, by default that of the newest run of
     # NAME. The run keeps its grid unless --workers gives another one.
-    resume: bool = False
+    resume: Annotated[bool, FREE] = False
     # The named experiment that the settings are based on. Defaults to the name.
-    experiment: tyro.conf.Suppress[str] = ""
+    experiment: Annotated[tyro.conf.Suppress[str], FREE] = ""
     # The rendezvous of several processes.
-    distributed: Annotated[DistributedConfig, LOCK_STEP] = DistributedConfig()
+    distributed: Annotated[DistributedConfig, LOCK_STEP, LOCAL] = DistributedConfig()
     # Ray: asynchronous workers, or processes in lock step.
-    ray: RayConfig = RayConfig()
+    ray: Annotated[RayConfig, FREE] = RayConfig()
 
     def __post_init__(self):
         values = fields(self)
@@ -391,10 +395,14 @@ def _settings(
 
 
 SETTINGS = dict(_settings(Config))  # without those of a method
-DISTRIBUTED, RAY = (
+WORKERS, DISTRIBUTED, RAY = (
     {name for name in SETTINGS if name.startswith(f"{group}.")}
-    for group in ("distributed", "ray")
+    for group in ("workers", "distributed", "ray")
 )
+FREE_PER_PROCESS = {x for x in SETTINGS if LOCAL in SETTINGS[x].notes}
+FREE_ON_RESUME = FREE_PER_PROCESS | {
+    name for name, x in SETTINGS.items() if FREE in x.notes
+}
 
 # The default learning rate of each optimizer when the command line selects it: usual values
 # differ by orders of magnitude.
@@ -499,31 +507,6 @@ def check_installed(*others: str) -> None:
 # The format of run folders. 1, which is not noted in them: lsgd_jax 0.1.0.
 FORMAT = 2
 
-# Settings that may differ from process to process.
-FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED}
-
-# Settings that may change when a run is resumed: its length, its reports and their place,
-# and its workers (see train.run.resharding).
-WORKERS = frozenset({"workers.nodes", "workers.locals", "workers.inside"})
-FREE_ON_RESUME = {
-    *WORKERS,
-    *FREE_PER_PROCESS,
-    *RAY,
-    "steps",
-    "log_every",
-    "test_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "stop_after_nonfinite",
-    "runs",
-    "run_dir",
-    "resume",
-    "experiment",
-    "data.accept_other_files",
-    "data.reader_threads",
-    "data.read_ahead",
-}
-
 
 def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> list[str]:
     """Describes the settings that make `new` another experiment, except for `free` ones.
@@ -619,13 +602,13 @@ def read(path: os.PathLike) -> Config:
             raise ValueError("it is no JSON object")
         if (found := values.pop("format", 1)) != FORMAT:
             raise ValueError(
-                f"its checkpoints are in format {found}, which only the version that wrote "
-                f"them can read; lsgd_jax {lj.__version__} reads format {FORMAT}"
+                f"its run is in format {found}, which only the version that wrote it can "
+                f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
             )
         values.pop("distributed", None)  # 0.2.0 wrote it
         return _built(_restored(_flat(values)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no configuration of a run: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _restored(values: Mapping[str, Any]) -> dict[str, Any]:

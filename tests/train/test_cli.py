@@ -90,7 +90,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method async-wagma --method.wire int8", "or round at random for WAGMA"),
     # Runs and data that do not exist.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
-    ("digits --resume --run-dir none", "holds no configuration of a run"),
+    ("digits --resume --run-dir none", "config.json cannot be read: "),
     ("cifar10-cnn7", "`data.dir` must name the folder of the official CIFAR-10 files"),
 ]
 

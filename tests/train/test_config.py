@@ -34,9 +34,9 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[]", "it is no JSON object"),
-        ('{"name": "digits"}', "its checkpoints are in format 1, .* reads format 2"),
-        ('{"format": 2, "name": "x"}', "of a run: model is missing"),
-        ('{"format": 2}', "of a run: name is missing"),
+        ('{"name": "digits"}', "its run is in format 1, .* resumes format 2"),
+        ('{"format": 2, "name": "x"}', "read: model is missing"),
+        ('{"format": 2}', "read: name is missing"),
     ],
 )
 def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
@@ -84,7 +84,7 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
         group = group[each]
     group[name] = value
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"holds no configuration of a run: .*{reason}"):
+    with pytest.raises(ValueError, match=f"config.json cannot be read: .*{reason}"):
         configuration.read(path)
 
 

@@ -101,14 +101,6 @@ def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(runs):
     np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
 
 
-def test_every_policy_resumes_to_the_same_test(runs):
-    for run, result in runs.values():
-        again = open_run(
-            dataclasses.replace(run.config, run_dir=str(result.folder), resume=True)
-        )
-        assert train(again).tested == result.tested
-
-
 @pytest.mark.parametrize(
     "method, due",
     [

@@ -12,7 +12,7 @@ import pytest
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
-from train.config import OptimizerConfig, WorkersConfig
+from train.config import OptimizerConfig
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
@@ -21,13 +21,11 @@ from train.task.methods import METHODS, ROWS
 def factories():
     """Yields the functions of the library that return a transformation."""
     for name, value in vars(lj).items():
-        if inspect.isfunction(value) and value.__module__.startswith(
-            "lsgd_jax._src.methods"
-        ):
+        module = getattr(value, "__module__", None) or ""
+        if inspect.isfunction(value) and module.startswith("lsgd_jax._src.methods"):
             returned = typing.get_type_hints(value)["return"]
-            if inspect.isclass(returned) and issubclass(
-                returned, optax.GradientTransformation
-            ):
+            is_class = inspect.isclass(returned)
+            if is_class and issubclass(returned, optax.GradientTransformation):
                 yield name, value
 
 
@@ -42,9 +40,8 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     method, row = methods.make(name), METHODS[name].row
     expected = {}
     for function in (row.first, row.last, row.asynchronous, *row.made.values()):
-        for parameter in (
-            inspect.signature(function).parameters.values() if function else ()
-        ):
+        parameters = inspect.signature(function).parameters if function else {}
+        for parameter in parameters.values():
             if parameter.name not in methods.GIVEN | row.made.keys():
                 expected[parameter.name] = parameter.default
     found = vars(method)
@@ -82,16 +79,8 @@ def steps_of(tx, gradients=(1.0, 3.0), steps=5):
     return np.stack(seen)
 
 
-def configured(method, optimizer, workers=(1, 2), steps=8):
-    return make_optimizer(
-        dataclasses.replace(
-            CONFIG,
-            workers=WorkersConfig(*workers),
-            method=method,
-            optimizer=optimizer,
-            steps=steps,
-        )
-    )
+def configured(method, optimizer):
+    return make_optimizer(dataclasses.replace(CONFIG, method=method, optimizer=optimizer))
 
 
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
