@@ -39,11 +39,11 @@ class Rule(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A setting that some values of another setting need; otherwise it is left out.
+    """Values of another setting without which a setting has no effect.
 
     Attributes:
       choice: the full name of the other setting.
-      values: those values.
+      values: its values that need the setting. With others it must be left out.
     """
 
     choice: str
@@ -81,8 +81,8 @@ SHARE = Rule(
 Count = Annotated[int, COUNT]
 Positive = Annotated[float, POSITIVE]
 
-# Notes of settings that may change when a run is resumed, and of those that may also differ
-# from process to process.
+# Notes for settings that may change when a run is resumed, and for settings that may also
+# differ from process to process.
 FREE, LOCAL = "free on resume", "free on resume and per process"
 
 CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))

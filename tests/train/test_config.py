@@ -50,26 +50,18 @@ def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
     "field, value, reason",
     [
         ("foo", 1, "there is no setting foo"),
-        (
-            "optimizer.momentun",
-            0,
-            "no setting optimizer.momentun; did you mean optimizer.momentum?",
-        ),
+        ("optimizer.momentun", 0, "optimizer.momentun; did you mean optimizer.momentum?"),
         ("method", None, "method.name is missing"),
         ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
+        ("method.name", [], "`method` must be one of lsgd"),
         ("method.period", "4", "there is no setting method.period"),
-        (
-            "method.local_period",
-            "4",
-            '`method.local_period` must be of type int, got .*"4"',
-        ),
+        ("method.local_period", "4", 'local_period` must be of type int, got .*="4"'),
         ("optimizer", [], "there is no setting optimizer"),
         ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
         ("workers.inside", [3], r"`workers.inside` must be of type tuple\[str, ...\], got"),
         ("data.files", None, "`data.files` must be of type tuple"),
-        ("method.name", [], "`method` must be one of lsgd"),
         ("model", "vgg", "`model` must be of type Literal.*'vgg16'.*, got model=\"vgg\""),
         ("steps", True, "`steps` must be of type int, got steps=true"),
         ("seed", -1, r"`seed` must be in \[0, 2\*\*32\), got seed=-1"),
@@ -203,14 +195,8 @@ def test_new_run_folders_are_unique(tmp_path):
 @pytest.mark.parametrize(
     "where, reason",
     [
-        (
-            {"run_dir": "file/run"},
-            "the run folder .*file/run cannot be made: Not a directo",
-        ),
-        (
-            {"runs": "file"},
-            "the run folder .*file/digits-.* cannot be made: Not a director",
-        ),
+        ({"run_dir": "file/run"}, "run folder .*file/run cannot be made: Not a directo"),
+        ({"runs": "file"}, "run folder .*file/digits-.* cannot be made: Not a directo"),
         ({"run_dir": "x" * 300}, "cannot be made: File name too long"),
         ({"run_dir": "x\0"}, "null (byte|character)"),
         ({"run_dir": "\udce9"}, r"must be UTF-8, got b'/.*\\xe9'"),

@@ -82,15 +82,11 @@ class ImageForward(Forward):
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
     ) -> tuple[Array, Any]:
-        x, labels, key = self.prepared(data, batch, key)
-        logits, stats = self.train(params, stats, key, x)
-        return cross_entropy(logits, labels).mean(), stats
-
-    def prepared(self, data: Any, batch: Any, key: Array) -> tuple[Array, Array, Array]:
-        """Prepares a training batch: (input of the network, labels, key for dropout)."""
         images, labels = split_batch(self.source.images_and_labels(data, batch))
         image_key, dropout_key = jax.random.split(key)
-        return self.transforms.train(image_key, images), labels, dropout_key
+        x = self.transforms.train(image_key, images)
+        logits, stats = self.train(params, stats, dropout_key, x)
+        return cross_entropy(logits, labels).mean(), stats
 
     def train(self, params: Any, stats: Any, key: Array, x: Array) -> tuple[Any, Any]:
         """The logits in training, and the updated statistics."""
