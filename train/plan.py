@@ -343,7 +343,7 @@ def propose(setting: Setting, share: float, console: rich.console.Console) -> No
     """Prints the proposals."""
     console.print(
         f"settings that wait at most {100 * share:g} % of the time for exchanges (in "
-        "brackets: the delay that hides exchanges in the background, and what is left):"
+        "brackets: a delay that hides them in the background, and the share that is left):"
     )
     for found in setting.proposals(share):
         late = f"delay {found.delay}: {100 * found.share(found.delay):.1f} %"
