@@ -63,19 +63,23 @@ def parse(arguments: Sequence[str]) -> Config:
       ValueError: a wrong command line, or an impossible setting.
       SystemExit: --help was given and has been printed.
     """
-    known, prog = experiments(), PROGRAM
+    known, prog, options = experiments(), PROGRAM, []
     name, *rest = arguments or [""]
     shown = {each: (text.partition("\n")[0], x) for each, (text, x) in known.items()}
-    names = [*known]
     if name in known:
         text, config = known[name]
         config, rest, prog = _chosen(config, rest)
         shown[name] = text, config
         fields = configuration.fields(config).keys() - {"method.name", "experiment"}
-        names = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
-    with one_line_errors(prog, names):
+        options = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
+    elif name not in ("-h", "--help"):
+        raise ValueError(
+            f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
+            f"{PROGRAM} --help"
+        )
+    with one_line_errors(prog, options):
         config = tyro.extras.overridable_config_cli(
-            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest] if name else []
+            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest]
         )
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
@@ -145,16 +149,16 @@ def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
 
 
 @contextlib.contextmanager
-def one_line_errors(prog: str, names: Iterable[str] = ()) -> Iterator[None]:
+def one_line_errors(prog: str, options: Iterable[str] = ()) -> Iterator[None]:
     """Raises a ValueError of one line for a wrong command line that tyro parses.
 
     tyro itself would print a box and exit. Its hook for parse errors is private so far.
 
     Args:
       prog: the command whose --help the message names.
-      names: options and other words; the message proposes the nearest one for a typo.
+      options: the known options; the message suggests the nearest one for a typo.
     """
-    names = list(names)
+    names = list(options)
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         reason = _reason(event, names)
@@ -224,12 +228,8 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             | _errors.MissingArgs(unrecognized_tokens=[unknown, *_])
         ):
             given = unknown.partition("=")[0].replace("_", "-")
-            words = [name for name in names if not name.startswith("-")]
-            if words:
-                expected = f"expected one of {', '.join(words)}"
-                return f"{expected}, got {unknown!r}{meant(given, words)}"
             kind = "option" if unknown.startswith("-") else "argument"
-            return f"unrecognized {kind} {unknown}{_proposal(given, names)}"
+            return f"unrecognized {kind} {unknown}{_suggestion(given, names)}"
         case _errors.InvalidChoice():
             choices, value = event.choices, event.value
             listed = ", ".join(choices)
@@ -239,20 +239,18 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
         case _errors.MissingArgs():
             missing = [given.arg.display_name() for given in event.missing_arguments]
             return f"{', '.join(missing)} must be given"
-        case _errors.MissingSubcommand():
-            return f"expected one of {', '.join(event.subcommand_spec.parser_from_name)}"
         case _errors.InstantiationFailure():
             message = event.message.splitlines()[0].rstrip(".")
             return f"{option}: {message}" if option else message
     return None
 
 
-def _proposal(given: str, names: list[str]) -> str:
-    """A proposal for an unknown option, or '' if no option is near.
+def _suggestion(given: str, names: list[str]) -> str:
+    """A suggestion for an unknown option, or '' if no option is near.
 
-    >>> _proposal("--momentum", ["--momentary", "--optimizer.momentum"])
+    >>> _suggestion("--momentum", ["--momentary", "--optimizer.momentum"])
     '; did you mean --optimizer.momentum?'
-    >>> _proposal("--method.wire", ["--method", "--method.until"])
+    >>> _suggestion("--method.wire", ["--method", "--method.until"])
     ''
     """
     same = {f"{given}.name", given.removesuffix(".name")}
