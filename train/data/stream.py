@@ -23,7 +23,7 @@ MOST_SKIPPED = 100  # unreadable files in a row; with more, the cause is not the
 MOST_NAMED = 100  # unreadable files to report
 
 Batch = tuple[Array, Array, Array]
-Image = tuple[np.ndarray, np.int32, np.bool]  # uint8 [size, size, 3], label, counts
+Image = tuple[np.ndarray, np.int32, np.bool]  # uint8 [size, size, 3], label, if valid
 
 
 class Stream:
