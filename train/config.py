@@ -499,7 +499,7 @@ def check_installed(*others: str) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            "asynchronous workers and `ray.processes` are processes of Ray, and "
+            "asynchronous workers and `ray.processes` need Ray, and "
             f'{missing[0]} is not installed: pip install "lsgd_jax[async]"'
         )
 
