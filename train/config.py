@@ -488,7 +488,7 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
         rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
         yield "workers.nodes", rule, grid.nodes % ray.processes == 0
     if ray.address is not None:
-        _check_left_out(["ray.object_store"], "with ray.address: it has its own", values)
+        _check_left_out(["ray.object_store"], "with ray.address, whose cluster has its own", values)
     fits = own.process_id is None or 0 <= own.process_id < (own.num_processes or 2**31)
     yield "distributed.process_id", "in [0, num_processes)", fits
 
