@@ -5,7 +5,7 @@
 - Paper: LSGD with 4 workers ends at 17.6 % test error (best 17.3 %)
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without
-momentum, weight decay 1e-4, pulls 0.1 every 64 steps; with 4 workers there is one leader.
+momentum, weight decay 1e-4, pull 0.1 every 64 steps. With 4 workers there is one leader.
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig

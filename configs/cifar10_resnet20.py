@@ -5,7 +5,7 @@
 - Paper: LSGD with 4 workers ends at 9.1 % test error (best 9.0 %)
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without
-momentum, divided by 10 late in training, weight decay 1e-4, pulls 0.1 every 64 steps.
+momentum, divided by 10 late in training, weight decay 1e-4, pull 0.1 every 64 steps.
 """
 
 import dataclasses

@@ -5,8 +5,8 @@
 - Paper: LSGD with 4 workers ends at 9.9 % test error (best 9.8 %)
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without
-momentum, divided by 10 late in training, weight decay 1e-4, pulls 0.1 every 64 steps. The
-network needs 32 x 32 images, so they are padded by 4 pixels before the random crop.
+momentum, divided by 10 late in training, weight decay 1e-4, pull 0.1 every 64 steps. The
+network needs 32 x 32 images, which are padded by 4 pixels before the random crop.
 """
 
 import dataclasses

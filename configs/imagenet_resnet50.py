@@ -7,9 +7,9 @@
 - Paper: LSGD with 4 workers ends at 25.7 % top-1 error on the validation images
 
 Settings of Teng et al., NeurIPS 2019: batch 128 per worker, learning rate 0.1 without
-momentum, weight decay 1e-4, pull 0.1 every 64 steps; with 4 workers there is one leader.
-Every worker draws from all images. In 225,000 steps the four of them see 90 epochs
-together. The learning rate stays the same all the time.
+momentum, weight decay 1e-4, pull 0.1 every 64 steps. With 4 workers there is one leader.
+Every worker draws from all images. In 225,000 steps the workers see 90 epochs in total.
+The learning rate is constant.
 """
 
 from train.config import Config, DataConfig, OptimizerConfig, WorkersConfig

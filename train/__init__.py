@@ -3,5 +3,5 @@
 import logging
 
 
-# Matplotlib takes a temporary folder where HOME cannot be written, and says so each time.
+# If HOME is not writable, matplotlib uses a temporary folder and warns about it each time.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)

@@ -19,15 +19,16 @@ try:
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
     from train.run.resuming import resume_command
-except ValueError as error:  # an environment variable that jax does not take
+except ValueError as error:  # jax rejects an environment variable
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def main(arguments: list[str]) -> int:
-    """Trains; the exit status is 0, 1 (stopped, or not saved), 2 (wrong usage), 130.
+    """Trains and returns the exit status.
 
-    With several processes also 70 (an unexpected error) and 75 (a process was lost).
+    0: success, 1: stopped or not saved, 2: wrong usage, 130: interrupted. With several
+    processes also 70: an unexpected error, and 75: a process was lost.
     """
     session = Session()
     try:
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def on_ray(config: Config, arguments: list[str]) -> int:
-    """Trains in lock step in processes of Ray; the exit status."""
+    """Trains in lock step in processes of Ray; returns the exit status."""
     check_installed("pyarrow", "pandas")  # Ray Train needs them
     from train.cluster import ray_train
 
@@ -57,8 +58,8 @@ def on_ray(config: Config, arguments: list[str]) -> int:
 
 
 def train(config: Config, session: Session) -> int:
-    """Trains together with the processes of the session; the exit status."""
-    from train.run import loop  # half a second that --help does without
+    """Trains together with the processes of the session; returns the exit status."""
+    from train.run import loop  # takes half a second, which --help can do without
     from train.run.open import open_run
 
     try:
@@ -75,7 +76,7 @@ def train(config: Config, session: Session) -> int:
     try:
         result = loop.train(run)
     except KeyboardInterrupt:
-        kept = "interrupted a second time; checkpoints written before are kept, to go on: "
+        kept = "interrupted a second time; earlier checkpoints are kept, to go on: "
         return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))
     except (DataError, WorkersLost) as error:
         again = f"to go on later: {resume_command(config, run.folder)}"

@@ -1,7 +1,7 @@
 """The command line: python -m train NAME [--options].
 
-tyro makes the options, and --help, of the fields of `train.config` and their comments, and
-of the factories of the methods and their docstrings.
+tyro derives the options and --help from the fields of `train.config` and their comments,
+and from the factories of the methods and their docstrings.
 """
 
 import contextlib
@@ -32,23 +32,15 @@ folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
 """
 T = TypeVar("T")
 
-# The options that are read first, as the defaults of others depend on them.
-CHOICES: dict[str, Any] = {
-    "method.name": str,
-    "model": configuration.Model,
-    "data.name": configuration.Data,
-    "optimizer.name": configuration.Optimizer,
-    "optimizer.schedule": configuration.Schedule,
-    "steps": int,
-    "name": str,
-    "runs": str,
-    "run_dir": str | None,
-    "resume": bool,
-}
+# Options that are read first because the defaults of others depend on them.
+CHOICES = (
+    "method.name model data.name optimizer.name optimizer.schedule steps name runs run_dir "
+    "resume"
+).split()
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
-    """The named experiments in `configs`: the description and the configuration of each.
+    """The named experiments in `configs`, as (description, configuration).
 
     >>> list(experiments())[:3]
     ['cifar10-cnn7', 'cifar10-resnet20', 'cifar10-vgg16']
@@ -62,28 +54,32 @@ def experiments() -> dict[str, tuple[str, Config]]:
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration that the command line asks for.
+    """Returns the configuration for a command line.
 
-    With --resume the options left out are those of the run that is resumed, its workers
-    those of its latest checkpoint.
+    With --resume, the defaults are the settings of the run and the workers of its latest
+    checkpoint.
 
     Raises:
-      ValueError: a command line that cannot be understood, or a setting that is not
-        possible; SystemExit: help was asked for and printed.
+      ValueError: a wrong command line, or an impossible setting.
+      SystemExit: --help was given and has been printed.
     """
-    known, prog = experiments(), PROGRAM
+    known, prog, options = experiments(), PROGRAM, []
     name, *rest = arguments or [""]
     shown = {each: (text.partition("\n")[0], x) for each, (text, x) in known.items()}
-    names = [*known]
     if name in known:
         text, config = known[name]
         config, rest, prog = _chosen(config, rest)
         shown[name] = text, config
         fields = configuration.fields(config).keys() - {"method.name", "experiment"}
-        names = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
-    with one_line_errors(prog, names):
+        options = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
+    elif name not in ("-h", "--help"):
+        raise ValueError(
+            f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
+            f"{PROGRAM} --help"
+        )
+    with one_line_errors(prog, options):
         config = tyro.extras.overridable_config_cli(
-            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest] if name else []
+            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest]
         )
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
@@ -91,10 +87,11 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def _chosen(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str], str]:
-    """The configuration that the options are to override.
+    """Applies the options that choose defaults.
 
     Returns:
-      It, the options that are left, and the command that explains them.
+      The configuration for the other options to override, those options, and the command
+      whose --help explains them.
     """
     own, prog = config.method.name, f"{PROGRAM} {config.experiment}"
     choices, rest = _choices(config, arguments, prog)
@@ -109,16 +106,21 @@ def _chosen(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]
 def _choices(
     config: Config, arguments: Sequence[str], prog: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The choices of a command line by their full names, and the arguments that are left.
+    """Parses the choices of a command line.
 
     Args:
-      config: holds the choices that are left out.
+      config: the defaults.
       arguments: the command line.
-      prog: the command whose --help explains them.
+      prog: the command whose --help explains the options.
+
+    Returns:
+      The choices by their full names, and the remaining arguments.
     """
     values, options = configuration.fields(config), []
-    for name, hint in CHOICES.items():
-        option = tyro.conf.arg(name="method" if name == "method.name" else name)
+    for name in CHOICES:
+        is_method = name == "method.name"
+        hint = str if is_method else configuration.SETTINGS[name].hint
+        option = tyro.conf.arg(name="method" if is_method else name)
         default = dataclasses.field(default=values[name])
         options.append((name.replace(".", "_"), Annotated[hint, option], default))
     made = dataclasses.make_dataclass("Choices", options)
@@ -130,8 +132,8 @@ def _choices(
 
 
 def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
-    """The configuration of the run that the command line wants to resume."""
-    from train.run import resharding  # what reads checkpoints is not needed for --help
+    """The configuration of the run to resume."""
+    from train.run import resharding  # --help does not need to read checkpoints
     from train.run.checkpoints import latest_notes
 
     where = {name: choices[name] for name in ("runs", "run_dir", "resume")}
@@ -147,16 +149,16 @@ def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
 
 
 @contextlib.contextmanager
-def one_line_errors(prog: str, names: Iterable[str] = ()) -> Iterator[None]:
-    """Makes wrong usage of a command line, which tyro reads, a ValueError of one line.
+def one_line_errors(prog: str, options: Iterable[str] = ()) -> Iterator[None]:
+    """Raises a ValueError of one line for a wrong command line that tyro parses.
 
-    tyro would print a box and exit. It has no public hook for that; this one is private.
+    tyro itself would print a box and exit. Its hook for parse errors is private so far.
 
     Args:
-      prog: the command whose --help the line names.
-      names: options and other words, the nearest of which is proposed for a typo.
+      prog: the command whose --help the message names.
+      options: the known options; the message suggests the nearest one for a typo.
     """
-    names = list(names)
+    names = list(options)
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         reason = _reason(event, names)
@@ -170,18 +172,18 @@ def one_line_errors(prog: str, names: Iterable[str] = ()) -> Iterator[None]:
 def run(
     function: Callable[..., T], arguments: Sequence[str], prog: str, **options: Any
 ) -> T:
-    """Calls a function with the options of a command line, or makes a dataclass of them.
+    """Calls a function, or builds a dataclass, with the options of a command line.
 
-    tyro reads names, types, defaults and help from the signature and the docstring.
+    tyro takes names, types, defaults and help from the signature and the docstring.
 
     Args:
-      function: the function, or the dataclass.
+      function: the function or the dataclass.
       arguments: the command line.
-      prog: the command, as it is typed.
-      options: of `tyro.cli`.
+      prog: the command, as the user types it.
+      options: further arguments of `tyro.cli`.
 
     Raises:
-      ValueError: a command line that cannot be understood.
+      ValueError: a wrong command line.
 
     >>> def double(number: int = 1): return 2 * number
     >>> run(double, ["--number", "3"], "double")
@@ -197,14 +199,14 @@ def run(
 def run_with_others(
     function: Callable[..., T], arguments: Sequence[str], prog: str, text: str | None
 ) -> tuple[T, list[str]]:
-    """`run`, and the arguments that it does not know, which another command reads."""
+    """Like `run`; also returns the arguments that it does not know."""
     settings = {"description": text, "return_unknown_args": True}
     made: Any = run(function, arguments, prog, **settings)
     return made
 
 
 def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
-    """The options that tyro makes of the parameters of a function, or of a dataclass."""
+    """Yields the options that tyro derives from a function or a dataclass."""
     hints = typing.get_type_hints(
         function.__init__ if inspect.isclass(function) else function
     )
@@ -217,7 +219,7 @@ def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
 
 
 def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
-    """The line for a wrong command line; None leaves a rare one to tyro."""
+    """The message for a wrong command line, or None for rare errors, which tyro prints."""
     argument = getattr(event, "argument", None)
     option = "" if argument is None else argument.display_name()
     match event:
@@ -226,12 +228,8 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             | _errors.MissingArgs(unrecognized_tokens=[unknown, *_])
         ):
             given = unknown.partition("=")[0].replace("_", "-")
-            words = [name for name in names if not name.startswith("-")]
-            if words:
-                expected = f"expected one of {', '.join(words)}"
-                return f"{expected}, got {unknown!r}{meant(given, words)}"
             kind = "option" if unknown.startswith("-") else "argument"
-            return f"unrecognized {kind} {unknown}{_proposal(given, names)}"
+            return f"unrecognized {kind} {unknown}{_suggestion(given, names)}"
         case _errors.InvalidChoice():
             choices, value = event.choices, event.value
             listed = ", ".join(choices)
@@ -241,20 +239,18 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
         case _errors.MissingArgs():
             missing = [given.arg.display_name() for given in event.missing_arguments]
             return f"{', '.join(missing)} must be given"
-        case _errors.MissingSubcommand():
-            return f"expected one of {', '.join(event.subcommand_spec.parser_from_name)}"
         case _errors.InstantiationFailure():
             message = event.message.splitlines()[0].rstrip(".")
             return f"{option}: {message}" if option else message
     return None
 
 
-def _proposal(given: str, names: list[str]) -> str:
-    """A proposal for an option that there is not.
+def _suggestion(given: str, names: list[str]) -> str:
+    """A suggestion for an unknown option, or '' if no option is near.
 
-    >>> _proposal("--momentum", ["--momentary", "--optimizer.momentum"])
+    >>> _suggestion("--momentum", ["--momentary", "--optimizer.momentum"])
     '; did you mean --optimizer.momentum?'
-    >>> _proposal("--method.wire", ["--method", "--method.until"])
+    >>> _suggestion("--method.wire", ["--method", "--method.until"])
     ''
     """
     same = {f"{given}.name", given.removesuffix(".name")}

@@ -1,6 +1,6 @@
-"""What every command does around its main function: output is not its job.
+"""Runs the main function of a command, with output streams that may fail.
 
-Standard output and standard error may be full or closed while a command trains for days.
+A command that trains for days must survive that its terminal is closed or a disk is full.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from train.cluster.output import python_only
 
 
 class Lasting:
-    """A stream that takes every text, also when it can no longer be written to.
+    """A stream whose writes never fail.
 
-    What cannot be written is dropped, and later texts are tried again.
+    Text that cannot be written is dropped; later text is tried again.
 
     Args:
-      stream: what to write to.
-      name: what messages call it.
+      stream: the underlying stream.
+      name: its name in messages.
 
     Attributes:
-      failure: what went wrong first; '' if nothing has.
-      tell: called with that, once, when it happens.
+      failure: a description of the first error, or ''.
+      tell: called once with this description when the error occurs.
     """
 
     def __init__(self, stream: TextIO, name: str):
@@ -34,18 +34,18 @@ class Lasting:
         self.tell: Callable[[str], None] = lambda text: None
 
     def write(self, text: str) -> int:
-        """Writes a text if that is possible."""
+        """Writes text if possible."""
         with self._noting_failure():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes out what is buffered if that is possible."""
+        """Flushes the buffer if possible."""
         with self._noting_failure():
             self._stream.flush()
 
     def end(self) -> None:
-        """Lets go of what could not be written, or Python would say so when it ends."""
+        """Closes a failed stream, so that Python does not report it at exit."""
         self.flush()
         if self.failure:
             with contextlib.suppress(OSError, ValueError):
@@ -55,7 +55,7 @@ class Lasting:
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # the latter: the stream was closed
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if not self.failure:
                 self.failure = f"{self._name} cannot be written any more: {error}"
                 self.tell(self.failure)
@@ -65,15 +65,16 @@ class Lasting:
 
 
 def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
-    """Runs a command with what follows its name on the command line; the exit status.
+    """Runs a command with the arguments of the process; returns the exit status.
 
     Args:
       main: the command.
-      leaves_files: whether its results are in files, so that it goes on when what it prints
-        cannot be written. Others end then: quietly if the reader of a pipe has seen enough.
+      leaves_files: whether its results are files. Such a command continues when its output
+        cannot be written. Other commands end, silently if the reader of a pipe has closed.
     """
     if sys.getfilesystemencoding() != "utf-8":
-        # TensorStore takes no other paths. LANG=C, say: Python must know from the start.
+        # TensorStore requires UTF-8 paths. With LANG=C, for example, Python has to be
+        # restarted, because it fixes the encoding at startup.
         environment = os.environ | {"PYTHONUTF8": "1"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     _open_standard_streams()
@@ -92,7 +93,7 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
         sys.stdout.flush()
         return status
     except OSError as error:
-        # What is still buffered must not fail once more when Python ends.
+        # Buffered output must not fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return SIGNALED + signal.SIGPIPE
@@ -101,7 +102,7 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
 
 
 def tell_of_lost_output(tell: Callable[[str], None]) -> None:
-    """Has it noted when the screen can no longer be written to, or was not before."""
+    """Calls `tell` when writing to the terminal fails, or at once if it failed before."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, Lasting):
             stream.tell = tell
@@ -110,12 +111,12 @@ def tell_of_lost_output(tell: Callable[[str], None]) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Opens those that are closed: a file opened later would take their place."""
+    """Opens closed standard streams; a file opened later would take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, closefd=False))

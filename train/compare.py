@@ -1,16 +1,17 @@
-"""python -m train.compare: several methods under the same budget and data, side by side.
+"""python -m train.compare: compares methods on the same data with the same budget.
 
     python -m train.compare digits --methods lsgd,easgd,local-sgd --seeds 3 --out DIR
 
-trains each method with seeds 0, 1, …; all other options are those of `python -m train` and
-hold for every method. `--variant NAME=OPTIONS` adds a method with options of its own:
+The command trains each method with seeds 0, 1, …. All options of `python -m train` may
+follow; they apply to every method. `--variant NAME=OPTIONS` adds a method with its own
+options:
 
     --variant "often=--method lsgd --method.local-period 4"
 
-DIR gets a run folder for each, `compare.png` (test error or validation loss of the center
-against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ± standard
-deviation over the seeds), and `compare.json` (the tests of each seed). The same command
-resumes an interrupted comparison. The exit status is 1 if a run has diverged.
+DIR receives a run folder for each run, `compare.png` (test error or validation loss of the
+center against steps, seconds and bytes sent), `compare.csv` and `compare.md` (mean ±
+standard deviation over the seeds), and `compare.json` (the tests of each seed). The same
+command resumes an interrupted comparison. The exit status is 1 if a run diverged.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -43,10 +44,10 @@ from train.run.result import NONFINITE
 
 
 class Curve(NamedTuple):
-    """The tests of one run, which the figure and the table show.
+    """The tests of one run.
 
-    values: of the center, by the measure; inf where its loss was not finite.
-    peak_megabytes: the most that a worker has sent in a step; None if that is not known.
+    values: the measure at the center; inf where its loss was not finite.
+    peak_megabytes: the most that a worker sent in one step; None if unknown.
     """
 
     steps: list[int]
@@ -58,7 +59,7 @@ class Curve(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether the run ended with a loss that is not finite."""
+        """Whether the last loss of the run was not finite."""
         return not math.isfinite(self.values[-1])
 
 
@@ -71,13 +72,13 @@ class Options:
 
     Args:
       experiment: a named experiment, such as digits.
-      out: the folder for runs and results.
-      methods: names, joined by commas.
-      variant: NAME=OPTIONS, a method with options of its own.
-      seeds: number of seeds of each method.
+      out: folder for the runs and the results.
+      methods: names of methods, separated by commas.
+      variant: NAME=OPTIONS, a method with its own options.
+      seeds: number of seeds per method.
     """
 
-    experiment: tyro.conf.Positional[str]
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     out: pathlib.Path
     methods: str = ""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -85,7 +86,11 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
-    """Returns the configurations of all runs and the folder; ValueError for wrong usage."""
+    """Returns the configurations of all runs, and the folder for the results.
+
+    Raises:
+      ValueError: wrong usage.
+    """
     program = "python -m train.compare"
     options, others = cli.run_with_others(Options, arguments, program, __doc__)
     check_left_out(others, "--method")
@@ -95,30 +100,30 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
         name, _, text = variant.partition("=")
         if not re.fullmatch(r"[\w.-]+", name) or name in lines:
             raise ValueError(
-                f"`variant` must be NAME=OPTIONS with a name of its own, got {variant!r}"
+                f"`variant` must be NAME=OPTIONS with a unique name, got {variant!r}"
             )
         check_left_out(own := shlex.split(text))
         lines[name] = [options.experiment, *others, *own]
     if not lines:
-        raise ValueError("`methods` or `variant` must name what to compare")
+        raise ValueError("`methods` or `variant` must name the methods to compare")
     return of_seeds(lines, options.seeds, options.out), options.out
 
 
 def check_left_out(arguments: Sequence[str], *more: str) -> None:
-    """Raises ValueError if a command line has options that a comparison sets itself."""
+    """Raises ValueError if the arguments contain an option that a comparison sets."""
     for name in ("--resume", "--run-dir", "--seed", *more):
         if any(given.partition("=")[0] == name for given in arguments):
-            raise ValueError(f"{name} is set by the comparison; leave it out")
+            raise ValueError(f"{name} must be left out, because the comparison sets it")
 
 
 def of_seeds(
     lines: dict[str, list[str]], seeds: int, out: pathlib.Path
 ) -> dict[Key, Config]:
-    """Returns the configurations of some command lines, each with seeds 0, 1, ….
+    """Returns the configurations of the command lines, each with seeds 0, 1, ….
 
     Raises:
-      ValueError: fewer than one seed, a command line that is not possible, or a run that
-        began with other settings or workers, which would not be compared fairly.
+      ValueError: fewer than one seed, a wrong command line, or a run that began with other
+        settings or workers, which would make the comparison unfair.
     """
     lj.checks.check_positive_int("seeds", seeds)
     configs = {}
@@ -136,10 +141,10 @@ def of_seeds(
 
 
 def join(configs: dict[Key, Config]) -> Session:
-    """Joins the other processes, with devices for the run that has the most workers.
+    """Joins the other processes, with devices for the run with the most workers.
 
     Raises:
-      ValueError: there are others, and asynchronous methods are to be compared.
+      ValueError: several processes compare asynchronous methods.
     """
     most = max(configs.values(), key=lambda c: c.workers.devices)
     chosen = [config.method for config in configs.values()]
@@ -150,7 +155,7 @@ def join(configs: dict[Key, Config]) -> Session:
     session = rendezvous.join(most)
     if on_ray and session.has_others:
         raise ValueError(
-            "`methods` must be in lock step with several processes, got "
+            "`methods` must run in lock step with several processes, got "
             f"{on_ray[0]}, whose workers are processes of Ray"
         )
     return session
@@ -159,7 +164,11 @@ def join(configs: dict[Key, Config]) -> Session:
 def run(
     configs: dict[Key, Config], out: pathlib.Path, session: Session
 ) -> dict[Key, Curve] | None:
-    """Trains the runs that have not ended; returns all tests, None if one was stopped."""
+    """Trains the runs that have not ended.
+
+    Returns:
+      The tests of all runs, or None if a run was stopped.
+    """
     for (name, seed), config in configs.items():
         if config.resume and _has_ended(out / f"{name}-{seed}", config.steps):
             continue
@@ -169,7 +178,7 @@ def run(
         if result.stopped_by not in (None, NONFINITE):
             print(f"stopped; the same command resumes it in {out}", file=sys.stderr)
             return None
-    session.wait_for_all()  # until the main process has written all metrics
+    session.wait_for_all()  # the main process has now written all metrics
     return {(name, seed): read(out / f"{name}-{seed}") for name, seed in configs}
 
 
@@ -177,12 +186,16 @@ def _has_ended(folder: pathlib.Path, steps: int) -> bool:
     try:
         curve = read(folder)
     except (ValueError, FileNotFoundError):
-        return False  # it was killed before its first test, or its first line
+        return False  # the run was killed before its first test, or its first line
     return curve.diverged or curve.steps[-1] == steps
 
 
 def read(folder: pathlib.Path) -> Curve:
-    """Reads the tests of a run folder; raises ValueError if there are none."""
+    """Reads the tests of a run folder.
+
+    Raises:
+      ValueError: the folder has no tests.
+    """
     events = records.read(folder)
     tests, train = events.get("test", []), events.get("train", [])
     measure = of_events(tests)
@@ -207,7 +220,7 @@ def read(folder: pathlib.Path) -> Curve:
 
 
 def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
-    """Returns a row per method: the error at the end and at its lowest, seconds, bytes.
+    """Returns one row per method: final error, lowest error, seconds, bytes.
 
     >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0])
     >>> (row,) = summarize({("lsgd", 0): curve})
@@ -231,13 +244,13 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
 
 
 def measure_of(curves: dict[Key, Curve]) -> Measure:
-    """Returns the measure; a run that diverged before its first test does not know it."""
+    """The measure of the runs. A run that diverged before its first test lacks it."""
     known = (x.measure for x in curves.values() if any(map(math.isfinite, x.values)))
     return next(known, ERROR)
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
-    """Formats mean ± standard deviation, or how many runs have diverged (inf).
+    """Formats mean ± standard deviation, or the number of runs that diverged (inf).
 
     >>> spread([1.0, 2.0, 3.0], 1), spread([1.0], 2), spread([1.0, math.inf], 1)
     ('2.0 ± 1.0', '1.00', '1 of 2 diverged')
@@ -251,7 +264,7 @@ def spread(numbers: Sequence[float], digits: int) -> str:
 
 
 def as_json(curves: dict[Key, Curve]) -> str:
-    """The tests of each seed, with null for what is not finite."""
+    """The tests of each seed as JSON, with null for values that are not finite."""
     tests = []
     for (method, seed), curve in curves.items():
         known = [x if math.isfinite(x) else None for x in curve.values]
@@ -260,7 +273,7 @@ def as_json(curves: dict[Key, Curve]) -> str:
 
 
 def write(rows: list[dict[str, Any]], out: pathlib.Path, name: str = "compare") -> str:
-    """Writes rows as NAME.csv and NAME.md; returns the latter's text."""
+    """Writes rows to NAME.csv and NAME.md; returns the text of NAME.md."""
     tables.write_csv(rows, out / f"{name}.csv")
     text = tables.markdown(rows)
     (out / f"{name}.md").write_text(text)
@@ -272,13 +285,13 @@ AGAINST = {
     "seconds": "training time, s",
     "megabytes": "MB sent per worker",
 }
-LINES = "-", "--", ":", "-."  # of seed 0, 1, …
+LINES = "-", "--", ":", "-."  # styles of seeds 0, 1, …
 
 
 def draw(
     curves: dict[Key, Curve], path: pathlib.Path, against: Sequence[str] = tuple(AGAINST)
 ) -> None:
-    """Draws what was measured against steps, seconds and bytes; a line per seed."""
+    """Draws the measure against steps, seconds and bytes, with one line per seed."""
     size = 3.5 * len(against) + 2.5, 4
     figure, panels = plt.subplots(
         1, len(against), figsize=size, sharey=True, layout="constrained"
@@ -287,9 +300,7 @@ def draw(
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
     for axes, name in zip(panels, against):
-        top = (
-            axes.get_xaxis_transform()
-        )  # there is no y at which to mark what is not finite
+        top = axes.get_xaxis_transform()  # a value that is not finite has no y
         for (method, seed), curve in curves.items():
             color, x = colors(methods.index(method)), getattr(curve, name)
             mark = " (× diverged)" if method in diverged else ""
@@ -302,7 +313,7 @@ def draw(
         plain_numbers(axes.yaxis)
         sent = sorted(x for curve in curves.values() for x in curve.megabytes if x)
         if name == "megabytes" and sent and sent[-1] > 50 * sent[0]:
-            axes.set_xscale("symlog", linthresh=sent[0])  # a method may send nothing
+            axes.set_xscale("symlog", linthresh=sent[0])  # some methods send nothing
             axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlim(left=0)
     panels[0].set_ylabel(f"{measure.name} of the center, {measure.unit}")
@@ -314,7 +325,11 @@ def draw(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compares; the exit status is 0, 1 (not ended, or diverged), 2 (wrong usage)."""
+    """Compares methods.
+
+    Returns:
+      The exit status: 0, 1 (a run was stopped or diverged) or 2 (wrong usage).
+    """
     session = Session()
     try:
         configs, out = parse(arguments)
@@ -330,7 +345,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
     except (OSError, WorkersLost) as error:
-        return session.leave(STOPPED, f"{error}; the same command goes on")
+        return session.leave(STOPPED, f"{error}; the same command resumes it")
     wrong = [f"{name}-{seed}" for (name, seed), x in curves.items() if x.diverged]
     if wrong and session.is_main:
         print(f"error: diverged: {', '.join(wrong)}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """jax's persistent compilation cache: programs are compiled once, not at every start.
 
-jax's own settings place it (JAX_COMPILATION_CACHE_DIR=DIR) and turn it off
-(JAX_ENABLE_COMPILATION_CACHE=false). By default it lies in the user's cache folder, which
-several versions of jax and of Python may share: each finds only what it has compiled.
+jax's own settings choose its folder (JAX_COMPILATION_CACHE_DIR=DIR) and turn it off
+(JAX_ENABLE_COMPILATION_CACHE=false). By default it is in the user's cache folder. Several
+versions of jax and Python may share it, because each finds only its own programs.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ import jax
 
 
 MAX_BYTES = 2**30  # the programs of `digits` take 0.5 MB
-# Of the 9 s that `digits` compiles for, 0.3 s are programs below this, half of all. They
-# are left out: jax looks at all there are whenever it keeps one.
+# Half of the programs of `digits` compile faster than this, but take only 0.3 s of 9 s in
+# total. They are not cached: jax scans the whole cache whenever it adds a program.
 MIN_COMPILE_S = 0.05
 
-# What jax warns of for each program that it cannot read or keep, and then compiles.
+# Warnings of jax for each program that it cannot read or write; it compiles them instead.
 PER_PROGRAM = "Error (reading|writing) persistent compilation cache|Cache value for key"
 
 
 def use(say: bool = True) -> None:
-    """Turns it on; call it before jax compiles anything.
+    """Turns the cache on. Call it before jax compiles anything.
 
     Args:
-      say: whether to print one line if the programs cannot be kept.
+      say: whether to print a warning if the cache cannot be used.
     """
     settings: Any = jax.config
     given = settings.jax_compilation_cache_dir
@@ -48,7 +48,7 @@ def use(say: bool = True) -> None:
         elif "://" not in given:
             pathlib.Path(given).mkdir(parents=True, exist_ok=True)
             _check_writable(pathlib.Path(given))
-    except (OSError, RuntimeError) as error:  # the latter: the user has no home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         jax.config.update("jax_enable_compilation_cache", False)
         if say:
             print(
@@ -62,9 +62,9 @@ def use(say: bool = True) -> None:
 
 
 def default_folder() -> pathlib.Path:
-    """In the user's cache folder; one for each kind of CPU.
+    """The default cache folder: in the user's cache folder, one per kind of CPU.
 
-    Several hosts may share it, and what is compiled for one CPU may end with SIGILL on
+    Hosts may share a home folder, and a program compiled for one CPU may die with SIGILL on
     another.
     """
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -74,7 +74,7 @@ def default_folder() -> pathlib.Path:
 
 
 def _cpu() -> str:
-    """A name for what the CPU here can do."""
+    """A name for the instruction set of this CPU."""
     features = platform.processor()
     with contextlib.suppress(OSError):
         text = pathlib.Path("/proc/cpuinfo").read_text()
@@ -84,17 +84,17 @@ def _cpu() -> str:
 
 
 def _make_ready(folder: pathlib.Path) -> None:
-    """Makes the folder, and removes what was not written to the end.
+    """Creates the folder, and removes programs that were not written completely.
 
-    jax writes NAME-cache and then NAME-atime. It replaces no program that it cannot read,
-    and 0.10.2 keeps no more if an -atime is missing.
+    jax writes NAME-cache and then NAME-atime. It never replaces a program that it cannot
+    read, and jax 0.10.2 stops writing to the cache if an -atime file is missing.
 
     Raises:
-      OSError: it cannot be written to.
+      OSError: the folder is not writable.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_writable(folder)
-    # Whoever writes one now holds jax's lock.
+    # A process that writes a program holds jax's lock.
     lock = filelock.FileLock(folder / ".lockfile", timeout=1)
     with contextlib.suppress(filelock.Timeout), lock:
         names = set(os.listdir(folder))
@@ -110,6 +110,6 @@ def _check_writable(folder: pathlib.Path) -> None:
 
 
 def _default(name: str, value: float) -> None:
-    """Sets what the user has not set."""
+    """Changes a setting of jax unless the user has set it in the environment."""
     if name.upper() not in os.environ:
         jax.config.update(name, value)

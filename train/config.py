@@ -1,20 +1,20 @@
-"""The configuration of a run: frozen dataclasses, from which the command line is made.
+"""The configuration of a run: frozen dataclasses, from which tyro makes the command line.
 
-`Config` checks itself. A setting has a full name, such as `optimizer.momentum`, on the
-command line, in messages and in the tables of this file.
+A setting has a full name, such as `optimizer.momentum`, on the command line, in messages
+and in the tables of this file. Its type carries the conditions on its value, which `Config`
+checks.
 """
 
 import dataclasses
 import importlib.util
 import json
 import math
-import operator
 import os
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -24,6 +24,78 @@ from train.proposals import meant
 from train.task import methods
 from train.task.batch_statistics import Policy
 from train.task.methods import METHODS, Method, find
+
+
+class Rule(NamedTuple):
+    """A condition on the value of a setting. None always meets it.
+
+    Attributes:
+      text: completes the sentence "the setting must be".
+      holds: whether a value meets the condition.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+class Only(NamedTuple):
+    """Values of another setting without which a setting has no effect.
+
+    Attributes:
+      choice: the full name of the other setting.
+      values: its values that need the setting. With others it must be left out.
+    """
+
+    choice: str
+    values: tuple[str, ...]
+
+
+def _are_axes(inside: tuple[str, ...]) -> bool:
+    pairs = [axis.partition("=") for axis in inside]
+    names = {name for name, _, _ in pairs}
+    sizes = all(size.isdecimal() and int(size) > 0 for _, _, size in pairs)
+    return sizes and all(map(str.isidentifier, names)) and len(names) == len(pairs)
+
+
+def _is_name(text: str) -> bool:
+    return text not in ("", ".", "..") and "/" not in text
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return host != "" and port.isdecimal() and 0 < int(port) < 2**16
+
+
+def _ascend(steps: tuple[int, ...]) -> bool:
+    return all(before < step for before, step in zip((0, *steps), steps))
+
+
+COUNT = Rule("a positive int", lambda x: type(x) is int and x > 0)
+POSITIVE = Rule("positive and finite", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Rule("at least 0 and finite", lambda x: 0 <= x < math.inf)
+BELOW_ONE = Rule("in [0, 1)", lambda x: 0 <= x < 1)
+SHARE = Rule(
+    "a fraction of one, or a whole number",
+    lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0,
+)
+Count = Annotated[int, COUNT]
+Positive = Annotated[float, POSITIVE]
+
+# Notes for settings that may change when a run is resumed, and for settings that may also
+# differ from process to process.
+FREE, LOCAL = "free on resume", "free on resume and per process"
+
+CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))
+FILES = Only("data.name", ("cifar10", "imagenet"))
+DROPS = Only("optimizer.schedule", ("drops",))
+LOCK_STEP, ASYNCHRONOUS = (
+    Only("method.name", tuple(x for x in METHODS if METHODS[x].is_asynchronous is engine))
+    for engine in (False, True)
+)
+
+
+def _optimizers(*names: str) -> Only:
+    return Only("optimizer.name", names)
 
 
 Data = Literal["digits", "cifar10", "imagenet", "text"]
@@ -38,67 +110,69 @@ Schedule = Literal["constant", "drops", "cosine"]
 class DataConfig:
     """The data that the workers learn from."""
 
-    # The data set: `digits` comes with scikit-learn, `text` is that of --data.files, the
+    # The data set. `digits` comes with scikit-learn, `text` reads --data.files, and the
     # others need --data.dir.
     name: Data = "digits"
-    # Folder with the official cifar-10-batches-bin (cifar10); for imagenet one with
-    # train/CLASS/*.JPEG and val/CLASS/*.JPEG.
-    dir: str | None = None
-    # Files of text, of which the last tenth is for validation; by default the source of
+    # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
+    # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
+    dir: Annotated[str | None, FILES, LOCAL] = None
+    # Text files to learn; the last tenth is for validation. Defaults to the source of
     # Python's standard library (text).
-    files: tuple[str, ...] = ()
-    # What a text is made of: characters, for which it must be UTF-8, or bytes (text).
-    tokens: Tokens = "characters"
-    # The most tokens that are seen at once (text).
-    context: int = 64
-    # Accept binary data files of the right size whose checksum differs (cifar10).
-    accept_other_files: bool = False
-    # Give each worker its own part of the training data instead of all of them.
+    files: Annotated[tuple[str, ...], TEXT, LOCAL] = ()
+    # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
+    tokens: Annotated[Tokens, TEXT] = "characters"
+    # Maximum number of tokens that the model sees at once (text).
+    context: Annotated[Count, TEXT] = 64
+    # Accept binary files of the right size whose checksum differs (cifar10).
+    accept_other_files: Annotated[bool, CIFAR10, FREE] = False
+    # Give each worker its own part of the training data instead of all of it.
     shard: bool = False
-    # Side of the squares that images are cropped to, at random for training (cifar10,
-    # imagenet), and that imagenet's are scaled to.
-    crop: int = 28
-    # Width of the black border put around training images before the crop (cifar10).
-    padding: int = 0
-    # Threads of each process that read images from files (imagenet); by default one per
-    # CPU core.
-    reader_threads: int | None = None
-    # Batches to read ahead of the training step (imagenet).
-    read_ahead: int = 2
+    # Side of the square crops, which are random in training (cifar10, imagenet). Images of
+    # imagenet are scaled to this size.
+    crop: Annotated[Count, FILES] = 28
+    # Width of the black border that is added to training images before the crop (cifar10).
+    padding: Annotated[int, NOT_NEGATIVE, CIFAR10] = 0
+    # Threads per process that read image files. Defaults to one per CPU core (imagenet).
+    reader_threads: Annotated[int | None, COUNT, IMAGENET, FREE] = None
+    # Number of batches to read ahead of the training step (imagenet).
+    read_ahead: Annotated[Count, IMAGENET, FREE] = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The network `transformer`, which predicts the next token of a text."""
 
-    # Number of blocks, each an attention and a perceptron.
-    layers: int = 4
-    # Attention heads of each block; must divide the width.
-    heads: int = 4
-    # Size of the vectors that stand for tokens.
-    width: int = 128
-    # How it knows where a token stands: vectors are rotated by their position, or one that
-    # is learned for each position is added.
+    # Number of blocks, each with an attention layer and a perceptron.
+    layers: Count = 4
+    # Attention heads per block; twice this number must divide the width.
+    heads: Count = 4
+    # Size of the embedding vectors.
+    width: Count = 128
+    # Encoding of positions: rotary (RoPE), or a learned vector per position.
     positions: Literal["rotary", "learned"] = "rotary"
-    # What it computes in; parameters, logits and the loss are float32.
+    # Type of the activations. Parameters, logits and the loss are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkersConfig:
-    """The grid of workers. A run may be resumed with another one (see --resume)."""
+    """The grid of workers. A run may be resumed with another grid (see --resume)."""
 
-    # Number of nodes (groups of workers with a fast interconnect).
-    nodes: int = 2
+    # Number of nodes, which are groups of workers with a fast interconnect.
+    nodes: Count = 2
     # Number of workers in each node.
-    locals: int = 4
-    # Devices of each worker, as mesh axes NAME=SIZE (such as fsdp=4): its parameters, its
-    # optimizer's state and its batches are sharded over all of them.
-    inside: tuple[str, ...] = ()
+    locals: Count = 4
+    # Devices of each worker, as mesh axes NAME=SIZE (for example fsdp=4). The worker's
+    # parameters, optimizer state and batches are sharded over all of them.
+    inside: Annotated[
+        tuple[str, ...],
+        Rule("different names with sizes, such as fsdp=4", _are_axes),
+        LOCK_STEP,
+    ] = ()
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes inside a worker and their sizes.
+        """The mesh axes inside a worker and their sizes.
 
         >>> WorkersConfig(inside=("fsdp=2", "model=4")).axes
         {'fsdp': 2, 'model': 4}
@@ -108,115 +182,130 @@ class WorkersConfig:
 
     @property
     def devices_each(self) -> int:
-        """How many devices a worker has."""
+        """The number of devices of a worker."""
         return math.prod(self.axes.values())
 
     @property
     def devices(self) -> int:
-        """How many devices there are for one of them per worker, or per part of one."""
+        """The number of devices when no two workers share one."""
         return self.nodes * self.locals * self.devices_each
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Every worker's own optimizer."""
+    """The optimizer of each worker."""
 
-    # The optimizer: muon is for matrices, and adamw for embeddings and whatever else is in
-    # the model; lars is for large batches (with --method allreduce).
+    # The optimizer. muon applies to matrices and uses adamw for all other parameters,
+    # embeddings included; lars is for large batches (with --method allreduce).
     name: Optimizer = "sgd"
-    # Learning rate, at its highest if there is a schedule.
-    learning_rate: float = 0.1
-    # Momentum coefficient, in [0, 1): of sgd and lars, by default 0, and of muon, by
-    # default 0.95.
-    momentum: float | None = None
-    # Nesterov's momentum instead of the classical one: sgd and lars. Muon always has it.
-    nesterov: bool = False
-    # Decay rates of the two moments, in [0, 1): of adamw and of muon's adamw, by default
-    # (0.9, 0.999), and of lion, by default (0.9, 0.99).
-    betas: tuple[float, float] | None = None
-    # What is added to the root of the second moment: adamw, muon.
-    eps: float = 1e-8
-    # Weight decay: of sgd and lars an L2 penalty, added to the gradient; of adamw, lion and
-    # muon decoupled from it, multiplied by the learning rate only.
-    weight_decay: float = 0.0
-    # What weight decay is for: all parameters, or matrices and convolutions (of muon: what
-    # is not adamw's), without biases, the scales of norms and embeddings.
+    # Learning rate; with a schedule, the highest one.
+    learning_rate: Positive = 0.1
+    # Momentum coefficient, in [0, 1) (sgd, lars: defaults to 0; muon: defaults to 0.95).
+    momentum: Annotated[float | None, BELOW_ONE, _optimizers("sgd", "muon", "lars")] = None
+    # Use Nesterov momentum instead of classical momentum (sgd, lars). muon always does.
+    nesterov: Annotated[bool, _optimizers("sgd", "lars")] = False
+    # Decay rates of the two moments, in [0, 1). Defaults to 0.9 and 0.999 (adamw, and the
+    # adamw of muon) or 0.9 and 0.99 (lion).
+    betas: Annotated[
+        tuple[float, float] | None,
+        Rule("in [0, 1)", lambda x: all(map(BELOW_ONE.holds, x))),
+        _optimizers("adamw", "lion", "muon"),
+    ] = None
+    # Constant added to the root of the second moment (adamw, muon).
+    eps: Annotated[Positive, _optimizers("adamw", "muon")] = 1e-8
+    # Weight decay: an L2 penalty that is added to the gradient (sgd, lars), or decoupled
+    # from the gradient and multiplied by the learning rate (adamw, lion, muon).
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    # Parameters that decay: all, or matrices and convolutions only, without biases, norm
+    # scales and embeddings (muon: only the parameters that are not left to adamw).
     decay_of: Literal["all", "matrices"] = "all"
-    # Gradients of a larger norm, over all parameters of a worker, are scaled down to it.
-    clip: float | None = None
-    # How the learning rate changes after the warm-up: not at all, by drops at the steps
-    # named by --optimizer.drop-at, or along a cosine that ends at the last step.
+    # Maximum norm of a worker's gradient; a longer gradient is scaled down to it.
+    clip: Annotated[float | None, POSITIVE] = None
+    # Schedule of the learning rate after the warm-up: constant, drops at the steps in
+    # --optimizer.drop-at, or a cosine that ends at the last step.
     schedule: Schedule = "constant"
-    # Steps over which the learning rate rises linearly to its full value.
-    warmup_steps: int = 0
+    # Number of steps over which the learning rate rises linearly to its full value.
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     # Steps after which the learning rate is multiplied by --optimizer.drop-factor.
-    drop_at: tuple[int, ...] = ()
-    # What the learning rate is multiplied by at each of --optimizer.drop-at.
-    drop_factor: float = 0.1
-    # Where the cosine ends, in [0, 1], as a part of the learning rate.
-    final_fraction: float = 0.0
+    drop_at: Annotated[tuple[int, ...], Rule("positive and ascending", _ascend), DROPS] = ()
+    # Factor that the learning rate is multiplied by at each step of --optimizer.drop-at.
+    drop_factor: Annotated[Positive, DROPS] = 0.1
+    # Final value of the cosine, as a fraction of the learning rate, in [0, 1].
+    final_fraction: Annotated[
+        float,
+        Rule("in [0, 1]", lambda x: 0 <= x <= 1),
+        Only("optimizer.schedule", ("cosine",)),
+    ] = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """The rendezvous of several processes, on one host or many. Not part of a run."""
+    """The rendezvous of several processes, on one host or many. Not saved with the run."""
 
-    # Who has started the processes: `auto` finds out whether Open MPI, Slurm, a Kubernetes
-    # Job or a Cloud TPU has; `mpi4py` asks any MPI; `none` trains in this process only.
+    # The launcher of the processes. `auto` detects Open MPI, Slurm, a Kubernetes Job and a
+    # Cloud TPU; `mpi4py` asks any MPI; `none` trains in this process only.
     cluster: Literal["auto", "mpi4py", "none"] = "auto"
-    # HOST:PORT where process 0 waits for the others, if the cluster does not say so.
-    coordinator: str | None = None
-    # Number of processes, if the cluster does not say so.
-    num_processes: int | None = None
-    # Which of them this one is, from 0, if the cluster does not say so.
+    # HOST:PORT of process 0, if it cannot be detected.
+    coordinator: Annotated[str | None, Rule("HOST:PORT", _is_address)] = None
+    # Number of processes, if it cannot be detected.
+    num_processes: Annotated[int | None, COUNT] = None
+    # Rank of this process, from 0, if it cannot be detected.
     process_id: int | None = None
-    # GPUs of a process: all that it sees, or one by its rank on the host; `auto` takes one
-    # if it sees several and the cluster has started several processes on the host.
+    # GPUs of a process: all visible ones, or one by its rank on the host. `auto` takes one
+    # if the process sees several and the launcher started several processes on the host.
     gpus: Literal["auto", "one", "all"] = "auto"
-    # Seconds to wait until all processes are there.
-    start_timeout: int = 300
+    # Seconds to wait until all processes have connected.
+    start_timeout: Count = 300
     # Seconds without a heartbeat after which a process counts as lost.
-    heartbeat_timeout: int = 30
+    heartbeat_timeout: Count = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class RayConfig:
     """Ray: asynchronous workers, or processes in lock step (`--ray.processes`)."""
 
-    # Processes of a run in lock step, which Ray Train starts, and starts again after a
-    # failure; by default there is this process only.
-    processes: int | None = None
-    # Emulated CPU devices of each of these processes; by default its share of the workers.
-    devices_per_process: int | None = None
-    # With fewer processes than `processes`, but so many, the run goes on with fewer nodes.
-    min_processes: int | None = None
-    # How many times the processes are started again.
-    max_failures: int = 3
-    # Seconds without new metrics after which the processes are started again.
-    progress_timeout: float = 1800.0
-    # The cluster to join: HOST:PORT, or `auto` for the one that this host is in; by default
-    # Ray is started on this machine and ended with the run.
-    address: str | None = None
-    # CPUs of each worker or process, as Ray counts them to place the workers.
-    cpus_per_worker: float = 1.0
-    # GPUs of each worker or process; a fraction: several workers share one. 0: they use
-    # the CPU.
-    gpus_per_worker: float = 0.0
-    # Seconds that a worker waits for another one before it goes on without it.
-    timeout: float = 10.0
-    # Seconds within which all must have been started.
-    start_timeout: float = 300.0
-    # Seconds after which a worker that takes no step is started again; more than it takes
-    # to compile the first one.
-    stall_timeout: float = 300.0
-    # GiB of shared memory for what travels, where Ray is started by the run; by default a
-    # share of the memory that Ray chooses.
-    object_store: float | None = None
+    # Number of processes of a run in lock step. Ray Train starts them, and restarts them
+    # after a failure. Defaults to training in this process.
+    processes: Annotated[int | None, COUNT, LOCK_STEP] = None
+    # Emulated CPU devices per process. Defaults to its share of the workers.
+    devices_per_process: Annotated[int | None, COUNT, LOCK_STEP] = None
+    # Minimum number of processes. While fewer than --ray.processes are available, but at
+    # least this many, the run continues with fewer nodes.
+    min_processes: Annotated[int | None, COUNT, LOCK_STEP] = None
+    # Maximum number of restarts.
+    max_failures: Annotated[int, NOT_NEGATIVE, LOCK_STEP] = 3
+    # Seconds without new metrics after which the processes are restarted.
+    progress_timeout: Annotated[Positive, LOCK_STEP] = 1800.0
+    # Address of the Ray cluster: HOST:PORT, or `auto` for the one that this host belongs
+    # to. By default the run starts Ray on this machine and stops it at the end.
+    address: Annotated[
+        str | None, Rule("HOST:PORT or auto", lambda x: x == "auto" or _is_address(x))
+    ] = None
+    # CPUs that Ray reserves for each worker or process.
+    cpus_per_worker: Annotated[float, SHARE] = 1.0
+    # GPUs that Ray reserves for each worker or process. With a fraction, several workers
+    # share a GPU; with 0, workers use the CPU.
+    gpus_per_worker: Annotated[float, SHARE] = 0.0
+    # Seconds that a worker waits for another worker before it continues without it.
+    timeout: Annotated[Positive, ASYNCHRONOUS] = 10.0
+    # Seconds within which all workers or processes must have started.
+    start_timeout: Positive = 300.0
+    # Seconds without a step after which a worker is restarted. It must exceed the time
+    # that compiling the first step takes.
+    stall_timeout: Annotated[Positive, ASYNCHRONOUS] = 300.0
+    # GiB of shared memory for messages, if the run starts Ray. Defaults to a fraction of
+    # the memory, which Ray chooses.
+    object_store: Annotated[
+        float | None,
+        # Ray refuses less than 75 MiB.
+        Rule("at least 0.08, in GiB", lambda x: 0.08 <= x < math.inf),
+        ASYNCHRONOUS,
+    ] = None
 
 
 METHOD_HELP = (
-    f"Choose another method with --method NAME: {', '.join(METHODS)}. Schedules, functions "
-    "and objects are for Python; options are numbers and names."
+    f"--method NAME selects another method: {', '.join(METHODS)}. Options take numbers and "
+    "names; schedules, functions and objects need Python."
 )
 
 
@@ -224,185 +313,124 @@ METHOD_HELP = (
 class Config:
     """One experiment."""
 
-    # The run's name, with which the name of its folder begins; by default the experiment's.
-    name: str
+    # Name of the run, which begins the name of its folder.
+    name: Annotated[str, Rule("a name for a folder", _is_name)]
     # The network.
     model: Model
-    # The data.
+    # The data that the workers learn from.
     data: DataConfig = DataConfig()
-    # The network `transformer`.
-    transformer: TransformerConfig = TransformerConfig()
+    # The size of the network `transformer`.
+    transformer: Annotated[TransformerConfig, Only("model", ("transformer",))] = (
+        TransformerConfig()
+    )
     # The grid of workers.
-    workers: WorkersConfig = WorkersConfig()
-    # Every worker's own optimizer.
+    workers: Annotated[WorkersConfig, FREE] = WorkersConfig()  # see train.run.resharding
+    # The optimizer of each worker.
     optimizer: OptimizerConfig = OptimizerConfig()
     method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
-    # Batch statistics: each worker keeps its own; or they are averaged whenever the method
-    # communicates; or they are reestimated from training data before each test.
+    # Batch statistics: each worker keeps its own (keep), they are averaged whenever the
+    # method communicates (average), or they are reestimated from training data before each
+    # test (reestimate).
     batch_statistics: Policy = "reestimate"
-    # Training steps of every worker.
-    steps: int = 1000
+    # Number of training steps of each worker.
+    steps: Annotated[Count, FREE] = 1000
     # Images, or windows of text, per worker and step.
-    batch_size: int = 32
-    # Seed of the starting parameters, the order of the data and all other randomness.
-    seed: int = 0
+    batch_size: Count = 32
+    # Seed of the initial parameters, the order of the data and all other randomness.
+    seed: Annotated[int, Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)] = 0
     # Steps between reports in metrics.jsonl and on the screen.
-    log_every: int = 16
+    log_every: Annotated[Count, FREE] = 16
     # Steps between tests of the center and of the best worker.
-    test_every: int = 200
+    test_every: Annotated[Count, FREE] = 200
     # Steps between checkpoints.
-    checkpoint_every: int = 200
-    # Number of checkpoints to keep, the latest ones; besides, the latest one with finite
-    # losses is kept.
-    keep_checkpoints: int = 3
-    # Stop after this many steps in a row without a finite loss on any worker.
-    stop_after_nonfinite: int = 100
-    # Folder in which new run folders are made.
-    runs: str = "runs"
-    # The run folder itself; by default a new one, RUNS/NAME-DATE-TIME.
-    run_dir: str | None = None
-    # Resume from the last checkpoint of --run-dir (by default the newest run of NAME), with
-    # its workers or, if --workers names others, with those.
-    resume: bool = False
-    # The named experiment that the settings began as; '': the name tells.
-    experiment: tyro.conf.Suppress[str] = ""
+    checkpoint_every: Annotated[Count, FREE] = 200
+    # Number of recent checkpoints to keep, besides the latest one with finite losses.
+    keep_checkpoints: Annotated[Count, FREE] = 3
+    # Stop after this many consecutive steps without a finite loss on any worker.
+    stop_after_nonfinite: Annotated[Count, FREE] = 100
+    # Folder in which new run folders are created.
+    runs: Annotated[str, FREE] = "runs"
+    # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
+    run_dir: Annotated[str | None, FREE] = None
+    # Resume from the last checkpoint in --run-dir, by default that of the newest run of
+    # NAME. The run keeps its grid unless --workers gives another one.
+    resume: Annotated[bool, FREE] = False
+    # The named experiment that the settings are based on. Defaults to the name.
+    experiment: Annotated[tyro.conf.Suppress[str], FREE] = ""
     # The rendezvous of several processes.
-    distributed: DistributedConfig = DistributedConfig()
-    # The processes of workers that step at their own pace.
-    ray: RayConfig = RayConfig()
+    distributed: Annotated[DistributedConfig, LOCK_STEP, LOCAL] = DistributedConfig()
+    # Ray: asynchronous workers, or processes in lock step.
+    ray: Annotated[RayConfig, FREE] = RayConfig()
 
     def __post_init__(self):
         values = fields(self)
-        check_values(values)
-        check_together(self, values)
-        check_engine(self, values)
+        check_each(values)
+        for name, rule, holds in _relations(self):
+            if not holds:
+                _refuse(name, rule, values)
 
 
-POSITIVE_INT = "a positive int", lambda x: type(x) is int and x > 0
-POSITIVE = "positive and finite", lambda x: 0 < x < math.inf
-NOT_NEGATIVE = "at least 0 and finite", lambda x: 0 <= x < math.inf
-COUNTS = (
-    "steps batch_size log_every test_every checkpoint_every keep_checkpoints "
-    "stop_after_nonfinite workers.nodes workers.locals data.context data.crop "
-    "data.reader_threads data.read_ahead transformer.layers transformer.heads "
-    "transformer.width distributed.num_processes distributed.start_timeout "
-    "distributed.heartbeat_timeout ray.processes ray.devices_per_process ray.min_processes"
+class Setting(NamedTuple):
+    """A setting of a configuration: its type, its default, its `Rule` and `Only`."""
+
+    hint: Any
+    default: Any
+    notes: tuple[Any, ...]
+
+
+def _settings(
+    cls: Any, prefix: str = "", notes: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Setting]]:
+    """Yields the settings of a dataclass by their full names."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint, every = hints[field.name], notes
+        if typing.get_origin(hint) is Annotated:
+            hint, *more = typing.get_args(hint)
+            every = *notes, *more
+        if dataclasses.is_dataclass(hint):
+            yield from _settings(hint, f"{prefix}{field.name}.", every)
+        else:
+            yield prefix + field.name, Setting(hint, field.default, every)
+
+
+SETTINGS = dict(_settings(Config))  # without those of a method
+WORKERS, DISTRIBUTED, RAY = (
+    {name for name in SETTINGS if name.startswith(f"{group}.")}
+    for group in ("workers", "distributed", "ray")
 )
-
-
-def _are_axes(inside: tuple[str, ...]) -> bool:
-    pairs = [axis.partition("=") for axis in inside]
-    names = {name for name, _, _ in pairs}
-    sizes = all(size.isdecimal() and int(size) > 0 for _, _, size in pairs)
-    return sizes and all(map(str.isidentifier, names)) and len(names) == len(pairs)
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return host != "" and port.isdecimal() and 0 < int(port) < 2**16
-
-
-SHARE = (
-    "a fraction of one, or a whole number",
-    lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0,
-)
-
-
-# What a setting must be if it is not None.
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(COUNTS.split(), POSITIVE_INT),
-    "name": ("a name for a folder", lambda x: x not in ("", ".", "..") and "/" not in x),
-    "seed": ("in [0, 2**32)", lambda x: 0 <= x < 2**32),
-    "workers.inside": ("different names with sizes, such as fsdp=4", _are_axes),
-    "data.padding": NOT_NEGATIVE,
-    "optimizer.learning_rate": POSITIVE,
-    "optimizer.momentum": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "optimizer.betas": ("in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
-    "optimizer.eps": POSITIVE,
-    "optimizer.weight_decay": NOT_NEGATIVE,
-    "optimizer.clip": POSITIVE,
-    "optimizer.warmup_steps": NOT_NEGATIVE,
-    "optimizer.drop_at": (
-        "positive and ascending",
-        lambda x: all(before < at for before, at in zip((0, *x), x)),
-    ),
-    "optimizer.drop_factor": POSITIVE,
-    "optimizer.final_fraction": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "distributed.coordinator": ("HOST:PORT", _is_address),
-    "ray.max_failures": NOT_NEGATIVE,
-    "ray.progress_timeout": POSITIVE,
-    "ray.address": ("HOST:PORT or auto", lambda x: x == "auto" or _is_address(x)),
-    "ray.cpus_per_worker": SHARE,
-    "ray.gpus_per_worker": SHARE,
-    "ray.timeout": POSITIVE,
-    "ray.start_timeout": POSITIVE,
-    "ray.stall_timeout": POSITIVE,
-    # Ray refuses less than 75 MiB.
-    "ray.object_store": ("at least 0.08, in GiB", lambda x: 0.08 <= x < math.inf),
+FREE_PER_PROCESS = {x for x in SETTINGS if LOCAL in SETTINGS[x].notes}
+FREE_ON_RESUME = FREE_PER_PROCESS | {
+    name for name, x in SETTINGS.items() if FREE in x.notes
 }
 
-# Settings that belong to some choices of another one. They are left out with the others.
-BELONGS = {
-    "optimizer.name": {
-        "optimizer.momentum": ("sgd", "muon", "lars"),
-        "optimizer.nesterov": ("sgd", "lars"),
-        "optimizer.betas": ("adamw", "lion", "muon"),
-        "optimizer.eps": ("adamw", "muon"),
-    },
-    "optimizer.schedule": {
-        "optimizer.drop_at": ("drops",),
-        "optimizer.drop_factor": ("drops",),
-        "optimizer.final_fraction": ("cosine",),
-    },
-    "data.name": {
-        "data.dir": ("cifar10", "imagenet"),
-        "data.files": ("text",),
-        "data.tokens": ("text",),
-        "data.context": ("text",),
-        "data.accept_other_files": ("cifar10",),
-        "data.crop": ("cifar10", "imagenet"),
-        "data.padding": ("cifar10",),
-        "data.reader_threads": ("imagenet",),
-        "data.read_ahead": ("imagenet",),
-    },
-    "model": {
-        f"transformer.{field.name}": ("transformer",)
-        for field in dataclasses.fields(TransformerConfig)
-    },
-}
-
-DISTRIBUTED = {f"distributed.{x.name}" for x in dataclasses.fields(DistributedConfig)}
-RAY = {f"ray.{x.name}" for x in dataclasses.fields(RayConfig)}
-
-# Options of Ray that are for lock step only, and for asynchronous workers only.
-RAY_IN_LOCK_STEP = {
-    "ray.processes",
-    "ray.devices_per_process",
-    "ray.min_processes",
-    "ray.max_failures",
-    "ray.progress_timeout",
-}
-RAY_ASYNCHRONOUS = {"ray.timeout", "ray.stall_timeout", "ray.object_store"}
-
-# The learning rate of an optimizer that is chosen without one: those of other optimizers
-# are of another order.
+# The default learning rate of each optimizer when the command line selects it: usual values
+# differ by orders of magnitude.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
 
 FLOAT32_MAX = 3.4028235e38
-MOST_WORKERS = 2**16  # to place many more takes jax longer than any run
+MOST_WORKERS = 2**16  # jax needs longer to place many more than any run lasts
 
 
-def check_values(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a setting that is not possible, or of no use."""
+def check_each(values: Mapping[str, Any]) -> None:
+    """Checks settings one by one.
+
+    Args:
+      values: all settings by their full names.
+
+    Raises:
+      ValueError: a setting is impossible, or has no effect.
+    """
     is_text = (values["data.name"] == "text", values["model"] == "transformer")
     if is_text[0] != is_text[1]:
         _refuse("model", "transformer with data.name=text, and only there", values)
-    for choice, table in BELONGS.items():
-        others = [name for name, owners in table.items() if values[choice] not in owners]
-        _check_left_out(others, f"with {choice}={values[choice]}", values)
-    for name, (rule, holds) in RULES.items():
-        if values[name] is not None and not holds(values[name]):
-            _refuse(name, rule, values)
+    for name, choice in _without_effect(values):
+        _check_left_out([name], f"with {choice}={values[choice]}", values)
+    for name, setting in SETTINGS.items():
+        for rule in setting.notes:
+            is_rule = isinstance(rule, Rule) and values[name] is not None
+            if is_rule and not rule.holds(values[name]):
+                _refuse(name, rule.text, values)
     for name, value in values.items():
         for x in value if isinstance(value, tuple) else (value,):
             if type(x) is float and not abs(x) <= FLOAT32_MAX:
@@ -411,72 +439,58 @@ def check_values(values: Mapping[str, Any]) -> None:
                 _refuse(name, "less than 2**31", values)
 
 
+def _without_effect(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (setting, choice) for settings that belong to another value of the choice."""
+    for name, setting in SETTINGS.items():
+        for note in setting.notes:
+            if isinstance(note, Only) and values[note.choice] not in note.values:
+                yield name, note.choice
+
+
 def _check_left_out(names: Iterable[str], why: str, values: Mapping[str, Any]) -> None:
     for name in names:
-        if values[name] != _default(name):
+        if values[name] != SETTINGS[name].default:
             _refuse(name, f"left out {why}", values)
-
-
-def _default(name: str) -> Any:
-    return operator.attrgetter(name)(Config)
-
-
-def _check(holds: bool, name: str, rule: str, values: Mapping[str, Any]) -> None:
-    if not holds:
-        _refuse(name, rule, values)
 
 
 def _refuse(name: str, rule: str, values: Mapping[str, Any]) -> typing.NoReturn:
     raise ValueError(f"`{name}` must be {rule}, got {name}={values[name]}")
 
 
-def check_together(config: Config, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for settings that do not go together."""
-    grid, net, warmup = config.workers, config.transformer, config.optimizer.warmup_steps
-    if grid.nodes * grid.locals > MOST_WORKERS:
-        raise ValueError(
-            f"`workers.nodes` times `workers.locals` must be at most {MOST_WORKERS:,}, "
-            f"got {grid.nodes} x {grid.locals}"
-        )
-    each = grid.devices_each
-    rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
-    _check(config.batch_size % each == 0, "batch_size", rule, values)
-    rule = f"divisible by twice the heads (transformer.heads={net.heads})"
-    _check(net.width % (2 * net.heads) == 0, "transformer.width", rule, values)
-    rule = f"more than the warm-up (optimizer.warmup_steps={warmup})"
-    fits = config.optimizer.schedule != "cosine" or warmup < config.steps
-    _check(fits, "steps", rule, values)
-    fits = config.data.name != "cifar10" or config.data.crop <= 32
-    _check(fits, "data.crop", "at most 32 with cifar10", values)
+def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
+    """Yields conditions that involve several settings: (setting, rule, whether it holds).
 
-
-def check_engine(config: Config, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for settings that the engine of the method does not have.
-
-    Methods in lock step run in processes of their own, or of Ray Train; others on Ray.
+    Raises:
+      ValueError: an option of Ray has no effect.
     """
-    ray, method = config.ray, config.method
-    if method.is_asynchronous:
-        names = [*sorted(RAY_IN_LOCK_STEP | DISTRIBUTED), "workers.inside"]
-        _check_left_out(names, f"with method.name={method.name}", values)
-        rule = f"keep or reestimate with method.name={method.name}"
-        _check(config.batch_statistics != "average", "batch_statistics", rule, values)
-    else:
-        names = sorted(RAY_ASYNCHRONOUS)
-        _check_left_out(names, f"with method.name={method.name}", values)
-        if ray.processes is None:
-            _check_left_out(sorted(RAY), "without ray.processes", values)
-        elif ray.min_processes is not None and config.distributed.process_id is None:
-            rule = f"at most ray.processes={ray.processes}"
-            _check(ray.min_processes <= ray.processes, "ray.min_processes", rule, values)
-            rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
-            fits = config.workers.nodes % ray.processes == 0
-            _check(fits, "workers.nodes", rule, values)
+    grid, net, optimizer = config.workers, config.transformer, config.optimizer
+    rule = f"at most {MOST_WORKERS:,} / workers.locals, which is {grid.locals}"
+    yield "workers.nodes", rule, grid.nodes * grid.locals <= MOST_WORKERS
+    each, warmup = grid.devices_each, optimizer.warmup_steps
+    rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
+    yield "batch_size", rule, config.batch_size % each == 0
+    rule = f"divisible by twice the heads (transformer.heads={net.heads})"
+    yield "transformer.width", rule, net.width % (2 * net.heads) == 0
+    rule = f"more than the warm-up (optimizer.warmup_steps={warmup})"
+    yield "steps", rule, optimizer.schedule != "cosine" or warmup < config.steps
+    fits = config.data.name != "cifar10" or config.data.crop <= 32
+    yield "data.crop", "at most 32 with cifar10", fits
+
+    own, ray, values = config.distributed, config.ray, fields(config)
+    if config.method.is_asynchronous:
+        rule = f"keep or reestimate with method.name={config.method.name}"
+        yield "batch_statistics", rule, config.batch_statistics != "average"
+    elif ray.processes is None:
+        _check_left_out(sorted(RAY), "without ray.processes", values)
+    elif ray.min_processes is not None and own.process_id is None:
+        rule = f"at most ray.processes={ray.processes}"
+        yield "ray.min_processes", rule, ray.min_processes <= ray.processes
+        rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
+        yield "workers.nodes", rule, grid.nodes % ray.processes == 0
     if ray.address is not None:
-        _check_left_out(["ray.object_store"], "with ray.address: it has its own", values)
-    own, processes = config.distributed, config.distributed.num_processes or 2**31
-    fits = own.process_id is None or 0 <= own.process_id < processes
-    _check(fits, "distributed.process_id", "in [0, num_processes)", values)
+        _check_left_out(["ray.object_store"], "with ray.address, whose cluster has its own", values)
+    fits = own.process_id is None or 0 <= own.process_id < (own.num_processes or 2**31)
+    yield "distributed.process_id", "in [0, num_processes)", fits
 
 
 def check_installed(*others: str) -> None:
@@ -485,43 +499,17 @@ def check_installed(*others: str) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            "asynchronous workers and `ray.processes` are processes of Ray, and "
+            "asynchronous workers and `ray.processes` need Ray, and "
             f'{missing[0]} is not installed: pip install "lsgd_jax[async]"'
         )
 
 
-# Of the run folders written now. 1, which is not noted: those of lsgd_jax 0.1.0.
+# The format of run folders. 1, which is not noted in them: lsgd_jax 0.1.0.
 FORMAT = 2
-
-# What may differ from process to process.
-FREE_PER_PROCESS = {"data.dir", "data.files", *DISTRIBUTED}
-
-# What may change when a run is resumed: how long it is, what it reports and where, and its
-# workers (see train.run.resharding).
-WORKERS = frozenset({"workers.nodes", "workers.locals", "workers.inside"})
-FREE_ON_RESUME = {
-    *WORKERS,
-    *FREE_PER_PROCESS,
-    *DISTRIBUTED,
-    *RAY,
-    "steps",
-    "log_every",
-    "test_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "stop_after_nonfinite",
-    "runs",
-    "run_dir",
-    "resume",
-    "experiment",
-    "data.accept_other_files",
-    "data.reader_threads",
-    "data.read_ahead",
-}
 
 
 def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> list[str]:
-    """What makes the new configuration another experiment, the `free` fields aside.
+    """Describes the settings that make `new` another experiment, except for `free` ones.
 
     >>> old = Config(name="a", model="cnn7")
     >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
@@ -539,7 +527,7 @@ def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> li
 
 
 def began_with(config: Config) -> dict[str, Any]:
-    """The settings that stay as they are for the whole of a run, as JSON has them."""
+    """The settings that never change during a run, as JSON represents them."""
     kept = {name: x for name, x in fields(config).items() if name not in FREE_ON_RESUME}
     del kept["name"]
     return json.loads(json.dumps(kept))
@@ -555,10 +543,10 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def switched(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with other settings, by their full names.
+    """Returns the configuration with other settings, given by their full names.
 
-    Settings that do not belong to what is chosen now take their defaults. The warm-up
-    takes at most half of the steps of a shorter run, unless that run is resumed.
+    Settings that do not belong to the new choices take their defaults. In a shorter run the
+    warm-up takes at most half of the steps, unless the run is resumed.
 
     >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
     >>> other = switched(old, {"optimizer.name": "adamw"}).optimizer
@@ -569,27 +557,31 @@ def switched(config: Config, changes: Mapping[str, Any]) -> Config:
     new = old | dict(changes)
     if new["optimizer.name"] != old["optimizer.name"]:
         new["optimizer.learning_rate"] = USUAL_RATES[new["optimizer.name"]]
-    for choice, table in BELONGS.items():
-        for name, owners in table.items():
-            if new[choice] not in owners:
-                new[name] = _default(name)
+    if new["method.name"] != old["method.name"]:
+        for option in dataclasses.fields(config.method):
+            del new[f"method.{option.name}"]
+    for name, _ in _without_effect(new):
+        new[name] = SETTINGS[name].default
     if new["steps"] < old["steps"] and not new["resume"]:
         half = new["steps"] // 2
         new["optimizer.warmup_steps"] = min(new["optimizer.warmup_steps"], half)
-    of = lambda group, x: {f.name: new[f"{group}.{f.name}"] for f in dataclasses.fields(x)}
-    groups: dict[str, Any] = {
-        group: dataclasses.replace(before, **of(group, before))
-        for group, before in vars(config).items()
-        if dataclasses.is_dataclass(before) and group != "method"
-    }
-    if new["method.name"] != config.method.name:
-        groups["method"] = methods.make(new["method.name"])
-    own = {name: value for name, value in new.items() if "." not in name}
-    return dataclasses.replace(config, **own, **groups)
+    return _built(new)
+
+
+def _built(values: Mapping[str, Any]) -> Config:
+    """The configuration with settings by their full names; others take their defaults."""
+    groups: dict[str, dict[str, Any]] = {"": {}, "method": {}}
+    for name, value in values.items():
+        group, _, own = name.rpartition(".")
+        groups.setdefault(group, {})[own] = value
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    own, method = groups.pop(""), methods.make(**groups.pop("method"))
+    made: dict[str, Any] = {name: kinds[name](**group) for name, group in groups.items()}
+    return Config(**own, **made, method=method)
 
 
 def write(config: Config, path: os.PathLike) -> None:
-    """Writes the configuration as JSON to a new file, but for how its processes meet."""
+    """Writes the configuration to a new JSON file, without the rendezvous."""
     values = _to_dict(config)
     del values["distributed"]
     with open(path, "x") as file:
@@ -598,66 +590,50 @@ def write(config: Config, path: os.PathLike) -> None:
 
 
 def read(path: os.PathLike) -> Config:
-    """Reads what `write` wrote.
+    """Reads a configuration that `write` wrote.
 
     Raises:
-      ValueError: no such file, it does not hold a configuration, or the run is of a
-        version whose checkpoints hold another state.
+      ValueError: the file is missing, does not hold a configuration, or belongs to a
+        version whose checkpoints are in another format.
     """
     try:
         values = json.loads(pathlib.Path(path).read_text())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-        found = values.pop("format", 1)
+        if (found := values.pop("format", 1)) != FORMAT:
+            raise ValueError(
+                f"its run is in format {found}, which only the version that wrote it can "
+                f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
+            )
         values.pop("distributed", None)  # 0.2.0 wrote it
-        config = _build(Config, values) if found == FORMAT else None
+        return _built(_restored(_flat(values)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no configuration of a run: {error}") from error
-    if config is None:
-        raise ValueError(
-            f"{path} is of a run in format {found}, whose checkpoints hold another "
-            f"training state than those of lsgd_jax {lj.__version__} (format {FORMAT}): it "
-            "can only be read by the version that wrote it"
-        )
-    return config
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _build(cls: Any, values: Any, prefix: str = "") -> Any:
-    """The dataclass `cls` with values as JSON has them.
+def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they were before JSON, which has no tuples.
 
     Raises:
-      ValueError: a setting, which it names, is unknown, missing or of another type.
+      ValueError: a setting, which it names, is unknown, missing or of a wrong type.
     """
-    if not isinstance(values, dict):
-        got = json.dumps(values)
-        raise ValueError(f"`{prefix[:-1]}` must be an object with settings, got {got}")
-    if cls is Method:
-        values = dict(values)
-        cls = find(str(values.pop("name", None)))
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    hints, made = typing.get_type_hints(cls), {}
+    for name in ("name", "model", "method.name"):
+        if name not in values:
+            raise ValueError(f"{name} is missing")
+    method, restored = str(values["method.name"]), {}
+    known = SETTINGS | dict(_settings(find(method), "method."))
     for name, value in values.items():
+        if name == "method.name":
+            continue
         if name not in known:
-            raise ValueError(
-                f"there is no setting {prefix}{name}{meant(name, known, prefix)}"
-            )
-        made[name] = _restored(hints[name], value, prefix + name)
-    for name, field in known.items():
-        if field.default is dataclasses.MISSING and name not in values:
-            raise ValueError(f"{prefix}{name} is missing")
-    return cls(**made)
-
-
-def _restored(hint: Any, value: Any, name: str) -> Any:
-    """A value as it was before JSON, which knows neither dataclasses nor tuples."""
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{name}.")
-    value = tuple(value) if isinstance(value, list) else value
-    if not _is_of(hint, value):
-        kind = hint.__name__ if isinstance(hint, type) else str(hint)
-        kind = kind.replace("typing.", "")
-        raise ValueError(f"`{name}` must be of type {kind}, got {name}={json.dumps(value)}")
-    return value
+            raise ValueError(f"there is no setting {name}{meant(name, known)}")
+        value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
+        if not _is_of(hint, value):
+            kind = hint.__name__ if isinstance(hint, type) else str(hint)
+            kind, got = kind.replace("typing.", ""), json.dumps(value)
+            raise ValueError(f"`{name}` must be of type {kind}, got {name}={got}")
+        restored[name] = value
+    return restored | {"method.name": method}
 
 
 def _is_of(hint: Any, value: Any) -> bool:
@@ -679,15 +655,16 @@ def _is_of(hint: Any, value: Any) -> bool:
 
 
 def _to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested dicts, the method's name among its options."""
+    """The configuration as nested dicts, with the name of the method among its options."""
     values = dataclasses.asdict(config)
     return values | {"method": {"name": config.method.name, **values["method"]}}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts by their paths; an empty dict is a value."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat |= _flat(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value

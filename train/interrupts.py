@@ -1,7 +1,7 @@
-"""Ctrl-C while a run starts: it ends the imports, and is noted after them.
+"""Ctrl-C while a run starts: it ends the process during imports and is recorded afterwards.
 
-An exception that Ctrl-C raises may be lost while jax is imported and compiles: Python only
-prints it if it comes in a callback of the garbage collector, and the run would train on.
+A KeyboardInterrupt can get lost while jax is imported or compiles. If it is raised inside a
+callback of the garbage collector, Python only prints it and the run would continue.
 """
 
 import os
@@ -18,12 +18,12 @@ _noted = threading.Event()
 
 
 def end_at_once() -> None:
-    """Ends the process with one line at Ctrl-C, from now on. Call it before jax."""
+    """From now on Ctrl-C ends the process with one line. Call it before importing jax."""
     signal.signal(signal.SIGINT, _end)
 
 
 def listen() -> None:
-    """Notes Ctrl-C from now on; a second one interrupts at once."""
+    """From now on the first Ctrl-C is recorded, and a second one interrupts at once."""
     _noted.clear()
     signal.signal(signal.SIGINT, _note)
 
@@ -40,11 +40,11 @@ def _note(number: int, frame: types.FrameType | None) -> None:
 
 
 def noted() -> bool:
-    """Whether Ctrl-C has come."""
+    """Whether Ctrl-C was pressed."""
     return _noted.is_set()
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt if Ctrl-C has come."""
+    """Raises KeyboardInterrupt if Ctrl-C was pressed."""
     if _noted.is_set():
         raise KeyboardInterrupt

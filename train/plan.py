@@ -1,18 +1,17 @@
-"""python -m train.plan NAME: settings with which workers wait little for exchanges.
+"""python -m train.plan NAME: proposes settings with which workers wait little.
 
     python -m train.plan cifar10-cnn7 --data.dir DIR --share 0.05
 
-measures, on the devices of all processes, a training step of the experiment without any
-exchange, and exchanges of its parameters inside the node, across nodes, and among all
-workers. For LSGD and DiLoCo in several wire formats it proposes the shortest periods, and
-fragments, with which workers wait no more than that share of the time, and the delay that
-hides an exchange where it travels in the background. All options of `python -m train` may
-follow; run it as the training would be run. Nothing is written.
+The command measures a training step of the experiment without exchanges, and exchanges of
+its parameters inside a node, across nodes and among all workers, on the devices of all
+processes. For LSGD and DiLoCo in several wire formats it proposes the shortest periods and
+the fragments with which workers spend at most this share of the time waiting, and the delay
+that hides an exchange in the background. All options of `python -m train` may follow. Start
+the command as you would start the training. It writes no files.
 
-    python -m train.plan cifar10-cnn7 --step-ms 30 --parameter-mb 4 \\
-      --mbit 100 --latency-ms 1
+    python -m train.plan digits --step-ms 30 --parameter-mb 4 --mbit 100 --latency-ms 1
 
-plans for what is given, and measures the rest; the network is that among all workers.
+plans for the given numbers and measures the others. The network is that of all workers.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ import statistics
 import sys
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +40,15 @@ from train.task.experiment import Experiment
 
 
 SCALE = 4 / lj.Wire().block  # bytes per parameter
-# Bytes per parameter of a wire format, and its messages: the scales go by themselves.
+# Bytes per parameter and messages per exchange of a wire format. Scales are a message.
 WIRES: dict[lj.WireFormat, tuple[float, int]] = {
     "float32": (4.0, 1),
     "int8": (1.0 + SCALE, 2),
     "int4": (0.5 + SCALE, 2),
 }
 MOST_FRAGMENTS = 16
-OVERHEAD = 0.1  # what fragments may add to an exchange by their latencies
-STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # to measure
+OVERHEAD = 0.1  # the share of an exchange that the latencies of fragments may add
+STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # numbers of measurements
 INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
 
 
@@ -57,14 +56,14 @@ INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
 
 
 class Link(NamedTuple):
-    """How a group of workers exchanges parameters: one all-reduce, all at once.
+    """The network of a group of workers whose exchanges are all-reduces.
 
     Attributes:
-      latency: seconds of an exchange of next to nothing.
-      rate: bytes of parameters per second, on top of that.
-      workers: in the group.
-      measured: seconds of whole pulls by kind ('leader' or 'mean') and wire format, with
-        the work to encode and decode parameters; others are computed.
+      latency: seconds of an exchange of one number.
+      rate: bytes of parameters per second, in addition to the latency.
+      workers: number of workers in the group.
+      measured: seconds of whole pulls, including encoding and decoding, by kind ('leader'
+        or 'mean') and wire format. Times that were not measured are computed.
     """
 
     latency: float
@@ -73,10 +72,10 @@ class Link(NamedTuple):
     measured: Mapping[tuple[str, str], float] = {}
 
     def seconds(self, kind: str, payload: int, wire: lj.WireFormat = "float32") -> float:
-        """Seconds of a pull towards a leader, with its election, or towards a mean.
+        """Seconds of a pull towards a leader, including the election, or towards a mean.
 
-        An all-reduce of float32 brings each worker 2 (W - 1) / W payloads, a gather of
-        fewer bits W - 1.
+        With W workers, a worker receives 2 (W - 1) / W payloads in an all-reduce of
+        float32, and W - 1 payloads in a gather, which fewer bits need.
         """
         if (kind, wire) in self.measured:
             return self.measured[kind, wire]
@@ -90,12 +89,12 @@ class Link(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Settings of a method, and what they cost.
+    """Settings of a method, and their cost.
 
     Attributes:
-      options: as they stand on the command line.
-      period: the steps after which all is repeated.
-      exchanges: seconds of each, and the steps between two of them.
+      options: the settings as command-line options.
+      period: the number of steps after which the exchanges repeat.
+      exchanges: (seconds, steps between two exchanges) of each kind of exchange.
       step: seconds of a step without exchanges.
     """
 
@@ -111,25 +110,25 @@ class Proposal(NamedTuple):
 
     @property
     def delay(self) -> int:
-        """The steps that the exchanges last, fewer than there are between two."""
+        """The steps that the exchanges take, less than the steps between two of them."""
         shortest = min(every for _, every in self.exchanges)
         return min(math.ceil(self.pause / self.step), shortest - 1)
 
     def share(self, delay: int = 0) -> float:
-        """The share of the time that is spent waiting, while `delay` steps are taken."""
+        """The share of the time spent waiting if exchanges overlap with `delay` steps."""
         left = ((max(0, x - delay * self.step), every) for x, every in self.exchanges)
         wait = sum(seconds / every for seconds, every in left)
         return wait / (self.step + wait)
 
 
 class Setting(NamedTuple):
-    """What is planned for.
+    """The training to plan for.
 
     Attributes:
       step: seconds of a training step without exchanges.
-      payload: bytes of the parameters, in float32.
-      links: by level; levels with one worker are left out.
-      leaves: of the parameters: a fragment has one at least.
+      payload: bytes of the parameters in float32.
+      links: the network of each level; levels with one worker are left out.
+      leaves: number of leaves of the parameters, the limit for the number of fragments.
     """
 
     step: float
@@ -138,13 +137,13 @@ class Setting(NamedTuple):
     leaves: int = MOST_FRAGMENTS
 
     def proposals(self, share: float) -> Iterator[Proposal]:
-        """LSGD and DiLoCo in each wire format, to wait at most a share of the time."""
+        """Yields LSGD and DiLoCo in each wire format, which wait at most this share."""
         allowed = share / (1 - share) * self.step
         for method in (self._lsgd, self._diloco):
             yield from (method(allowed, wire) for wire in WIRES)
 
     def _lsgd(self, allowed: float, wire: lj.WireFormat) -> Proposal:
-        """Each of two levels gets half; the outer period is at least the inner one."""
+        """Each of two levels gets half the time. The outer period is not shorter."""
         options, exchanges, period = "--method lsgd", [], 1
         levels = {"local": self.links.get(INSIDE), "global": self.links.get(ALL)}
         known = {name: link for name, link in levels.items() if link is not None}
@@ -157,7 +156,7 @@ class Setting(NamedTuple):
         return Proposal(options, period, tuple(exchanges), self.step)
 
     def _diloco(self, allowed: float, wire: lj.WireFormat) -> Proposal:
-        """Fragments are as many as their latencies and the leaves let them be."""
+        """Latencies and leaves limit the number of fragments."""
         link = self.links.get(ALL) or self.links[INSIDE]
         whole = link.seconds("mean", self.payload, wire)
         more = WIRES[wire][1] * link.latency
@@ -176,7 +175,7 @@ class Setting(NamedTuple):
 
 
 def power_of_two(least: float) -> int:
-    """The smallest power of two that is at least so much, and 1.
+    """The smallest power of two that is at least 1 and at least `least`.
 
     >>> power_of_two(0.3), power_of_two(16), power_of_two(17)
     (1, 16, 32)
@@ -210,7 +209,7 @@ def measure(config: Config, session: Session) -> Setting:
 def measure_link(
     workers: lj.Workers, params: Any, axes: tuple[str, ...], count: int
 ) -> Link:
-    """Measures how the groups of `count` workers along some axes exchange parameters."""
+    """Measures exchanges in the groups of `count` workers along some mesh axes."""
     take = workers.map(lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0)))
     nothing = workers.replicate(jnp.zeros(1))
     seconds = _median(lambda: take(params), EXCHANGES)
@@ -226,7 +225,7 @@ def _bytes(params: Any) -> int:
 def pull_seconds(
     workers: lj.Workers, params: Any, axes: tuple[str, ...]
 ) -> dict[tuple[str, str], float]:
-    """Seconds of whole pulls in the node, or of all workers, by kind and wire format."""
+    """Measures whole pulls inside a node or among all workers, by kind and wire format."""
     inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
     found: dict[tuple[str, str], float] = {}
     for wire in WIRES:
@@ -248,7 +247,7 @@ def pull_seconds(
 
 
 def _step(experiment: Experiment, state: Any) -> float:
-    """Seconds of a training step among several without a pause."""
+    """Seconds per training step in a row of steps."""
     batches = [experiment.batch(step) for step in range(STEPS)]
 
     def block():
@@ -261,7 +260,7 @@ def _step(experiment: Experiment, state: Any) -> float:
 
 
 def _median(work: Callable[[], Any], times: int) -> float:
-    """The median of the seconds that something takes, without the compilation."""
+    """Median of the seconds that a call takes, after one call that compiles."""
     wait = lambda: jax.block_until_ready(work())
     wait()
     return statistics.median(timeit.repeat(wait, number=1, repeat=times))
@@ -272,18 +271,18 @@ def _median(work: Callable[[], Any], times: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to plan for.
+    """The options of a plan.
 
     Args:
       experiment: a named experiment, such as digits.
-      share: of the time that workers may wait for exchanges.
-      step_ms: plan for a step of so many milliseconds.
-      parameter_mb: plan for so many megabytes of float32 parameters.
-      mbit: plan for links of so many Mbit/s among the workers.
-      latency_ms: of an exchange of next to nothing there, with --mbit.
+      share: share of the time that workers may wait for exchanges.
+      step_ms: milliseconds of a step, in place of a measurement.
+      parameter_mb: megabytes of float32 parameters, in place of those of the experiment.
+      mbit: Mbit/s of the links among the workers, in place of a measurement.
+      latency_ms: milliseconds of an exchange of one number, with --mbit.
     """
 
-    experiment: tyro.conf.Positional[str]
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     share: float = 0.05
     step_ms: float | None = None
     parameter_mb: float | None = None
@@ -291,7 +290,7 @@ class Options:
     latency_ms: float | None = None
 
     def given(self) -> dict[str, float]:
-        """Returns what takes the place of a measurement; ValueError if it cannot be."""
+        """Values that replace measurements; raises ValueError for wrong ones."""
         if not 0 < self.share < 1:
             raise ValueError(f"`share` must be in (0, 1), got share={self.share}")
         names = "step_ms", "parameter_mb", "mbit", "latency_ms"
@@ -305,7 +304,7 @@ class Options:
 
 
 def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> Setting:
-    """Puts what was given in the place of what was measured."""
+    """Replaces measurements by given values."""
     step, payload, links, leaves = setting
     if "mbit" in given:
         workers = nodes * locals  # a ring all-reduce sends 2 (W - 1) / W payloads
@@ -319,13 +318,13 @@ def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> S
 
 
 def report(setting: Setting, console: rich.console.Console) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     step, payload, links, _ = setting
     console.print(
         f"parameters: {payload / 1e6:.1f} MB; a step without exchanges: {1e3 * step:.1f} ms"
     )
     if not links:
-        console.print("one worker: there is no other worker to exchange anything with")
+        console.print("one worker: there are no exchanges to plan")
         return
     table = rich.table.Table("exchange", "time, ms", "MB/s", "latency, ms")
     seconds = 0.0
@@ -336,15 +335,15 @@ def report(setting: Setting, console: rich.console.Console) -> None:
     console.print(table)
     console.print(
         f"all-reduce SGD, with an exchange at every step, would take "
-        f"{(step + seconds) / step:.2f} times as long as no exchange at all"
+        f"{(step + seconds) / step:.2f} times as long as training without exchanges"
     )
 
 
 def propose(setting: Setting, share: float, console: rich.console.Console) -> None:
     """Prints the proposals."""
     console.print(
-        f"to wait for exchanges at most {100 * share:g} % of the time (in brackets: where "
-        "they travel in the background, such a delay hides them):"
+        f"settings that wait at most {100 * share:g} % of the time for exchanges (in "
+        "brackets: a delay that hides them in the background, and the share that is left):"
     )
     for found in setting.proposals(share):
         late = f"delay {found.delay}: {100 * found.share(found.delay):.1f} %"
@@ -353,14 +352,14 @@ def propose(setting: Setting, share: float, console: rich.console.Console) -> No
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; the exit status is 0, or 2 (wrong usage)."""
+    """Measures and prints; returns the exit status, 0 or 2 (wrong usage)."""
     session = Session()
     try:
         program = "python -m train.plan"
         options, others = cli.run_with_others(Options, arguments, program, __doc__)
         given = options.given()
         config = cli.parse([options.experiment, *others])
-        jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends this
+        jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the plan
         session = rendezvous.join(config)
         compilation_cache.use(say=session.is_main)
         is_known = len(given) == 4

@@ -1,4 +1,4 @@
-"""The figures of a run, as PNG files beside its metrics: python -m train.plots RUN."""
+"""Draws the figures of a run as PNG files in its folder: python -m train.plots RUN."""
 
 import json
 import pathlib
@@ -23,14 +23,14 @@ Events = dict[str, list[Event]]
 
 BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
 MOST_NAMED = 16  # workers
-AT_LEAST_SHOWN = 100  # steps; two periods if they are longer: all others are like these
+AT_LEAST_SHOWN = 100  # steps, or two periods if these are longer; traffic is periodic
 
 
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws training, leaders, consensus, traffic and pace (.png) from a run's metrics.
 
     Returns:
-      The files written; figures for which there is no data yet are left out.
+      The files. Figures without data are left out.
     """
     events, written = log.read(folder), []
     for name, make in FIGURES.items():
@@ -44,7 +44,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def title(folder: pathlib.Path) -> str:
-    """Names a run and its method, as far as its folder says."""
+    """The name of a run, with its method if the folder holds a configuration."""
     name = folder.resolve().name
     try:
         return f"{name}: {json.loads((folder / CONFIG).read_text())['method']['name']}"
@@ -58,7 +58,7 @@ def _plot(axes: Any, events: list[Event], x: str, y: str, **style: Any) -> None:
 
 
 def _training(events: Events) -> Any:
-    """Training loss and what tests measured against steps and against seconds."""
+    """Training loss and test results against steps and against seconds."""
     train, test = events.get("train", []), events.get("test", [])
     if not train:
         return None
@@ -82,7 +82,7 @@ def _training(events: Events) -> Any:
 
 
 def _grids(events: Events) -> list[tuple[int, int, int, int]]:
-    """(begin, end, nodes, locals) of a run that was resumed with other workers."""
+    """(first step, last step, nodes, locals) of each grid that a run has had."""
     starts = {event["step"]: event["workers"] for event in events.get("start", [])}
     last = max((event["step"] for kind in events.values() for event in kind), default=0)
     ends = [*list(starts)[1:], last]
@@ -90,7 +90,7 @@ def _grids(events: Events) -> list[tuple[int, int, int, int]]:
 
 
 def _leaders(events: Events) -> Any:
-    """Which worker led when (left) and how often (right), in its node and of all."""
+    """The leaders over time (left) and how often each worker led (right), per level."""
     elections, grids = events.get("leaders", []), _grids(events)
     levels = [[e for e in elections if e["level"] == level] for level in ("node", "all")]
     shown = list(filter(None, levels))
@@ -116,7 +116,7 @@ def _leaders(events: Events) -> Any:
 def _elections(
     when: Any, often: Any, elections: list[Event], grids: list[tuple[int, int, int, int]]
 ) -> None:
-    """The leaders of one level: against the steps, and how often each was elected."""
+    """The leaders of one level against the steps, and the number of elections won."""
     workers = range(max(nodes * locals for _, _, nodes, locals in grids))
     points = [(e["step"], worker) for e in elections for worker in e["leaders"]]
     steps, leaders = zip(*points)
@@ -138,7 +138,7 @@ def _elections(
 
 
 def _consensus(events: Events) -> Any:
-    """How far apart the workers are."""
+    """The distance between the workers."""
     train = events.get("train", [])
     if not any(event.get("consensus_distance") for event in train):
         return None
@@ -149,7 +149,7 @@ def _consensus(events: Events) -> Any:
 
 
 def _traffic(events: Events) -> Any:
-    """What a worker sends at each step: of all of them the peak and the mean."""
+    """The bytes that a worker sends at each step, their peak and their mean."""
     train = events.get("train", [])
     sent = traffic.of_run(train)
     if sent is None or not sent.any():
@@ -169,7 +169,7 @@ def _traffic(events: Events) -> Any:
 
 
 def _pace(events: Events) -> Any:
-    """How far each worker at its own pace was, and which part of the time it waited."""
+    """The progress of each asynchronous worker, and the fraction of time it waited."""
     last = events.get("pace", [{"steps": []}])[-1]
     workers = range(len(last["steps"]))
     known = [e for e in events.get("pace", []) if len(e["steps"]) == len(workers)]
@@ -201,7 +201,7 @@ FIGURES = {
 
 
 def tidy(figure: Any) -> Any:
-    """Returns the figure without the frames that say nothing."""
+    """Returns the figure without top and right frames, and with a light grid."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -209,21 +209,21 @@ def tidy(figure: Any) -> Any:
 
 
 def plain_numbers(axis: Any) -> None:
-    """Labels a logarithmic axis with 10 in place of 10¹, and between if it is short."""
+    """Labels a logarithmic axis with 10 instead of 10¹, and minor ticks if it is short."""
     low, high = axis.get_view_interval()
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("{x:g}" if high < 30 * low else NullFormatter())
 
 
 def whole_numbers(axis: Any) -> None:
-    """Labels an axis with whole numbers only."""
+    """Labels an axis with integers only."""
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def main(arguments: list[str]) -> int:
     """Draws the figures of the run folders named on the command line."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("python -m train.plots RUN [RUN ...]: draws the figures of run folders")
+        print("usage: python -m train.plots RUN [RUN ...]\n\nDraws the figures of runs.")
         return 0 if arguments else 2
     for argument in arguments:
         try:

@@ -1,11 +1,11 @@
-"""Proposals for misspelled words."""
+"""Suggestions for misspelled words."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def meant(given: str, names: Iterable[str], prefix: str = "") -> str:
-    """A proposal for a word that is none of the known ones; '' if none is near.
+    """A suggestion for an unknown word, or '' if no known word is near.
 
     >>> meant("perid", ["period", "wire"], "--method.")
     '; did you mean --method.period?'

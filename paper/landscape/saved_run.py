@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,9 +12,6 @@ import orbax.checkpoint as ocp
 from train import config as configuration
 from train.cluster import devices
 from train.config import WorkersConfig
-from train.data.arrays import Dataset
-from train.data.imagenet import ImageFolder
-from train.data.transforms import Transforms
 from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding
@@ -74,7 +72,7 @@ class SavedRun:
             raise ValueError(
                 f"`step` must be the step of a checkpoint ({kept}), got {step=}"
             )
-        self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
+        self.data: Any = load_dataset(config)  # images and transforms
         self.experiment = Experiment(config, self.data)
         # Shapes and shardings of a state, without its arrays.
         like = self.experiment.init()

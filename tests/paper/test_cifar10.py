@@ -94,7 +94,7 @@ def test_leader_changes_are_counted(tmp_path):
         ("--model cnn8 --out x", "--model must be one of cnn7, resnet20, vgg16"),
         ("--workers 5 --out x", "--workers must be one of 4, 12, 16"),
         ("--methods lsgd,adam --out x", "`methods` must be one of 'lsgd', 'easgd'"),
-        ("--out x --workers.nodes 3", "--workers.nodes is set by the comparison"),
+        ("--out x --workers.nodes 3", "--workers.nodes must be left out"),
         ("--out x", "`data.dir` must name the folder"),
     ],
 )

@@ -159,5 +159,5 @@ def test_processes_that_see_other_files_all_end_with_an_error(tmp_path):
         make_folder(tmp_path / process / "data", train=8, val=9)
     (tmp_path / "1" / "data" / "val" / "bee" / "0.JPEG").unlink()
     answers, _ = run("other_files", tmp_path, 2)
-    assert answers == ["the images must be the same files for all processes"] * 2
+    assert answers == ["all processes must read the same image files"] * 2
     assert not list(tmp_path.glob("*/result"))

@@ -1,4 +1,4 @@
-"""python -m train with workers at their own pace, on Ray: killed, stopped, gone on with."""
+"""python -m train with asynchronous workers on Ray: a killed worker, a stop, resuming."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def start(folder, *options):
 
 
 def paces(folder):
-    """The events of a run that say how far each worker is."""
+    """The events of a run that report the progress of each worker."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -50,7 +50,7 @@ def wait_until(holds, process):
 
 
 def in_session(process, name):
-    """The processes of a run with this name."""
+    """The process ids of a run's processes with this name."""
     listed = subprocess.run(
         ["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True
     )
@@ -58,7 +58,7 @@ def in_session(process, name):
     return [int(p) for p, sid, args in rows if sid == str(process.pid) and name in args]
 
 
-def test_a_worker_is_killed_the_run_is_stopped_and_goes_on(tmp_path):
+def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, "--steps", "100000")
     try:

@@ -1,4 +1,4 @@
-"""Commands whose output is full, closed or cut off: what they do is not lost."""
+"""Commands whose output streams are full, closed or cut off."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from train import command
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Prints more than a pipe's reader wants, then does its job.
+# Prints more than the reader of a pipe accepts, then does its work.
 SCRIPT = """
 import pathlib, sys, time
 from train import command
@@ -31,7 +31,7 @@ sys.exit(command.run(main, leaves_files=LEAVES_FILES))
 
 
 def run(folder, redirected, leaves_files=True):
-    """The script with its output somewhere: the completed process."""
+    """Runs the script with redirected output; returns the completed process."""
     script = SCRIPT.replace("LEAVES_FILES", str(leaves_files))
     line = f'"$0" -c "$1" {redirected}; exit ${{PIPESTATUS[0]}}'
     return subprocess.run(
@@ -52,21 +52,21 @@ def run(folder, redirected, leaves_files=True):
         ("> /dev/full 2>&1", "standard error cannot be written any more: [Errno 28]"),
     ],
 )
-def test_a_command_goes_on_without_its_output_and_notes_why(tmp_path, redirected, why):
+def test_a_command_continues_without_output_and_records_why(tmp_path, redirected, why):
     ended = run(tmp_path, redirected)
     assert ended.returncode == 3 and (tmp_path / "done").exists()
     assert (tmp_path / "told").read_text().startswith(why)
     assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr
 
 
-def test_files_never_take_the_place_of_closed_streams(tmp_path):
-    """A file that got number 1 would take whatever C++ prints."""
+def test_files_never_replace_closed_streams(tmp_path):
+    """A file with descriptor 1 would receive the output of C++ code."""
     ended = run(tmp_path, ">&- 2>&-")
     assert ended.returncode == 3 and (tmp_path / "done").exists()
-    assert not (tmp_path / "told").exists()  # nothing fails: it goes to /dev/null
+    assert not (tmp_path / "told").exists()  # nothing fails: output goes to /dev/null
 
 
-def test_a_command_that_only_prints_ends_with_its_reader(tmp_path):
+def test_a_command_without_files_ends_with_its_reader(tmp_path):
     ended = run(tmp_path, "| head -1", leaves_files=False)
     assert ended.returncode == 141 and not (tmp_path / "done").exists()
     assert ended.stderr == ""
@@ -75,7 +75,7 @@ def test_a_command_that_only_prints_ends_with_its_reader(tmp_path):
     assert full.stderr == "error: [Errno 28] No space left on device\n"
 
 
-def test_a_letter_that_the_terminal_does_not_know_stops_nothing(tmp_path, monkeypatch):
+def test_a_character_outside_the_encoding_is_escaped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     ended = run(tmp_path, "")
     assert ended.returncode == 3 and "0 \\u03bb\n" in ended.stdout
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     assert (ended.stdout, ended.stderr) == (r"['--run-dir', '\xe9']" + "\n", "")
 
 
-def test_output_that_comes_back_is_used_again():
+def test_a_stream_that_recovers_is_used_again():
     class Full:
         full, texts = True, []
 
@@ -120,7 +120,7 @@ def test_output_that_comes_back_is_used_again():
     assert Full.texts == ["kept", "\n"] and len(told) == 1
 
 
-def test_an_environment_that_jax_does_not_take_is_refused_in_one_line():
+def test_an_environment_that_jax_rejects_is_refused_in_one_line():
     ended = subprocess.run(
         [sys.executable, "-m", "train", "digits"],
         env=os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "bogus"},
@@ -132,7 +132,7 @@ def test_an_environment_that_jax_does_not_take_is_refused_in_one_line():
 
 
 @pytest.mark.slow
-def test_a_run_without_docstrings_and_with_jax_looking_for_nan(tmp_path):
+def test_a_run_without_docstrings_and_with_debug_nans(tmp_path):
     command = [sys.executable, "-OO", "-m", "train", "digits", "--steps", "20"]
     ended = subprocess.run(
         [*command, "--run-dir", str(tmp_path / "run")],

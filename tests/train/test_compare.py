@@ -1,4 +1,4 @@
-"""train.compare: same budget and data for every method, table, figure, resuming."""
+"""train.compare: equal budget and data for all methods, table, figure, resuming."""
 
 import csv
 import importlib
@@ -30,63 +30,46 @@ def quick(monkeypatch):
     tiny.install(set=monkeypatch.setattr)
 
 
-def test_a_comparison_and_resuming_it(quick, tmp_path, capsys):
+def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, capsys):
     out = tmp_path / "out"
-    variant = ["--variant", "often=--method easgd --method.period 2"]
-    assert compare.main([*command(str(out), "allreduce"), *variant, *OPTIONS]) == 0
-    printed = capsys.readouterr().out
+    variants = ["--variant", "often=--method easgd --method.period 2"]
+    variants += ["--variant", "wild=--method easgd --optimizer.learning-rate 1e38"]
+    options = [*variants, *OPTIONS, "--stop-after-nonfinite", "2"]
+    assert compare.main([*command(str(out), "allreduce"), *options]) == 1
+    printed, errors = capsys.readouterr()
     table = (out / "compare.md").read_text()
-    assert printed.endswith(table) and table.count("\n") == 4
+    assert printed.endswith(table) and table.count("\n") == 5
+    assert errors == "error: diverged: wild-0\n"
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert configuration.read(out / "often-0" / "config.json").method.period == 2
-    with open(out / "compare.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == ["allreduce", "often"]
-    for row in rows:
+    rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == ["allreduce", "often", "wild"]
+    assert rows[2]["test error, %"] == "diverged"
+    for row, exchanges in zip(rows, (6, 3)):
         last = log.read(out / f"{row['method']}-0")["test"][-1]
         assert row["test error, %"] == f"{last['center_error']:.2f}"
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
-        exchanges = {"allreduce": 6, "often": 3}[row["method"]]
         assert row["peak MB in a step"] == f"{last['bytes_sent'] / 1e6 / exchanges:.3g}"
-    tests = json.loads((out / "compare.json").read_text())
+    *tests, wild = json.loads((out / "compare.json").read_text())
     assert [(x["method"], x["steps"]) for x in tests] == [
         ("allreduce", [3, 6]),
         ("often", [3, 6]),
     ]
+    assert wild["values"][-1] is None and wild["steps"][-1] < 6
 
-    # One method more: what has ended is not trained again, what is missing is, and what was
-    # killed before it began goes on.
+    # With another method, runs that have ended are not trained again, and a run that was
+    # killed before its first step is resumed.
     begun = out / "independent-0"
     (begun / "checkpoints").mkdir(parents=True)
-    options = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
-    configuration.write(cli.parse(options), begun / "config.json")
-    more = [*command(str(out), "allreduce", "independent"), *variant, *OPTIONS]
-    assert compare.main(more) == 0
-    starts = lambda name: len(log.read(out / f"{name}-0")["start"])
-    assert [starts(x) for x in ("often", "allreduce", "independent")] == [1, 1, 1]
+    settings = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
+    configuration.write(cli.parse(settings), begun / "config.json")
+    assert compare.main([*command(str(out), "allreduce", "independent"), *options]) == 1
+    for name in ("allreduce", "often", "wild", "independent"):
+        assert len(log.read(out / f"{name}-0")["start"]) == 1
 
 
-def test_a_run_that_diverges_is_one_of_the_results(quick, tmp_path, capsys):
-    out = tmp_path / "out"
-    wild = ["--variant", "wild=--method easgd --optimizer.learning-rate 1e38"]
-    steps = ["--steps", "60", "--stop-after-nonfinite", "2"]
-    arguments = [*command(str(out), "easgd"), *wild, *OPTIONS, *steps]
-    for turn in range(2):
-        assert compare.main(arguments) == 1
-        rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
-        assert [row["method"] for row in rows] == ["easgd", "wild"]
-        assert rows[1]["test error, %"] == "diverged"
-        assert float(rows[0]["test error, %"]) < 100
-        captured = capsys.readouterr()
-        assert captured.err == "error: diverged: wild-0\n"
-        trained = "run folder" in captured.out
-        assert trained == (turn == 0)  # the second time there is nothing left to do
-    tests = json.loads((out / "compare.json").read_text())
-    assert tests[1]["values"][-1] is None and tests[1]["steps"][-1] < 60
-
-
-def test_a_last_test_that_is_not_finite_is_a_diverged_run(tmp_path):
-    """A run of few steps ends before it is given up; the error of nan is a number."""
+def test_a_run_whose_last_loss_is_not_finite_has_diverged(tmp_path):
+    """A short run ends before it is stopped, and the error of a NaN is a number."""
     test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 90.0}
     lines = [test | {"center_loss": 2.0}, test | {"step": 6, "center_loss": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -111,7 +94,7 @@ def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkey
     assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
 
 
-def test_methods_and_variants_with_the_same_seeds_and_so_the_same_data(tmp_path):
+def test_methods_and_variants_have_the_same_seeds_and_budget(tmp_path):
     variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
     arguments = [*command(str(tmp_path), "slowmo", seeds=2), *variants, "--steps", "9"]
     configs, _ = compare.parse(arguments)
@@ -127,7 +110,7 @@ def test_methods_and_variants_with_the_same_seeds_and_so_the_same_data(tmp_path)
 
 
 def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
-    """They could be resumed, but not with the budget of the others."""
+    """Such runs could be resumed, but with another budget."""
     (config,) = compare.parse(command(str(tmp_path), "lsgd"))[0].values()
     (tmp_path / "lsgd-0" / "checkpoints").mkdir(parents=True)
     configuration.write(config, tmp_path / "lsgd-0" / "config.json")
@@ -149,7 +132,7 @@ def test_a_row_of_runs_on_text():
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])
-def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
+def test_an_impossible_folder_is_refused_in_one_line(quick, tmp_path, capsys, name):
     (tmp_path / "file").touch()
     status = compare.main(["digits", "--methods=lsgd", "--out", str(tmp_path / name)])
     assert status in (1, 2)
@@ -160,13 +143,13 @@ def test_a_folder_that_cannot_be_is_one_line(quick, tmp_path, capsys, name):
 
 def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
     folder = pathlib.Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(folder)  # as when it is run
+    monkeypatch.syspath_prepend(folder)  # as for a script
     benchmark = importlib.import_module("language_model")
     given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]
     configs, _ = compare.parse(benchmark.command(benchmark.parse(given)))
     assert [name for name, _ in configs] == list(benchmark.ROWS)
     for (name, _), config in configs.items():
-        make_optimizer(config)  # nothing that does not go together
+        make_optimizer(config)  # the options do not contradict each other
         workers = config.workers.nodes * config.workers.locals
         assert workers == (1 if name == "independent" else 4)
         assert config.data.files == ("a", "b") and config.steps == 2000
@@ -176,12 +159,12 @@ def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
     "arguments, message",
     [
         ([], "experiment, --out must be given"),
-        (["digits", "--out", "out"], "`methods` or `variant` must name what to compare"),
+        (["digits", "--out", "out"], "`methods` or `variant` must name the methods"),
         ([*command("out", "lsgd"), "--variant=lsgd="], "`variant` must be NAME=OPTIONS"),
-        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed is set by the compar"),
+        ([*command("out", "lsgd"), "--variant=x=--seed 1"], "--seed must be left out, be"),
         (command("out", "nonsense"), "`method` must be one of lsgd, easgd"),
         (command("out", "lsgd", seeds=0), "`seeds` must be a positive int, got seeds=0"),
-        ([*command("out", "lsgd"), "--seed", "3"], "--seed is set by the comparison"),
+        ([*command("out", "lsgd"), "--seed", "3"], "--seed must be left out"),
     ],
 )
 def test_wrong_usage(arguments, message, refusal):

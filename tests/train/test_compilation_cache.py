@@ -1,4 +1,4 @@
-"""The cache of compiled programs: on by default, out of the way when it cannot be used."""
+"""The cache of compiled programs, which is on by default."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from train import compilation_cache
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Compiles one program, says what it computes and how often it was found in the cache.
+# Compiles a program; prints its result and the number of cache hits.
 SCRIPT = """
 import json, os, sys
 import jax
@@ -31,7 +31,7 @@ print(json.dumps({"result": round(result, 3), "hits": hits, "size": size}))
 
 
 def run(tmp_path, **variables):
-    """The script in a process with such a cache folder: (what it says, its errors)."""
+    """Runs the script in a new process; returns (what it prints, its errors)."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     kept |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
     kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -50,17 +50,17 @@ def kept_in(folder):
 
 
 @pytest.mark.slow
-def test_a_program_is_compiled_once_and_damage_is_of_no_account(tmp_path):
+def test_a_program_is_compiled_once_and_again_if_its_file_is_damaged(tmp_path):
     folder = tmp_path / "cache" / "lsgd_jax" / "jax"
     size = compilation_cache.MAX_BYTES
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
     [program] = kept_in(folder)
     assert run(tmp_path) == ({"hits": 1, "size": size}, "")
-    program.write_bytes(program.read_bytes()[:100])  # the disk was full, say
+    program.write_bytes(program.read_bytes()[:100])  # as after a full disk
     assert run(tmp_path) == ({"hits": 0, "size": size}, "")
 
 
-def test_what_was_not_written_to_the_end_is_removed(tmp_path):
+def test_incomplete_programs_are_removed(tmp_path):
     for name in ("whole-cache", "whole-atime", "torn-cache", "other"):
         (tmp_path / name).touch()
     compilation_cache._make_ready(tmp_path)
@@ -68,7 +68,7 @@ def test_what_was_not_written_to_the_end_is_removed(tmp_path):
     assert left == {"whole-cache", "whole-atime", "other"}
 
 
-def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path):
+def test_an_unusable_folder_causes_one_warning(tmp_path):
     (tmp_path / "file").touch()
     said, errors = run(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert said["hits"] == 0
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path):
     assert errors.count("\n") == 1
 
 
-def test_a_folder_of_the_user_is_taken_without_a_limit(tmp_path):
+def test_the_users_own_folder_has_no_size_limit(tmp_path):
     mine = tmp_path / "mine"
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(mine)) == (
         {"hits": 0, "size": -1},
@@ -86,7 +86,7 @@ def test_a_folder_of_the_user_is_taken_without_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_the_default_is_in_the_users_cache_folder(monkeypatch, home):
+def test_the_default_folder_is_in_the_users_cache(monkeypatch, home):
     monkeypatch.setenv("HOME", "/of/the/user")
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     folder = compilation_cache.default_folder()
@@ -95,7 +95,7 @@ def test_the_default_is_in_the_users_cache_folder(monkeypatch, home):
     assert compilation_cache.default_folder().is_relative_to("/elsewhere/lsgd_jax/jax")
 
 
-def test_the_tests_keep_nothing(monkeypatch, tmp_path):
+def test_the_tests_do_not_use_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compilation_cache.use()
     assert not (tmp_path / "cache").exists()

@@ -1,4 +1,4 @@
-"""The configuration: written and read back, what differs, run folders."""
+"""The configuration: files, checks, differences, run folders."""
 
 import dataclasses
 import json
@@ -34,12 +34,12 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[]", "it is no JSON object"),
-        ('{"name": "digits"}', "is of a run in format 1, whose .*format 2"),
-        ('{"format": 2, "name": "x"}', "of a run: model is missing"),
-        ('{"format": 2, "nonsense": 1}', "there is no setting nonsense"),
+        ('{"name": "digits"}', "its run is in format 1, .* resumes format 2"),
+        ('{"format": 2, "name": "x"}', "read: model is missing"),
+        ('{"format": 2}', "read: name is missing"),
     ],
 )
-def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
+def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=reason) as seen:
         configuration.read(tmp_path / "config.json")
@@ -50,26 +50,18 @@ def test_a_file_that_holds_no_configuration(text, reason, tmp_path):
     "field, value, reason",
     [
         ("foo", 1, "there is no setting foo"),
-        (
-            "optimizer.momentun",
-            0,
-            "no setting optimizer.momentun; did you mean optimizer.momentum?",
-        ),
-        ("method", None, "`method` must be an object with settings, got null"),
+        ("optimizer.momentun", 0, "optimizer.momentun; did you mean optimizer.momentum?"),
+        ("method", None, "method.name is missing"),
         ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
+        ("method.name", [], "`method` must be one of lsgd"),
         ("method.period", "4", "there is no setting method.period"),
-        (
-            "method.local_period",
-            "4",
-            '`method.local_period` must be of type int, got .*"4"',
-        ),
-        ("optimizer", [], r"`optimizer` must be an object with settings, got \[\]"),
+        ("method.local_period", "4", 'local_period` must be of type int, got .*="4"'),
+        ("optimizer", [], "there is no setting optimizer"),
         ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
         ("workers.inside", [3], r"`workers.inside` must be of type tuple\[str, ...\], got"),
         ("data.files", None, "`data.files` must be of type tuple"),
-        ("method.name", [], "`method` must be one of lsgd"),
         ("model", "vgg", "`model` must be of type Literal.*'vgg16'.*, got model=\"vgg\""),
         ("steps", True, "`steps` must be of type int, got steps=true"),
         ("seed", -1, r"`seed` must be in \[0, 2\*\*32\), got seed=-1"),
@@ -84,12 +76,12 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
         group = group[each]
     group[name] = value
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"holds no configuration of a run: .*{reason}"):
+    with pytest.raises(ValueError, match=f"config.json cannot be read: .*{reason}"):
         configuration.read(path)
 
 
-def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
-    """Any setting or group with any value that JSON has, with another name, or gone."""
+def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
+    """Edits change the value of a setting or a group, rename it, or remove it."""
     path, random_ = tmp_path / "config.json", random.Random(0)
     configs = [config for _, config in cli.experiments().values()]
     values = None, True, 0, -1, 1.5, 10**400, float("inf"), "", "x", [], [1], ["a"], {}
@@ -116,71 +108,62 @@ def test_any_edit_is_read_or_refused_in_one_line(tmp_path):
 
 INF, NAN = float("inf"), float("nan")
 REFUSED = {  # values that the rule of a setting must refuse
-    **dict.fromkeys(configuration.COUNTS.split(), (0, -1, 1.5, True)),
+    configuration.COUNT: (0, -1, 1.5, True),
+    configuration.POSITIVE: (0.0, INF, NAN),
+    configuration.NOT_NEGATIVE: (-1, INF, NAN),
+    configuration.BELOW_ONE: (-0.1, 1.0),
+    configuration.SHARE: (-1.0, 1.5, INF),
     "name": ("", ".", "..", "a/b"),
     "seed": (-1, 2**32),
     "workers.inside": (("fsdp",), ("fsdp=0",), ("a=2", "a=2")),
-    "data.padding": (-1,),
-    "optimizer.learning_rate": (0.0, INF, NAN),
-    "optimizer.momentum": (-0.1, 1.0),
     "optimizer.betas": ((0.9, 1.0),),
-    "optimizer.eps": (0.0,),
-    "optimizer.weight_decay": (-1.0, NAN),
-    "optimizer.clip": (0.0,),
-    "optimizer.warmup_steps": (-1,),
     "optimizer.drop_at": ((0,), (7, 3)),
-    "optimizer.drop_factor": (0.0,),
     "optimizer.final_fraction": (-0.1, 1.5),
     "distributed.coordinator": ("n1", ":80", "n1:70000"),
-    "ray.max_failures": (-1,),
-    "ray.progress_timeout": (0.0,),
     "ray.address": ("here",),
-    "ray.cpus_per_worker": (-1.0, 1.5, INF),
-    "ray.gpus_per_worker": (1.5,),
-    **dict.fromkeys(("ray.timeout", "ray.start_timeout", "ray.stall_timeout"), (0.0, INF)),
     "ray.object_store": (0.05,),
 }
 
 
 def settings(chosen):
-    """All settings, with some chosen; a text needs the transformer, and it a text."""
+    """All settings with the given choices. A text and the transformer need each other."""
     values = configuration.fields(configuration.Config("x", "digits-cnn")) | chosen
     if "text" in chosen.values() or "transformer" in chosen.values():
         values |= {"data.name": "text", "model": "transformer"}
     return values
 
 
-@pytest.mark.parametrize("name", configuration.RULES)
-def test_every_rule_is_checked(name):
-    owners = (
-        {choice: table[name][0]}
-        for choice, table in configuration.BELONGS.items()
-        if name in table
-    )
-    values, (rule, _) = settings(next(owners, {})), configuration.RULES[name]
-    configuration.check_values(values)
-    for value in REFUSED[name]:
-        message = f"`{name}` must be {rule}, got {name}={value}"
+NOTES = [(name, note) for name, x in configuration.SETTINGS.items() for note in x.notes]
+
+
+@pytest.mark.parametrize(
+    "name, rule", [pair for pair in NOTES if isinstance(pair[1], configuration.Rule)]
+)
+def test_every_rule_is_checked(name, rule):
+    own = (note for other, note in NOTES if other == name)
+    owners = (note for note in own if isinstance(note, configuration.Only))
+    values = settings({owner.choice: owner.values[0] for owner in owners})
+    configuration.check_each(values)
+    for value in REFUSED.get(rule) or REFUSED[name]:
+        message = f"`{name}` must be {rule.text}, got {name}={value}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            configuration.check_values(values | {name: value})
+            configuration.check_each(values | {name: value})
 
 
-@pytest.mark.parametrize("choice", configuration.BELONGS)
-def test_settings_that_belong_to_another_choice_are_refused(choice):
-    """Whatever they are, unless it is their default."""
-    table = configuration.BELONGS[choice]
-    kinds = {"data.name": configuration.Data, "model": configuration.Model}
-    kinds["optimizer.name"] = configuration.Optimizer
-    kinds["optimizer.schedule"] = configuration.Schedule
-    for other in typing.get_args(kinds[choice]):
-        values = settings({choice: other})
-        for name in (x for x, owners in table.items() if other not in owners):
-            message = f"`{name}` must be left out with {choice}={other}, got {name}=x"
-            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-                configuration.check_values(values | {name: "x"})
+@pytest.mark.parametrize(
+    "name, only", [pair for pair in NOTES if isinstance(pair[1], configuration.Only)]
+)
+def test_a_setting_that_belongs_to_another_choice_is_refused(name, only):
+    """Any value but the default is refused."""
+    hints = {name: setting.hint for name, setting in configuration.SETTINGS.items()}
+    hints["method.name"] = typing.Literal[tuple(METHODS)]
+    for other in set(typing.get_args(hints[only.choice])) - set(only.values):
+        message = f"`{name}` must be left out with {only.choice}={other}, got {name}=x"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            configuration.check_each(settings({only.choice: other}) | {name: "x"})
 
 
-def test_the_length_of_a_run_is_part_of_a_cosine():
+def test_the_number_of_steps_is_fixed_for_a_cosine():
     cosine = configuration.OptimizerConfig(schedule="cosine")
     old = dataclasses.replace(digits.CONFIG, optimizer=cosine)
     longer = dataclasses.replace(old, steps=old.steps + 1)
@@ -188,7 +171,7 @@ def test_the_length_of_a_run_is_part_of_a_cosine():
     assert configuration.differences(old, longer) == changes
 
 
-def test_only_how_long_and_what_is_reported_may_change():
+def test_only_length_reports_and_workers_may_change():
     old = digits.CONFIG
     free = dataclasses.replace(old, steps=9, log_every=1, run_dir="x", resume=True)
     assert configuration.differences(old, free) == []
@@ -202,7 +185,7 @@ def test_only_how_long_and_what_is_reported_may_change():
     assert len(configuration.differences(old, other)) == 2
 
 
-def test_new_run_folders_never_meet(tmp_path):
+def test_new_run_folders_are_unique(tmp_path):
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
     first, second = (run_folder.create(config, Session()) for _ in range(2))
     assert first != second and first.parent == second.parent == tmp_path
@@ -212,21 +195,15 @@ def test_new_run_folders_never_meet(tmp_path):
 @pytest.mark.parametrize(
     "where, reason",
     [
-        (
-            {"run_dir": "file/run"},
-            "the run folder .*file/run cannot be made: Not a directo",
-        ),
-        (
-            {"runs": "file"},
-            "the run folder .*file/digits-.* cannot be made: Not a director",
-        ),
+        ({"run_dir": "file/run"}, "run folder .*file/run cannot be made: Not a directo"),
+        ({"runs": "file"}, "run folder .*file/digits-.* cannot be made: Not a directo"),
         ({"run_dir": "x" * 300}, "cannot be made: File name too long"),
         ({"run_dir": "x\0"}, "null (byte|character)"),
         ({"run_dir": "\udce9"}, r"must be UTF-8, got b'/.*\\xe9'"),
         ({"run_dir": "file"}, "`run_dir` must be a new folder"),
     ],
 )
-def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, where, reason):
+def test_a_folder_that_cannot_be_created_leaves_no_files(tmp_path, where, reason):
     (tmp_path / "file").touch()
     where = {name: str(tmp_path / path) for name, path in where.items()}
     config = dataclasses.replace(digits.CONFIG, **where)
@@ -248,8 +225,8 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
-    """Another run takes the name between the choice and the making."""
+def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
+    """Another run takes the name after it was chosen and before it is created."""
     config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
     taken, choose = [], run_folder.choose
 
@@ -259,7 +236,7 @@ def test_runs_that_begin_at_once_get_a_folder_each(tmp_path, monkeypatch):
             taken.append(folder)
             folder.mkdir()
             configuration.write(config, folder / "config.json")
-            monkeypatch.setattr(run_folder, "taken", lambda path: False)  # just before
+            monkeypatch.setattr(run_folder, "taken", lambda path: False)  # a race
         return folder
 
     monkeypatch.setattr(run_folder, "choose", raced)

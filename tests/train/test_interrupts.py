@@ -1,4 +1,4 @@
-"""Ctrl-C before training: noted whatever swallows exceptions, and acted on in time."""
+"""Ctrl-C before training is never lost, and acts in time."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def listening():
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_first_is_noted_and_the_second_interrupts(listening):
+def test_the_first_ctrl_c_is_recorded_and_the_second_interrupts(listening):
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:  # an exception that a callback could swallow
@@ -33,13 +33,13 @@ def test_the_first_is_noted_and_the_second_interrupts(listening):
         interrupts.check()
 
 
-def test_a_run_that_was_interrupted_before_its_first_step_stops_after_it(listening):
+def test_a_run_interrupted_before_its_first_step_stops_after_it(listening):
     os.kill(os.getpid(), signal.SIGINT)
     with StopSignals(Session()) as signals:
         assert signals.stop_at(1) and signals.received == signal.SIGINT
 
 
-def test_it_ends_the_imports_with_one_line():
+def test_ctrl_c_during_imports_prints_one_line():
     program = """
 import os, runpy, signal, sys
 
@@ -59,7 +59,7 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 2.5, 4.0, 5.5])
-def test_it_ends_the_run_whenever_it_comes(tmp_path, seconds):
+def test_ctrl_c_ends_the_run_at_any_time(tmp_path, seconds):
     command = [sys.executable, "-m", "train", "digits", "--steps", "1000000"]
     folder = tmp_path / "run"
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""train.plan: the arithmetic, against numbers worked out by hand, and the command."""
+"""train.plan: its arithmetic against numbers computed by hand, and the command."""
 
 import re
 
@@ -15,7 +15,7 @@ STEP, PAYLOAD = 0.1, 4_000_000
 
 
 def proposals(share, links, **changes):
-    """By method and wire format."""
+    """Proposals by method and wire format."""
     found = Setting(STEP, PAYLOAD, links)._replace(**changes).proposals(share)
     return {(x.options.split()[1], x.options.split()[-1]): x for x in found}
 
@@ -23,15 +23,15 @@ def proposals(share, links, **changes):
 def test_seconds_of_an_exchange():
     assert LINK.seconds("leader", PAYLOAD) == pytest.approx(0.02 + 0.4)
     assert LINK.seconds("mean", PAYLOAD) == pytest.approx(0.01 + 0.4)
-    # A million of int8 with 3,906.25 scales of four bytes: 1.015625 MB in two messages.
+    # A million int8 values and 3,906.25 scales of 4 bytes: 1.015625 MB in two messages.
     assert LINK.seconds("leader", PAYLOAD, "int8") == pytest.approx(0.03 + 0.1015625)
-    # Gathered from the three others: twice what an all-reduce of them would take.
+    # A gather from three workers takes twice the time of an all-reduce.
     assert LINK.seconds("mean", PAYLOAD, "int8") == pytest.approx(0.02 + 2 * 0.1015625)
     eight = LINK._replace(workers=8)
     assert eight.seconds("mean", PAYLOAD, "int4") == pytest.approx(0.02 + 4 * 0.0515625)
 
 
-def test_what_was_measured_of_a_whole_pull_takes_the_place_of_the_arithmetic():
+def test_measured_pulls_replace_computed_ones():
     link = LINK._replace(measured={("leader", "int8"): 0.3})
     assert link.seconds("leader", PAYLOAD) == LINK.seconds("leader", PAYLOAD)
     found = proposals(0.25, {ALL: link})["lsgd", "int8"]
@@ -43,14 +43,14 @@ def test_what_was_measured_of_a_whole_pull_takes_the_place_of_the_arithmetic():
 )
 def test_the_period_is_the_smallest_power_of_two_within_the_share(exchange, expected):
     link = LINK._replace(measured={("leader", "float32"): exchange})
-    share = 0.05 / 1.05  # of the time: of a step 0.05
+    share = 0.05 / 1.05  # 0.05 of a step
     assert proposals(share, {ALL: link})["lsgd", "float32"].period == expected
 
 
 def test_lsgd_with_two_levels():
-    """Inside 6 ms, among all 420 ms; a quarter of the time is a third of a step."""
+    """Pulls take 6 ms and 420 ms. A quarter of the time is 33 ms per step."""
     found = proposals(0.25, {INSIDE: FAST, ALL: LINK})["lsgd", "float32"]
-    # Half of 33 ms each: 420 / 16.7 = 25.2, and the shorter period at most every step.
+    # Each level gets 16.7 ms: 420 / 16.7 = 25.2, and the local period is 1.
     assert found.options == (
         "--method lsgd --method.local-period 1 --method.global-period 32 "
         "--method.wire float32"
@@ -58,7 +58,8 @@ def test_lsgd_with_two_levels():
     assert found.share() == pytest.approx(0.019125 / 0.119125)  # 6 ms + 420 ms / 32
     assert found.pause == pytest.approx(0.426) and found.delay == 0  # a period of one step
     turned = proposals(0.25, {INSIDE: LINK, ALL: FAST})["lsgd", "float32"]
-    assert [every for _, every in turned.exchanges] == [32, 32]  # the outer one not shorter
+    # The outer period is not shorter.
+    assert [every for _, every in turned.exchanges] == [32, 32]
 
 
 def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
@@ -68,14 +69,14 @@ def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
     assert found.options == "--method lsgd --method.global-period 16 --method.wire float32"
     inside = proposals(0.25, {INSIDE: LINK})["lsgd", "float32"].options
     assert inside == "--method lsgd --method.local-period 16 --method.wire float32"
-    # Every second step 420 ms: a delay of one step hides 100 ms of it.
+    # 420 ms every second step: a delay of one step hides 100 ms of them.
     found = proposals(0.75, {ALL: LINK})["lsgd", "float32"]
     assert (found.period, found.delay) == (2, 1)
     assert found.share(1) == pytest.approx(0.16 / 0.26)
 
 
-def test_diloco_is_cut_where_latency_lets_it():
-    """410 ms in 4 fragments: 3 more latencies of 10 ms are within 41 ms, 7 are not."""
+def test_latency_limits_the_fragments_of_diloco():
+    """410 ms in 4 fragments: 3 more latencies of 10 ms fit into 41 ms, but 7 do not."""
     found = proposals(0.1, {ALL: LINK})["diloco", "float32"]
     assert "--method.period 64 --method.fragments 4 " in found.options  # 440 / 11.1 = 39.6
     assert found.exchanges == ((pytest.approx(0.11), 16),)
@@ -84,7 +85,7 @@ def test_diloco_is_cut_where_latency_lets_it():
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
-def test_no_proposal_waits_longer_than_it_may(share):
+def test_no_proposal_exceeds_the_share(share):
     found = proposals(share, {INSIDE: FAST, ALL: LINK})
     assert len(found) == 6
     for proposal in found.values():
@@ -98,13 +99,14 @@ def test_no_proposal_waits_longer_than_it_may(share):
         {("leader", "float32"): 0.25, ("mean", "float32"): 0.5},
         pytest.param(None, marks=pytest.mark.slow),
     ],
-    ids=["pulls as said", "pulls measured"],
+    ids=["given pulls", "measured pulls"],
 )
-def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsys, pulls):
+def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys, pulls):
     monkeypatch.chdir(tmp_path)
     if pulls is not None:
         monkeypatch.setattr(plan, "pull_seconds", lambda *_: pulls)
-        times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.1, 0.1])  # payload and nothing; a step
+        # Three exchanges, each of the payload and of one number, and a step.
+        times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.1, 0.1])
         monkeypatch.setattr(plan, "_median", lambda *_: next(times))
         monkeypatch.setattr(plan, "STEPS", 1)
     tiny.install(tiny.Wide, set=monkeypatch.setattr)
@@ -114,17 +116,17 @@ def test_digits_are_measured_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert "parameters: 0.3 MB" in output  # 76,810 of float32
     assert all(name in output for name in (INSIDE, plan.ACROSS, ALL))
     assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
-    assert "to wait for exchanges at most 10 % of the time" in output
+    assert "settings that wait at most 10 % of the time" in output
     assert output.count("--method lsgd") == output.count("--method diloco") == 3
     if pulls is not None:
         assert "a step without exchanges: 100.0 ms" in output
         assert re.search(r"across nodes +│ 300.00 +│ 1 +│ 200.00", output)
-        assert "would take 6.00 times as long" in output  # by the exchange of all workers
-        assert "pauses of 500.0 ms" in output  # of a leader in the node, then of all
+        assert "would take 6.00 times as long" in output  # an exchange of all workers
+        assert "pauses of 500.0 ms" in output  # a leader in the node, then one of all
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_given_is_planned_for_and_not_measured(monkeypatch, capsys):
+def test_given_values_are_not_measured(monkeypatch, capsys):
     monkeypatch.setattr(plan, "measure", None)
     options = "--step-ms 100 --parameter-mb 4 --mbit 120 --latency-ms 10 --share 0.25"
     grid = "--workers.nodes 4 --workers.locals 1"

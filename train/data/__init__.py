@@ -1,1 +1,1 @@
-"""Data sets, and how workers go through them."""
+"""Data sets, and the batches that workers draw from them."""

@@ -1,4 +1,4 @@
-"""A dataset: images and labels in the host's memory."""
+"""A dataset of images and labels in host memory."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class DataError(ValueError):
-    """The data files are missing or wrong; the message says what would be right."""
+    """Data files are missing or wrong; the message says what is expected."""
 
 
 class Images(NamedTuple):
@@ -22,10 +22,10 @@ class Images(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Images to train on and images to test with.
+    """Images for training and for testing.
 
     Attributes:
-      train, test: images of one shape [H, W, C].
+      train, test: images of the same shape [H, W, C].
       num_classes: labels are 0 to num_classes - 1.
     """
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 from the official binary files, checked; nothing is downloaded or unpacked."""
+"""Reads CIFAR-10 from the official binary files, which must be downloaded and unpacked."""
 
 import hashlib
 import os
@@ -27,15 +27,15 @@ def load(folder: str | os.PathLike[str], accept_other_files: bool = False) -> Da
     """Reads CIFAR-10: 50,000 + 10,000 images of 32 x 32 x 3 in 10 classes.
 
     Args:
-      folder: the folder `cifar-10-batches-bin`, or a folder with it inside.
-      accept_other_files: whether the files may differ from the official ones. Sizes and
-        labels must be right all the same.
+      folder: the folder `cifar-10-batches-bin`, or its parent.
+      accept_other_files: whether the files may differ from the official ones. Their sizes
+        and labels are checked nevertheless.
 
     Returns:
       The images in the order of the files; images uint8 [N, 32, 32, 3].
 
     Raises:
-      DataError: files that are missing, damaged, or not the official ones.
+      DataError: files are missing, damaged, or not the official ones.
 
     >>> load("no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -56,7 +56,7 @@ def load(folder: str | os.PathLike[str], accept_other_files: bool = False) -> Da
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
-    """The folder with the files: a path itself, or one inside it."""
+    """The folder with the files: `path` itself or a folder inside it."""
     inside = path / FOLDER
     if inside.is_dir():
         return inside
@@ -74,7 +74,7 @@ def _find(path: pathlib.Path) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path, accept_other_files: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The images and labels of a file: (uint8 [N, 32, 32, 3], int32 [N])."""
+    """Reads the images and labels of a file: (uint8 [N, 32, 32, 3], int32 [N])."""
     if not path.is_file():
         raise DataError(f"{path} is missing; unpack {HOME}/{ARCHIVE} again")
     size, right = path.stat().st_size, RECORDS * (1 + PIXELS)
@@ -87,10 +87,10 @@ def _read(path: pathlib.Path, accept_other_files: bool) -> tuple[np.ndarray, np.
     if md5 != MD5[path.name] and not accept_other_files:
         raise DataError(
             f"{path} has the MD5 sum {md5}, the official file has {MD5[path.name]}; unpack "
-            f"{HOME}/{ARCHIVE} again, or pass --data.accept-other-files to use this file"
+            f"{HOME}/{ARCHIVE} again, or use this file with --data.accept-other-files"
         )
     records = np.frombuffer(data, np.uint8).reshape(RECORDS, 1 + PIXELS)
     if (most := records[:, 0].max()) >= 10:
-        raise DataError(f"{path} has a label {most}; those of CIFAR-10 are 0..9")
+        raise DataError(f"{path} has a label {most}; labels of CIFAR-10 are 0..9")
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return images.copy(), records[:, 0].astype(np.int32)

@@ -1,4 +1,4 @@
-"""ImageNet, or any images in a folder per class; they stay in their files until read."""
+"""ImageNet, or any images in one folder per class, which stay in their files until read."""
 
 import dataclasses
 import hashlib
@@ -17,15 +17,15 @@ from train.data.arrays import DataError, Images
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
-AREA = (0.08, 1.0)  # of the image
+AREA = (0.08, 1.0)  # as a share of the image
 RATIO = (3 / 4, 4 / 3)  # width / height
 ATTEMPTS = 10
 
-SHORTER_SIDE = 256 / 224  # of the image that is tested, in sizes of the crop
+SHORTER_SIDE = 256 / 224  # of a test image, in sizes of the crop
 
-# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size as long as this many pixels are left
-# for each one wanted, per axis: the result differs by less than one gray level (root mean
-# square); with 1 it would be two or three.
+# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that leaves this many pixels per
+# pixel of the result, along each axis. The result then differs by less than one gray level
+# (root mean square); with 1 it would be two or three.
 SPARE = 2
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
@@ -33,12 +33,12 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Images in files, and their labels.
+    """Image files and their labels.
 
     Attributes:
-      folder: the folder with a folder per class.
-      classes: the classes' folders; labels count them.
-      names: of the files, as bytes [N].
+      folder: the folder that holds one folder per class.
+      classes: the names of the class folders; a label is an index of this tuple.
+      names: the names of the files, as bytes [N].
       labels: int32 [N].
     """
 
@@ -55,11 +55,11 @@ class Files:
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """Images to train on and images to test with, as files of any size.
+    """Images for training and for testing, as files of any size.
 
     Attributes:
       train, test: the files, class by class in alphabetical order.
-      image_size: side of the square that a network sees of an image.
+      image_size: side of the square crop that a network sees.
     """
 
     train: Files
@@ -73,11 +73,11 @@ class ImageFolder:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """The shape of an image as it is read: [H, W, C]."""
+        """The shape of an image after reading: [H, W, C]."""
         return self.image_size, self.image_size, 3
 
     def digest(self) -> str:
-        """A hash of the names of all files; their contents do not matter."""
+        """A hash of the names of all files, but not of their contents."""
         whole = hashlib.sha256()
         for part in (self.train, self.test):
             whole.update("/".join(part.classes).encode(errors="surrogateescape"))
@@ -89,23 +89,23 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     """Finds the images in FOLDER/train/CLASS/ and FOLDER/val/CLASS/.
 
     The classes are the names of the folders, in alphabetical order. Images are files whose
-    names end with .jpeg, .jpg, .png, .bmp or .webp in any case; other files are passed
-    over. No image is opened.
+    names end with .jpeg, .jpg, .png, .bmp or .webp in any case; other files are ignored. No
+    image is opened.
 
     Raises:
-      DataError: no such folders, a class without images, or other classes in `val` than in
-        `train`.
+      DataError: folders are missing, a class has no images, or `train` and `val` have
+        different classes.
 
     >>> load("no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    train.data.arrays.DataError: no/such/folder does not exist; ImageNet would be a ...
+    train.data.arrays.DataError: no/such/folder does not exist; ImageNet must be a ...
     """
     top = pathlib.Path(os.path.expanduser(folder))
     if not top.is_dir():
         wrong = "is not a folder" if top.exists() else "does not exist"
         raise DataError(
-            f"{top} {wrong}; ImageNet would be a folder with train/CLASS/*.JPEG and "
-            "val/CLASS/*.JPEG in it"
+            f"{top} {wrong}; ImageNet must be a folder with train/CLASS/*.JPEG and "
+            "val/CLASS/*.JPEG"
         )
     try:
         train, test = _find(top / "train"), _find(top / "val")
@@ -121,16 +121,16 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
 
 
 def _find(folder: pathlib.Path) -> Files:
-    """The images in the class folders of a folder."""
+    """Finds the images in the class folders of a folder."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is missing; it would hold a folder of images per class")
+        raise DataError(f"{folder} is missing; it must hold one folder of images per class")
     with os.scandir(folder) as entries:
         entries = list(entries)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     if not classes:
         loose = sum(map(_is_image, entries))
         raise DataError(
-            f"{folder} must hold a folder per class, got none"
+            f"{folder} must hold one folder per class, got none"
             + (f", but {loose} images; move them into class folders" if loose else "")
         )
     names = []
@@ -147,14 +147,14 @@ def _find(folder: pathlib.Path) -> Files:
 def _is_image(entry: os.DirEntry) -> bool:
     if not entry.name.lower().endswith(SUFFIXES) or entry.name.startswith("."):
         return False
-    return entry.is_file() or entry.is_symlink()  # no FIFO, which would be waited for
+    return entry.is_file() or entry.is_symlink()  # reading a FIFO would block
 
 
 def some(files: Files, count: int, seed: int, size: int) -> Images:
-    """Images drawn at random, in the host's memory; unreadable ones are left out.
+    """Reads random images into host memory and skips unreadable ones.
 
     Raises:
-      DataError: none of them can be read.
+      DataError: no image can be read.
     """
     pixels, labels = [], []
     for row in np.random.default_rng(seed).permutation(len(files.labels)):
@@ -162,7 +162,7 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
             break
         try:
             pixels.append(read(files.path(row), size, center_box))
-        except Exception:  # Pillow raises all kinds
+        except Exception:  # Pillow raises many types
             continue
         labels.append(files.labels[row])
     if not labels:
@@ -176,20 +176,20 @@ def some(files: Files, count: int, seed: int, size: int) -> Images:
 def read(path: str, size: int, box_of: Callable[[int, int], Box]) -> np.ndarray:
     """Reads a part of an image as RGB, scaled to size x size with antialiasing.
 
-    Gray, CMYK and palette images are converted; transparency is dropped, and so is the
-    orientation that a camera noted. Large JPEGs are decoded at a fraction of their size,
-    but with at least two pixels per axis for each one wanted.
+    Gray, CMYK and palette images are converted. Transparency and the orientation tag of a
+    camera are ignored. Large JPEGs are decoded at a fraction of their size, with at least
+    two pixels per axis for each pixel of the result.
 
     Args:
-      path: a JPEG, PNG, BMP or WebP file, whatever its name ends with.
-      size: of the result.
-      box_of: (width, height) of the image -> the part to take.
+      path: a JPEG, PNG, BMP or WebP file with any name.
+      size: side of the result.
+      box_of: returns the part to take, from the (width, height) of the image.
 
     Returns:
       uint8 [size, size, 3].
 
     Raises:
-      OSError, SyntaxError, ValueError, …: not an image, or not a whole one.
+      OSError, SyntaxError, ValueError, …: not an image, or a truncated one.
     """
     with Image.open(path, formats=FORMATS) as image:
         width, height = image.size
@@ -203,7 +203,7 @@ def read(path: str, size: int, box_of: Callable[[int, int], Box]) -> np.ndarray:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I;16":  # Pillow would clip 16 bits instead of scaling them
+    if image.mode == "I;16":  # Pillow would clip 16-bit values instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode == "P":
         image = image.convert("RGBA")  # a palette may hold transparent colors
@@ -211,10 +211,10 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
-    """A part for training: random area (8 to 100 %) and shape (3:4 to 4:3), whole pixels.
+    """A random crop for training: area 8 to 100 %, shape 3:4 to 4:3, in whole pixels.
 
     As in Szegedy et al., CVPR 2015. If ten attempts do not fit into the image, the result
-    is its middle, as large as the shape may be.
+    is the largest part in the middle with an allowed shape.
 
     >>> random_box(500, 375, np.random.default_rng(0))
     (65, 166, 194, 337)
@@ -233,7 +233,7 @@ def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
 
 
 def center_box(width: int, height: int) -> Box:
-    """The part for testing: the middle square, 224/256 of the shorter side.
+    """The crop for testing: the middle square, 224/256 of the shorter side.
 
     >>> center_box(512, 256)
     (144.0, 16.0, 368.0, 240.0)

@@ -1,4 +1,4 @@
-"""Steps that have been handed to the devices and are not done."""
+"""A bound on the steps that are in flight on the devices."""
 
 import collections
 from typing import Any
@@ -7,11 +7,11 @@ import jax
 
 
 class Backlog:
-    """Waits for the oldest step when more than `most` are on their way.
+    """Waits for the oldest step when more than `most` steps are in flight.
 
-    A step holds its batch until it is done. Without a bound a reader that is faster than
-    the devices would fill their memory, and a run that is asked to stop would first do all
-    the steps that it has handed over.
+    A step keeps its batch in memory until it is done. Without a bound, a reader that is
+    faster than the devices would fill their memory, and a run that is asked to stop would
+    first finish all dispatched steps.
     """
 
     def __init__(self, most: int):
@@ -19,7 +19,7 @@ class Backlog:
         self._results: collections.deque[Any] = collections.deque()
 
     def add(self, result: Any) -> Any:
-        """Notes what a step that has just been handed over will result in; that result."""
+        """Adds the result of a step that was just dispatched, and returns it."""
         self._results.append(result)
         if len(self._results) > self._most:
             jax.block_until_ready(self._results.popleft())

@@ -1,4 +1,4 @@
-"""Images that lie on the devices."""
+"""Batches of images that stay on the devices."""
 
 import functools
 from collections.abc import Generator
@@ -13,20 +13,20 @@ from train.data.sampler import EpochSampler, rows_in_batches
 
 
 class Resident:
-    """All images lie on the devices; a batch says which of them each worker takes.
+    """A source that keeps all images on the devices. A batch holds row numbers.
 
     Args:
       dataset: the images.
-      sampler: which images each worker sees at which step.
+      sampler: chooses the images that each worker sees at each step.
       workers: the grid.
-      parts: of the training images each worker's own, int [W, size]; None: all.
-      test_batch: test images per worker and batch, at most.
+      parts: the rows of each worker's own training images, int [W, size]; None: all rows.
+      test_batch: maximum number of test images per worker and batch.
 
     Attributes:
-      data: the training images and labels on the devices: of each worker its own part, or
-        in a `Shared` all of them.
-      test_batches: (images, labels, whether it counts) [W, b, ...], of all test images.
-      most_in_flight: steps that may wait for a device. They hold nothing large, but a
+      data: the training images and labels on the devices: each worker's own part, or all of
+        them in a `Shared`.
+      test_batches: all test images: (images, labels, whether an image counts) [W, b, ...].
+      most_in_flight: number of steps that may be in flight. They need little memory, but a
         request to stop the run waits for them.
     """
 
@@ -51,7 +51,7 @@ class Resident:
 
     @functools.cached_property
     def test_batches(self) -> list[Any]:
-        """Placed when they are first asked for: not all processes test."""
+        """Placed on first use, because not all processes test."""
         test, workers, count = self._test, self._workers, len(self._test.labels)
         placed = []
         for rows in rows_in_batches(count, workers.num_workers, self._test_batch):
@@ -62,13 +62,13 @@ class Resident:
         return placed
 
     def batches(self, steps: range) -> Generator[Array, None, None]:
-        """The batch of each step (from 0): which images each worker takes, int32 [W, B]."""
+        """Yields the batch of each step (from 0): the rows of each worker, int32 [W, B]."""
         for step in steps:
             rows = self._sampler.rows(step, self._workers.owned)
             yield self._workers.put_owned(rows)
 
     @staticmethod
     def images_and_labels(data: Any, batch: Array) -> tuple[Array, Array]:
-        """One worker's images and labels: (its data, rows) -> ([B, ...], [B])."""
+        """One worker's images and labels: (data, rows) -> ([B, ...], [B])."""
         images, labels = data.value if isinstance(data, lj.Shared) else data
         return images[batch], labels[batch]

@@ -1,4 +1,4 @@
-"""Which training images each worker sees at which step."""
+"""The choice of the training images that each worker sees at each step."""
 
 import functools
 
@@ -6,16 +6,16 @@ import numpy as np
 
 
 class EpochSampler:
-    """Every worker goes through its images in an order of its own, a new one each epoch.
+    """Each worker goes through its images in a random order, a new one in each epoch.
 
-    The rows of a step depend only on (seed, worker, step): the position in the data is the
-    step count, and resuming needs nothing else.
+    The rows of a step depend only on (seed, worker, step), so that resuming needs no other
+    state than the step count.
 
     Args:
-      size: images per worker.
-      batch_size: images per worker and step; what does not fill a batch at the end of an
-        epoch is left out of that epoch.
-      seed: of the orders.
+      size: number of images per worker.
+      batch_size: images per worker and step. An epoch leaves out the images at its end that
+        do not fill a batch.
+      seed: seed of the orders.
 
     Raises:
       ValueError: the images do not fill one batch.
@@ -29,8 +29,8 @@ class EpochSampler:
         if batch_size > size:
             raise ValueError(
                 f"`batch_size` must be at most {size}, the number of training images per "
-                f"worker, got batch_size={batch_size}; take a smaller batch, fewer "
-                "workers, or leave --data.shard off"
+                f"worker, got batch_size={batch_size}; use a smaller batch, fewer "
+                "workers, or --data.no-shard"
             )
         self.batch_size, self.steps_per_epoch = batch_size, size // batch_size
 
@@ -50,7 +50,7 @@ class EpochSampler:
 
 
 def parts(count: int, workers: int, seed: int) -> np.ndarray:
-    """Random parts of `count` images, all of one size, one per worker: int [W, count // W].
+    """Random parts of `count` images of equal size, one per worker: int [W, count // W].
 
     >>> parts(7, workers=2, seed=0).shape
     (2, 3)
@@ -63,7 +63,7 @@ def parts(count: int, workers: int, seed: int) -> np.ndarray:
 def rows_in_batches(count: int, workers: int, most: int) -> np.ndarray:
     """The rows 0 to count - 1 in batches of at most `most` per worker: int [n, W, b].
 
-    The last batch is filled up with rows from `count` on.
+    Rows from `count` on fill up the last batch.
 
     >>> rows_in_batches(5, workers=2, most=2).tolist()
     [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

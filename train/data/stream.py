@@ -1,4 +1,4 @@
-"""Images that stay in files and are read ahead of the step that needs them."""
+"""Batches of images that are read from files ahead of the step that needs them."""
 
 import itertools
 import math
@@ -19,40 +19,39 @@ from train.data.sampler import EpochSampler, rows_in_batches
 
 
 CROPS = 1  # separates the seeds of crops from those of the order
-MOST_SKIPPED = 100  # files in a row; after these it is not the files that are broken
-MOST_NAMED = 100  # files named on the screen
+MOST_SKIPPED = 100  # unreadable files in a row; with more, the cause is not the files
+MOST_NAMED = 100  # unreadable files to report
 
 Batch = tuple[Array, Array, Array]
-Image = tuple[np.ndarray, np.int32, np.bool]  # uint8 [size, size, 3], label, if it counts
+Image = tuple[np.ndarray, np.int32, np.bool]  # uint8 [size, size, 3], label, if valid
 
 
 class Stream:
-    """Images are read and decoded by threads of grain, a few batches ahead.
+    """A source that reads and decodes images in threads of grain, a few batches ahead.
 
-    Which image stands at (step, worker, place in the batch), and which part of it is taken,
-    depend only on these and the seed. So a run resumes at step k by reading from there, in
-    any number of processes: the step is all that a checkpoint must hold. Each process reads
-    the images of its own workers.
+    The image at (step, worker, place in the batch) and its crop depend only on these
+    numbers and the seed. A run therefore resumes at any step, in any number of processes,
+    and a checkpoint only has to hold the step. Each process reads the images of its own
+    workers.
 
-    A training image that cannot be read is replaced by the next one that can be, which is
-    of the same class as a rule; a test image that cannot be read does not count. Each
-    such file is reported once.
+    An unreadable training image is replaced by the next readable one, which usually belongs
+    to the same class. An unreadable test image does not count. Each unreadable file is
+    reported once.
 
-    At most ahead + 3 batches are read and not yet handed out; two of them are on the
-    devices.
+    At most ahead + 3 unused batches are in memory; two of them are on the devices.
 
     Args:
       folder: the images.
-      sampler, workers, parts, test_batch: as of `Resident`.
-      seed: of the random parts of images.
-      threads: how many read.
-      ahead: batches to read ahead.
-      warn: called with a line for each file that cannot be read.
-      same_everywhere: says whether every process has called it with the same text.
+      sampler, workers, parts, test_batch: see `Resident`.
+      seed: seed of the random crops.
+      threads: number of threads that read.
+      ahead: number of batches to read ahead.
+      warn: called with a message for each unreadable file.
+      same_everywhere: returns whether all processes passed the same text.
 
     Attributes:
-      data: (); nothing lies on the devices for good.
-      most_in_flight: steps that may wait for a device; each holds its batch.
+      data: (), because nothing stays on the devices.
+      most_in_flight: number of steps that may be in flight; each keeps its batch.
 
     Raises:
       DataError: no image can be read, or the processes do not see the same files.
@@ -79,10 +78,10 @@ class Stream:
         self._parts, self._seed = parts, seed
         self._threads, self._ahead, self._warn = threads, ahead, warn
         self._lock = threading.Lock()
-        self._unreadable: dict[str, str] = {}  # path: why
-        self._reported = 0  # of these
+        self._unreadable: dict[str, str] = {}  # path: reason
+        self._reported = 0  # how many of them
         if not same_everywhere(folder.digest()):
-            raise DataError("the images must be the same files for all processes")
+            raise DataError("all processes must read the same image files")
         count = len(folder.test.labels)
         rows = rows_in_batches(count, workers.num_workers, test_batch)
         self._test_rows = rows[:, list(workers.owned)]
@@ -90,32 +89,32 @@ class Stream:
             self._first_readable(files, range(len(files.labels)), imagenet.center_box)
 
     def batches(self, steps: range) -> Generator[Batch, None, None]:
-        """The batch of each step (from 0): (images, labels, all true), each [W, B, ...].
+        """Yields the batch of each step (from 0): (images, labels, all true) [W, B, ...].
 
-        Reading begins when the first one is asked for, and ends with the last one or when
-        the iterator is closed.
+        Reading begins with the first request. It ends with the last batch, or when the
+        generator is closed.
         """
         shape = len(self._workers.owned), self._sampler.batch_size
         return self._read(self._training_image, steps, shape)
 
     @property
     def test_batches(self) -> Generator[Batch, None, None]:
-        """All test images, read anew: (images, labels, whether it counts) [W, b, ...]."""
+        """All test images, read again on each use: (images, labels, counts) [W, b, ...]."""
         batches, *shape = self._test_rows.shape
         return self._read(self._test_image, range(batches), tuple(shape))
 
     @staticmethod
     def images_and_labels(data: Any, batch: Batch) -> tuple[Array, Array]:
         """One worker's images and labels: uint8 [B, size, size, 3] and int32 [B]."""
-        images, labels, _ = batch  # they all count
+        images, labels, _ = batch  # all images count
         return images, labels
 
-    # From a position to an image: the work of the threads
+    # From a position to an image, in the threads
 
     def _training_image(self, step: int, index: int, place: int) -> Image:
-        """The image at a place in the batch of an owned worker."""
+        """Reads the image at a place in the batch of an owned worker."""
         owned, files = self._workers.owned, self._folder.train
-        with self._lock:  # one thread computes the orders of an epoch, the others wait
+        with self._lock:  # one thread computes the orders of an epoch while others wait
             row = int(self._sampler.rows(step, owned)[index, place])
         seed = [self._seed, owned[index], step, place, CROPS]
 
@@ -137,10 +136,10 @@ class Stream:
         return pixels, label, np.True_
 
     def _first_readable(self, files: Files, rows: Iterable[int], box_of: Callable) -> Image:
-        """The first of the images that can be read.
+        """Reads the first readable image.
 
         Raises:
-          DataError: none of the first hundred can be.
+          DataError: the first hundred images are unreadable.
         """
         tried = []
         for row in itertools.islice(rows, MOST_SKIPPED):
@@ -154,7 +153,7 @@ class Stream:
         )
 
     def _try(self, files: Files, row: int, box_of: Callable) -> np.ndarray | None:
-        """The part of an image that is wanted, or None if it cannot be read."""
+        """Reads the crop of an image; returns None if it is unreadable."""
         path = files.path(row)
         if path in self._unreadable:
             return None
@@ -164,7 +163,7 @@ class Stream:
             raise
         except UnidentifiedImageError:
             self._unreadable[path] = "it is no JPEG, PNG, BMP or WebP image"
-        except Exception as error:  # Pillow raises all kinds
+        except Exception as error:  # Pillow raises many types
             why = getattr(error, "strerror", None) or str(error) or repr(error)
             self._unreadable[path] = why
         return None
@@ -174,14 +173,14 @@ class Stream:
     def _read(
         self, image: Callable[..., Image], batches: range, shape: tuple[int, ...]
     ) -> Generator[Batch, None, None]:
-        """The batches on the devices, read ahead: (pixels, labels, valid) [W, b, ...].
+        """Reads batches ahead and puts them on the devices: (pixels, labels, valid).
 
         Args:
-          image: (batch, index of an owned worker, place) -> image.
-          batches: which batches.
-          shape: of the part of a batch that this process reads, [owned workers, b].
+          image: reads the image at (batch, index of an owned worker, place).
+          batches: the batches to read.
+          shape: the part of a batch that this process reads, [owned workers, b].
         """
-        import grain  # half a second that others need not wait for
+        import grain  # takes half a second, which other data sets do not need
 
         size = math.prod(shape)
 
@@ -198,7 +197,7 @@ class Stream:
         )
         images = grain.MapDataset.range(batches.start * size, batches.stop * size).map(at)
         placed = images.to_iter_dataset(read_ahead).batch(size).map(place)
-        # A thread of its own copies to the devices; it holds one batch beside its buffer.
+        # A separate thread copies to the devices; it holds one batch besides its buffer.
         buffered = grain.experimental.ThreadPrefetchIterDataset(
             placed, prefetch_buffer_size=1
         )
@@ -211,10 +210,10 @@ class Stream:
             reading.close()
 
     def _report(self) -> None:
-        """Names the files that were found to be unreadable since the last report."""
+        """Warns of files that were found to be unreadable since the last report."""
         paths, begin = list(self._unreadable), self._reported
         for path in paths[begin:MOST_NAMED]:
             self._warn(f"{path} is left out, it cannot be read: {self._unreadable[path]}")
         if begin <= MOST_NAMED < len(paths):
-            self._warn("more images cannot be read; these are not named any more")
+            self._warn("more images cannot be read; they are not listed")
         self._reported = len(paths)

@@ -1,4 +1,4 @@
-"""Text as token ids, of which workers learn random windows on the devices."""
+"""Text as token ids, from which workers draw random windows on the devices."""
 
 import codecs
 import dataclasses
@@ -32,7 +32,8 @@ class Vocabulary:
     """The tokens that ids stand for.
 
     Attributes:
-      characters: those of the text in the order of their code points; None: the 256 bytes.
+      characters: the characters of the text in the order of their code points, or None if
+        tokens are bytes.
 
     >>> Vocabulary("ehlo").decode(np.array([1, 3, 2, 0]))
     'hole'
@@ -44,37 +45,37 @@ class Vocabulary:
         return 256 if self.characters is None else len(self.characters)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of some ids; bytes that are not UTF-8 become the sign U+FFFD."""
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         if self.characters is None:
             return bytes(ids.astype(np.uint8)).decode(errors="replace")
         return "".join(self.characters[i] for i in ids)
 
     @property
     def start(self) -> np.ndarray:
-        """The token before a sample, [1]: the end of a line if there is one, or id 0."""
+        """The token before a sample, [1]: a line feed if there is one, otherwise id 0."""
         found = ord("\n") if self.characters is None else self.characters.find("\n")
         return np.array([max(found, 0)], np.uint8)
 
     @property
     def nbytes(self) -> np.ndarray:
-        """The bytes of each token in UTF-8, int32 [V]."""
+        """The number of bytes of each token in UTF-8, int32 [V]."""
         if self.characters is None:
             return np.ones(256, np.int32)
         return np.array([len(c.encode()) for c in self.characters], np.int32)
 
     def to_json(self, **notes: str) -> str:
-        """The vocabulary as JSON, with notes beside it."""
+        """The vocabulary as JSON, with additional notes."""
         return json.dumps({"characters": self.characters, **notes}) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text in the host's memory.
+    """A text in host memory.
 
     Attributes:
-      train, test: token ids, unsigned [N]: the first nine tenths, and the last.
-      vocabulary: the tokens of the ids.
-      sha256: of the bytes of the whole text, in hexadecimal.
+      train, test: token ids, unsigned [N]: the first nine tenths and the last tenth.
+      vocabulary: the tokens that the ids stand for.
+      sha256: hash of the bytes of the whole text, in hexadecimal.
 
     >>> text = of(b"to be or not to be, that is the question", "characters")
     >>> len(text.train), len(text.test), len(text.vocabulary)
@@ -88,25 +89,25 @@ class Text:
 
 
 def load(files: Sequence[str], tokens: Tokens) -> Text:
-    """The files one after the other; without any, the source of the standard library.
+    """Reads files and joins them. Without files, reads the standard library's source.
 
     Raises:
-      DataError: a file that cannot be read, is empty, or is not UTF-8 if characters are
-        wanted.
+      DataError: a file cannot be read, is empty, or is not UTF-8 although the tokens are
+        characters.
     """
     texts = [_read(file, tokens) for file in files] or [standard_library()]
     return of(b"".join(texts), tokens)
 
 
 def of(text: bytes, tokens: Tokens) -> Text:
-    """A text in UTF-8, or in bytes of any kind: nine tenths of its tokens are for training.
+    """Splits a text, in UTF-8 or arbitrary bytes, into tokens for training and testing.
 
-    Ids are of the smallest unsigned type that holds them.
+    Ids have the smallest unsigned type that holds them.
     """
     characters, ids = None, np.frombuffer(text, np.uint8)
     if tokens == "characters":
         points = np.frombuffer(text.decode().encode("utf-32-le"), np.uint32)
-        # Those of the whole text, so that no character of the test lacks an id.
+        # The whole text counts, so that every character of the test has an id.
         present = np.zeros(CODE_POINTS, bool)
         present[points] = True
         characters = "".join(map(chr, np.flatnonzero(present)))
@@ -117,16 +118,16 @@ def of(text: bytes, tokens: Tokens) -> Text:
 
 
 def standard_library() -> bytes:
-    """A text that every machine has: Python's own modules in the order of their names.
+    """A text that every machine has: the modules of Python's library in alphabetical order.
 
-    It ends after 2 MB. Packages and files generated when Python was built are left out, so
-    that the same Python gives the same text.
+    It ends after 2 MB. Packages and files that are generated when Python is built are left
+    out, so that the same version of Python gives the same text.
     """
     folder, text = pathlib.Path(sysconfig.get_path("stdlib")), b""
     for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
         if len(text) < LIBRARY_BYTES and not path.name.startswith("_sysconfig"):
             text += path.read_bytes()
-    # A character of several bytes is not cut.
+    # A character of several bytes must not be cut.
     return text[:LIBRARY_BYTES].decode(errors="ignore").encode()
 
 
@@ -134,46 +135,46 @@ def _read(file: str, tokens: Tokens) -> bytes:
     path, text, wrong = pathlib.Path(file), b"", ""
     try:
         if path.exists() and not path.is_file():
-            wrong = "is no regular file"  # reading a FIFO would wait for its other end
+            wrong = "is no regular file"  # reading a FIFO would block
         else:
             text = path.read_bytes()
             wrong = "" if text.removeprefix(codecs.BOM_UTF8) else "is empty"
     except OSError as error:
         wrong = f"cannot be read: {error.strerror or error}"
     if wrong:
-        raise DataError(f"`data.files` must name files of text, but {file} {wrong}")
+        raise DataError(f"`data.files` must name text files, but {file} {wrong}")
     if tokens == "characters":
         try:
             text.decode()
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{file} is not UTF-8 text (the byte at {error.start:,} is "
-                f"0x{text[error.start]:02x}); --data.tokens bytes takes any file"
+                f"0x{text[error.start]:02x}); --data.tokens bytes accepts any file"
             ) from None
         text = text.removeprefix(codecs.BOM_UTF8)
     return text
 
 
 class Windows:
-    """All of the text lies on the devices; workers draw from it inside their steps.
+    """A source that keeps the text on the devices, where workers draw windows in a step.
 
     Args:
       text: the token ids.
-      context: T, how many tokens are seen at once.
+      context: T, the maximum number of tokens that the model sees.
       batch_size: B, windows per worker and step.
       workers: the grid.
-      shard: whether each worker has a part of the training text of its own.
+      shard: whether each worker has its own part of the training text.
 
     Attributes:
-      size: tokens of each worker's training text.
-      data: the training text on the devices: of each worker its own part, or in a `Shared`
-        all of it.
-      test_batches: (windows [W, b, T + 1], whether a prediction counts [W, b, T]): every
-        token of the validation text but the first is predicted once.
-      most_in_flight: steps that may wait for a device.
+      size: number of tokens of each worker's training text.
+      data: the training text on the devices: each worker's own part, or all of it in a
+        `Shared`.
+      test_batches: (windows [W, b, T + 1], whether a prediction counts [W, b, T]). Every
+        token of the validation text except the first is predicted once.
+      most_in_flight: number of steps that may be in flight.
 
     Raises:
-      DataError: a text that is too short, or of one and the same token.
+      DataError: the text is too short, or consists of a single token.
     """
 
     most_in_flight = 4
@@ -193,11 +194,11 @@ class Windows:
 
     @functools.cached_property
     def test_batches(self) -> list[Any]:
-        """Placed when they are first asked for: not all processes test."""
+        """Placed on first use, because not all processes test."""
         return list(self._in_batches(self._test))
 
     def _in_batches(self, ids: np.ndarray) -> Iterator[Any]:
-        """Windows one after the other, each from the last token of the one before."""
+        """Consecutive windows, each of which starts with the last token of the previous."""
         workers, length, last = self._workers, self._context, len(ids) - 1
         count, most = -(-last // length), max(1, TEST_TOKENS // length)
         for rows in rows_in_batches(count, workers.num_workers, most):
@@ -207,7 +208,7 @@ class Windows:
 
     @staticmethod
     def batches(steps: range) -> Generator[tuple[()], None, None]:
-        """Nothing for each step: workers draw their windows themselves."""
+        """Yields () for each step, because workers draw their windows themselves."""
         for _ in steps:
             yield ()
 

@@ -1,7 +1,7 @@
-"""From the bytes of a batch to a network's input, inside the jitted step.
+"""Transforms from the bytes of a batch to a network's input, inside the jitted step.
 
-Every transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C]; those for training
-take a random key.
+A transform maps uint8 images [B, H, W, C] to float32 [B, h, w, C]. Transforms for training
+also take a random key.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ def normalize(images: Array, mean: tuple[float, ...], std: tuple[float, ...]) ->
 
 
 def center_crop(images: Array, size: int) -> Array:
-    """The middle size x size pixels."""
+    """The size x size pixels in the middle."""
     top, left = ((length - size) // 2 for length in images.shape[1:3])
     return images[:, top : top + size, left : left + size]
 
 
 def random_crop_flip(key: Array, images: Array, size: int) -> Array:
-    """A random size x size part of each image, mirrored left to right half of the time."""
+    """A random size x size part of each image, flipped horizontally half of the time."""
     batch, height, width, channels = images.shape
     corner_key, flip_key = jax.random.split(key)
     most = jnp.array([height - size, width - size], jnp.int32)[None]
@@ -49,23 +49,23 @@ def random_crop_flip(key: Array, images: Array, size: int) -> Array:
 
 
 def random_flip(key: Array, images: Array) -> Array:
-    """Each image, mirrored left to right half of the time."""
+    """Each image, flipped horizontally half of the time."""
     flip = jax.random.bernoulli(key, 0.5, (len(images), 1, 1, 1))
     return jnp.where(flip, images[:, :, ::-1], images)
 
 
 def digits() -> Transforms:
-    """Handwritten digits as they are, scaled."""
+    """Scaling only, for the handwritten digits."""
     scale = lambda images: normalize(images, (0.305,), (0.376,))
     return Transforms(train=lambda key, images: scale(images), test=scale)
 
 
 def cifar10(size: int = 28, padding: int = 0) -> Transforms:
-    """Random crops and flips for training, the middle for testing, as in LSGD's code.
+    """Random crops and flips for training, center crops for testing, as in LSGD's code.
 
     Args:
       size: side of the crops.
-      padding: black pixels put around the images before they are cropped at random.
+      padding: width of the black border that is added before a random crop.
     """
     mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
     scale = lambda images: normalize(images, mean, std)
@@ -78,6 +78,6 @@ def cifar10(size: int = 28, padding: int = 0) -> Transforms:
 
 
 def imagenet() -> Transforms:
-    """Random flips for training; images come cropped to their size from their files."""
+    """Random flips for training. Images are cropped when they are read."""
     scale = lambda images: normalize(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     return Transforms(train=lambda key, images: scale(random_flip(key, images)), test=scale)

@@ -1,1 +1,1 @@
-"""What is trained: the experiment, its model, its optimizer and its method."""
+"""The task of a run: experiment, model, optimizer and method."""

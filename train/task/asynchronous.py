@@ -1,7 +1,7 @@
-"""Workers that train asynchronously: one alone, and the states of all of them stacked.
+"""Asynchronous workers: the training of one worker, and the stacked states of all.
 
-A worker sees at its own step t the batch and the random key that it would see at step t
-among workers in lock step.
+At its own step t, a worker uses the batch and the random key that it would use at step t in
+lock step.
 """
 
 import functools
@@ -17,19 +17,20 @@ import lsgd_jax as lj
 from train import compilation_cache
 from train.cluster.session import Session
 from train.config import Config
-from train.task.experiment import BaseExperiment, Task, load
+from train.task.datasets import load_dataset
+from train.task.experiment import BaseExperiment, Task
 from train.task.forward import Source
 from train.task.state import AsynchronousState, EngineState, TrainState
 
 
-State = dict[str, Any]  # of one worker, as an engine gives and takes it
+State = dict[str, Any]  # the state of one worker, as engines exchange it
 
 
 class Own(NamedTuple):
-    """The part of a worker's state that its peers do not take over.
+    """The part of a worker's state that its peers never copy.
 
     Attributes:
-      index: which worker.
+      index: the worker.
       stats: its batch statistics.
     """
 
@@ -43,13 +44,13 @@ def training(
     """The training of the workers of one process, compiled once for all of them.
 
     Args:
-      config: the experiment's.
-      warn: as for `Task`.
+      config: the configuration.
+      warn: see `Task`.
 
     Raises:
-      ValueError, DataError: as `Task` does.
+      ValueError, DataError: see `Task`.
     """
-    dataset = load(config)
+    dataset = load_dataset(config)
     placed: dict[tuple, Any] = {}
     grid = config.workers
 
@@ -85,20 +86,20 @@ def training(
 
 
 def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
-    """The same for a worker that has a process of its own."""
+    """The training of a worker in its own process."""
     del index
-    lj.tune_cpu()  # a host of a cluster does not inherit the driver's environment
+    lj.tune_cpu()  # hosts of a cluster do not inherit the driver's environment
     compilation_cache.use(say=False)
     return training(config)
 
 
 class Place:
-    """Puts the data of one worker without a grid on the device: see `Task.place`.
+    """Puts the data of one worker without a grid on the device; see `Task`.
 
     Args:
-      index: which worker.
+      index: the worker.
       num_workers: W.
-      placed: the data that all workers of the process read, by their host arrays.
+      placed: the data that all workers of the process share, by their host arrays.
 
     >>> place = Place(2, num_workers=4, placed={})
     >>> place.owned, place.put_owned(jnp.ones((1, 3))).shape
@@ -110,7 +111,7 @@ class Place:
         self._placed = placed
 
     def share(self, tree: Any) -> lj.Shared:
-        """Puts a tree on the device, once for all workers of a process."""
+        """Puts a tree on the device, once for all workers of the process."""
         key = tuple(map(id, jax.tree.leaves(tree)))
         if key not in self._placed:
             self._placed[key] = tree, jax.tree.map(jnp.asarray, tree)
@@ -118,15 +119,15 @@ class Place:
 
     @staticmethod
     def put_owned(rows: Any) -> Any:
-        """Puts a worker's own rows [1, ...] on the device, without their leading axis."""
+        """Puts the worker's rows [1, ...] on the device, without their leading axis."""
         return jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
 
 
 class Batches:
-    """The batches of a worker, which as a rule asks for one after the other.
+    """The batches of one worker, which usually requests them in order.
 
     Args:
-      source: where they come from.
+      source: the source of the batches.
     """
 
     def __init__(self, source: Source):
@@ -137,20 +138,20 @@ class Batches:
         """The batch of a step (from 0)."""
         if self._reading is None or step != self._next:
             if self._reading is not None:
-                self._reading.close()  # ends its reading ahead
+                self._reading.close()  # stops reading ahead
             self._reading = self._source.batches(range(step, 2**31 - 1))
         self._next = step + 1
         return next(self._reading)
 
 
 class AsynchronousExperiment(BaseExperiment):
-    """An experiment whose workers train elsewhere, asynchronously.
+    """An experiment whose workers train asynchronously in other processes.
 
-    The grid of this process tests and keeps their stacked states. The arguments are those
-    of `BaseExperiment`.
+    The grid of this process holds and tests their stacked states. For arguments see
+    `BaseExperiment`.
 
     Attributes:
-      method: the method, as an engine runs it.
+      method: the method that an engine runs.
     """
 
     def __init__(self, config: Config, *args: Any, **options: Any):
@@ -159,7 +160,7 @@ class AsynchronousExperiment(BaseExperiment):
 
     def __str__(self) -> str:
         grid, name = self._config.workers, self._config.method.name
-        return f"{name}: {grid.nodes} x {grid.locals} workers at their own pace"
+        return f"{name}: {grid.nodes} x {grid.locals} asynchronous workers"
 
     def init(self) -> AsynchronousState:
         states = [self._first] * self.workers.num_workers
@@ -167,7 +168,7 @@ class AsynchronousExperiment(BaseExperiment):
 
     @functools.cached_property
     def _first(self) -> State:
-        """The state of a worker before the first step; the method is checked by the way."""
+        """The initial state of a worker. Building it also checks the method."""
         grid, steps = self._config.workers, self._config.steps
         stats = self.task.first_variables()
         params = stats.pop("params")
@@ -185,12 +186,12 @@ class AsynchronousExperiment(BaseExperiment):
     def stacked(
         self, states: Sequence[State], step: int, sent: Sequence[float]
     ) -> AsynchronousState:
-        """The states of all workers as one.
+        """Stacks the states of all workers.
 
         Args:
-          states: of each worker.
+          states: the state of each worker.
           step: the mean of their steps.
-          sent: bytes that each has sent.
+          sent: the bytes that each worker has sent.
         """
         stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
         column = lambda name: [state[name] for state in states]
@@ -210,7 +211,7 @@ class AsynchronousExperiment(BaseExperiment):
         )
 
     def apart(self, state: AsynchronousState) -> list[State]:
-        """Each worker's own part of a state: the argument of `stacked`."""
+        """Splits a stacked state into the states of the workers; inverts `stacked`."""
         state = self.workers.fetch(state)
         engine = state.engine
         method = jax.tree.structure(self._first["method"])
@@ -228,7 +229,7 @@ class AsynchronousExperiment(BaseExperiment):
         ]
 
     def sent(self, state: AsynchronousState) -> list[float]:
-        """Bytes that each worker has sent."""
+        """The bytes that each worker has sent."""
         return self.workers.fetch(state.engine.sent).tolist()
 
     def bytes_sent(self, state: AsynchronousState) -> int:

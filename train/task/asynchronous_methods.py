@@ -1,4 +1,4 @@
-"""Methods of asynchronous workers, as the command line makes them."""
+"""Methods of asynchronous workers, with the options of the command line."""
 
 from typing import Literal
 
@@ -14,16 +14,16 @@ def lsgd(
     blocking: bool = True,
     wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
-    """Asynchronous LSGD: pulls whenever all workers together have taken enough steps.
+    """Asynchronous LSGD: pulls whenever the workers together have taken enough steps.
 
     Args:
       local_pull: pull towards the leader of the node, in [0, 1]; 0 switches the level off.
       global_pull: pull towards the leader of all workers, in [0, 1]; 0 switches it off.
       local_period: steps per worker, on average, between pulls towards the node's leader.
       global_period: steps per worker, on average, between pulls towards the leader of all.
-      loss_window: number of losses that elect the leader, the mean of the last ones.
-      blocking: all come together for a pull, as in the original; otherwise no worker waits,
-        and each is pulled towards what the leader was when it was asked.
+      loss_window: number of recent losses whose mean elects the leader.
+      blocking: all workers meet for a pull, as in the original; otherwise no worker waits,
+        and each is pulled towards the parameters that the leader has at the request.
       wire: the format in which parameters travel.
     """
     options = local_pull, global_pull, local_period, global_period, loss_window
@@ -42,19 +42,19 @@ def diloco(
     delay: int = 0,
     wire: lj.WireFormat = "float32",
 ) -> lj.asynchronous.Method:
-    """Asynchronous DiLoCo: each worker brings its pseudo-gradient when it has it.
+    """Asynchronous DiLoCo: each worker sends its pseudo-gradient as soon as it has one.
 
     Args:
-      local_steps: steps of the fastest worker between two of its pseudo-gradients; others
-        take as many as their speed allows.
+      local_steps: steps of the fastest worker between two pseudo-gradients; other workers
+        take fewer steps, in proportion to their speed.
       outer_learning_rate: learning rate of the outer optimizer.
-      outer_momentum: momentum of the outer optimizer, in [0, 1]; more than 0.5 only with
-        many local steps.
-      momentum_every: pseudo-gradients after which the momentum is renewed, with their mean;
-        by default as many as there are workers, or 1 with `together`.
-      together: pseudo-gradients come in rounds, which go on without those who are late.
-      weights: whether a pseudo-gradient counts by the steps that it is made of.
-      delay: steps that a worker takes at most before it waits for the answer.
+      outer_momentum: momentum of the outer optimizer, in [0, 1]; above 0.5 only with many
+        local steps.
+      momentum_every: number of pseudo-gradients whose mean updates the momentum. Defaults
+        to the number of workers, or to 1 with `together`.
+      together: collect pseudo-gradients in rounds, which skip late workers.
+      weights: weight of a pseudo-gradient: its number of steps, or equal weights.
+      delay: maximum number of steps that a worker takes before it waits for the answer.
       wire: the format in which parameters travel.
     """
     outer = outer_learning_rate, outer_momentum, momentum_every

@@ -1,8 +1,8 @@
-"""Batch statistics: the running means that a model keeps beside its parameters.
+"""Batch statistics: running means that a model keeps in addition to its parameters.
 
-Three policies: each worker keeps its own ('keep'); they are averaged over all workers
-whenever the method communicates ('average'); or they are computed anew from training data
-for the model that is tested ('reestimate'), and the workers keep their own.
+Three policies: each worker keeps its own statistics ('keep'); they are averaged over all
+workers whenever the method communicates ('average'); or workers keep their own, and a test
+computes those of the tested model from training data ('reestimate').
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ Apply = Callable[[Any], tuple[Any, Any]]
 
 
 def averaged(stats: Any, before: Any, after: Any) -> Any:
-    """One worker's statistics; the mean of all workers' if the step has communicated.
+    """Returns the mean over all workers if the step communicated, otherwise `stats`.
 
     Args:
-      stats: the statistics after a step.
-      before: the state of the optimizer before it.
-      after: the same after it.
+      stats: one worker's statistics after a step.
+      before: the state of its optimizer before the step.
+      after: the state of its optimizer after the step.
     """
     if not jax.tree.leaves(stats):
         return stats
@@ -45,13 +45,13 @@ def averaged(stats: Any, before: Any, after: Any) -> Any:
 
 
 def of_batch(apply: Apply, stats: Any) -> Any:
-    """The statistics of one batch, without any memory of earlier ones.
+    """The statistics of one batch, without memory of earlier batches.
 
-    A running statistic is renewed as r ← m r + (1 - m) b with b that of the batch. From
-    what becomes of r = 0 and of r = 1 follow m and b, whatever the layer's momentum is.
+    A layer updates a running statistic as r ← m r + (1 - m) b, where b is the statistic of
+    the batch. The results for r = 0 and r = 1 determine m and b for any momentum m.
 
     Args:
-      apply: statistics -> (anything, renewed statistics), on one batch.
+      apply: maps statistics to (anything, updated statistics) on one batch.
       stats: statistics of the right shapes.
 
     >>> apply = lambda r: (None, 0.9 * r + 0.1 * 5.0)

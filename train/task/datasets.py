@@ -1,13 +1,13 @@
-"""The data set that a configuration names, and whether the network fits it."""
+"""Loads the data set of a configuration, and checks that the network fits it."""
 
 from train.config import Config
-from train.data import cifar10, digits, imagenet, transforms
+from train.data import cifar10, digits, imagenet, text, transforms
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
 from train.task.models import MODELS
 
 
-Data = tuple[Dataset | ImageFolder, transforms.Transforms]
+Data = tuple[Dataset | ImageFolder, transforms.Transforms] | text.Text
 
 FOLDERS = {
     "cifar10": "of the official CIFAR-10 files, cifar-10-batches-bin",
@@ -16,13 +16,15 @@ FOLDERS = {
 
 
 def load_dataset(config: Config) -> Data:
-    """The data set and what is done to its images.
+    """Loads images and their transforms, or a text.
 
     Raises:
-      ValueError: the data set needs a folder and the configuration names none; DataError:
-        files that are missing or wrong.
+      ValueError: the configuration lacks the folder of the data set.
+      DataError: files are missing or wrong.
     """
     options = config.data
+    if options.name == "text":
+        return text.load(options.files, options.tokens)
     if options.name == "digits":
         return digits.load(), transforms.digits()
     if options.dir is None:
@@ -35,7 +37,7 @@ def load_dataset(config: Config) -> Data:
 
 
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:
-    """Raises ValueError if the network is made for images of another size."""
+    """Raises ValueError if the network needs images of another size."""
     size = getattr(MODELS[config.model], "image_size", None)
     if size not in (None, shape[1]):
         raise ValueError(

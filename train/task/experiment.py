@@ -1,4 +1,4 @@
-"""The training of one worker, and of a grid of workers in lock step; the tests of both."""
+"""Training and testing: one worker's step, and a grid of workers in lock step."""
 
 import abc
 import contextlib
@@ -19,7 +19,6 @@ from train.config import Config
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
-from train.data.text import load as load_text
 from train.task import batch_statistics, inside, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Forward, TestResult
@@ -33,71 +32,64 @@ REESTIMATE_BATCHES = 8  # per worker
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """The base optimizer of a configuration with the method around it."""
+    """The base optimizer of a configuration, chained with the method."""
     rate = schedules.learning_rate(config.optimizer, config.steps)
     return config.method.around(optimizers.make(config.optimizer, rate), rate)
 
 
-def load(config: Config) -> Data | Text:
-    """The data that a configuration names; raises as `Task` does."""
-    if config.data.name == "text":
-        return load_text(config.data.files, config.data.tokens)
-    return load_dataset(config)
-
-
 class Task:
-    """The training of one worker: its network, its data, its start and its step.
+    """The training of one worker: network, data, initial parameters and step.
 
     Args:
-      config: the experiment's.
-      dataset: data (and transforms) to take instead of those that the configuration names.
+      config: the configuration.
+      dataset: the data. Defaults to those of the configuration.
       place: puts data on the devices of the workers: a `lj.Workers`, or a
-        `train.task.asynchronous.Place` for a worker that has no grid.
-      warn: called with a line about a flaw of the data that is no error.
+        `train.task.asynchronous.Place` for a worker without a grid.
+      warn: called with a warning about the data.
       session: the processes of the run.
 
     Attributes:
-      forward: the network on a batch.
-      tx: the optimizer; the method is part of it in lock step.
+      forward: applies the network to a batch.
+      tx: the optimizer, which includes the method in lock step.
 
     Raises:
-      ValueError: settings that contradict each other; DataError: data files that are
-        missing or wrong.
+      ValueError: settings contradict each other.
+      DataError: data files are missing or wrong.
     """
 
     def __init__(
         self,
         config: Config,
-        dataset: Data | Text | None,
+        dataset: Data | None,
         place: Any,
         warn: Callable[[str], None],
         session: Session,
     ):
         self._config = config
         self.tx = make_optimizer(config)
-        data = load(config) if dataset is None else dataset
+        data = load_dataset(config) if dataset is None else dataset
         if isinstance(data, Text):
             if not session.same_everywhere(data.sha256):
-                raise DataError("the processes read different texts; give all the same")
+                raise DataError("all processes must read the same text")
             self.forward: Forward = TextForward(config, data, place)
         else:
             model = MODELS[config.model](num_classes=data[0].num_classes)
             self.forward = ImageForward(config, model, data, place, warn, session)
 
     def first_variables(self) -> dict[str, Any]:
-        """The start of all workers: 'params', and batch statistics if there are any."""
+        """The initial variables of all workers: 'params', and possibly batch statistics."""
 
         def init() -> dict[str, Any]:
             key, _ = jax.random.split(jax.random.key(self._config.seed))
             return self.forward.init(key)
 
-        # It runs once. On CPUs this compiles it in a quarter of the time.
+        # The program runs once. Without optimizations CPUs compile it four times as fast.
         on_cpu = jax.default_backend() == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else {}
         return jax.jit(init, compiler_options=options)()
 
     def keys(self) -> Array:
-        """A random key for each worker of the configuration, [W]."""
+        """A random key for each worker, [W]."""
         grid = self._config.workers
         _, key = jax.random.split(jax.random.key(self._config.seed))
         return jax.random.split(key, grid.nodes * grid.locals)
@@ -105,7 +97,7 @@ class Task:
     def learn(
         self, state: TrainState, data: Any, batch: Any
     ) -> tuple[Any, Any, Any, Array]:
-        """One worker's step, not applied: (updates, opt_state, stats, loss)."""
+        """One worker's step without its application: (updates, opt_state, stats, loss)."""
         key = jax.random.fold_in(state.key, state.step.value)
 
         def loss_of(params):
@@ -129,31 +121,31 @@ class Task:
 
 
 class BaseExperiment(abc.ABC):
-    """A configuration, built for a grid of workers: all its errors are found here.
+    """A configuration on a grid of workers. The constructor finds all its errors.
 
-    The training state is that of all workers, stacked. Tests read it and change nothing.
+    The training state stacks the states of all workers. Tests do not change it.
 
     Args:
       config: the configuration.
       dataset, warn: see `Task`.
-      devices: the devices to use, all of them. Defaults to the choice of `lj.Workers`.
-      session: the processes of the run. Defaults to this one by itself.
+      devices: the devices to use. Defaults to the choice of `lj.Workers`.
+      session: the processes of the run. Defaults to this process alone.
 
     Attributes:
       workers: the grid.
       task: the training of one worker.
-      forward: the network on a batch.
-      data: the data that stay on the devices: each worker's own training data, or in a
-        `Shared` all of them, or nothing if batches bring them along.
+      forward: applies the network to a batch.
+      data: the data that stay on the devices: each worker's own training data, all of them
+        in a `Shared`, or nothing if batches contain the data.
 
     Raises:
-      ValueError, DataError: as `Task` does.
+      ValueError, DataError: see `Task`.
     """
 
     def __init__(
         self,
         config: Config,
-        dataset: Data | Text | None = None,
+        dataset: Data | None = None,
         warn: Callable[[str], None] = warnings.warn,
         devices: Sequence[jax.Device] | None = None,
         session: Session | None = None,
@@ -173,16 +165,16 @@ class BaseExperiment(abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> Any:
-        """The state before the first step: all workers start from the same parameters."""
+        """The initial state, in which all workers have the same parameters."""
 
     @abc.abstractmethod
     def bytes_sent(self, state: Any) -> int:
-        """Bytes that each worker has sent, the mean if they differ."""
+        """The bytes that a worker has sent so far, as a mean over the workers."""
 
     # Data
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
-        """The batches of all workers for each of the steps (from 0), on the devices."""
+        """Yields the batches of all workers for each step (from 0), on the devices."""
         return self.forward.source.batches(steps)
 
     def batch(self, step: int) -> Any:
@@ -191,29 +183,29 @@ class BaseExperiment(abc.ABC):
             return next(batches)
 
     def backlog(self) -> Backlog:
-        """For steps in flight: as many as the memory for their batches allows."""
+        """A bound on the steps in flight, which depends on the memory of a batch."""
         return Backlog(self.forward.source.most_in_flight)
 
     # Testing
 
     def test_center(self, state: Any) -> TestResult:
-        """The test of the model that the workers stand for together."""
+        """Tests the center, the model that represents all workers."""
         return self._test(*self._center(state))
 
     def test_worker(self, state: Any, worker: int) -> TestResult:
-        """The test of one worker's own model."""
+        """Tests the model of one worker."""
         variables = state.params, state.stats
         return self._test(*self._pick(variables, lj.Shared(worker)).value)
 
     def sample(self, state: Any) -> str:
-        """A text that the center writes; empty if models of this kind do not write."""
-        # On the host, so that each process draws by itself.
+        """A text that the center generates, or '' if the model does not generate text."""
+        # The center is fetched to the host so that each process can draw by itself.
         params, stats = self.workers.fetch(self._center(state))
         key = jax.random.key(self._config.seed)
         return self.forward.sample({"params": params, **stats}, key)
 
     def _center(self, state: Any) -> tuple[Any, Any]:
-        """The parameters and the batch statistics of the center."""
+        """The parameters and batch statistics of the center."""
         center = lj.center(state.params, state.opt_state)
         return center, lj.consensus(state.stats) if state.stats else {}
 
@@ -230,10 +222,10 @@ class BaseExperiment(abc.ABC):
         return self.forward.sums(variables.value, *batch)
 
     def reestimated(self, params: Any, stats: Any) -> Any:
-        """The mean statistics of some batches of every worker, with these parameters.
+        """Batch statistics of a model: the mean over some batches of every worker.
 
         Args:
-          params: those of one model.
+          params: the parameters of the model.
           stats: statistics of the right shapes.
         """
         count = min(REESTIMATE_BATCHES, self.forward.steps_per_epoch)
@@ -252,12 +244,12 @@ class BaseExperiment(abc.ABC):
 
 
 def _of_worker(tree: Any, worker: lj.Shared) -> lj.Shared:
-    """One worker's tree, for all workers."""
+    """Broadcasts the tree of one worker to all workers."""
     return lj.Shared(lj.Group(("node", "local")).broadcast(tree, worker.value))
 
 
 class Experiment(BaseExperiment):
-    """An experiment whose workers train in lock step; the arguments as there."""
+    """An experiment whose workers train in lock step. For arguments see the base class."""
 
     def __str__(self) -> str:
         return str(self.workers)
@@ -276,7 +268,7 @@ class Experiment(BaseExperiment):
 
     @functools.cached_property
     def step(self) -> Callable[[TrainState, Any, Any], tuple[TrainState, Array]]:
-        """All workers' step: (state, data, batch) -> (state, loss [W])."""
+        """The step of all workers: (state, data, batch) -> (state, loss [W])."""
         return self.workers.map(self.task.step, donate=0)
 
     def bytes_sent(self, state: TrainState) -> int:

@@ -1,4 +1,4 @@
-"""The network of a task on a batch: its data, its loss, its test."""
+"""The interface of a task: its data, its loss and its test."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
@@ -7,16 +7,16 @@ import flax.linen as nn
 from jax import Array
 
 
-TestResult = dict[str, float]  # the values of a test, see train.metrics.measures
+TestResult = dict[str, float]  # see train.metrics.measures
 
 
 class Source(Protocol):
-    """The source of batches: `Resident`, `Stream` or `Windows`.
+    """A source of batches: `Resident`, `Stream` or `Windows`.
 
     Attributes:
       data: the data that stay on the devices.
-      test_batches: the arguments of `Forward.sums` after the first, of all workers.
-      most_in_flight: steps that may wait for a device.
+      test_batches: the batches for `Forward.sums`, of all workers.
+      most_in_flight: number of steps that may be in flight.
     """
 
     data: Any
@@ -26,20 +26,20 @@ class Source(Protocol):
     def test_batches(self) -> Any: ...
 
     def batches(self, steps: range) -> Generator[Any, None, None]:
-        """The batches of all workers for each of the steps (from 0)."""
+        """Yields the batches of all workers for each step (from 0)."""
         ...
 
 
 class Forward(Protocol):
-    """One worker's network applied to a batch, for training and for testing.
+    """Applies one worker's network to a batch, for training and for testing.
 
     Attributes:
       model: the network.
       source: the source of batches.
-      sizes: the numbers of examples and the like, by name.
-      steps_per_epoch: in so many a worker sees about as much as it has.
-      kept: the files of the run folder that describe the data, by name; a run goes on with
-        the same only.
+      sizes: sizes of the data by name, such as the number of training images.
+      steps_per_epoch: number of steps in which a worker sees about as much data as it has.
+      kept: contents of the files in the run folder that describe the data, by name. A run
+        resumes only with the same contents.
     """
 
     model: nn.Module
@@ -49,13 +49,13 @@ class Forward(Protocol):
     kept: dict[str, str]
 
     def init(self, key: Array) -> dict[str, Any]:
-        """The variables at the start: 'params', and batch statistics if there are any."""
+        """The initial variables: 'params', and possibly batch statistics."""
         ...
 
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
     ) -> tuple[Array, Any]:
-        """The mean loss of one worker's training batch, in nats; renewed statistics."""
+        """The mean loss of one worker's training batch in nats, and updated statistics."""
         ...
 
     def sums(self, variables: Any, *batch: Array) -> Sequence[Array]:
@@ -63,9 +63,9 @@ class Forward(Protocol):
         ...
 
     def result(self, totals: Any) -> TestResult:
-        """The result of a test, from the sums over all test batches and workers."""
+        """The result of a test from the sums over all test batches and workers."""
         ...
 
     def sample(self, variables: Any, key: Array) -> str:
-        """A text that the model writes after training; empty if it does not write."""
+        """A text that the model generates, or '' if it does not generate text."""
         return ""

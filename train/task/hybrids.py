@@ -1,4 +1,4 @@
-"""Experiments that join two methods, made with what `lsgd_jax` exports."""
+"""Combinations of two methods, built from the public API of `lsgd_jax`."""
 
 from typing import Any, NamedTuple
 
@@ -11,19 +11,19 @@ import lsgd_jax as lj
 
 
 class LedState(NamedTuple):
-    """The state of `led`: of the election, and of the anchor that follows the leader."""
+    """The state of `led`: the election, and the anchor that follows the leader."""
 
     election: lj.LeaderState
     anchor: lj.AnchorState
 
     @property
     def leader(self) -> Array:
-        """Who led at the last election, for `lj.diagnostics`."""
+        """The leader at the last election, for `lj.diagnostics`."""
         return self.election.leader
 
     @property
     def score(self) -> Array:
-        """By what it was elected, for `lj.diagnostics`."""
+        """The leader's score, for `lj.diagnostics`."""
         return self.election.score
 
 
@@ -32,16 +32,17 @@ def led(
     axes: tuple[str, ...] = ("node", "local"),
     window: int = 10,
 ) -> lj.Rule:
-    r"""An anchor that an outer optimizer moves towards the leader, as a rule of a pull.
+    r"""A rule whose anchor an outer optimizer moves towards the leader.
 
     .. math:: \Delta = a - y_l, \qquad a \leftarrow a + \text{outer}(\Delta), \qquad z = a
 
-    with l the leader: `lj.anchored` with the leader's parameters in place of the mean.
+    where l is the leader. It is `lj.anchored` with the leader's parameters in place of the
+    mean.
 
     Args:
       outer: any optax transformation.
       axes: the mesh axes of the group.
-      window: the number of losses that a score is the mean of.
+      window: number of losses whose mean is the score.
     """
     outer = optax.with_extra_args_support(outer)
     leader, anchored = lj.leader(axes, window), lj.anchored(outer, axes)
@@ -71,12 +72,12 @@ def diloco_leader(
     outer: optax.GradientTransformation | None = None,
     loss_window: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo with the leader: the outer step follows the best worker in place of the mean.
+    """DiLoCo with a leader: the outer step follows the best worker instead of the mean.
 
     Args:
       period: steps between exchanges.
-      outer: any optax transformation; None: that of `lj.diloco`.
-      loss_window: number of losses that elect the leader, the mean of the last ones.
+      outer: any optax transformation. Defaults to that of `lj.diloco`.
+      loss_window: number of recent losses whose mean elects the leader.
     """
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -90,14 +91,14 @@ def lsgd_diloco(
     outer: optax.GradientTransformation | None = None,
     loss_window: int = 10,
 ) -> optax.GradientTransformationExtraArgs:
-    """LSGD in the node and DiLoCo across nodes, among workers of the same place in a node.
+    """LSGD inside a node, and DiLoCo across nodes among workers with the same local index.
 
     Args:
       local_pull: pull towards the leader of the node, in [0, 1].
       local_period: steps between pulls towards the node's leader.
       period: steps between exchanges across nodes.
-      outer: any optax transformation; None: that of `lj.diloco`.
-      loss_window: number of losses that elect the leader, the mean of the last ones.
+      outer: any optax transformation. Defaults to that of `lj.diloco`.
+      loss_window: number of recent losses whose mean elects the leader.
     """
     inside: Any = lj.lsgd(local_pull, 0.0, local_period, loss_window=loss_window)
     across: Any = lj.diloco(period, outer, axes="node")

@@ -1,4 +1,4 @@
-"""The classification of images."""
+"""Classification of images."""
 
 import os
 from collections.abc import Callable
@@ -27,18 +27,16 @@ TEST_BATCH = 256  # images per worker
 
 
 class ImageForward(Forward):
-    """From a batch of images to logits.
+    """Classifies images.
 
     Args:
-      config: the experiment's.
+      config: the configuration.
       model: the network.
       dataset: the images and their transforms.
-      place: see `train.task.experiment.Task`.
-      warn: called with a line about a flaw of the data that is no error.
-      session: the processes of the run.
+      place, warn, session: see `train.task.experiment.Task`.
 
     Raises:
-      ValueError: a network for images of another size, a batch larger than the data.
+      ValueError: the network needs images of another size, or the batch exceeds the data.
     """
 
     def __init__(
@@ -84,18 +82,14 @@ class ImageForward(Forward):
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
     ) -> tuple[Array, Any]:
-        x, labels, key = self.prepared(data, batch, key)
-        logits, stats = self.train(params, stats, key, x)
-        return cross_entropy(logits, labels).mean(), stats
-
-    def prepared(self, data: Any, batch: Any, key: Array) -> tuple[Array, Array, Array]:
-        """A training batch: (the network's input, labels, key for what is left to draw)."""
         images, labels = split_batch(self.source.images_and_labels(data, batch))
         image_key, dropout_key = jax.random.split(key)
-        return self.transforms.train(image_key, images), labels, dropout_key
+        x = self.transforms.train(image_key, images)
+        logits, stats = self.train(params, stats, dropout_key, x)
+        return cross_entropy(logits, labels).mean(), stats
 
     def train(self, params: Any, stats: Any, key: Array, x: Array) -> tuple[Any, Any]:
-        """The logits while training, and the renewed statistics."""
+        """The logits in training, and the updated statistics."""
         variables, rngs = {"params": params, **stats}, {"dropout": key}
         return self.model.apply(variables, x, True, rngs=rngs, mutable=list(stats))
 
@@ -107,10 +101,10 @@ class ImageForward(Forward):
         return (wrong & valid).sum(), jnp.where(valid, losses, 0).sum(), valid.sum()
 
     def result(self, totals: Any) -> TestResult:
-        """error: share of wrong answers in %; loss: mean cross entropy in nats."""
+        """error: share of wrong predictions in %; loss: mean cross entropy in nats."""
         wrong, loss, count = totals
         if not count:
-            raise DataError("no image to test with can be read any more")
+            raise DataError("no test image can be read any more")
         return {"error": float(100 * wrong / count), "loss": float(loss / count)}
 
 
@@ -124,6 +118,6 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def _cores() -> int:
-    """CPU cores that this process may use, as far as Python tells."""
-    count = getattr(os, "process_cpu_count", os.cpu_count)()  # the former: Python 3.13
+    """The number of CPU cores that this process may use, as far as Python knows."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)()  # process_cpu_count: 3.13
     return count or 1

@@ -1,4 +1,4 @@
-"""A worker of several devices: what of it each device holds."""
+"""Sharding of a worker's parameters and batches over its own devices."""
 
 import math
 from typing import Any
@@ -10,14 +10,16 @@ from jax.sharding import PartitionSpec as P
 import lsgd_jax as lj
 
 
-SMALLEST = 2**10  # leaves with fewer elements are whole on every device
+SMALLEST = 2**10  # leaves with fewer elements are replicated
 
 
 def specs(axes: dict[str, int]) -> Any:
-    """How parameters lie on the axes inside a worker: along their largest dimension.
+    """Shardings of parameters over the mesh axes inside a worker, or None without axes.
+
+    Parameters are split along their largest dimension.
 
     Args:
-      axes: names and sizes.
+      axes: names and sizes of the mesh axes.
     """
     names = tuple(axes)
     if not names:
@@ -27,7 +29,7 @@ def specs(axes: dict[str, int]) -> Any:
 
 
 def split_batch(tree: Any) -> Any:
-    """One worker's batch with its examples (leaves [B, ...]) split over its devices."""
+    """Splits the examples of one worker's batch (leaves [B, ...]) over its devices."""
     names, mesh = lj.inside_axes(), jax.sharding.get_abstract_mesh()
     if not names:
         return tree

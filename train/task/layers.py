@@ -1,7 +1,7 @@
-"""Two layers with gradients that XLA computes faster on CPUs.
+"""Two layers whose gradients XLA computes faster on CPUs.
 
-Batch normalization takes its sums as products with a vector of ones. The gradient of a
-convolution without padding takes no products with zeros.
+Batch normalization computes its sums as products with a vector of ones. The gradient of a
+convolution without padding avoids products with zeros.
 """
 
 import functools
@@ -19,7 +19,7 @@ LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 @jax.custom_vjp
 def normalized(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array]:
-    r"""Each channel with the mean and variance that its scale and bias say, over a batch.
+    r"""Normalizes each channel over a batch, then applies its scale and bias.
 
     .. math::
       \hat x_i = r (x_i - \mu), \quad
@@ -29,17 +29,17 @@ def normalized(x: Array, scale: Array, bias: Array) -> tuple[Array, Array, Array
       - \frac{\hat x_i}{n} \sum_j g_j \hat x_j \Big)
 
     with μ and σ² the mean and the variance of x over the n pixels of all images, γ the
-    scale, β the bias, and g the gradient of y. The variance is the mean of the squares less
-    the square of the mean. On CPUs XLA sums over rows slowly, and multiplies fast: taking
-    the gradient of flax's layer, ResNet20 needs 1.1 to 1.4 times as long for a step.
+    scale, β the bias, and g the gradient of y. The variance is the mean of the squares
+    minus the square of the mean. On CPUs XLA sums over rows slowly but multiplies fast:
+    with the gradient of flax's layer, a step of ResNet20 takes 1.1 to 1.4 times as long.
 
     Args:
       x: [..., C].
       scale: [1, …, 1, C], with as many axes as x.
-      bias: as the scale.
+      bias: like the scale.
 
     Returns:
-      y, as x; μ and σ², as the scale, at least float32, which no gradient goes through.
+      y, like x; μ and σ², like the scale, at least float32, without gradients.
 
     Source: Ioffe and Szegedy, ICML 2015, Algorithm 1.
 
@@ -79,7 +79,7 @@ def affine(x: Array, mean: Array, variance: Array, scale: Array, bias: Array) ->
 
 
 def _total(x: Array) -> Array:
-    """The sum over all axes but the last [1, …, 1, C], at least in float32."""
+    """The sum over all axes except the last, [1, …, 1, C], in at least float32."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
     by_product = lambda rows: jnp.ones(len(rows), rows.dtype) @ rows
@@ -88,17 +88,17 @@ def _total(x: Array) -> Array:
 
 
 def _beside(values: Array, x: Array) -> Array:
-    """Values of channels [C] as [1, …, 1, C], with as many axes as x."""
+    """Reshapes values of channels [C] to [1, …, 1, C], with as many axes as x."""
     return jnp.expand_dims(values, range(x.ndim - 1))
 
 
 class BatchNorm(nn.Module):
     """`flax.linen.BatchNorm` over the last axis, with the same variables.
 
-    Running statistics are renewed as r ← m r + (1 - m) b, with b that of the batch.
+    Running statistics are updated as r ← m r + (1 - m) b, where b is that of the batch.
 
     Attributes:
-      use_running_average: whether x is normalized by those, as it is for tests.
+      use_running_average: whether running statistics normalize x, as in tests.
       momentum: m.
     """
 
@@ -125,17 +125,17 @@ class BatchNorm(nn.Module):
 
 @jax.custom_vjp
 def valid(x: Array, kernel: Array) -> Array:
-    r"""The convolution of images where the kernel lies inside of them.
+    r"""The convolution of images without padding.
 
     .. math::
       y_{hw} = \sum_{r, s} x_{h + r, w + s} k_{rs}, \qquad
       \frac{\partial L}{\partial x_{hw}} = \sum_r \Big( \sum_s
       g_{h - r, w - s} k_{rs}^\top \Big)
 
-    with k the kernel, r, s its rows and columns, and g the gradient of y. As a convolution,
-    the gradient of x is one of g with a border of zeros on all sides: for a 5 x 5 kernel on
-    12 x 12 images 2.25 times the products there are. Here, on CPUs, the sum over s is a
-    convolution with zeros on two sides, and that over r one of images moved down by r.
+    with k the kernel, r, s its rows and columns, and g the gradient of y. Computed as one
+    convolution, the gradient of x pads g with zeros on all sides, which needs 2.25 times
+    the products for a 5 x 5 kernel on 12 x 12 images. On CPUs, the sum over s is computed
+    here as a convolution padded on two sides, and the sum over r adds shifted images.
 
     Args:
       x: images [B, H, W, C].
@@ -170,7 +170,7 @@ def _convolution_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, 
 
 
 def _by_rows(g: Array, kernel: Array) -> Array:
-    """The gradient of x from that of y."""
+    """The gradient of x from the gradient of y."""
     rows, columns, inputs, outputs = kernel.shape
     flipped = kernel[:, ::-1].transpose(1, 3, 0, 2)  # [S, D, R, C]
     flipped = flipped.reshape(1, columns, outputs, rows * inputs)
@@ -189,6 +189,6 @@ valid.defvjp(_convolution_forward, _convolution_backward)
 def conv_general_dilated(
     x: Array, kernel: Array, strides: Any, padding: Any, **settings: Any
 ) -> Array:
-    """`valid`, for `nn.Conv` without padding and whose other settings are the defaults."""
+    """`valid` for an `nn.Conv` without padding and with default settings otherwise."""
     del strides, padding, settings
     return valid(x, kernel)

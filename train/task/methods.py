@@ -1,7 +1,7 @@
-"""The one list of methods: a row each; their options come from the library's factories.
+"""The table of methods. Their options come from the library's factories.
 
-`--method NAME` chooses a row, and the parameters of its factories become the options
-`--method.PARAMETER`, with the defaults and the help of the factory itself.
+`--method NAME` selects a row. The parameters of its factories become the options
+`--method.PARAMETER`, with the defaults and the help of the factory.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from train.task import asynchronous_methods, hybrids
 
 Factory = Callable[..., optax.GradientTransformation]
 
-# What the trainer gives a factory, or leaves to it, so that it is no option.
+# Parameters that are not options: the trainer sets them, or leaves them at their defaults.
 GIVEN = {"axes", "learning_rate", "part"}
 
-# Graphs by their names on the command line.
+# Topologies by their names on the command line.
 TOPOLOGIES = {
     name.replace("_", "-"): getattr(lj.topology, name)
     for name in ("ring", "exponential", "bipartite_exponential", "complete")
@@ -35,15 +35,16 @@ class Row(NamedTuple):
     """A method.
 
     Attributes:
-      name: on the command line.
-      last: the factory of what stands behind the base optimizer and exchanges parameters,
-        or None.
-      first: the factory of what stands before it and aggregates gradients, or None.
-      made: parameters of the factories that are made of options by a function of its own.
-      asynchronous: the factory of a method for workers that step at their own pace, or
-        None; such a row has no other one.
-      delay: the default of the factory's, for workers that step at their own pace while
-        what `last` exchanges travels; None: in lock step.
+      name: its name on the command line.
+      last: the factory of the transformation after the base optimizer, which exchanges
+        parameters, or None.
+      first: the factory of the transformation before the base optimizer, which aggregates
+        gradients, or None.
+      made: functions that build parameters of the factories from options of their own.
+      asynchronous: the factory of a method for asynchronous workers, or None. Such a row
+        has no other factory.
+      delay: the default delay of an exchange between asynchronous workers, or None if the
+        method runs in lock step.
     """
 
     name: str
@@ -110,14 +111,14 @@ ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method and its options; of each row there is a class with the options as fields.
+    """A method and its options. Each row has a subclass with the options as fields.
 
     Attributes:
-      name: on the command line.
-      first: whether it aggregates gradients and does nothing behind the base optimizer.
-      is_asynchronous: whether its workers step at their own pace, on an engine of
+      name: its name on the command line.
+      first: whether it only aggregates gradients before the base optimizer.
+      is_asynchronous: whether its workers run asynchronously, on an engine of
         `lsgd_jax.asynchronous`.
-      row: where it stands in the list.
+      row: its row in the table.
     """
 
     name: ClassVar[str]
@@ -130,22 +131,22 @@ class Method:
         base: optax.GradientTransformation,
         learning_rate: optax.ScalarOrSchedule = 1.0,
     ) -> optax.GradientTransformationExtraArgs:
-        """The chain of a base optimizer and this method, without it if it is asynchronous.
+        """The chain of a base optimizer and this method, or `base` if it is asynchronous.
 
         Args:
           base: the base optimizer.
-          learning_rate: that of `base`: a number or a schedule that counts from 0, as
-            optax's do.
+          learning_rate: the learning rate of `base`, a number or an optax schedule, which
+            counts steps from 0.
         """
         made = lambda factory: [self._made(factory, learning_rate)] if factory else []
         last = None if self.is_asynchronous else self.row.last
         return optax.chain(*made(self.row.first), base, *made(last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
-        """What an engine runs, of a method that is asynchronous.
+        """The method that an engine runs.
 
         Raises:
-          ValueError: options that are not possible, or not for workers at their own pace.
+          ValueError: options are impossible, or do not apply to asynchronous workers.
         """
         if self.row.asynchronous is not None:
             return self.row.asynchronous(**vars(self))
@@ -154,7 +155,7 @@ class Method:
         return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
 
     def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
-        """What stands behind the base optimizer, if there is anything."""
+        """The transformation chained after the base optimizer, or None."""
         if self.row.last is None:
             return None
         made = self._made(self.row.last, learning_rate)
@@ -183,14 +184,14 @@ class Method:
 
 
 def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-    """A rate as the library asks for it: its first step is t = 1, that of optax 0."""
+    """A schedule for the library, which counts steps from 1; optax counts from 0."""
     return (lambda t: rate(t - 1)) if callable(rate) else rate
 
 
 def _options(function: Callable[..., Any], row: Row) -> type:
-    """A dataclass of the parameters of a function of a row.
+    """A dataclass of the parameters of a function in a row.
 
-    tyro finds their help in its docstring, which is the function's.
+    Its docstring is that of the function, in which tyro finds the help of the options.
     """
     hints, fields = typing.get_type_hints(function), []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -210,7 +211,7 @@ def _options(function: Callable[..., Any], row: Row) -> type:
 
 
 def _kind(name: str, hint: Any) -> Any:
-    """The type of an option, for a parameter that may also be an object in Python."""
+    """The type of an option. The parameter may accept objects as well."""
     if name == "topology":
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
     parts = typing.get_args(hint)
@@ -220,11 +221,11 @@ def _kind(name: str, hint: Any) -> Any:
     for scalar in (bool, float, int, str):
         if scalar in (hint, *parts):
             return scalar | None if types.NoneType in parts else scalar
-    raise TypeError(f"{name!r} is of a type that has no option: {hint}")
+    raise TypeError(f"the type of parameter {name!r} cannot be an option: {hint}")
 
 
 def _class(row: Row) -> type[Method]:
-    # In the reverse of the order in which --help is to name their options.
+    # --help lists the options in reverse order.
     functions = (*row.made.values(), row.asynchronous, row.last, row.first)
     options = [_options(x, row) for x in functions if x is not None]
     return dataclasses.make_dataclass(
@@ -249,7 +250,7 @@ def find(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-      ValueError: there is no method of that name.
+      ValueError: no method has this name.
     """
     if name not in METHODS:
         raise ValueError(
@@ -260,7 +261,7 @@ def find(name: str) -> type[Method]:
 
 
 def make(name: str, *values: Any, **options: Any) -> Method:
-    """A method with some of its options, as `find` finds it.
+    """A method with the given options; raises ValueError like `find`.
 
     >>> make("easgd", period=4).period
     4

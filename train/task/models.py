@@ -1,4 +1,4 @@
-"""The networks, as Flax linen modules: images [B, H, W, C] -> logits [B, classes]."""
+"""Networks as Flax linen modules: images [B, H, W, C] -> logits [B, classes]."""
 
 import functools
 from typing import ClassVar
@@ -13,8 +13,8 @@ from train.task.layers import BatchNorm, conv_general_dilated
 def max_pool_2x2(x: Array) -> Array:
     """The maximum over 2 x 2 patches: [B, H, W, C] -> [B, H // 2, W // 2, C].
 
-    On CPUs the backward pass of a maximum over a reshape is far faster than that of
-    `nn.max_pool` (a select-and-scatter).
+    On CPUs the backward pass of a maximum over a reshaped array is much faster than that
+    of `nn.max_pool`, a select-and-scatter.
 
     >>> max_pool_2x2(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
     [[5.0, 7.0], [13.0, 15.0]]
@@ -40,7 +40,7 @@ class DigitsCNN(nn.Module):
 
 
 class DigitsBatchNormCNN(nn.Module):
-    """The same with batch normalization."""
+    """A small CNN with batch normalization for 8 x 8 images."""
 
     num_classes: int = 10
 
@@ -55,9 +55,11 @@ class DigitsBatchNormCNN(nn.Module):
 
 
 class CNN7(nn.Module):
-    """The 7-layer CNN of LSGD's CIFAR-10 experiments, for 28 x 28 crops: 351,946 numbers.
+    """The 7-layer CNN of LSGD's CIFAR-10 experiments, for 28 x 28 crops.
 
-    Teng et al., NeurIPS 2019, released code. There is no nonlinearity behind the 256 units.
+    It has 351,946 parameters and no nonlinearity after the 256 units.
+
+    Source: Teng et al., NeurIPS 2019, released code.
     """
 
     num_classes: int = 10
@@ -77,10 +79,10 @@ class CNN7(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut without parameters (option A).
+    """Two 3 x 3 convolutions and a shortcut without parameters (option A).
 
-    Where the block halves the image, the shortcut takes every other pixel and fills the new
-    channels with zeros, half before and half behind the old ones.
+    If the block halves the image, the shortcut takes every other pixel and pads the
+    channels with zeros, half of them before and half after the old channels.
     """
 
     features: int
@@ -99,9 +101,9 @@ class BasicBlock(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """The CIFAR ResNet with 20 layers and option-A shortcuts: 269,722 numbers.
+    """The CIFAR ResNet with 20 layers and option-A shortcuts: 269,722 parameters.
 
-    He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
+    Source: He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
     """
 
     num_classes: int = 10
@@ -118,10 +120,12 @@ class ResNet20(nn.Module):
 
 
 class VGG16(nn.Module):
-    """VGG16 with batch normalization for 32 x 32 images: 15,253,578 numbers.
+    """VGG16 with batch normalization for 32 x 32 images: 15,253,578 parameters.
 
-    Simonyan and Zisserman, ICLR 2015, configuration D, with a head of 512, 512 and 10 units
-    and two dropouts as in LSGD's released code. Five poolings leave one pixel of 32 x 32.
+    Five poolings reduce the image to one pixel. As in LSGD's released code, the head has
+    512, 512 and 10 units and two dropouts.
+
+    Source: Simonyan and Zisserman, ICLR 2015, configuration D.
     """
 
     num_classes: int = 10
@@ -141,7 +145,7 @@ class VGG16(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
-STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # (blocks, channels inside)
+STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # (blocks, channels before expansion)
 EXPANSION = 4
 
 _conv = functools.partial(
@@ -155,7 +159,7 @@ _norm = functools.partial(nn.BatchNorm, momentum=0.9, epsilon=1e-5)
 class Bottleneck(nn.Module):
     """x + (1x1, 3x3, 1x1 convolutions of x), each with batch normalization.
 
-    A stride is taken by the 3 x 3 convolution. The last normalization starts with scale 0,
+    The 3 x 3 convolution has the stride. The scale of the last normalization starts at 0,
     so that the block starts as the identity (Goyal et al., arXiv:1706.02677, section 5.1).
     """
 
@@ -175,11 +179,12 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """The network of LSGD's ImageNet experiment: 25,557,032 numbers with 1,000 classes.
+    """The network of LSGD's ImageNet experiment: 25,557,032 parameters for 1,000 classes.
 
-    He et al., CVPR 2016, table 1, with the strides at the 3 x 3 convolutions and padding on
-    both sides, as in the networks that results are usually compared with. Images of any
-    size from 32 x 32 on.
+    The 3 x 3 convolutions have the strides, with padding on both sides, as in most
+    published results. Images must have at least 32 x 32 pixels.
+
+    Source: He et al., CVPR 2016, table 1.
     """
 
     num_classes: int = 1000

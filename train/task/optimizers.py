@@ -1,4 +1,4 @@
-"""Every worker's own optimizer: the transformation that its options stand for."""
+"""The optimizer of each worker: from options to an optax transformation."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ NEVER = np.iinfo(np.int32).max
 def make(
     options: OptimizerConfig, rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    """The optimizer, which skips gradients that are not finite and clips the others.
+    """The optimizer, which skips gradients that are not finite and clips other gradients.
 
     Args:
-      options: its options.
-      rate: its learning rate, as `schedules.learning_rate` makes it.
+      options: the options of the optimizer.
+      rate: the learning rate from `schedules.learning_rate`.
     """
     parts = [_base(options, rate)]
     if options.clip is not None:
         parts.insert(0, optax.clip_by_global_norm(options.clip))
-    # Without it one gradient with a nan would stay in the momentum forever.
+    # Otherwise a single NaN in a gradient would stay in the momentum forever.
     return optax.apply_if_finite(optax.chain(*parts), max_consecutive_errors=NEVER)
 
 
@@ -60,7 +60,7 @@ def _base(
 
 
 def matrices(params: Any) -> Any:
-    """Whether a parameter is a matrix or a convolution: no bias, scale or embedding.
+    """Whether each parameter is a matrix or a convolution, not a bias, scale or embedding.
 
     >>> matrices({"kernel": np.zeros((2, 2)), "bias": np.zeros(2)})
     {'bias': False, 'kernel': True}
@@ -73,7 +73,7 @@ def matrices(params: Any) -> Any:
 
 
 def _of_muon(params: Any) -> Any:
-    """How muon takes each parameter; None: not at all."""
+    """The dimension numbers of muon for each parameter, or None for parameters of adamw."""
     how = lambda is_matrix, x: (
         optax.contrib.MuonDimensionNumbers() if is_matrix and x.ndim == 2 else None
     )

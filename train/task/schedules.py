@@ -1,4 +1,4 @@
-"""How the learning rate changes over a run."""
+"""The schedule of the learning rate."""
 
 import optax
 
@@ -6,21 +6,20 @@ from train.config import OptimizerConfig
 
 
 def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedule:
-    r"""The learning rate, a schedule of the steps already taken if it is not constant.
+    r"""The learning rate: a number, or a schedule η_k, where k counts steps from 0.
 
-    With η the learning rate, T the steps of the run, w the warm-up's, f the final fraction,
-    the rate of the first step being that at k = 0:
+    With the learning rate η, T steps in total, w steps of warm-up and the final fraction f:
 
     .. math::
       \eta_k = \eta \, \frac{k + 1}{w} \quad (k < w), \qquad
       \eta_k = \eta \Big( f + (1 - f) \frac{1 + \cos \pi x}{2} \Big), \quad
       x = \frac{k - w}{T - w} \quad \text{(cosine)}
 
-    'drops' multiplies η by the factor at each of the steps named instead. No step has a
-    rate of 0, by which SlowMo would divide.
+    The schedule 'drops' multiplies η by a factor at the given steps instead. The rate is
+    never 0, because SlowMo divides by it.
 
     Args:
-      options: those of the optimizer.
+      options: the options of the optimizer.
       steps: T.
 
     >>> options = OptimizerConfig(learning_rate=0.5, schedule="drops", drop_at=(10,))

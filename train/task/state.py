@@ -1,4 +1,4 @@
-"""The training state: all that training changes."""
+"""The training state: everything that training changes."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,14 @@ import lsgd_jax as lj
 
 
 class TrainState(NamedTuple):
-    """The training state of workers in lock step; one worker's step sees its own rows.
+    """The training state of workers in lock step. A worker's step sees its own row.
 
     Attributes:
-      params: the workers' parameters, [W, ...].
-      stats: their batch statistics and whatever else the model keeps, [W, ...].
-      opt_state: their optimizers' state.
-      key: random key of each worker, [W]; never changes, the step is folded in.
-      step: int32 scalar, steps taken; shared.
+      params: parameters, [W, ...].
+      stats: batch statistics and other variables of the model, [W, ...].
+      opt_state: state of the optimizers.
+      key: random key of each worker, [W]. It never changes; steps are folded in.
+      step: number of steps taken, int32 scalar, shared.
     """
 
     params: Any
@@ -26,13 +26,13 @@ class TrainState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """The state of the engine that asynchronous workers run on; leaves [W, ...].
+    """The state of the engine of asynchronous workers, with leaves [W, ...].
 
     Attributes:
-      method: the leaves of the method's state.
-      count: int32, steps that each worker has taken.
-      number: int32, rounds that it has seen.
-      sent: float32, bytes that it has sent.
+      method: leaves of the method's state.
+      count: steps that each worker has taken, int32.
+      number: rounds that each worker has seen, int32.
+      sent: bytes that each worker has sent, float32.
     """
 
     method: list[Any]
@@ -42,9 +42,9 @@ class EngineState(NamedTuple):
 
 
 class AsynchronousState(NamedTuple):
-    """The training state of asynchronous workers: a `TrainState` and the engine's.
+    """The training state of asynchronous workers: a `TrainState` and an `EngineState`.
 
-    `opt_state` is that of the base optimizer, `step` the mean over the workers.
+    `opt_state` is the state of the base optimizer, `step` the mean over the workers.
     """
 
     params: Any

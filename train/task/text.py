@@ -1,4 +1,4 @@
-"""The prediction of the next token of a text."""
+"""Prediction of the next token of a text."""
 
 import dataclasses
 import math
@@ -20,15 +20,15 @@ from train.task.transformer import Transformer
 
 VOCABULARY = "vocabulary.json"
 SAMPLE_TOKENS = 500
-TEMPERATURE = 0.8  # logits are divided by it: below 1 the likely is drawn more often
+TEMPERATURE = 0.8  # divides the logits; below 1, likely tokens become more likely
 
 
 class TextForward(Forward):
-    """From windows of a text to the logits of each next token.
+    """Predicts the next tokens in windows of a text.
 
     Args:
-      config: the experiment's.
-      text: the text to learn.
+      config: the configuration.
+      text: the text.
       place: see `train.task.experiment.Task`.
     """
 
@@ -56,7 +56,7 @@ class TextForward(Forward):
         return self._losses({"params": params}, windows).mean(), stats
 
     def _losses(self, variables: Any, windows: Array) -> Array:
-        """The cross entropy of each prediction, in nats: [B, T + 1] -> [B, T]."""
+        """The cross entropy of each prediction in nats: [B, T + 1] -> [B, T]."""
         logits: Any = self.model.apply(variables, windows[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
@@ -69,7 +69,7 @@ class TextForward(Forward):
         return total(losses), valid.sum(), total(nbytes)
 
     def result(self, totals: Any) -> TestResult:
-        """loss: mean cross entropy of a token in nats; bits_per_byte: that in bits."""
+        """loss: mean cross entropy per token in nats; bits_per_byte: in bits per byte."""
         loss, tokens, nbytes = totals
         return {
             "loss": float(loss / tokens),
@@ -90,16 +90,16 @@ class TextForward(Forward):
 def continued(
     apply: Callable[[Array], Any], start: np.ndarray, count: int, context: int, key: Array
 ) -> Array:
-    """Continues some tokens by tokens that a model draws: int32 [len(start) + count].
+    """Continues tokens with samples from a model: int32 [len(start) + count].
 
-    Every token is drawn from the logits that follow at most `context` tokens before it.
+    Each token is drawn from the logits after at most `context` previous tokens.
 
     Args:
-      apply: the model: tokens [1, T] -> logits [1, T, V], each from the tokens up to it.
+      apply: a causal model, tokens [1, T] -> logits [1, T, V].
       start: the first tokens, at least one.
-      count: how many to draw.
+      count: number of tokens to draw.
       context: T.
-      key: of the draws.
+      key: random key.
 
     >>> after = lambda tokens: 1e4 * jax.nn.one_hot((tokens + 1) % 3, 3)
     >>> continued(after, np.array([1]), 4, 2, jax.random.key(0)).tolist()

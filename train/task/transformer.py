@@ -10,14 +10,14 @@ from jax import Array
 from jax.typing import DTypeLike
 
 
-STD = 0.02  # of the parameters at the start (Radford et al., 2019)
+STD = 0.02  # standard deviation of the initial parameters (Radford et al., 2019)
 
 
 def rotated(x: Array) -> Array:
-    r"""Vectors [B, T, heads, d], rotated by their positions.
+    r"""Rotates vectors [B, T, heads, d] by their positions.
 
-    The pair (x_i, x_{i + d/2}) of position t turns by the angle :math:`t \, 10000^{-2i/d}`,
-    so that the product of two vectors depends on the distance of their positions only.
+    The pair (x_i, x_{i + d/2}) at position t is rotated by :math:`t \, 10000^{-2i/d}`. The
+    product of two vectors then depends only on the distance between their positions.
 
     Reference: Su et al., RoFormer, arXiv:2104.09864.
 
@@ -34,7 +34,7 @@ def rotated(x: Array) -> Array:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + perceptron(norm(x)); a token sees those before it."""
+    """x + attention(norm(x)), then x + perceptron(norm(x)), with causal attention."""
 
     heads: int
     rotary: bool
@@ -64,14 +64,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks between an embedding and a projection to the logits of the next token.
+    """A transformer: embedding, blocks, and a projection to the logits of the next token.
 
-    The sizes are those of GPT-2 (a perceptron of four times the width, GELU). Norms are RMS
-    norms; there are neither biases nor dropout. Parameters and logits are float32.
+    As in GPT-2, the perceptron has four times the width and GELU. Norms are RMS norms, and
+    there are neither biases nor dropout. Parameters and logits are float32.
 
     Attributes:
-      vocabulary: V, how many tokens there are.
-      context: the most tokens that it sees.
+      vocabulary: V, the number of tokens.
+      context: the maximum number of tokens that the model sees.
     """
 
     vocabulary: int
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
             Block,
             heads=self.heads,
             rotary=self.positions == "rotary",
-            # So many outputs are summed up in the end.
+            # Each block adds two outputs to the residual stream.
             out_std=STD / (2 * self.layers) ** 0.5,
             dtype=self.dtype,
         )

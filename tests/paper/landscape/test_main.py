@@ -88,7 +88,7 @@ def test_a_folder_without_a_run_or_a_checkpoint(run, tmp_path, capsys):
     out = tmp_path / "out"
     for folder in (tmp_path / "nowhere", tmp_path):
         assert draw([str(folder), "--out", str(out)]) == 2
-        assert "holds no configuration of a run" in capsys.readouterr().err
+        assert "cannot be read" in capsys.readouterr().err
     shutil.copy(run / "config.json", tmp_path)
     assert draw([str(tmp_path)]) == 2
     assert f"{tmp_path} holds no checkpoint yet" in capsys.readouterr().err

@@ -17,7 +17,7 @@ SIZE = RECORDS * 3073
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of made-up files that are taken for the official ones."""
+    """A folder of made-up files that pass for the official ones."""
     made = tmp_path / "data" / FOLDER
     made.mkdir(parents=True)
     sums = {}
@@ -56,7 +56,7 @@ def check(dataset):
         rows += RECORDS
 
 
-def test_the_folder_or_the_one_around_it_is_given(folder, monkeypatch):
+def test_the_folder_or_its_parent_is_accepted(folder, monkeypatch):
     check(cifar10.load(folder))
     check(cifar10.load(str(folder.parent)))
     monkeypatch.setenv("HOME", str(folder.parent))
@@ -65,7 +65,7 @@ def test_the_folder_or_the_one_around_it_is_given(folder, monkeypatch):
     check(cifar10.load("."))
 
 
-def test_other_files_are_accepted_on_demand(folder):
+def test_other_files_are_accepted_with_an_option(folder):
     path = folder / "test_batch.bin"
     data = bytearray(path.read_bytes())
     data[1] ^= 255
@@ -84,7 +84,7 @@ def other(folder, data):
 
 
 def no_file(make):
-    """Puts something else in the place of a file."""
+    """Replaces a file by something else."""
 
     def change(folder):
         (folder / "data_batch_2.bin").unlink()
@@ -104,11 +104,11 @@ def no_file(make):
         (lambda d: other(d, bytes(SIZE + 1)), f"has {SIZE + 1:,} bytes instead"),
         (
             lambda d: other(d, b"\xff" * SIZE),
-            {False: "has the MD5 sum", True: "has a label 255; those of CIFAR-10 are 0..9"},
+            {False: "has the MD5 sum", True: "has a label 255; labels of CIFAR-10 are"},
         ),
     ],
 )
-def test_files_that_are_wrong(folder, change, message, accept):
+def test_wrong_files_are_refused(folder, change, message, accept):
     change(folder)
     with pytest.raises(DataError) as caught:
         cifar10.load(folder, accept)
@@ -117,7 +117,7 @@ def test_files_that_are_wrong(folder, change, message, accept):
     assert (message[accept] if isinstance(message, dict) else message) in said
 
 
-def test_what_is_not_there_is_said_with_where_to_get_it(tmp_path):
+def test_missing_data_come_with_instructions(tmp_path):
     (tmp_path / ARCHIVE).write_bytes(b"")
     for path, wrong, where in (
         (tmp_path / "none", "does not exist", tmp_path / "none"),

@@ -1,4 +1,4 @@
-"""The digits are scikit-learn's, split the same way always."""
+"""The digits of scikit-learn, and their split."""
 
 import importlib.util
 
@@ -13,14 +13,14 @@ ORIGINAL = load_digits()
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_is_the_stated_split_of_the_stated_data(moved, monkeypatch):
+def test_the_digits_have_the_documented_split(moved, monkeypatch):
     def missing(path, **_):
         raise FileNotFoundError(path)
 
     if moved:  # another version of scikit-learn keeps its file elsewhere
         monkeypatch.setattr(np, "loadtxt", missing)
         monkeypatch.setattr("sklearn.datasets.load_digits", lambda: ORIGINAL)
-    np.random.seed(5)  # changes nothing
+    np.random.seed(5)  # has no effect
     dataset = digits.load()
     assert dataset.num_classes == 10
     for part, count in ((dataset.train, 1437), (dataset.test, 360)):
@@ -28,7 +28,7 @@ def test_is_the_stated_split_of_the_stated_data(moved, monkeypatch):
     order = np.random.RandomState(0).permutation(1797)
     images = np.concatenate([dataset.train.images, dataset.test.images])[..., 0]
     labels = np.concatenate([dataset.train.labels, dataset.test.labels])
-    # 255 / 16 is more than 1, so rounding loses none of the 17 values.
+    # Since 255 / 16 > 1, rounding keeps all 17 values apart.
     np.testing.assert_array_equal(np.rint(images / 255 * 16), ORIGINAL.images[order])
     np.testing.assert_array_equal(labels, ORIGINAL.target[order])
     assert images.min() == 0 and images.max() == 255
@@ -36,7 +36,7 @@ def test_is_the_stated_split_of_the_stated_data(moved, monkeypatch):
     assert dataset.test.labels[:10].tolist() == [7, 9, 4, 7, 0, 2, 6, 1, 3, 1]
 
 
-def test_says_how_to_get_scikit_learn(monkeypatch):
+def test_a_missing_scikit_learn_is_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "lsgd_jax\[train\]"'):
         digits.load()

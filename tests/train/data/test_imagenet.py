@@ -1,4 +1,4 @@
-"""Images in a folder per class: what is found, what is wrong, and how they are decoded."""
+"""Images in one folder per class: finding them, errors, decoding."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from train.data import imagenet
 from train.data.arrays import DataError
 
 
-# What is found
+# Finding images
 
 
 def test_classes_and_images_are_in_alphabetical_order(tmp_path):
@@ -38,7 +38,7 @@ def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     assert found.test.path(3) == f"{tmp_path}/val/bee/1.JPEG"
 
 
-def test_names_that_are_no_unicode(tmp_path):
+def test_file_names_need_not_be_unicode(tmp_path):
     make_folder(tmp_path, ("ant",), train=1, val=1)
     name = b"\xff\xfe.jpeg"
     source = tmp_path / "train" / "ant" / "0.JPEG"
@@ -53,7 +53,7 @@ def test_names_that_are_no_unicode(tmp_path):
     assert len(found.digest()) == 64
 
 
-def test_the_digest_tells_folders_apart(tmp_path):
+def test_the_digest_distinguishes_folders(tmp_path):
     make_folder(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     digest = lambda: imagenet.load(tmp_path / "b").digest()
@@ -64,7 +64,7 @@ def test_the_digest_tells_folders_apart(tmp_path):
     assert digest() != before
 
 
-def test_some_images_are_the_middles_of_files_that_can_be_read(tmp_path):
+def test_some_reads_center_crops_and_skips_unreadable_files(tmp_path):
     make_folder(tmp_path, classes=("ant", "bee"), train=4, val=1)
     (tmp_path / "train" / "ant" / "1.JPEG").write_bytes(b"no image")
     files = imagenet.load(tmp_path, image_size=32).train
@@ -80,7 +80,7 @@ def test_some_images_are_the_middles_of_files_that_can_be_read(tmp_path):
         imagenet.some(files, count=5, seed=0, size=32)
 
 
-# What is wrong
+# Errors
 
 
 def empty(folder):
@@ -100,10 +100,10 @@ def file_in_its_place(folder):
 
 
 WRONG = {
-    "no folder": (shutil.rmtree, "does not exist; ImageNet would be a folder with train/"),
-    "a file": (file_in_its_place, "data is not a folder; ImageNet would be a folder with"),
-    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it would hold"),
-    "empty train": (lambda d: empty(d / "train"), "must hold a folder per class, got none"),
+    "no folder": (shutil.rmtree, "does not exist; ImageNet must be a folder with train/"),
+    "a file": (file_in_its_place, "data is not a folder; ImageNet must be a folder with"),
+    "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
+    "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
     "loose images": (loose, "got none, but 2 images; move them into class folders"),
     "empty class": (lambda d: empty(d / "train" / "bee"), "there is no image in bee"),
     "less in val": (
@@ -138,7 +138,7 @@ SMALL = "--model digits-bn --data.crop 16 --batch-size 2 --data.dir DIR"
     + [(lambda d: None, options, message) for options, message in OPTIONS.items()],
     ids=[*WRONG, "no data.dir", "another network", "a large batch", "small parts"],
 )
-def test_what_is_wrong(change, options, message, tmp_path, refusal):
+def test_wrong_folders_are_refused(change, options, message, tmp_path, refusal):
     folder = make_folder(tmp_path / "data")
     change(folder)
     words = options.replace("DIR", str(folder)).split()
@@ -161,7 +161,7 @@ def root_mean_square(a, b):
     return np.sqrt(np.mean((a.astype(float) - b.astype(float)) ** 2))
 
 
-def test_random_parts_have_the_areas_and_shapes_they_should():
+def test_random_crops_have_the_documented_distribution():
     rng = np.random.default_rng(0)
     boxes = np.array([imagenet.random_box(500, 400, rng) for _ in range(2000)])
     left, top, right, bottom = boxes.T
@@ -170,23 +170,23 @@ def test_random_parts_have_the_areas_and_shapes_they_should():
     area, ratio = width * height / (500 * 400), width / height
     assert 0.078 < area.min() < 0.09 and 0.9 < area.max() <= 1
     assert 0.74 < ratio.min() < 0.76 and 1.31 < ratio.max() < 1.35
-    # Small parts always fit: uniform in the area and the logarithm of the shape.
+    # Small crops always fit: area and log-shape are uniform.
     small = area < 0.5
     assert np.mean(area[small]) == pytest.approx((0.08 + 0.5) / 2, abs=0.01)
     assert np.mean(np.log(ratio[small])) == pytest.approx(0, abs=0.02)
 
 
-def test_a_part_of_an_image_of_any_shape_lies_inside():
+def test_crops_lie_inside_images_of_any_shape():
     for width, height in ((1, 1), (1, 1000), (1000, 1), (3, 2), (2000, 10)):
         for seed in range(20):
             box = imagenet.random_box(width, height, np.random.default_rng(seed))
             assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
-    # Where nothing fits it is the middle.
+    # If nothing fits, the crop is the middle.
     assert imagenet.random_box(1000, 30, np.random.default_rng(0)) == (480, 0, 520, 30)
     assert imagenet.random_box(30, 1000, np.random.default_rng(0)) == (0, 480, 30, 520)
 
 
-def test_parts_are_scaled_with_antialiasing(photo, tmp_path):
+def test_crops_are_scaled_with_antialiasing(photo, tmp_path):
     path = tmp_path / "a.png"
     photo.save(path)
     got = imagenet.read(path, 224, imagenet.center_box)
@@ -210,7 +210,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "suffix, mode", [(suffix, mode) for suffix in KINDS for mode in KINDS[suffix]]
 )
-def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
+def test_all_modes_are_converted_to_rgb(suffix, mode, tmp_path):
     image, options = picture(np.random.default_rng(0)), {}
     if mode == "I;16":
         gray = np.asarray(image.convert("L")).astype(np.uint16)
@@ -227,7 +227,7 @@ def test_every_kind_of_image_becomes_rgb(suffix, mode, tmp_path):
     assert root_mean_square(got, wanted) < (20 if mode == "1" else 4)
 
 
-def test_large_jpegs_are_decoded_small_and_look_the_same(photo, tmp_path, monkeypatch):
+def test_large_jpegs_are_decoded_at_a_smaller_size(photo, tmp_path, monkeypatch):
     path = tmp_path / "a.jpeg"
     photo.resize((2000, 1500)).save(path, quality=95)
     decoded, resize = [], Image.Image.resize
@@ -242,14 +242,14 @@ def test_large_jpegs_are_decoded_small_and_look_the_same(photo, tmp_path, monkey
         assert root_mean_square(small, whole) < 1
     assert decoded[0] == (1000, 750)  # 750 > 2 x 224
     assert decoded[1::2] == [(2000, 1500)] * 3
-    assert decoded[4] == (2000, 1500)  # a small part is taken from the whole
+    assert decoded[4] == (2000, 1500)  # a small crop needs the full size
 
 
 @pytest.mark.parametrize(
     "content",
     [b"", b"no image", b"\xff\xd8\xff\xe0", b"%!PS\n", "cut.jpeg", "cut.png"],
 )
-def test_what_is_no_image_or_no_whole_one_raises(content, photo, tmp_path):
+def test_broken_and_truncated_images_raise(content, photo, tmp_path):
     path = tmp_path / "a.jpeg"
     if isinstance(content, str):
         photo.save(tmp_path / content)

@@ -1,4 +1,4 @@
-"""Images read ahead from files: which ones, broken ones, how far ahead, how it ends."""
+"""Reading images ahead: the choice of images, broken files, bounds, the end."""
 
 import contextlib
 import shutil
@@ -21,7 +21,7 @@ SIZE, BATCH, SEED, THREADS = 16, 3, 7, 3
 
 
 class Grid:
-    """Stands for the grid in a process that owns some of 4 workers; places nothing."""
+    """The grid of a process that owns some of 4 workers, without devices."""
 
     num_workers = 4
 
@@ -34,7 +34,7 @@ class Grid:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """24 training images of 3 classes and 9 to test with, none of them broken."""
+    """24 training images of 3 classes and 9 test images, all readable."""
     return make_folder(tmp_path_factory.mktemp("images") / "data")
 
 
@@ -44,7 +44,7 @@ def copied(folder, tmp_path):
 
 
 def make_stream(folder, grid=None, *, shard=False, ahead=2, warn=pytest.fail):
-    """A stream of small batches; 8 steps make an epoch (2 with parts of their own)."""
+    """A stream of small batches with 8 steps per epoch (2 with separate parts)."""
     data = imagenet.load(folder, SIZE)
     count = len(data.train.labels)
     return Stream(
@@ -66,7 +66,7 @@ def take(stream, start, stop):
 
 
 def cropped(path, worker, step, place):
-    """The part of an image that a worker sees at a place in a batch."""
+    """The crop of an image that a worker sees at a place in a batch."""
     rng = np.random.default_rng([SEED, worker, step, place, stream.CROPS])
     box_of = lambda width, height: imagenet.random_box(width, height, rng)
     return imagenet.read(path, SIZE, box_of)
@@ -81,7 +81,7 @@ def assert_equal(some, others):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The paths of the files read, in order."""
+    """The paths of the files that are read, in order."""
     paths, original = [], imagenet.read
     note = lambda path, *rest: paths.append(path) or original(path, *rest)
     monkeypatch.setattr(imagenet, "read", note)
@@ -94,7 +94,7 @@ def readers():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_running():
-    """After each test all readers end; a thread may finish the image that it is at."""
+    """After each test all readers stop, once a thread has finished its current image."""
     yield
     deadline = time.monotonic() + 10
     while readers() and time.monotonic() < deadline:
@@ -102,21 +102,21 @@ def nothing_is_left_running():
     assert not readers()
 
 
-# Which images
+# The choice of images
 
 
-def test_an_epoch_shows_every_image_once_to_every_worker_in_an_order_that_stays():
+def test_each_worker_sees_each_image_once_per_epoch_in_a_stable_order():
     sampler = EpochSampler(size=14, batch_size=4, seed=0)
     assert sampler.steps_per_epoch == 3  # two images do not fill a batch
     rows = np.stack([sampler.rows(step, range(3)) for step in range(6)])
     epochs = rows.reshape(2, 3, 3, 4).swapaxes(1, 2).reshape(6, 12)
     assert all(len(set(epoch)) == 12 and set(epoch) <= set(range(14)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 6  # one for every worker and epoch
-    # Not by what was asked before, nor by which process asks.
+    assert len({tuple(epoch) for epoch in epochs}) == 6  # one for each worker and epoch
+    # The order depends neither on earlier calls nor on the process.
     again = EpochSampler(14, 4, seed=0)
     np.testing.assert_array_equal(again.rows(5, range(1, 3)), rows[5, 1:])
     assert not np.array_equal(EpochSampler(14, 4, seed=1).rows(5, range(3)), rows[5])
-    # Runs that were begun by an earlier version go on with the same images.
+    # Runs of earlier versions resume with the same images.
     digits = EpochSampler(1437, 32, seed=0).rows(100, range(2))
     assert digits[:, :3].tolist() == [[697, 100, 771], [370, 205, 1329]]
     assert parts(1437, 4, seed=0)[:, 0].tolist() == [960, 888, 398, 1225]
@@ -124,7 +124,7 @@ def test_an_epoch_shows_every_image_once_to_every_worker_in_an_order_that_stays(
         EpochSampler(size=3, batch_size=4, seed=0)
 
 
-def test_a_batch_holds_random_parts_of_the_images_of_the_sampler(folder):
+def test_a_batch_holds_random_crops_of_the_sampled_images(folder):
     files = imagenet.load(folder).train
     sampler = EpochSampler(24, BATCH, SEED)
     for step, batch in zip((9, 10), take(make_stream(folder), 9, 11)):
@@ -138,7 +138,7 @@ def test_a_batch_holds_random_parts_of_the_images_of_the_sampler(folder):
             np.testing.assert_array_equal(pixels[worker, place], expected)
 
 
-def test_reading_begins_at_any_step_and_goes_on_over_epochs(folder):
+def test_reading_starts_at_any_step_and_continues_over_epochs(folder):
     reader = make_stream(folder)
     whole = take(reader, 0, 20)
     assert_equal(take(reader, 7, 20), whole[7:])
@@ -148,7 +148,7 @@ def test_reading_begins_at_any_step_and_goes_on_over_epochs(folder):
     assert (seen == np.repeat([0, 1, 2], 8)).all()
 
 
-def test_a_process_reads_what_its_workers_need_and_the_same(folder, read):
+def test_a_process_reads_only_the_images_of_its_workers(folder, read):
     whole = take(make_stream(folder), 3, 6)
     first, rest = make_stream(folder, Grid(0, 1)), make_stream(folder, Grid(1, 4))
     read.clear()
@@ -157,9 +157,9 @@ def test_a_process_reads_what_its_workers_need_and_the_same(folder, read):
     assert len(read) == 3 * 4 * BATCH
 
 
-def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
+def test_each_test_image_is_read_once_and_padding_does_not_count(folder):
     reader, files = make_stream(folder), imagenet.load(folder).test
-    for _ in range(2):  # each time anew
+    for _ in range(2):  # images are read again
         batches = list(reader.test_batches)
         assert [pixels.shape for pixels, *_ in batches] == [(4, 2, SIZE, SIZE, 3)] * 2
         together = [np.concatenate(x) for x in zip(*batches)]
@@ -173,10 +173,10 @@ def test_every_test_image_is_read_once_and_what_fills_up_does_not_count(folder):
     assert_equal(mine, jax.tree.map(lambda x: x[2:], batches))
 
 
-# Files that cannot be read
+# Unreadable files
 
 
-def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
+def test_the_next_readable_image_replaces_a_broken_one(copied):
     good = take(make_stream(copied), 0, 8)
     cats, said = copied / "train" / "cat", []
     broken = [copied / "train" / "bee" / f"{i}.JPEG" for i in (2, 3)] + [cats / "7.JPEG"]
@@ -195,7 +195,7 @@ def test_the_next_readable_image_takes_the_place_of_a_broken_one(copied):
     assert reasons[str(broken[2])] == "No such file or directory"
 
     files, sampler = imagenet.load(copied).train, EpochSampler(24, BATCH, SEED)
-    replaced = {10: 12, 11: 12, 23: 0}  # the first image follows the last
+    replaced = {10: 12, 11: 12, 23: 0}  # the first image follows the last one
     for step in range(8):
         pixels, labels = good[step][0].copy(), good[step][1].copy()
         for (worker, place), row in np.ndenumerate(sampler.rows(step, range(4))):
@@ -230,16 +230,16 @@ def test_a_broken_test_image_does_not_count(copied):
     assert len(said) == 1 and "val/bee/1.JPEG is left out" in said[0]
 
 
-def test_files_are_not_named_for_ever(copied, monkeypatch):
+def test_the_number_of_reported_files_is_limited(copied, monkeypatch):
     monkeypatch.setattr(stream, "MOST_NAMED", 3)
     for path in (copied / "train" / "ant").iterdir():
         path.write_bytes(b"")
     said = []
     take(make_stream(copied, warn=said.append), 0, 8)
-    assert len(said) == 4 and "these are not named any more" in said[-1]
+    assert len(said) == 4 and "they are not listed" in said[-1]
 
 
-def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch):
+def test_reading_fails_when_all_files_are_gone(copied, monkeypatch):
     monkeypatch.setattr(stream, "MOST_SKIPPED", 5)
     reader = make_stream(copied, warn=lambda text: None)
     with contextlib.closing(reader.batches(range(100))) as batches:
@@ -249,7 +249,7 @@ def test_when_everything_is_gone_reading_ends_with_an_error(copied, monkeypatch)
             list(batches)
 
 
-def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
+def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
     reader = make_stream(folder)
 
     def no_memory(*_):
@@ -260,11 +260,11 @@ def test_too_little_memory_is_not_a_fault_of_the_files(folder, monkeypatch):
         take(reader, 0, 1)
 
 
-# How far ahead, and how it ends
+# Bounds and the end
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_what_is_read_ahead_is_bounded(folder, ahead, read):
+def test_reading_ahead_is_bounded(folder, ahead, read):
     reader = make_stream(folder, ahead=ahead)
     read.clear()
 
@@ -279,12 +279,12 @@ def test_what_is_read_ahead_is_bounded(folder, ahead, read):
         assert reads_when_nothing_moves() == 0
         for taken in (1, 2, 3):
             next(batches)
-            # Two more are placed already, and `ahead` are decoded.
+            # Two more batches are on the devices, and `ahead` are decoded.
             assert reads_when_nothing_moves() == (taken + 2 + ahead) * 4 * BATCH
         assert 0 < len(readers()) <= THREADS + 1
 
 
-def test_closing_ends_the_threads_at_any_time(folder):
+def test_closing_stops_the_threads_at_any_time(folder):
     reader = make_stream(folder, ahead=50)
     for steps in (0, 1, 3):
         batches = reader.batches(range(10**9))
@@ -295,10 +295,10 @@ def test_closing_ends_the_threads_at_any_time(folder):
             next(batches)
     for batch in reader.test_batches:
         assert len(batch) == 3
-        break  # what is given up is closed, too
+        break  # an abandoned iterator is closed, too
 
 
-def test_only_so_many_steps_are_on_their_way():
+def test_the_number_of_steps_in_flight_is_bounded():
     class Result:
         done = False
 

@@ -1,9 +1,8 @@
-"""Whole runs over images in files: resuming, tests, and what goes wrong on the way."""
+"""Whole runs on image files: resuming, tests and failures."""
 
 import contextlib
 import dataclasses
 import shutil
-import signal
 import threading
 
 import jax
@@ -32,7 +31,7 @@ SIZE = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """24 training images of 3 classes and 9 to test with; one of each is broken."""
+    """24 training images of 3 classes and 9 test images; one of each is broken."""
     made = make_folder(tmp_path_factory.mktemp("images") / "data")
     for path in (made / "train" / "cat" / "0.JPEG", made / "val" / "ant" / "0.JPEG"):
         path.write_bytes(path.read_bytes()[:700])
@@ -40,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def small(folder, run_dir, **changes):
-    """A quick experiment on a folder."""
+    """A fast experiment on a folder."""
     config = dataclasses.replace(
         CONFIG,
         model="digits-cnn",
@@ -58,10 +57,6 @@ def small(folder, run_dir, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def endless(folder, run_dir):
-    return small(folder, run_dir, steps=10**9, test_every=10**9, checkpoint_every=10**9)
-
-
 def no_readers():
     return not [x for x in threading.enumerate() if x.name.startswith("grain-thread")]
 
@@ -73,7 +68,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module")
 def finished(folder, tmp_path_factory):
-    """A run to the end with batch statistics, reestimated: (run, result)."""
+    """A finished run with reestimated batch statistics: (run, result)."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     traces, step = [], Task.step
     with pytest.MonkeyPatch.context() as patch:
@@ -85,8 +80,8 @@ def finished(folder, tmp_path_factory):
     return run, result
 
 
-def test_resuming_is_exact_to_the_bit(finished, folder, tmp_path, capsys):
-    """run(8) equals run(4), stop, resume, run(4), read with other threads and buffers."""
+def test_resuming_is_bit_identical(finished, folder, tmp_path, capsys):
+    """run(8) equals run(4), resume, run(4) with other threads and buffers."""
     run, result = finished
     config = small(folder, tmp_path / "run", model="digits-bn")
     train(open_run(dataclasses.replace(config, steps=4)))
@@ -102,7 +97,7 @@ def test_resuming_is_exact_to_the_bit(finished, folder, tmp_path, capsys):
     ]
     assert tests(again.folder) == tests(result.folder)
     assert [event["step"] for event in tests(result.folder)] == [4, 8]
-    printed = capsys.readouterr().out  # of two sessions
+    printed = capsys.readouterr().out  # in two sessions
     assert printed.count("cat/0.JPEG is left out") == 2 == printed.count("ant/0.JPEG is")
 
 
@@ -136,13 +131,11 @@ def test_a_test_counts_the_images_that_can_be_read(folder, tmp_path, capsys):
     error = run.experiment.test_worker(run.state, 1)["error"]
     assert error == pytest.approx(100 * wrong / 8)
     shutil.rmtree(data / "val")
-    with pytest.raises(DataError, match="no image to test with can be read any more"):
+    with pytest.raises(DataError, match="no test image can be read any more"):
         run.experiment.test_worker(run.state, 1)
 
 
-def test_data_that_vanish_end_the_run_with_a_checkpoint(
-    folder, tmp_path, capsys, monkeypatch
-):
+def test_a_run_whose_data_vanish_saves_a_checkpoint(folder, tmp_path, capsys, monkeypatch):
     data, batches = shutil.copytree(folder, tmp_path / "data"), Stream.batches
 
     def vanishing(self, steps):
@@ -165,7 +158,7 @@ def test_data_that_vanish_end_the_run_with_a_checkpoint(
     assert int(saved.name) > 3 and no_readers()
 
 
-def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
+def test_a_run_does_not_resume_with_other_data(finished, tmp_path):
     run, result = finished
     copy = shutil.copytree(result.folder, tmp_path / "run")
     before = sorted(copy.rglob("*"))
@@ -177,25 +170,7 @@ def test_a_run_does_not_go_on_with_other_data(finished, tmp_path):
     assert sorted(copy.rglob("*")) == before
 
 
-def test_a_signal_ends_the_readers(folder, tmp_path, monkeypatch):
-    config = endless(folder, tmp_path / "run")
-    shard = dataclasses.replace(config.data, shard=True)
-    run = open_run(dataclasses.replace(config, data=shard))
-    assert run.experiment.forward.steps_per_epoch == 3
-    step = run.experiment.step
-
-    def interrupted(*arguments):
-        if run.step == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return step(*arguments)
-
-    monkeypatch.setattr(run.experiment, "step", interrupted)
-    result = train(run)
-    assert (result.stopped_by, result.step, result.saved) == (signal.SIGTERM, 6, True)
-    assert no_readers()
-
-
-def test_every_process_warns_of_its_own_files(capsys):
+def test_each_process_warns_about_its_own_files(capsys):
     shown = Progress(10, process=1)
     shown.warn("for all to know")
     shown.warn_here("a.jpeg is left out")

@@ -1,4 +1,4 @@
-"""Text: its ids, windows that are tested and drawn, and what is wrong with a file."""
+"""Texts: token ids, windows for tests and training, wrong files."""
 
 import codecs
 import os
@@ -16,7 +16,7 @@ from train.data.text import TEST_TOKENS, Windows
 LETTERS = text.of("".join(chr(0x100 + i % 300) for i in range(1000)).encode(), "characters")
 
 
-def test_files_are_read_one_after_the_other_without_their_byte_order_marks(tmp_path):
+def test_files_are_joined_without_byte_order_marks(tmp_path):
     (tmp_path / "a").write_text("naïve\n", "utf-8-sig")
     (tmp_path / "b").write_text("théâtre €", "utf-8-sig")
     files = [str(tmp_path / name) for name in "ab"]
@@ -26,14 +26,14 @@ def test_files_are_read_one_after_the_other_without_their_byte_order_marks(tmp_p
     assert ids.dtype == np.uint8 and loaded.vocabulary.decode(ids) == whole
     assert len(loaded.train) == len(whole) * 9 // 10
     assert loaded.sha256 == text.of(whole.encode(), "characters").sha256
-    # In bytes: those of the files themselves.
+    # Tokens that are bytes keep the byte order marks.
     loaded = text.load(files, "bytes")
     whole = "\ufeffnaïve\n\ufeffthéâtre €"
     assert bytes(np.concatenate([loaded.train, loaded.test])) == whole.encode()
     assert loaded.vocabulary.decode(np.frombuffer(whole.encode(), np.uint8)) == whole
 
 
-def test_the_standard_library_is_there_and_always_the_same():
+def test_the_standard_library_gives_the_same_text_each_time():
     first, second = (text.load((), "characters") for _ in range(2))
     assert first.sha256 == second.sha256
     np.testing.assert_array_equal(first.train, second.train)
@@ -41,7 +41,7 @@ def test_the_standard_library_is_there_and_always_the_same():
     assert 100_000 < len(text.standard_library()) <= text.LIBRARY_BYTES
 
 
-def test_many_characters_need_larger_ids():
+def test_many_characters_have_larger_ids():
     whole = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
     loaded = text.of(("一丁丫" + whole).encode(), "characters")
     assert loaded.vocabulary.characters == whole
@@ -54,11 +54,11 @@ def test_many_characters_need_larger_ids():
     [("b\na", "characters", 0), ("b\n\ta", "characters", 1), ("ba", "characters", 0)]
     + [("b\na", "bytes", 10), ("ba", "bytes", 10)],
 )
-def test_a_sample_begins_behind_the_end_of_a_line(whole, tokens, start):
+def test_a_sample_starts_after_a_line_feed(whole, tokens, start):
     assert text.of(whole.encode(), tokens).vocabulary.start.tolist() == [start]
 
 
-UNUSABLE = "`data.files` must name files of text, but .*file "
+UNUSABLE = "`data.files` must name text files, but .*file "
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ UNUSABLE = "`data.files` must name files of text, but .*file "
         ),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, make, message):
+def test_unusable_files_are_refused(tmp_path, make, message):
     make(tmp_path / "file")
     with pytest.raises(DataError, match=message):
         text.load([str(tmp_path / "file")], "characters")
@@ -89,7 +89,7 @@ def test_files_that_cannot_be_used(tmp_path, make, message):
 
 
 @pytest.mark.parametrize("workers, context", [(1, 7), (3, 7), (4, 64), (2, 99), (2, 500)])
-def test_every_token_but_the_first_is_predicted_once(workers, context):
+def test_every_token_except_the_first_is_predicted_once(workers, context):
     windows = Windows(LETTERS, context, 2, lj.Workers(1, workers), shard=False)
     seen = []
     for ids, valid in windows.test_batches:
@@ -102,13 +102,13 @@ def test_every_token_but_the_first_is_predicted_once(workers, context):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_random_windows_are_pieces_of_a_workers_text(shard):
+def test_random_windows_come_from_the_workers_text(shard):
     workers = lj.Workers(1, 4)
     windows = Windows(LETTERS, 30, 16, workers, shard=shard)
     keys = workers.put(jax.random.split(jax.random.key(0), 4))
     drawn = np.asarray(workers.map(windows.draw)(windows.data, keys))
     assert drawn.shape == (4, 16, 31)
-    # The text counts from 0 to 299 again and again, so that windows tell their places.
+    # The text counts from 0 to 299 repeatedly, so that windows reveal their positions.
     assert ((drawn[..., 1:] - drawn[..., :-1]) % 300 == 1).all()
     if not shard:
         assert len({tuple(window) for window in drawn.reshape(-1, 31)}) > 50
@@ -134,6 +134,6 @@ def test_the_last_window_may_be_drawn():
         (b"a" * 100, 2, False, "at least 2 different characters, got 1"),
     ],
 )
-def test_texts_that_are_too_short(content, context, shard, message):
+def test_short_texts_are_refused(content, context, shard, message):
     with pytest.raises(DataError, match=message):
         Windows(text.of(content, "characters"), context, 1, lj.Workers(1, 2), shard)

@@ -44,7 +44,7 @@ def test_cifar10_is_scaled_per_channel():
     assert got.dtype == jnp.float32
 
 
-def test_padding_lets_crops_reach_over_the_border_in_black():
+def test_padding_adds_a_black_border_to_random_crops():
     padded = np.pad(IMAGES, ((0, 0), (4, 4), (4, 4), (0, 0)))
     key = jax.random.key(1)
     crops = transforms.cifar10(32, padding=4).train(key, jnp.asarray(IMAGES))
@@ -56,6 +56,6 @@ def test_padding_lets_crops_reach_over_the_border_in_black():
     assert np.isclose(corners, black, rtol=1e-5, atol=1e-5).all(-1).any()
 
 
-def test_the_test_images_are_never_padded():
+def test_test_images_are_never_padded():
     whole = transforms.cifar10(32, padding=4).test(jnp.asarray(IMAGES))
     np.testing.assert_array_equal(whole, transforms.cifar10(32).test(jnp.asarray(IMAGES)))

@@ -65,7 +65,9 @@ def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal):
         (landscape, [str(folder)]),
         (compare.main, ["digits", "--methods", "lsgd", "--out", str(out)]),
     ):
-        assert f"{path} is of a run in format 1, whose" in refusal(command, arguments)
+        assert f"{path} cannot be read: its run is in format 1," in refusal(
+            command, arguments
+        )
     assert plots.main([str(folder)]) == 0
 
 

@@ -1,4 +1,4 @@
-"""Workers at their own pace train what workers in lock step do, from the same parts."""
+"""Asynchronous workers and workers in lock step train alike."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def stack(*rows):
 @pytest.mark.parametrize(
     "delay, shard", [(0, True), pytest.param(1, False, marks=pytest.mark.slow)]
 )
-def test_in_lock_step_they_are_the_synchronous_trainers(delay, shard, monkeypatch):
+def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeypatch):
     tiny.install(set=monkeypatch.setattr)
     rate = dict(schedule="cosine", warmup_steps=3)
     config = dataclasses.replace(

@@ -17,7 +17,7 @@ from train.task import batch_statistics, methods
 
 
 class Normed(nn.Module):
-    """Batch normalization behind a layer, so that its statistics depend on parameters."""
+    """Batch normalization after a layer, so that its statistics depend on parameters."""
 
     num_classes: int = 10
 
@@ -37,9 +37,9 @@ def installed():
 
 @pytest.fixture(scope="module")
 def runs(installed, tmp_path_factory):
-    """A finished run of every policy."""
+    """A finished run with each policy."""
     finished = {}
-    for policy in ("keep", "average", "reestimate"):
+    for policy in ("average", "reestimate"):  # in training 'keep' equals 'reestimate'
         folder = tmp_path_factory.mktemp(policy) / "run"
         config = dataclasses.replace(
             tiny.SMALL, steps=8, batch_statistics=policy, run_dir=str(folder)
@@ -49,42 +49,38 @@ def runs(installed, tmp_path_factory):
     return finished
 
 
-def test_the_statistics_of_one_batch_are_its_mean_and_variance():
+def test_the_statistics_of_a_batch_are_its_mean_and_variance():
     x = jnp.asarray(np.random.default_rng(0).normal(2, 3, size=(64, 5)), jnp.float32)
     model = nn.BatchNorm(use_running_average=False, momentum=0.99)
     variables = model.init(jax.random.key(0), x)
-    params, stats = (
-        {"params": variables["params"]},
-        {"batch_stats": variables["batch_stats"]},
-    )
-    apply = lambda stats: model.apply(params | stats, x, mutable=["batch_stats"])
+    apply = lambda stats: model.apply(variables | stats, x, mutable=["batch_stats"])
+    stats = {"batch_stats": variables["batch_stats"]}
     got = batch_statistics.of_batch(apply, stats)["batch_stats"]
     np.testing.assert_allclose(got["mean"], x.mean(axis=0), rtol=1e-4)
     np.testing.assert_allclose(got["var"], x.var(axis=0), rtol=1e-4)
 
 
 def test_statistics_never_influence_the_parameters(runs):
-    """In training a batch is normalized by itself: all policies end in the same place."""
-    first, *others = (jax.tree.leaves(run.state.params) for run, _ in runs.values())
-    for other in others:
-        for a, b in zip(first, other):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    """Training normalizes a batch by itself, so that all policies give equal parameters."""
+    averaged, reestimated = (run.state.params for run, _ in runs.values())
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, averaged, reestimated)
 
 
-def test_kept_statistics_differ_and_averaged_ones_are_equal_after_an_exchange(runs):
+def test_only_averaged_statistics_are_equal_after_an_exchange(runs):
     apart = lambda policy: float(lj.consensus_distance(runs[policy][0].state.stats))
-    assert apart("keep") > 1e-3 and apart("reestimate") == apart("keep")
-    assert apart("average") < 1e-6  # the last step was one with a pull
+    assert apart("reestimate") > 1e-3
+    assert apart("average") < 1e-6  # the last step had a pull
 
 
-def test_averages_are_those_of_what_was_kept(runs):
-    """Averaging commutes with the running mean, which is linear; all inputs were equal."""
-    kept, averaged = runs["keep"][0].state.stats, runs["average"][0].state.stats
+def test_averaged_statistics_are_the_mean_of_kept_ones(runs):
+    """Averaging commutes with the running mean, which is linear, for equal inputs."""
+    kept, averaged = (runs[x][0].state.stats for x in ("reestimate", "average"))
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(averaged)):
         np.testing.assert_allclose(a.mean(axis=0), b[0], rtol=1e-4, atol=1e-5)
 
 
-def test_reestimating_uses_the_tested_parameters_and_changes_no_worker(runs):
+def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(runs):
     run, _ = runs["reestimate"]
     experiment = run.experiment
     before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]
@@ -105,14 +101,6 @@ def test_reestimating_uses_the_tested_parameters_and_changes_no_worker(runs):
     np.testing.assert_allclose(first, np.mean(means, axis=0), rtol=1e-3, atol=1e-5)
 
 
-def test_every_policy_resumes_to_the_same_test(runs):
-    for run, result in runs.values():
-        again = open_run(
-            dataclasses.replace(run.config, run_dir=str(result.folder), resume=True)
-        )
-        assert train(again).tested == result.tested
-
-
 @pytest.mark.parametrize(
     "method, due",
     [
@@ -123,7 +111,7 @@ def test_every_policy_resumes_to_the_same_test(runs):
     ids=["lsgd", "post-local-sgd", "independent"],
 )
 def test_statistics_are_averaged_whenever_the_method_communicates(method, due):
-    """Every one of its levels counts, and their periods need not divide each other."""
+    """All levels count, and their periods need not divide each other."""
     tx, workers = method.around(optax.sgd(0.1)), lj.Workers(1, 2)
 
     def step(x, stats, state):

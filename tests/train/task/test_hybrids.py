@@ -1,4 +1,4 @@
-"""Joined methods, against their equations in NumPy."""
+"""Combined methods against their equations in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ GOALS = np.array([1.0, 2.0, 4.0, 9.0])
 
 
 def trajectory(tx, nodes, steps):
-    """Where four workers stand that descend to goals of their own, from 0: [steps, 4]."""
+    """Parameters [steps, 4] of four workers that descend from 0 to different goals."""
     workers = lj.Workers(nodes, 4 // nodes)
 
     def step(x, state, goal):
@@ -28,7 +28,7 @@ def trajectory(tx, nodes, steps):
     return np.stack(seen), lj.diagnostics(state)
 
 
-def test_the_anchor_of_diloco_follows_the_leader():
+def test_diloco_leader_moves_its_anchor_to_the_leader():
     outer = optax.sgd(0.5)
     tx = optax.chain(optax.sgd(0.1), hybrids.diloco_leader(2, outer, loss_window=1))
     seen, (pull,) = trajectory(tx, nodes=2, steps=6)
@@ -44,7 +44,7 @@ def test_the_anchor_of_diloco_follows_the_leader():
     assert pull.leader.tolist() == [leader] * 4 and pull.exchanges == 3
 
 
-def test_lsgd_pulls_in_the_node_and_diloco_across():
+def test_lsgd_diloco_pulls_inside_nodes_and_across():
     method = hybrids.lsgd_diloco(0.25, 2, 4, optax.sgd(0.5), loss_window=1)
     seen, pulls = trajectory(optax.chain(optax.sgd(0.1), method), nodes=2, steps=8)
     x, anchors = np.zeros(4), np.zeros(2)

@@ -1,4 +1,4 @@
-"""The list of methods: complete, with the defaults of the library."""
+"""The table of methods is complete and has the defaults of the library."""
 
 import dataclasses
 import inspect
@@ -12,26 +12,24 @@ import pytest
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
-from train.config import OptimizerConfig, WorkersConfig
+from train.config import OptimizerConfig
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
 
 
 def factories():
-    """The factories of methods that the library has: what returns a transformation."""
+    """Yields the functions of the library that return a transformation."""
     for name, value in vars(lj).items():
-        if inspect.isfunction(value) and value.__module__.startswith(
-            "lsgd_jax._src.methods"
-        ):
+        module = getattr(value, "__module__", None) or ""
+        if inspect.isfunction(value) and module.startswith("lsgd_jax._src.methods"):
             returned = typing.get_type_hints(value)["return"]
-            if inspect.isclass(returned) and issubclass(
-                returned, optax.GradientTransformation
-            ):
+            is_class = inspect.isclass(returned)
+            if is_class and issubclass(returned, optax.GradientTransformation):
                 yield name, value
 
 
-def test_the_list_holds_every_factory_of_the_library():
+def test_the_table_holds_every_factory_of_the_library():
     listed = {factory for row in ROWS for factory in (row.first, row.last)}
     found = dict(factories())
     assert len(found) >= 17 and set(found.values()) <= listed
@@ -42,9 +40,8 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     method, row = methods.make(name), METHODS[name].row
     expected = {}
     for function in (row.first, row.last, row.asynchronous, *row.made.values()):
-        for parameter in (
-            inspect.signature(function).parameters.values() if function else ()
-        ):
+        parameters = inspect.signature(function).parameters if function else {}
+        for parameter in parameters.values():
             if parameter.name not in methods.GIVEN | row.made.keys():
                 expected[parameter.name] = parameter.default
     found = vars(method)
@@ -60,14 +57,14 @@ def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
 
 
 def test_the_outer_optimizer_of_diloco_is_that_of_the_library():
-    """Of the options with their defaults the same steps come as of no outer optimizer."""
+    """The default options give the same steps as no outer optimizer."""
     given = steps_of(methods.make("diloco", period=1).around(optax.sgd(0.1)))
     default = steps_of(optax.chain(optax.sgd(0.1), lj.diloco(period=1)))
     np.testing.assert_array_equal(given, default)
 
 
 def steps_of(tx, gradients=(1.0, 3.0), steps=5):
-    """The parameters [steps, W] of workers with constant gradients, from 0."""
+    """Parameters [steps, W] of workers with constant gradients that start at 0."""
     workers = lj.Workers(1, len(gradients))
 
     def step(x, state, g):
@@ -82,22 +79,14 @@ def steps_of(tx, gradients=(1.0, 3.0), steps=5):
     return np.stack(seen)
 
 
-def configured(method, optimizer, workers=(1, 2), steps=8):
-    return make_optimizer(
-        dataclasses.replace(
-            CONFIG,
-            workers=WorkersConfig(*workers),
-            method=method,
-            optimizer=optimizer,
-            steps=steps,
-        )
-    )
+def configured(method, optimizer):
+    return make_optimizer(dataclasses.replace(CONFIG, method=method, optimizer=optimizer))
 
 
 DROPS = OptimizerConfig(learning_rate=1.0, schedule="drops", drop_at=(1,))
 
 
-def test_slow_momentum_sees_the_rate_of_its_step():
+def test_slowmo_uses_the_learning_rate_of_its_step():
     # m = 1, then 0.5 m + 0.1 / 0.1 = 1.5; the second outer step is 0.1 m.
     method = methods.make("slowmo", period=1, alpha=1.0, beta=0.5)
     seen = steps_of(configured(method, DROPS), gradients=(1.0,), steps=2)
@@ -105,7 +94,7 @@ def test_slow_momentum_sees_the_rate_of_its_step():
 
 
 def test_parle_follows_its_equation_while_the_learning_rate_drops():
-    """Inner and outer loop take the rate that the base optimizer takes at the same step."""
+    """Inner and outer loop use the learning rate of the base optimizer at each step."""
     gradients, decay, gamma, rho, period = np.array([1.0, 3.0]), 0.5, 0.2, 0.3, 2
     optimizer = OptimizerConfig(
         learning_rate=0.5, schedule="drops", drop_at=(2, 3), drop_factor=0.5
@@ -122,8 +111,8 @@ def test_parle_follows_its_equation_while_the_learning_rate_drops():
         np.testing.assert_allclose(seen[t - 1], y, rtol=1e-5)
 
 
-def test_clipping_stands_behind_the_aggregation():
-    """The mean gradient 2 is clipped, not those of the workers, 1 and 3."""
+def test_clipping_follows_the_aggregation():
+    """The mean gradient 2 is clipped, not the gradients 1 and 3 of the workers."""
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])

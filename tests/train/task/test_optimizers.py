@@ -1,4 +1,4 @@
-"""Every worker's optimizer as configured: hand-computed steps, and what is refused."""
+"""The optimizer of a worker against steps computed by hand."""
 
 import dataclasses
 import typing
@@ -17,7 +17,7 @@ NAMES = typing.get_args(Optimizer)
 
 
 def moved(options, gradients, start=0.0, rate=None):
-    """One parameter after each of the gradients."""
+    """The value of one parameter after each gradient."""
     tx = optimizers.make(options, options.learning_rate if rate is None else rate)
     x = jnp.full([1], start)
     state, seen = tx.init(x), []
@@ -28,33 +28,10 @@ def moved(options, gradients, start=0.0, rate=None):
     return seen
 
 
-RATES = {"sgd": 0.1, "adamw": 0.3, "lion": 0.3, "muon": 0.3, "lars": 300.0}
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_learns(name):
-    """A matrix and a vector; muon takes the first one, its adamw the second."""
-    options = OptimizerConfig(name=name, learning_rate=RATES[name], clip=10.0)
-    tx = optimizers.make(options, options.learning_rate)
-    rng = np.random.default_rng(0)
-    data = rng.normal(size=(32, 4)).astype(np.float32)
-    target = data @ rng.normal(size=(4, 3)).astype(np.float32) + 1
-
-    def loss_of(params):
-        return ((data @ params["w"] + params["b"][None] - target) ** 2).mean()
-
-    @jax.jit
-    def step(params, state):
-        loss, gradient = jax.value_and_grad(loss_of)(params)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params = {"w": jnp.full((4, 3), 0.1), "b": jnp.full((3,), 0.1)}
-    state, losses = tx.init(params), []
-    for _ in range(12):
-        params, state, loss = step(params, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.5 * losses[0]
+def test_every_optimizer_descends(name):
+    first, second = moved(OptimizerConfig(name), [1.0, 1.0], 5.0)
+    assert 5 > first > second
 
 
 def test_sgd_with_an_l2_penalty_and_nesterov():
@@ -83,20 +60,20 @@ def test_adamw_takes_its_betas_and_eps():
     np.testing.assert_allclose(moved(options, [3.0]), [-0.075], rtol=1e-6)
 
 
-def test_lars_is_a_thousandth_of_the_weight():
+def test_a_lars_step_is_a_thousandth_of_the_weight():
     options = OptimizerConfig(name="lars", learning_rate=1.0)
-    # At zero LARS has no trust ratio; behind it, a step is 0.001 of the weight.
+    # At zero LARS has no trust ratio; after that, a step is 0.001 of the weight.
     expected = [-1.0, -1.0 - 0.001]
     np.testing.assert_allclose(moved(options, [1.0, 1.0]), expected, rtol=1e-6)
 
 
-def test_large_gradients_are_clipped_and_others_are_not():
+def test_only_large_gradients_are_clipped():
     options = OptimizerConfig(learning_rate=1.0, clip=2.0)
     np.testing.assert_allclose(moved(options, [5.0, 1.0]), [-2.0, -3.0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_that_is_not_finite_leaves_no_trace(name):
+def test_a_gradient_that_is_not_finite_is_skipped(name):
     options = OptimizerConfig(name=name, learning_rate=0.1, clip=1.0)
     once = moved(options, [1.0, 2.0], 1.0)
     assert moved(options, [np.nan, 1.0, np.inf, 2.0], 1.0)[1::2] == once
@@ -104,7 +81,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_of_matrices_alone(name):
-    """Without gradients only decay moves parameters, from 1."""
+    """Without gradients only decay changes the parameters, which start at 1."""
     options = OptimizerConfig(name, weight_decay=0.1, decay_of="matrices")
     params = {
         "tokens": {"embedding": jnp.ones((3, 2))},
@@ -121,7 +98,7 @@ def test_decay_of_matrices_alone(name):
 
 
 def test_muon_leaves_embeddings_to_adamw():
-    """They move as vectors do, which are never muon's."""
+    """Embeddings move like vectors, to which muon never applies."""
     shapes = {"embedding": (2, 2), "bias": (4,), "kernel": (2, 2)}
     gradients = {name: jnp.array([1.0, 2, 3, 4]).reshape(x) for name, x in shapes.items()}
     params = optax.tree.zeros_like(gradients)

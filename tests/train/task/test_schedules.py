@@ -1,4 +1,4 @@
-"""The learning rate at named steps, counted from 0."""
+"""The learning rate at given steps, counted from 0."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def test_a_constant_is_a_number():
     assert learning_rate(OptimizerConfig(learning_rate=2.0), 100) == 2.0
 
 
-def test_the_rate_drops_after_the_steps_named():
+def test_the_rate_drops_after_the_given_steps():
     options = dict(schedule="drops", drop_at=(10, 30), drop_factor=0.5)
     np.testing.assert_allclose(at((0, 9, 10, 29, 30), **options), [2, 2, 1, 1, 0.5])
 
