@@ -17,7 +17,7 @@ from train.data.transforms import Transforms
 from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding
-from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
+from train.run.checkpoints import Checkpoint, latest_notes, notes_of, read, steps_in
 from train.task.datasets import load_dataset
 from train.task.experiment import Experiment
 from train.task.state import TrainState
@@ -65,11 +65,11 @@ class SavedRun:
         self.folder, self.config, self._warn = folder, config, warn
         # The devices first, those of the run: Orbax already asks for them.
         devices.provide(config.workers.nodes * config.workers.locals)
-        self._archive = Archive(self._checkpoints)
-        if not self._archive.steps:
+        self._steps = steps_in(self._checkpoints)
+        if not self._steps:
             raise ValueError(f"{folder} holds no checkpoint yet")
-        if step is not None and step not in self._archive.steps:
-            kept = ", ".join(map(str, self._archive.steps))
+        if step is not None and step not in self._steps:
+            kept = ", ".join(map(str, self._steps))
             raise ValueError(f"`step` must be that of a checkpoint ({kept}), got {step=}")
         self.data: tuple[Dataset | ImageFolder, Transforms] = load_dataset(config)
         self.experiment = Experiment(config, self.data)
@@ -88,11 +88,11 @@ class SavedRun:
         return resharding.grid(notes) or self._began
 
     def _restore(self, step: int) -> Checkpoint:
-        return self._archive.restore(step, self._like)
+        return read(self._checkpoints, step, lambda notes: self._like)
 
     def _latest(self, before: float = np.inf) -> Checkpoint:
         """The latest checkpoint of these workers (before a step) that can be read."""
-        for step in reversed([step for step in self._archive.steps if step < before]):
+        for step in reversed([step for step in self._steps if step < before]):
             if self._grid(step) != self.config.workers:
                 continue
             try:
