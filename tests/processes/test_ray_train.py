@@ -1,4 +1,4 @@
-"""Lock step on Ray Train: its options, the command of each process, and a loss."""
+"""Lock step on Ray Train: options, the command of each process, and a failure."""
 
 import dataclasses
 import pathlib
@@ -13,6 +13,7 @@ from trainers import LIMIT_S, SMALL, TINY, assert_equal_to_the_bit, environment,
 
 from train import cli
 from train.cluster.ray_train import Board, Job
+from train.config import RayConfig
 from train.metrics import log
 
 
@@ -29,28 +30,21 @@ from train.metrics import log
         ("--method async-lsgd --ray.processes 2", "`ray.processes` must be left out with"),
     ],
 )
-def test_options_that_do_not_go_together(options, message):
+def test_options_that_exclude_one_another(options, message):
     with pytest.raises(ValueError) as caught:
         cli.parse(["digits", *options.split()])
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
-    job = Job(
-        ("digits", "--seed", "1"),
-        tmp_path / "config.json",
-        tmp_path / "metrics.jsonl",
-        devices=2,
-        nodes_each=2,
-        uses_gpus=False,
-        progress_timeout=60.0,
-        cwd=".",
-    )
+def test_a_process_gets_its_number_and_resumes_a_begun_run(tmp_path, begun):
+    options = RayConfig(processes=4, min_processes=2, devices_per_process=2)
+    files = tmp_path / "config.json", tmp_path / "metrics.jsonl"
+    job = Job(("digits", "--seed", "1"), *files, nodes=8, options=options, cwd=".")
     if begun:
         (tmp_path / "config.json").write_text("{}")
     command = job.command("10.0.0.1:7000", size=3, rank=1)
-    elastic = ["--ray.processes", "4", "--ray.min-processes", "2"]  # of the driver
+    elastic = ["--ray.processes", "4", "--ray.min-processes", "2"]  # options of the driver
     parsed = cli.parse([x for x in [*command, *elastic] if x != "--resume"])
     assert (parsed.workers.nodes, parsed.distributed.process_id) == (6, 1)
     assert command[:5] == ["digits", "--seed", "1", "--run-dir", str(tmp_path)]
@@ -61,11 +55,12 @@ def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
     )
     environment = job.environment()
     assert environment["JAX_NUM_CPU_DEVICES"] == "2"
-    gpus = dataclasses.replace(job, devices=None, uses_gpus=True).environment()
+    options = RayConfig(gpus_per_worker=1.0)
+    gpus = dataclasses.replace(job, options=options).environment()
     assert gpus.get("JAX_PLATFORMS") != "cpu" or "JAX_PLATFORMS" in environment
 
 
-def test_the_run_ends_with_the_highest_status_and_stops_by_the_first_signal():
+def test_the_board_keeps_the_highest_status_and_the_first_signal():
     board = Board()
     board.say("a")
     assert (board.take(), board.take(), board.status()) == (["a"], [], None)
@@ -79,7 +74,7 @@ def test_the_run_ends_with_the_highest_status_and_stops_by_the_first_signal():
 
 @pytest.mark.slow
 def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
-    """The group starts again; then all save at one step."""
+    """The group restarts. Ctrl-C then makes all processes save at the same step."""
     run = tmp_path / "run"
     more = ["--run-dir", str(run), "--steps", "1000000", "--ray.processes", "2"]
     with open(tmp_path / "printed.txt", "w") as file:

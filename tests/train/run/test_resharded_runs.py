@@ -1,4 +1,4 @@
-"""Runs that go on with other workers."""
+"""Runs that resume with other workers."""
 
 import dataclasses
 import shutil
@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A run of 2 x 2 workers to step 6: its folder."""
+    """The folder of a run of 2 x 2 workers to step 6."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     tiny.train_shared(dataclasses.replace(SMALL, run_dir=str(folder)))
     return folder
@@ -39,7 +39,7 @@ def resume(folder, *options):
     return ["digits", "--resume", "--run-dir", str(folder), *options]
 
 
-def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
+def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     config = (folder / "config.json").read_bytes()
     assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0
     (event,) = log.read(folder)["resized"]
@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
     said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
     assert capsys.readouterr().out.count(said) == 1
 
-    # Without options the workers are those of the latest checkpoint, and it is exact.
+    # By default the workers are those of the latest checkpoint.
     assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
     assert main(resume(folder, "--steps", "18")) == 0
     assert "go on from" not in capsys.readouterr().out
@@ -62,16 +62,12 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
     sent = [e["bytes_sent"] for e in events["train"]]
     assert sent == sorted(sent)
     assert (folder / "config.json").read_bytes() == config
-    assert plots._grids(events) == [
-        (0, 6, 2, 2),
-        (6, 12, 1, 2),
-        (12, 18, 1, 2),
-        (18, 20, 2, 2),
-    ]
+    grids = [(0, 6, 2, 2), (6, 12, 1, 2), (12, 18, 1, 2), (18, 20, 2, 2)]
+    assert plots._grids(events) == grids
     assert {path.name for path in plots.draw(folder)} >= {"leaders.png"}
 
 
-def test_recent_losses_follow_their_worker(folder):
+def test_recent_losses_move_with_their_worker(folder):
     notes = latest_notes(folder / "checkpoints")
     config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
     run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
@@ -95,15 +91,11 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
 @pytest.mark.parametrize(
     "method, options, message",
     [
-        (
-            "cge",
-            "--method.faulty 2",
-            "`faulty` must be less than the number of work",
-        ),
+        ("cge", "--method.faulty 2", "`faulty` must be less than the number of work"),
         ("wagma", "--workers.locals 3", "need a power of two workers"),
     ],
 )
-def test_a_grid_the_method_can_not_have(method, options, message, tmp_path, refusal):
+def test_a_grid_that_the_method_does_not_allow(method, options, message, tmp_path, refusal):
     folder, options = tmp_path / "run", options.split()
     kept = options if method == "cge" else []
     config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
@@ -112,14 +104,10 @@ def test_a_grid_the_method_can_not_have(method, options, message, tmp_path, refu
     assert message in refusal(main, resume(folder, "--workers.nodes", "1", *options))
 
 
-def test_the_latest_notes(tmp_path):
+def test_the_latest_readable_notes_are_found(tmp_path):
     assert latest_notes(tmp_path / "no") == {}
-    for step, text in (
-        ("9", '{"a": 9}'),
-        ("10", '{"a": 10}'),
-        ("11", "{"),
-        ("12.tmp", "{}"),
-    ):
+    texts = {"9": '{"a": 9}', "10": '{"a": 10}', "11": "{", "12.tmp": "{}"}
+    for step, text in texts.items():
         notes = tmp_path / step / "notes" / "metadata"
         notes.parent.mkdir(parents=True)
         notes.write_text(text)
