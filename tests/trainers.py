@@ -164,17 +164,13 @@ class Trainers:
     def last_line(self, process):
         return self.printed(process).rstrip("\n").rpartition("\n")[2]
 
-    def until(self, holds, gone=()):
-        """Waits for a condition. Fails at the time limit, or if a process ends before.
-
-        gone: processes that may have ended.
-        """
+    def until(self, holds):
+        """Waits for a condition. Fails at the time limit, or if a process ends before."""
         deadline = time.monotonic() + LIMIT_S
-        needed = [x for i, x in enumerate(self._processes) if i not in gone]
         while not holds():
             texts = "\n".join(map(self.printed, range(len(self._files))))
             assert time.monotonic() < deadline, texts
-            assert all(process.poll() is None for process in needed), texts
+            assert all(process.poll() is None for process in self._processes), texts
             time.sleep(0.001)
 
     def end(self, limit=LIMIT_S):

@@ -80,14 +80,6 @@ def methods(folder, session):
     return {"sums": sums, "owned": list(workers.owned)}
 
 
-def methods_on_pretended_hosts(folder, session):
-    """`methods` with processes that alternate between two hosts."""
-    from lsgd_jax._src import device_grid
-
-    device_grid._host = lambda device: device.process_index % 2
-    return methods(folder, session)
-
-
 # The trainer
 
 

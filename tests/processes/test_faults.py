@@ -36,7 +36,7 @@ def assert_told(trainers, lost, run):
         if status == LOST:
             last = trainers.last_line(i)
             assert last.startswith("error: another process was lost at step ")
-            assert f"; checkpoints are kept in {run}/checkpoints; to go on: " in last
+            assert f"; checkpoints are kept in {run}/checkpoints; to resume: " in last
             assert f"python -m train digits --run-dir {run} --resume" in last
     return statuses
 
@@ -45,8 +45,8 @@ def assert_all_saved(trainers, run):
     """Checks that all stopped at the same step, which only process 0 reports."""
     last = max(checkpoints(run))
     assert f"stopped at step {last} after" in trainers.printed(0)
-    assert ", saved; to go on: " in trainers.last_line(0)
-    assert "to go on" not in trainers.printed(1)
+    assert ", saved; to resume: " in trainers.last_line(0)
+    assert "to resume" not in trainers.printed(1)
 
 
 def test_sigterm_to_one_process_stops_all(start, undisturbed, tmp_path):

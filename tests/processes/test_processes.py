@@ -56,7 +56,7 @@ def run(job, folder, count, before=lambda i: [], cache=None):
 
 
 def on_two_hosts(folder):
-    """Four processes, of which 1 and 3 see another boot id if this host allows that."""
+    """Runs the methods in four processes, of which 1 and 3 see another boot id."""
     shown = "/proc/sys/kernel/random/boot_id"
     other = folder / "boot_id"
     other.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
@@ -67,7 +67,7 @@ def on_two_hosts(folder):
     except FileNotFoundError:
         seen = None
     if seen is None or seen.stdout != other.read_text():
-        return run("methods_on_pretended_hosts", folder, 4)
+        pytest.skip("no process can be made to see another boot id here")
     return run("methods", folder, 4, before=lambda i: elsewhere if i % 2 else [])
 
 

@@ -3,13 +3,10 @@
 import dataclasses
 import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
-from trainers import LIMIT_S, SMALL, TINY, assert_equal_to_the_bit, environment, numbers
+from trainers import PROXIES, SMALL, TINY, Trainers, assert_equal_to_the_bit, numbers
 
 from train import cli
 from train.cluster.ray_train import Board, Job
@@ -77,42 +74,26 @@ def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
     """The group restarts. Ctrl-C then makes all processes save at the same step."""
     run = tmp_path / "run"
     more = ["--run-dir", str(run), "--steps", "1000000", "--ray.processes", "2"]
-    with open(tmp_path / "printed.txt", "w") as file:
-        driver = subprocess.Popen(
-            [sys.executable, "-m", "train", *SMALL, *more, "--ray.devices-per-process=2"],
-            stdout=file,
-            stderr=file,
-            env=environment(before=TINY),
-        )
-
-    def until(holds):
-        deadline = time.monotonic() + LIMIT_S
-        while not holds():
-            printed = (tmp_path / "printed.txt").read_text()
-            assert driver.poll() is None and time.monotonic() < deadline, printed
-            time.sleep(0.05)
-
-    starts = lambda: log.read(run).get("start", []) if run.exists() else []
+    arguments = [*SMALL, *more, "--ray.devices-per-process=2"]
+    without_proxies = [([], dict.fromkeys(PROXIES, ""))]
+    starts = lambda: log.read(run)["start"]
     saved = lambda: list((run / "checkpoints").glob("[1-9]*[0-9]"))
     trainers = lambda: [
         process
         for process in psutil.process_iter(["cmdline"])
         if {str(run), "--distributed.process-id=1"} <= set(process.info["cmdline"] or [])
     ]
-    try:
-        until(saved)
+    with Trainers(tmp_path / "out", arguments, without_proxies, before=TINY) as driver:
+        driver.until(saved)
         trainers()[0].kill()
-        until(lambda: len(starts()) == 2)
+        driver.until(lambda: len(starts()) == 2)
         begun = starts()[-1]["step"]
         assert begun > 0
-        until(lambda: any(int(path.name) > begun for path in saved()))
-        driver.send_signal(signal.SIGINT)
-        status = driver.wait(LIMIT_S)
-    finally:
-        driver.kill()
-    printed = (tmp_path / "printed.txt").read_text()
-    assert status == 130, printed
-    assert "process 1 ended with status -9; the processes start again" in printed
+        driver.until(lambda: any(int(path.name) > begun for path in saved()))
+        driver.send(signal.SIGINT, 0)
+        assert driver.end() == [130], driver.printed(0)
+    printed = driver.printed(0)
+    assert "process 1 ended with status -9; the processes are restarted" in printed
     last = max(int(path.name) for path in saved())
     assert f"stopped at step {last} after" in printed and not trainers()
     assert_equal_to_the_bit(numbers(run, last), undisturbed(last))

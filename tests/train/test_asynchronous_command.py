@@ -72,7 +72,7 @@ def test_a_worker_is_killed_the_run_is_stopped_and_goes_on(tmp_path):
         process.kill()
     assert process.returncode == 0
     assert re.search(r"warning: worker \d is down at its step \d+", out)
-    assert "is back" in out and "saved; to go on: python -m train digits" in out
+    assert "is back" in out and "saved; to resume: python -m train digits" in out
     assert "Traceback" not in out
     step = max(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
 

@@ -312,9 +312,7 @@ def test_resuming_notices_an_edited_setting_and_says_that_no_step_is_left(
     run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
     assert main([*run, "--steps", "4"]) == 0
     assert main([*run, "--resume", "--steps", "3"]) == 0
-    expected = (
-        "4 steps have been taken already, more than --steps 3: the run takes no other"
-    )
+    expected = "4 steps have been taken already, more than --steps 3: the run takes no more"
     assert expected in capsys.readouterr().out
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))

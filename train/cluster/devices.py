@@ -1,5 +1,6 @@
 """The devices of a process: its GPUs, or emulated devices on a CPU."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -24,7 +25,12 @@ def provide(count: int, processes: int = 1) -> None:
       ValueError: JAX_PLATFORMS names devices that do not exist here.
     """
     lj.tune_cpu()
-    _emulate(count, processes)
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = "xla_force_host_platform_device_count" in flags
+    if not asked and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        # If jax has its devices already, each of them holds several workers.
+        with contextlib.suppress(RuntimeError):
+            lj.emulate_devices(max(1, count // processes))
     check_platforms()
 
 
@@ -56,17 +62,6 @@ def check_platforms() -> None:
             "`JAX_PLATFORMS` must name devices that jax finds here, got "
             f"JAX_PLATFORMS={asked}; unset it to use the devices that there are"
         ) from error
-
-
-def _emulate(count: int, processes: int) -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    asked = "xla_force_host_platform_device_count" in flags
-    if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
-        return
-    try:
-        lj.emulate_devices(max(1, count // processes))
-    except RuntimeError:
-        pass  # jax has its devices already, which can hold several workers each
 
 
 def local_device_ids(

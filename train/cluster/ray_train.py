@@ -131,7 +131,7 @@ def work(given: dict[str, Any]) -> None:
     elif not asked and ray.get(board.status.remote()) is None:
         line = f"process {rank} ended with status {child.returncode}"
         if child.returncode not in (LOST, -signal.SIGABRT):  # caused by another process
-            ray.get(board.say.remote(f"warning: {line}; the processes start again"))
+            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
         raise RuntimeError(line)
 
 
@@ -151,7 +151,7 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
         silent = time.time() - max(began, _written(job.told))
         if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
-            ray.get(board.say.remote(f"warning: {line}; the processes start again"))
+            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
             child.kill()
             child.wait()
     return asked

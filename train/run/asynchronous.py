@@ -114,9 +114,6 @@ class Follower:
         self._missing: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
-        recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
-        if recent.nonfinite_steps >= limit:  # resumed deliberately
-            recent.nonfinite_steps = 0
 
     def __call__(self, status: lj.asynchronous.Status, remote: Any) -> None:
         """Handles the status of all workers. `remote` is asked for their states."""

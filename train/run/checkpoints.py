@@ -140,8 +140,8 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return True
         self._unconfirmed = step
-        obstacle = self._obstacle(nbytes(state))
-        if obstacle:
+        needed = sum(x.nbytes for x in jax.tree.leaves(state))
+        if obstacle := self._obstacle(needed):
             self._failed(obstacle)
             return False
         args = ocp.args.Composite(
@@ -374,15 +374,6 @@ def _obstacle(folder: pathlib.Path, needed: int) -> str:
     except OSError as error:
         return f"{error.strerror}: {folder}"
     return "" if needed <= free else f"it takes {needed:,} bytes, and {free:,} are free"
-
-
-def nbytes(tree: Any) -> int:
-    """The bytes of a tree of arrays, including random keys.
-
-    >>> nbytes({"x": jax.numpy.zeros((2, 3)), "key": jax.random.key(0)})
-    32
-    """
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _silence() -> None:

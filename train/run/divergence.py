@@ -17,8 +17,6 @@ class Divergence:
 
     def __init__(self, limit: int, buffer: MetricsBuffer):
         self._limit, self._buffer = limit, buffer
-        if buffer.recent.nonfinite_steps >= limit:  # resumed deliberately
-            buffer.recent.nonfinite_steps = 0
         # The first nonfinite loss is read before the limit can be reached.
         self._every = max(1, limit // 2)
         self._lag = limit - self._every

@@ -172,6 +172,6 @@ def _remove(folder: pathlib.Path) -> None:
 def is_taken(folder: pathlib.Path) -> ValueError:
     """The error of a new run whose folder exists."""
     return ValueError(
-        f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on with "
-        "the run in it"
+        f"`run_dir` must be a new folder, but {folder} exists; add --resume to resume the "
+        "run in it"
     )

@@ -134,7 +134,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if start.step > config.steps:
         progress.say(
             f"{start.step} steps have been taken already, more than --steps "
-            f"{config.steps}: the run takes no other"
+            f"{config.steps}: the run takes no more"
         )
     run = Run(
         config=config,
@@ -212,6 +212,8 @@ def starting_point(
     if config.resume:
         restored = resharding.restore(checkpoints, fresh, experiment.workers)
         if restored is not None:
+            if restored.recent.nonfinite_steps >= config.stop_after_nonfinite:
+                restored.recent.nonfinite_steps = 0  # it was resumed deliberately
             return restored
         folder = run_folder.to_resume(config)
         progress.warn(f"{folder} holds no checkpoint yet; the run begins at step 0")

@@ -61,7 +61,7 @@ class Resizing(NamedTuple):
 
     def __str__(self) -> str:
         pairs = ", ".join(f"{i} from {worker}" for i, worker in enumerate(self.sources))
-        return f"{shape(self.new)} workers go on from {shape(self.old)}: {pairs}"
+        return f"{shape(self.new)} workers resume from {shape(self.old)}: {pairs}"
 
     def event(self) -> dict[str, Any]:
         """The values of the event in metrics.jsonl."""
@@ -129,7 +129,7 @@ def restore(
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(new)} workers cannot go on from {shape(old(notes))}: {error}"
+            f"{shape(new)} workers cannot resume from {shape(old(notes))}: {error}"
         ) from error
     recent = RecentLosses(recent[chosen])
     return Restored(step, state, notes["seconds"], recent, [], resizing)

@@ -66,7 +66,7 @@ class Result(NamedTuple):
 def where(config: Config, folder: pathlib.Path, step: int) -> str:
     """Says where a run was when it failed, and how to resume it."""
     return (
-        f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to go on: "
+        f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to resume: "
         f"{resume_command(config, folder)}"
     )
 
@@ -95,9 +95,9 @@ def last_line(result: Result, config: Config) -> str:
         return (
             f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "
-            f"to go on all the same: {resume}"
+            f"to resume anyway: {resume}"
         )
-    return f"{line}, {state}; to go on: {resume}"
+    return f"{line}, {state}; to resume: {resume}"
 
 
 def _latest(result: Result) -> str:

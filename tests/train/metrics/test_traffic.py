@@ -65,4 +65,4 @@ def test_fragments_lower_the_peak_and_not_the_mean(monkeypatch, tmp_path):
 
 def test_a_run_that_sends_nothing_has_no_traffic_figure(monkeypatch, tmp_path):
     assert figure(monkeypatch, tmp_path, [[16, 0, 80, 0]], steps=9) is None
-    assert figure(monkeypatch, tmp_path, [], steps=9) is None
+    assert traffic.of_run([{"pulls": []}]) is None

@@ -73,7 +73,7 @@ def test_a_run_stopped_by_a_signal_resumes(tmp_path, monkeypatch, capsys):
     run, result = run_of(folder, monkeypatch, {"befalls": signaled})
     assert (result.stopped_by, result.saved) == (signal.SIGTERM, True) and result.step < 12
     counts = np.asarray(run.state.engine.count)
-    assert "; to go on: python -m train digits --run-dir" in capsys.readouterr().out
+    assert "; to resume: python -m train digits --run-dir" in capsys.readouterr().out
 
     again, result = run_of(folder, monkeypatch, resume=True)
     assert (result.step, result.stopped_by) == (12, None)
@@ -156,7 +156,7 @@ def test_a_failure_of_the_engine_is_reported_in_one_line(tmp_path, monkeypatch, 
     folder = str(tmp_path / "run")
     assert main([]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: worker 1 was lost 4 times in a row; to go on later: ")
+    assert line.startswith("error: worker 1 was lost 4 times in a row; to resume later: ")
 
 
 def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):

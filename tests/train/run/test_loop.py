@@ -133,7 +133,7 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_stopped_by_a_signal_resumes_bit_identically(
-    number, finished, opened, trained, capsys
+    number, finished, opened, trained, traces, capsys
 ):
     run = opened()
 
@@ -146,10 +146,15 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
-    assert f", saved; to go on: python -m train digits --run-dir {run.folder}" in printed
+    assert f", saved; to resume: python -m train digits --run-dir {run.folder}" in printed
     again = opened(resume=True)
-    assert again.step == 5 and train(again).stopped_by is None
+    assert again.step == 5
+    result = train(again)
+    assert result.stopped_by is None and result.tested == finished[1].tested
     tiny.assert_equal_to_the_bit(finished[0].state, again.state)
+    assert traces.count(again.experiment.task) == 2
+    seconds = [event["seconds"] for event in log.read(result.folder)["train"]]
+    assert seconds == sorted(seconds)
 
 
 def test_a_second_ctrl_c_interrupts_at_once(opened, trained):

@@ -28,22 +28,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 # Resuming
 
 
-def test_resuming_is_bit_identical(finished, tmp_path, traces):
-    """12 steps equal 6 steps, stop, resume, 6 steps, in all that training changes."""
-    folder = str(tmp_path / "run")
-    train(open_run(dataclasses.replace(tiny.SMALL, run_dir=folder, steps=6)))
-    second = open_run(dataclasses.replace(tiny.SMALL, run_dir=folder, resume=True))
-    assert second.step == 6
-    result = train(second)
-    tiny.assert_equal_to_the_bit(finished[0].state, second.state)
-    assert traces.count(second.experiment.task) == 2
-    assert result.tested == finished[1].tested
-    events = log.read(result.folder)
-    assert [event["step"] for event in events["train"]] == [4, 6, 8, 12]
-    seconds = [event["seconds"] for event in events["train"]]
-    assert seconds == sorted(seconds)
-
-
 def test_resuming_a_finished_run_tests_it_again(copied, finished):
     run = open_run(copied)
     result = train(run)

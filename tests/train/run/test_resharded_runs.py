@@ -45,13 +45,13 @@ def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     (event,) = log.read(folder)["resized"]
     assert (event["step"], event["old"], event["new"]) == (6, [2, 2], [1, 2])
     a, b = event["sources"]
-    said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
+    said = f"1 x 2 workers resume from 2 x 2: 0 from {a}, 1 from {b}\n"
     assert capsys.readouterr().out.count(said) == 1
 
     # By default the workers are those of the latest checkpoint.
     assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
     assert main(resume(folder, "--steps", "18")) == 0
-    assert "go on from" not in capsys.readouterr().out
+    assert "resume from" not in capsys.readouterr().out
     more = resume(folder, "--workers.nodes=2", "--workers.locals=2", "--steps=20")
     assert main(more) == 0
     events = log.read(folder)
@@ -84,7 +84,7 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
     capsys.readouterr()
     run = open_run(config)
     assert "warning: the checkpoint of step 8 cannot be read" in capsys.readouterr().out
-    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers go on from 2 x 2")
+    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers resume from 2 x 2")
     assert (folder / "checkpoints" / "unreadable-8").is_dir()
 
 

@@ -288,7 +288,7 @@ def test_some_methods_refuse_other_workers_and_change_no_file(
     four, two = (Toy(methods.make(name, **options), nodes, 2) for nodes in (2, 1))
     four.save(tmp_path, four.fresh, np.arange(4.0))
     before = files(tmp_path)
-    message = "1 x 2 workers cannot go on from 2 x 2: the workers must stay the same "
+    message = "1 x 2 workers cannot resume from 2 x 2: the workers must stay the same "
     message += because
     with pytest.raises(ValueError, match=message):
         two.restore(tmp_path)
