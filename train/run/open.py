@@ -29,7 +29,7 @@ from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
 
 
-MANY = 128  # workers of a process from which on placing them takes a while
+MANY = 128  # workers per process above which placing them takes a while
 
 
 @dataclasses.dataclass

@@ -4,7 +4,6 @@ import gc
 import resource
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -233,19 +232,6 @@ def test_an_unreadable_checkpoint_is_set_aside(opened, tmp_path, warnings):
         again.restore_latest(lambda notes: state(0))
     again.close()
     gc.collect()
-
-
-def test_a_full_disk_loses_the_checkpoint_with_a_warning(opened, warnings, monkeypatch):
-    checkpoints = opened()
-    assert checkpoints.save(2, state(2), {"seconds": 1.0}) and checkpoints.wait()
-    free = lambda folder: types.SimpleNamespace(free=10)
-    monkeypatch.setattr(module.shutil, "disk_usage", free)
-    assert not checkpoints.save(4, state(4), {})
-    assert warnings == [
-        "the checkpoint of step 4 was not written: it takes 64 bytes, and 10 are free"
-    ]
-    assert_restored(checkpoints.restore_latest(lambda notes: state(0)), 2)
-    checkpoints.close()
 
 
 def alive():

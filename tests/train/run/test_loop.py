@@ -178,17 +178,23 @@ def test_ctrl_c_while_figures_are_drawn_loses_no_result(opened, monkeypatch, cap
 
 
 def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys):
-    full = SimpleNamespace(free=1000)
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: full)
-    result = train(opened())
+    room = iter([10**9, 1000])
+    free = lambda folder: SimpleNamespace(free=next(room))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", free)
+    run = opened()
+    result = train(run)
     assert result.step == 12 and not result.saved
     assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
-    for step in (6, 12):
-        assert f"warning: the checkpoint of step {step} was not written: it" in printed
-    missing = f"; the last checkpoint is NOT in {result.folder}, there is none\n"
+    needed = sum(x.nbytes for x in jax.tree.leaves(run.state))
+    why = f"it takes {needed:,} bytes, and 1,000 are free"
+    assert f"warning: the checkpoint of step 12 was not written: {why}\n" in printed
+    missing = (
+        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6\n"
+    )
     assert printed.endswith(missing) and not result.is_good
     assert len(log.read(result.folder)["test"]) == 2
+    assert opened(resume=True).step == 6
 
 
 @pytest.mark.parametrize("full", ["from the start", "at the end"])
