@@ -1,4 +1,4 @@
-"""A trainer that starts fast, for tests of what surrounds it."""
+"""A trainer that starts fast, for tests of everything around it."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ SMALL = dataclasses.replace(
 )
 
 
-# What an experiment does not depend on.
+# Settings on which an experiment does not depend.
 OF_THE_RUN = (
     "steps log_every test_every checkpoint_every keep_checkpoints stop_after_nonfinite "
     "runs run_dir resume distributed"
@@ -41,7 +41,7 @@ OF_THE_RUN = (
 
 
 class Tiny(nn.Module):
-    """One layer, in place of any other network."""
+    """A network of one layer."""
 
     num_classes: int = 10
 
@@ -51,7 +51,7 @@ class Tiny(nn.Module):
 
 
 class TinyNorm(nn.Module):
-    """The same with batch statistics."""
+    """A network of one layer with batch statistics."""
 
     num_classes: int = 10
 
@@ -62,7 +62,7 @@ class TinyNorm(nn.Module):
 
 
 class Wide(nn.Module):
-    """One layer more, with 0.3 MB of parameters."""
+    """A network of two layers with 0.3 MB of parameters."""
 
     num_classes: int = 10
 
@@ -72,7 +72,7 @@ class Wide(nn.Module):
 
 
 def made_up_digits():
-    """Images of the digits' shape; to import what brings the real ones takes seconds."""
+    """Images in the shape of the digits. Importing the real ones takes seconds."""
     rng = np.random.default_rng(0)
     labels = rng.integers(10, size=1797, dtype=np.int32)
     noise = rng.integers(128, size=(1797, 8, 8, 1))
@@ -83,9 +83,9 @@ def made_up_digits():
 
 
 def install(network=Tiny, figures=False, share=False, set=setattr):
-    """Has the trainer of this process train such a network, and draw no figures.
+    """Makes the trainer of this process use a small network, and draw no figures.
 
-    share: whether equal experiments are built and compiled once.
+    share: whether equal experiments are built and compiled only once.
     """
     small = {"digits-cnn": network, "digits-bn": TinyNorm}
     set(experiment, "MODELS", MODELS | small)
@@ -105,20 +105,20 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
 
 
 def train_shared(config):
-    """Trains in this process, with an experiment that is compiled once."""
+    """Trains in this process with a shared experiment."""
     with pytest.MonkeyPatch.context() as patch:
         install(share=True, set=patch.setattr)
         return loop.train(opening.open_run(config))
 
 
 def of_all_runs(config):
-    """The configuration without what an experiment does not depend on."""
+    """The configuration without the settings on which an experiment does not depend."""
     defaults = {x.name: x.default for x in dataclasses.fields(Config)}
     return dataclasses.replace(config, **{name: defaults[name] for name in OF_THE_RUN})
 
 
 def shared(config, *_, kind=None, **__):
-    """The experiment of a configuration; one for all runs of it in this process."""
+    """The experiment of a configuration, shared by all its runs in this process."""
     return (kind or Shared).of(of_all_runs(config))
 
 
@@ -136,13 +136,13 @@ class Shared(Experiment):
 
 
 class SharedAsynchronousExperiment(AsynchronousExperiment):
-    """The same for workers at their own pace."""
+    """The same for asynchronous workers."""
 
     of = functools.cache(lambda config: SharedAsynchronousExperiment(config))
 
 
 def leaves(state):
-    """All numbers of a training state, on the host."""
+    """The arrays of a training state by name, in host memory."""
     key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     plain = lambda x: np.asarray(jax.random.key_data(x) if key(x) else x)
     return {

@@ -1,4 +1,4 @@
-"""Several processes of the trainer on this machine, with a hard limit, for tests."""
+"""Several processes of the trainer on this machine, with a time limit, for tests."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from train.run.open import open_run
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT_S = 240
 
-# Four workers, whatever the processes are; steps of a few milliseconds.
+# Four workers on any number of processes; steps of a few milliseconds.
 SMALL = (
     "digits --workers.nodes 2 --workers.locals 2 --batch-size 4 --method.local-period 2 "
     "--method.global-period 4 --log-every 2 --checkpoint-every 4 --test-every 1000000"
@@ -33,44 +33,44 @@ SMALL = (
 HEARTBEAT_S = 10
 FOR_EVER = ["--steps", "1000000"]
 
-END = 60  # where runs end if nothing else is said
+END = 60  # the last step of runs by default
 
-# What a process runs first: by itself jax keeps what process 0 has compiled, and the other
-# ones, whose programs are not the same, compile again and again.
+# Code that a process runs first. jax caches only the programs of process 0, so that the
+# other processes, whose programs differ, would compile again and again.
 EACH_KEEPS_ITS_OWN = (
     "from jax._src import compiler; from types import SimpleNamespace as Space; "
     "compiler.distributed = Space(global_state=Space(process_id=0)); "
 )
 
-# The same: it starts fast.
+# Code that a process runs first, to start fast.
 TINY = "import tiny; tiny.install(); "
 
-# The same: at most 10 steps a second, so that there is time to do something to them.
+# Code that a process runs first, to take at most 10 steps per second.
 SLOWLY = (
     "import time; from train.task.experiment import Experiment; "
     "whole = Experiment.batches; "
     "Experiment.batches = lambda *a: (time.sleep(0.1) or x for x in whole(*a)); "
 )
 
-# To nowhere: no trainer may ask them for the way to the others.
+# Proxies that do not exist: no trainer may use one to reach the others.
 PROXIES = {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
 
 
 def train_here(*options):
-    """Trains in this process, as `TINY` ones do."""
+    """Trains in this process with the network of `TINY`."""
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(set=patch.setattr)
         loop.train(open_run(cli.parse([*SMALL, *options])))
 
 
 def environment(cache=None, before="", **variables):
-    """That of a process.
+    """The environment variables of a process.
 
-    cache: a folder in which compiled programs are kept. before: what it runs first.
+    cache: the folder for compiled programs. before: code that the process runs first.
     """
     left_out = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
-    # The same code as is compiled here, or its results would differ in the last bit.
+    # Compiled as in this process; otherwise results would differ in the last bit.
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = ("device_count", "collective")
     same_code = [flag for flag in flags if not any(word in flag for word in others)]
@@ -87,7 +87,7 @@ def environment(cache=None, before="", **variables):
 
 
 def free_port(candidates=(0,)):
-    """The first of the ports that nothing listens at; 0 stands for any."""
+    """The first free port among the candidates; 0 stands for any port."""
     for port in candidates:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -96,7 +96,7 @@ def free_port(candidates=(0,)):
 
 
 def by_options(count):
-    """Of each process, the options and variables by which it finds the others."""
+    """For each process, the options and variables by which it finds the others."""
     coordinator = f"--distributed.coordinator=127.0.0.1:{free_port()}"
     number = f"--distributed.num-processes={count}"
     options = [[coordinator, number, f"--distributed.process-id={i}"] for i in range(count)]
@@ -104,7 +104,7 @@ def by_options(count):
 
 
 def by_slurm(count):
-    """The same as srun does it on one host; jax makes the port out of the job's number."""
+    """As `by_options`, but as srun does it on one host; jax derives the port."""
     port = free_port(random.sample(range(61440, 65536), 100))
     job = {"SLURM_JOB_ID": str(port - 61440), "SLURM_NODEID": "0"}
     job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": str(count)}
@@ -114,7 +114,7 @@ def by_slurm(count):
 
 
 def by_open_mpi_5(count):
-    """The same as mpirun of Open MPI 5 does it on one host."""
+    """As `by_options`, but as mpirun of Open MPI 5 does it on one host."""
     job = {"PMIX_NAMESPACE": f"prterun-host-{free_port()}@1"}
     sizes = {"OMPI_COMM_WORLD_SIZE": str(count), "OMPI_COMM_WORLD_LOCAL_SIZE": str(count)}
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -125,9 +125,9 @@ class Trainers:
     """Processes of the trainer, numbered from 0.
 
     Args:
-      folder: for what they print.
-      arguments: of all of them.
-      each: of each, its own options and variables.
+      folder: the folder for their output.
+      arguments: the arguments of all processes.
+      each: (options, variables) of each process.
       cache: see `environment`.
       before: see `environment`.
     """
@@ -164,21 +164,17 @@ class Trainers:
     def last_line(self, process):
         return self.printed(process).rstrip("\n").rpartition("\n")[2]
 
-    def until(self, holds, gone=()):
-        """Waits for a condition; fails if it does not come or a process ends before.
-
-        gone: the processes that may have ended.
-        """
+    def until(self, holds):
+        """Waits for a condition. Fails at the time limit, or if a process ends before."""
         deadline = time.monotonic() + LIMIT_S
-        needed = [x for i, x in enumerate(self._processes) if i not in gone]
         while not holds():
             texts = "\n".join(map(self.printed, range(len(self._files))))
             assert time.monotonic() < deadline, texts
-            assert all(process.poll() is None for process in needed), texts
+            assert all(process.poll() is None for process in self._processes), texts
             time.sleep(0.001)
 
     def end(self, limit=LIMIT_S):
-        """The exit statuses of all, which must end within the limit in seconds."""
+        """The exit statuses of all processes, which must end within `limit` seconds."""
         deadline = time.monotonic() + limit
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,7 +198,7 @@ def checkpoints(run_dir):
 
 
 def numbers(run_dir, step):
-    """Everything that a checkpoint holds, by name."""
+    """The arrays of a checkpoint by name."""
     path = (run_dir / "checkpoints" / str(step) / "state").absolute()
     checkpointer = ocp.PyTreeCheckpointer()
     kinds = checkpointer.metadata(path).item_metadata.tree
@@ -213,7 +209,7 @@ def numbers(run_dir, step):
 
 
 def assert_equal_to_the_bit(some, others):
-    """Scores aside: a program for fewer devices may sum up a window in another order."""
+    """Except scores: a program for fewer devices may sum a window in another order."""
     assert some.keys() == others.keys() and len(some) > 10
     for name in some:
         rtol = 1e-6 if name.endswith("['score']") else 0.0

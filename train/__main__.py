@@ -76,10 +76,10 @@ def train(config: Config, session: Session) -> int:
     try:
         result = loop.train(run)
     except KeyboardInterrupt:
-        kept = "interrupted a second time; earlier checkpoints are kept, to go on: "
+        kept = "interrupted a second time; checkpoints written before are kept, to resume: "
         return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))
     except (DataError, WorkersLost) as error:
-        again = f"to go on later: {resume_command(config, run.folder)}"
+        again = f"to resume later: {resume_command(config, run.folder)}"
         return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
         return INTERRUPTED

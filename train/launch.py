@@ -2,12 +2,12 @@
 
     python -m train.launch --processes 2 --devices-per-process 4 -- digits --steps 100
 
-starts `python -m train digits --steps 100` twice as one run and shows what the processes
-print with a prefix ([0], [1], ...). Each gets GPUs of its own if there are any, and
+starts `python -m train digits --steps 100` twice as one run. Output of the processes is
+shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
 emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends. If
-one process fails the others are ended, too; the exit status is that of the process that
-failed, or 128 plus the number of the signal that ended it. `--ray.processes` of the trainer
-starts processes again after a failure.
+one process fails, the others are stopped. The exit status is that of the failed process, or
+128 plus the number of the signal that ended it. To restart processes after a failure, use
+the trainer's `--ray.processes` instead.
 """
 
 import argparse
@@ -30,17 +30,20 @@ from typing import Any, NoReturn
 from train.cluster.exit_status import LOST, SIGNALED, STOPPED, WRONG_USAGE
 
 
-LAUNCHER = "LSGD_JAX_LAUNCHER"  # in the environment: this command, up to --
-BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # where jax's coordinator listens
+LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # variable that jax's coordinator reads
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GONE = (errno.EPIPE, errno.EIO)  # of an output: no reader, no terminal any more
+GONE = (errno.EPIPE, errno.EIO)  # the reader or the terminal of an output is gone
 
 
 def child() -> NoReturn:
-    """Runs a module in a process that dies with its parent: PARENT MODULE ARGUMENTS."""
+    """Runs a module in this process, which dies with its parent.
+
+    The command line is PARENT MODULE ARGUMENTS, where PARENT is a process id.
+    """
     _, parent, module, *arguments = sys.argv
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray may have blocked some
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks some in its threads
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(parent):
@@ -53,13 +56,16 @@ def child() -> NoReturn:
 def start(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[str]:
-    """Starts a process that runs a module, and dies with this one.
+    """Starts a process that runs a module and dies with this one.
 
     Args:
       module: the module.
       arguments: its command line.
-      environment: its variables.
-      options: of `subprocess.Popen`. What it prints goes to `stdout`, errors too.
+      environment: its environment variables.
+      options: options of `subprocess.Popen`.
+
+    Returns:
+      The process. Its standard output and standard error go to `stdout`.
     """
     starter = [sys.executable, "-c", "from train.launch import child; child()"]
     return subprocess.Popen(
@@ -75,21 +81,21 @@ def start(
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens at."""
+    """Returns a free port of this host."""
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
 
 
 def rendezvous_options(coordinator: str, processes: int, process_id: int) -> list[str]:
-    """The options of a process for its rendezvous with the others."""
+    """The options by which a process meets the others."""
     each = {"coordinator": coordinator, "num-processes": processes, "gpus": "all"}
     each["process-id"] = process_id
     return [f"--distributed.{name}={value}" for name, value in each.items()]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The numbers of the NVIDIA GPUs that jax may use here.
+    """The numbers of the NVIDIA GPUs that jax may use on this host.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"})
     ['2', '3']
@@ -104,10 +110,10 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def environments(
     processes: int, devices: int | None, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment of each process, with devices of its own.
+    """The environment of each process, which gives it devices of its own.
 
     Raises:
-      ValueError: there are GPUs, but not enough.
+      ValueError: there are GPUs, but too few.
 
     >>> each = environments(2, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     >>> [one["CUDA_VISIBLE_DEVICES"] for one in each]
@@ -117,8 +123,7 @@ def environments(
     if gpus and len(gpus) < processes * share:
         raise ValueError(
             f"{processes} processes with {share} GPU{'s' * (share > 1)} each need "
-            f"{processes * share}, and there are {len(gpus)}; with JAX_PLATFORMS=cpu none "
-            "is used"
+            f"{processes * share}, and there are {len(gpus)}; JAX_PLATFORMS=cpu uses none"
         )
     common = dict(environ) | {"PYTHONUNBUFFERED": "1"}
     if devices is not None:
@@ -138,14 +143,14 @@ class Processes:
         arguments: Sequence[Sequence[str]],
         environments: Sequence[Mapping[str, str]],
     ):
-        self._sent: list[int] = []  # the signals that were passed on
+        self._passed_on = 0  # signals
         self._lost_output = False
-        self._printing = threading.Lock()  # lines of two processes must not mix
+        self._printing = threading.Lock()  # keeps lines whole
         self._children: list[subprocess.Popen[str]] = []
         for number in PASSED:
             signal.signal(number, self._pass_on)
         for own in zip(arguments, environments):
-            # In a group of its own: Ctrl-C reaches it once, through `_pass_on`.
+            # In a process group of its own, Ctrl-C reaches it only through `_pass_on`.
             self._children.append(start(module, *own, process_group=0))
         self._readers = [
             threading.Thread(target=self._show, args=(i, started), daemon=True)
@@ -155,7 +160,7 @@ class Processes:
             reader.start()
 
     def _show(self, index: int, child: subprocess.Popen[str]) -> None:
-        """Shows what a process prints; if no one reads it any more, all are to stop."""
+        """Shows the output of a process. If its reader is gone, all processes must stop."""
         with child.stdout as printed:  # type: ignore
             for line in printed:
                 if not self._lost_output:
@@ -166,7 +171,7 @@ class Processes:
             with self._printing:
                 print(line, flush=True)
         except OSError as error:
-            if error.errno in GONE:  # a full disk is no reason to stop
+            if error.errno in GONE:  # a full disk does not stop the run
                 self._lost_output = True
                 self._send(signal.SIGTERM)
 
@@ -176,15 +181,15 @@ class Processes:
                 child.send_signal(number)
 
     def _pass_on(self, number: int, _: object) -> None:
-        """Passes a signal on; the third one kills."""
-        self._sent.append(number)
-        self._send(number if len(self._sent) < 3 else signal.SIGKILL)
+        """Passes a signal on. The third one kills."""
+        self._passed_on += 1
+        self._send(number if self._passed_on < 3 else signal.SIGKILL)
 
     def wait(self, grace: float) -> int:
-        """Waits until all have ended; the exit status of the first one that failed.
+        """Blocks until all have ended. Returns the exit status of the first that failed.
 
         Args:
-          grace: seconds that the others get to end by themselves, and then after SIGTERM.
+          grace: seconds for the others to end by themselves, and again after SIGTERM.
         """
         failed: list[subprocess.Popen[str]] = []
         deadline, signals = float("inf"), [signal.SIGTERM, signal.SIGKILL]
@@ -193,7 +198,7 @@ class Processes:
             time.sleep(0.05)
             ended = [child for child in running if child.poll() is not None]
             running = [child for child in running if child not in ended]
-            # Those that were ended by this launcher have not failed by themselves.
+            # Processes that this launcher ended have not failed.
             failed += [child for child in ended if child.returncode and len(signals) == 2]
             if failed and deadline == float("inf"):
                 deadline = time.monotonic() + grace
@@ -205,8 +210,8 @@ class Processes:
         return self._status(failed)
 
     def _status(self, failed: Sequence[subprocess.Popen[str]]) -> int:
-        """The status of the process that failed, which is named if a signal ended it."""
-        # One that ends because of another one may be faster than that one.
+        """The status of the process that failed. If a signal ended it, a line says so."""
+        # A process that ends because another one failed may be the first to end.
         for_others = (LOST, -signal.SIGABRT)
         causes = [c for c in failed if c.returncode not in for_others] or failed
         if not causes:
@@ -220,27 +225,27 @@ class Processes:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises where argparse prints and exits; tyro would import more."""
+    """Raises errors instead of printing them. tyro would have to import jax."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The launcher's options; those of the program stand behind --.
+    """Parses the launcher's options, and the arguments of the program after --.
 
     Raises:
-      ValueError: they cannot be understood, or a number is too small.
+      ValueError: an option is unknown or missing, or a number is too small.
     """
     keep_lines = argparse.RawDescriptionHelpFormatter
     program = "python -m train.launch"
     parser = Parser(program, None, __doc__, formatter_class=keep_lines, allow_abbrev=False)
     add = parser.add_argument
-    add("--processes", type=int, required=True, help="how many")
+    add("--processes", type=int, required=True, help="number of processes")
     add("--devices-per-process", type=int, help="GPUs, or emulated CPU devices, of each")
-    add("--grace", type=int, default=5, help="seconds to end in if another failed (5)")
-    add("--module", default="train", help="what to run, such as train.compare (train)")
-    add("arguments", nargs="*", help="what to run it with, behind --")
+    add("--grace", type=int, default=5, help="seconds to end after another one failed (5)")
+    add("--module", default="train", help="module to run, such as train.compare (train)")
+    add("arguments", nargs="*", help="arguments of the module, after --")
     options = parser.parse_args(arguments)
     for name, least in {"processes": 1, "devices_per_process": 1, "grace": 0}.items():
         value = getattr(options, name)
@@ -250,7 +255,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launches; the exit status is that of the processes, or 2 (wrong usage)."""
+    """Launches a run. Returns its exit status, or 2 (wrong usage)."""
     try:
         options = parse(arguments)
         count, devices = options.processes, options.devices_per_process

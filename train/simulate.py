@@ -4,11 +4,11 @@
       --method async-lsgd --method.local-period 8 --workers.nodes 16 \\
       --network ethernet-1g --step-ms 20 --slow 0 3 --steps 100 --out DIR
 
-takes real training steps, of all workers in this process, while a simulated clock says how
-long steps, messages and waits take. Options of a method stand behind its --method, as
---method.wire does. All other options are those of `python -m train` and hold for all.
-DIR gets `simulated.json`, `simulated.csv`, `simulated.png` and of each method all its steps
-as CSV. The same seed gives the same numbers and times.
+takes real training steps of all workers in this process, while a simulated clock decides
+how long steps, messages and waits take. Options of a method, such as --method.wire, follow
+its --method. All other options are those of `python -m train` and hold for all methods. DIR
+gets `simulated.json`, `simulated.csv`, `simulated.png` and, for each method, a CSV of its
+steps. The same seed gives the same numbers and times.
 """
 
 import collections
@@ -39,32 +39,32 @@ from train.task.experiment import Experiment
 REFUSED = "coordinate-median", "licm", "cge", "post-local-sgd"
 OUTPUT = "simulated.json", "simulated.csv", "simulated.png"
 STEP = "seconds", "worker", "step", "loss", "waited", "staleness"
-BINS = 100  # of the simulated time, over which losses are averaged
+BINS = 100  # intervals of simulated time in which losses are averaged
 
 
-# What is asked for
+# Options
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is simulated.
+    """Options of a simulation.
 
     Args:
       experiment: a named experiment, such as digits.
       network: the links between the nodes, such as ethernet-1g, wan-100m or free.
-      bandwidth_mbit: of a node's link, instead of the network's.
-      latency_ms: from node to node, instead of the network's.
-      inside_mbit: of each worker's link inside its node.
-      overhead_ms: of software around each message.
-      coordinator_ms: in which the coordinator serves a call.
+      bandwidth_mbit: bandwidth of a node's link in Mbit/s; overrides the network's.
+      latency_ms: latency between nodes; overrides the network's.
+      inside_mbit: bandwidth of each worker's link inside its node, in Mbit/s.
+      overhead_ms: time that software adds to each message.
+      coordinator_ms: time in which the coordinator serves a call.
       step_ms: mean time of a training step.
-      slow: WORKER FACTOR, workers that are slower.
-      jitter: uniform noise of steps, in [0, 1].
-      lognormal: sigma of log-normal noise.
-      stall: PROBABILITY MILLISECONDS of a step to take longer.
+      slow: WORKER FACTOR, slower workers.
+      jitter: uniform noise of the step time, in [0, 1].
+      lognormal: sigma of log-normal noise of the step time.
+      stall: PROBABILITY MILLISECONDS, steps that take longer.
       drop: WORKER SECONDS, workers that fail.
-      join: WORKER SECONDS, workers that come, or come back.
-      loss: probability of a message to be lost.
+      join: WORKER SECONDS, workers that join, or come back.
+      loss: probability that a message is lost.
       timeout: seconds to wait for a worker.
       out: the folder for results.
     """
@@ -88,7 +88,7 @@ class Options:
     out: pathlib.Path | None = None
 
     def links(self) -> lj.asynchronous.Network:
-        """The network; ValueError if there is none like it."""
+        """The network. Raises ValueError if it is unknown or a number is out of range."""
         asked = {
             "bandwidth": (self.bandwidth_mbit, 1e6 / 8),
             "latency": (self.latency_ms, 1e-3),
@@ -102,20 +102,20 @@ class Options:
         return dataclasses.replace(lj.asynchronous.Network.named(self.network), **changed)
 
     def speeds(self) -> lj.asynchronous.Speeds:
-        """How long steps take; ValueError if they cannot."""
+        """The speeds of the workers. Raises ValueError if a number is out of range."""
         often, stall = self.stall
         noise = self.jitter, self.lognormal, often, stall / 1e3
         return lj.asynchronous.Speeds(self.step_ms / 1e3, self.slow, *noise)
 
     def check(self, workers: int) -> None:
-        """Raises ValueError unless all this is possible with so many workers."""
+        """Raises ValueError unless the options are valid for this number of workers."""
         self.links(), self.speeds()
         for name in ("slow", "drop", "join"):
             for worker, value in getattr(self, name).items():
                 if worker not in range(workers) or value < 0:
                     raise ValueError(
-                        f"`{name}` must be workers from 0 to {workers - 1} with numbers "
-                        f"that are not negative, got {name}={worker} {value}"
+                        f"`{name}` must be workers from 0 to {workers - 1} with "
+                        f"nonnegative numbers, got {name}={worker} {value}"
                     )
         if not self.timeout > 0:
             raise ValueError(f"`timeout` must be positive, got timeout={self.timeout}")
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
 
 
 def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The options that all methods share, and those of each method behind its name."""
+    """Splits arguments into those for all methods, and those after each --method."""
     common: list[str] = []
     own: list[list[str]] = []
     goes_on = common
@@ -162,18 +162,18 @@ def _segments(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def method(config: Config) -> lj.asynchronous.Method:
-    """Returns what workers do besides their own steps.
+    """Returns the method as the simulator runs it.
 
     Raises:
-      ValueError: a method that cannot be simulated.
+      ValueError: the method cannot be simulated.
     """
     chosen, optimizer = config.method, config.optimizer
     if chosen.is_asynchronous:
         return chosen.asynchronous()
     if chosen.name in REFUSED:
         raise ValueError(
-            f"`method` must not aggregate gradients but by their mean (allreduce) to be "
-            f"simulated, got method={chosen.name}"
+            "`method` must not aggregate gradients other than by their mean (allreduce) "
+            f"to be simulated, got method={chosen.name}"
         )
     is_plain = optimizer.name == "sgd" and optimizer.clip is None
     if chosen.name == "allreduce" and not is_plain:
@@ -190,7 +190,7 @@ def method(config: Config) -> lj.asynchronous.Method:
     return lj.asynchronous.Pulls(exchange)
 
 
-# What is simulated
+# Simulation
 
 
 @dataclasses.dataclass
@@ -198,14 +198,14 @@ class Recorded:
     """A simulated run.
 
     Attributes:
-      name: of the method.
-      steps: of all workers, in the order of time: `seconds` when one had ended, `waited` so
-        far by its worker, `staleness` in steps of what it was last mixed with.
-      seconds: simulated, until the last worker had ended.
-      waited: of each worker, seconds.
-      bytes_sent: by each worker.
+      name: the name of the method.
+      steps: the steps of all workers, ordered by time: `seconds` at its end, seconds that
+        its worker has `waited` so far, `staleness` in steps of its last exchange.
+      seconds: simulated seconds until the last worker ended.
+      waited: seconds that each worker waited.
+      bytes_sent: bytes that each worker sent.
       across: bytes that left each node.
-      tested: the consensus at the end.
+      tested: the test result of the consensus at the end.
       wall: seconds that the simulation took.
     """
 
@@ -219,7 +219,7 @@ class Recorded:
     wall: float
 
     def summary(self) -> dict[str, Any]:
-        """All but the single steps, with what follows from it."""
+        """All but the steps, with derived values."""
         stale = collections.Counter(round(step["staleness"]) for step in self.steps)
         share = float(np.mean(self.waited)) / self.seconds if self.seconds else 0.0
         pace = 100 * self.seconds * len(self.waited) / max(len(self.steps), 1)
@@ -228,7 +228,7 @@ class Recorded:
         return {**kept, **derived, "staleness": dict(sorted(stale.items()))}
 
     def row(self) -> dict[str, Any]:
-        """Its row of the table."""
+        """The row of this run in the table."""
         measure, derived = measures.shown(self.tested)[0], self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
         return {
@@ -283,7 +283,7 @@ def simulate(name: str, config: Config, options: Options, training: Any) -> Reco
 def consensus(
     config: Config, workers: Sequence[lj.asynchronous.Worker]
 ) -> dict[str, float]:
-    """The test of the mean of the workers' parameters that are finite."""
+    """Tests the mean of the parameters of all workers whose parameters are finite."""
     finite = [w for w in workers if np.isfinite(w.vector()).all()] or list(workers)
 
     def mean(*leaves):
@@ -300,12 +300,12 @@ def consensus(
 
 
 def _alone(config: Config) -> Config:
-    """The same with the base optimizer alone."""
+    """The configuration with the base optimizer alone."""
     alone = methods.make("independent")
     return dataclasses.replace(config, method=alone, ray=type(config.ray)())
 
 
-# What is shown
+# Output
 
 
 def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
@@ -325,7 +325,7 @@ def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
 
 
 def draw(runs: list[Recorded], path: pathlib.Path) -> None:
-    """Loss against simulated seconds, waiting by worker, staleness and bytes, as a PNG."""
+    """Plots loss over simulated time, waiting by worker, staleness and bytes, as a PNG."""
     figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     (loss, waiting), (staleness, sent) = grid
     for run in runs:
@@ -351,7 +351,7 @@ def draw(runs: list[Recorded], path: pathlib.Path) -> None:
 
 
 def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds, loss): the mean of the steps that ended in each part of the time."""
+    """(seconds, loss): the mean loss of the steps that ended in each time interval."""
     seconds, loss = ([step[key] for step in run.steps] for key in ("seconds", "loss"))
     count, edges = np.histogram(seconds, BINS, (0, run.seconds))
     total, _ = np.histogram(seconds, BINS, (0, run.seconds), weights=loss)
@@ -361,7 +361,7 @@ def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:
 def run(
     options: Options, configs: dict[str, Config], console: rich.console.Console
 ) -> None:
-    """Simulates all methods, prints and writes what was found."""
+    """Simulates all methods, and prints and writes the results."""
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(configs.values()))
@@ -380,7 +380,7 @@ def run(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulates; the exit status is 0, 1 (stopped by an error) or 2 (wrong usage)."""
+    """Simulates. Returns the exit status: 0, 1 (stopped by an error) or 2 (wrong usage)."""
     lj.tune_cpu()  # before jax uses a device
     try:
         options, configs = parse(arguments)

@@ -15,7 +15,7 @@ from train.config import WorkersConfig
 from train.metrics import log
 from train.run import folder as run_folder
 from train.run import resharding
-from train.run.checkpoints import Archive, Checkpoint, latest_notes, notes_of
+from train.run.checkpoints import Checkpoint, latest_notes, notes_of, read, steps_in
 from train.task.datasets import load_dataset
 from train.task.experiment import Experiment
 from train.task.state import TrainState
@@ -64,11 +64,11 @@ class SavedRun:
         self.folder, self.config, self._warn = folder, config, warn
         # Before Orbax, which initializes jax's devices.
         devices.provide(config.workers.nodes * config.workers.locals)
-        self._archive = Archive(self._checkpoints)
-        if not self._archive.steps:
+        self._steps = steps_in(self._checkpoints)
+        if not self._steps:
             raise ValueError(f"{folder} holds no checkpoint yet")
-        if step is not None and step not in self._archive.steps:
-            kept = ", ".join(map(str, self._archive.steps))
+        if step is not None and step not in self._steps:
+            kept = ", ".join(map(str, self._steps))
             raise ValueError(
                 f"`step` must be the step of a checkpoint ({kept}), got {step=}"
             )
@@ -89,11 +89,11 @@ class SavedRun:
         return resharding.grid(notes) or self._began
 
     def _restore(self, step: int) -> Checkpoint:
-        return self._archive.restore(step, self._like)
+        return read(self._checkpoints, step, lambda notes: self._like)
 
     def _latest(self, before: float = np.inf) -> Checkpoint:
         """Restores the latest readable checkpoint of the same grid (before a step)."""
-        for step in reversed([step for step in self._archive.steps if step < before]):
+        for step in reversed([step for step in self._steps if step < before]):
             if self._grid(step) != self.config.workers:
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Trainers in several processes, for all tests here."""
+"""Trainers in several processes, shared by the tests."""
 
 import functools
 
@@ -22,7 +22,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """steps -> the numbers after so many steps in one process that nothing happens to."""
+    """steps -> the arrays after these steps in one undisturbed process."""
 
     @functools.cache
     def after(steps):
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, cache):
-    """Starts trainers whose run is in tmp_path / 'run'."""
+    """Starts trainers of a run in tmp_path / 'run'."""
     started = []
 
     def start(count, *options, by=by_options, before=SLOWLY, tiny=TINY, **variables):

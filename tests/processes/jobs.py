@@ -1,4 +1,4 @@
-"""Jobs of each of several processes: python jobs.py JOB FOLDER PORT COUNT PROCESS."""
+"""Jobs that each of several processes does: jobs.py JOB FOLDER PORT COUNT PROCESS."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ METHODS = {
 
 
 def spread():
-    """Two workers, each of them sharded over devices of the first and the second half."""
+    """Two workers, each sharded over devices of the first and the second half."""
     devices = jax.devices()
     half = len(devices) // 2
     pairs = zip(devices[:half], devices[half:])
@@ -35,7 +35,7 @@ def spread():
 
 
 def train(name, workers=None, specs=None):
-    """The parameters of 8 workers, a small network each, after some steps of a method."""
+    """Trains 8 workers, each a small network, with a method. Returns their parameters."""
     workers = workers or lj.Workers(2, 4)
     tx = optax.chain(optax.sgd(0.1, momentum=0.5), METHODS[name]())
     draw = np.random.default_rng(0).normal
@@ -65,7 +65,7 @@ def train(name, workers=None, specs=None):
 
 
 def methods(folder, session):
-    """Trains with every method and writes the parameters to METHOD.npz; their sums."""
+    """Trains with every method and writes METHOD.npz. Returns sums of the parameters."""
     sums = {}
     for method in METHODS:
         params = train(method)
@@ -78,14 +78,6 @@ def methods(folder, session):
     workers = lj.Workers(2, 4)
     assert workers.fetch(workers.put(np.arange(8))).tolist() == list(range(8))
     return {"sums": sums, "owned": list(workers.owned)}
-
-
-def methods_on_pretended_hosts(folder, session):
-    """The same; processes lie on two hosts in turn."""
-    from lsgd_jax._src import device_grid
-
-    device_grid._host = lambda device: device.process_index % 2
-    return methods(folder, session)
 
 
 # The trainer
@@ -108,12 +100,12 @@ def config_of(name, folder, nodes, locals, **changes):
 
 
 def configured(folder, nodes, locals, steps, **changes):
-    """A few steps on digits in a run folder."""
+    """The configuration of a few steps on digits in a run folder."""
     return config_of("digits", folder, nodes, locals, steps=steps, batch_size=4, **changes)
 
 
 def numbers_of(run):
-    """The parameters of a run's workers by name, arrays [W, ...]."""
+    """The parameters of a run's workers, {name: array [W, ...]}."""
     fetched = run.experiment.workers.fetch(run.state.params)
     leaves = jax.tree_util.tree_leaves_with_path(fetched)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -129,7 +121,7 @@ def opened(config, session):
 
 
 def write_and_grow(folder, session):
-    """A run of 2 x 2 workers on as many devices, and the same gone on with by 2 x 4."""
+    """A run of 2 x 2 workers on as many devices, resumed with 2 x 4 workers."""
     from train.run import loop
 
     run = opened(configured(folder / "run", 2, 2, steps=4), session)
@@ -151,10 +143,7 @@ write_and_grow.devices = 4
 
 
 def imagenet(folder, session):
-    """Eight steps with images in files, which lie beside the folder.
-
-    In one process all at once, in several resumed half-way.
-    """
+    """Eight steps on image files beside the folder; several processes resume half-way."""
     from train.config import DataConfig, OptimizerConfig
     from train.run import loop
 
@@ -183,7 +172,7 @@ def imagenet(folder, session):
 
 
 def other_files(folder, session):
-    """What a process says whose images are not those of the other one."""
+    """The error of processes that see different image files."""
     try:
         imagenet(folder / str(session.process_id) / "result", session)
     except ValueError as error:
@@ -191,7 +180,7 @@ def other_files(folder, session):
 
 
 def main(name, folder, port, count, rank):
-    """Does one of the jobs in this process, which joins the others as a trainer does."""
+    """Does a job in this process, which joins the others as a trainer does."""
     from configs.digits import CONFIG
     from train.cluster import rendezvous
     from train.config import DistributedConfig

@@ -1,4 +1,4 @@
-"""What goes wrong with several processes, done to them: nothing hangs, nothing is lost."""
+"""Faults injected into several processes: no process hangs, and no result is lost."""
 
 import random
 import shutil
@@ -27,7 +27,7 @@ from train.metrics import log as records
 
 
 def assert_told(trainers, lost, run):
-    """The survivors end in time; by one line, or aborted by jax."""
+    """Checks that the survivors end in time, with one line or aborted by jax."""
     statuses = trainers.end(limit=4 * HEARTBEAT_S)
     for i, status in enumerate(statuses):
         if i == lost:
@@ -36,21 +36,21 @@ def assert_told(trainers, lost, run):
         if status == LOST:
             last = trainers.last_line(i)
             assert last.startswith("error: another process was lost at step ")
-            assert f"; checkpoints are kept in {run}/checkpoints; to go on: " in last
+            assert f"; checkpoints are kept in {run}/checkpoints; to resume: " in last
             assert f"python -m train digits --run-dir {run} --resume" in last
     return statuses
 
 
 def assert_all_saved(trainers, run):
-    """They have stopped at the same step; the first process speaks for all."""
+    """Checks that all stopped at the same step, which only process 0 reports."""
     last = max(checkpoints(run))
     assert f"stopped at step {last} after" in trainers.printed(0)
-    assert ", saved; to go on: " in trainers.last_line(0)
-    assert "to go on" not in trainers.printed(1)
+    assert ", saved; to resume: " in trainers.last_line(0)
+    assert "to resume" not in trainers.printed(1)
 
 
-def test_sigterm_to_one_stops_all(start, undisturbed, tmp_path):
-    """Resumed in one process: the same numbers to the bit at the end."""
+def test_sigterm_to_one_process_stops_all(start, undisturbed, tmp_path):
+    """Resumed in one process, the run ends bit-identical to an undisturbed one."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER)
     trainers.until(lambda: reported(run) >= 6)
@@ -64,8 +64,8 @@ def test_sigterm_to_one_stops_all(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_of_four_is_killed_again_and_again(start, undisturbed, tmp_path):
-    """kill -9 at random steps: the same numbers to the bit at the end."""
+def test_random_processes_are_killed_repeatedly(start, undisturbed, tmp_path):
+    """kill -9 at random steps; the run ends bit-identical to an undisturbed one."""
     run, chance, kills = tmp_path / "run", random.Random(0), 5
     for kill in range(kills):
         trainers = start(4, *FOR_EVER, *["--resume"] * (kill > 0))
@@ -84,8 +84,8 @@ def test_one_of_four_is_killed_again_and_again(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_crashes_ends_the_others_and_says_why(start, tmp_path):
-    """By an unexpected error, which only process 1 has."""
+def test_a_process_that_crashes_says_why_and_ends_the_others(start, tmp_path):
+    """An unexpected error is raised in process 1 only."""
     breaks = (
         "import sys; from train.cluster.signals import StopSignals as S; at = S.stop_at; "
         "S.stop_at = lambda self, step: 1 / (step < 7 or "
@@ -102,7 +102,7 @@ def test_one_that_crashes_ends_the_others_and_says_why(start, tmp_path):
 
 @pytest.mark.slow
 def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
-    """The run goes on from the checkpoint before."""
+    """The run resumes from the checkpoint before."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER)
     unfinished = lambda: list((run / "checkpoints").glob("[0-9]*.orbax-checkpoint-tmp*"))
@@ -120,8 +120,8 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, t
 
 
 @pytest.mark.slow
-def test_one_that_stands_still_is_waited_for(start, undisturbed, tmp_path):
-    """Started by Slurm, gone on with by Open MPI."""
+def test_a_paused_process_is_waited_for(start, undisturbed, tmp_path):
+    """Started by Slurm, resumed by Open MPI."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER, by=by_slurm)
     trainers.until(lambda: reported(run) >= 4)
@@ -143,8 +143,8 @@ def test_one_that_stands_still_is_waited_for(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
-    """As if its first step took long to compile."""
+def test_a_process_late_for_the_first_step_is_waited_for(start, undisturbed, tmp_path):
+    """As if compiling its first step took long."""
     late = (
         "import sys, time; from train.task.experiment import Experiment; "
         "whole = Experiment.batches; Experiment.batches = lambda *a: "
@@ -156,14 +156,14 @@ def test_one_that_is_late_for_the_first_step_is_waited_for(start, undisturbed, t
 
 
 def fill(disk, leave):
-    """Fills a disk but for some bytes, in which no checkpoint has room."""
+    """Fills a disk except for `leave` bytes, in which no checkpoint fits."""
     size = shutil.disk_usage(disk).free - leave
     (disk / "ballast").write_bytes(bytes(size))
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_path):
-    """Training goes on; from the last whole checkpoint the run goes on on another disk."""
+def test_a_full_disk_loses_only_checkpoints(start, undisturbed, tmp_path):
+    """Training continues. The last complete checkpoint resumes on another disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -196,7 +196,7 @@ def test_a_full_disk_loses_checkpoints_and_nothing_else(start, undisturbed, tmp_
 
 
 @pytest.mark.slow
-def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start, tmp_path):
+def test_a_process_that_cannot_write_loses_only_checkpoints(start, tmp_path):
     full = (
         "import resource, sys; '--distributed.process-id=1' in sys.argv and "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18)); "
@@ -219,8 +219,8 @@ def test_one_process_that_can_not_write_loses_checkpoints_and_nothing_else(start
 
 
 @pytest.mark.slow
-def test_processes_that_differ_do_not_begin(start, tmp_path):
-    """By their numbers of devices; what else must agree is tested without processes."""
+def test_processes_that_differ_do_not_start_a_run(start, tmp_path):
+    """They have different numbers of devices; other settings are tested elsewhere."""
 
     def by(count):
         for i, (options, _) in enumerate(by_options(count)):
@@ -236,8 +236,8 @@ def test_processes_that_differ_do_not_begin(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_wait_in_vain_end_by_one_line(start):
-    """Two of three are started."""
+def test_processes_that_wait_in_vain_exit_with_one_line(start):
+    """Only two of three processes are started."""
     trainers = start(2, "--distributed.start-timeout=5", by=lambda _: by_options(3)[:2])
     assert trainers.end(60) == [LOST, LOST], trainers.printed(0)
     for i in range(2):
@@ -246,8 +246,8 @@ def test_processes_that_wait_in_vain_end_by_one_line(start):
 
 
 @pytest.mark.slow
-def test_a_second_process_of_a_number_disturbs_no_run(start, tmp_path):
-    """Nor do those of another run that was given the same port."""
+def test_a_second_process_with_a_number_does_not_disturb_the_run(start, tmp_path):
+    """Nor does another run with the same port."""
     each = by_options(2)
     run = start(2, "--steps", "150", by=lambda _: each)
     run.until(lambda: reported(tmp_path / "run") >= 4)

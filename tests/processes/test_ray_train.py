@@ -1,18 +1,16 @@
-"""Lock step on Ray Train: its options, the command of each process, and a loss."""
+"""Lock step on Ray Train: options, the command of each process, and a failure."""
 
 import dataclasses
 import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
-from trainers import LIMIT_S, SMALL, TINY, assert_equal_to_the_bit, environment, numbers
+from trainers import PROXIES, SMALL, TINY, Trainers, assert_equal_to_the_bit, numbers
 
 from train import cli
 from train.cluster.ray_train import Board, Job
+from train.config import RayConfig
 from train.metrics import log
 
 
@@ -29,28 +27,21 @@ from train.metrics import log
         ("--method async-lsgd --ray.processes 2", "`ray.processes` must be left out with"),
     ],
 )
-def test_options_that_do_not_go_together(options, message):
+def test_options_that_exclude_one_another(options, message):
     with pytest.raises(ValueError) as caught:
         cli.parse(["digits", *options.split()])
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
-    job = Job(
-        ("digits", "--seed", "1"),
-        tmp_path / "config.json",
-        tmp_path / "metrics.jsonl",
-        devices=2,
-        nodes_each=2,
-        uses_gpus=False,
-        progress_timeout=60.0,
-        cwd=".",
-    )
+def test_a_process_gets_its_number_and_resumes_a_begun_run(tmp_path, begun):
+    options = RayConfig(processes=4, min_processes=2, devices_per_process=2)
+    files = tmp_path / "config.json", tmp_path / "metrics.jsonl"
+    job = Job(("digits", "--seed", "1"), *files, nodes=8, options=options, cwd=".")
     if begun:
         (tmp_path / "config.json").write_text("{}")
     command = job.command("10.0.0.1:7000", size=3, rank=1)
-    elastic = ["--ray.processes", "4", "--ray.min-processes", "2"]  # of the driver
+    elastic = ["--ray.processes", "4", "--ray.min-processes", "2"]  # options of the driver
     parsed = cli.parse([x for x in [*command, *elastic] if x != "--resume"])
     assert (parsed.workers.nodes, parsed.distributed.process_id) == (6, 1)
     assert command[:5] == ["digits", "--seed", "1", "--run-dir", str(tmp_path)]
@@ -61,11 +52,12 @@ def test_a_process_is_told_who_it_is_and_to_go_on(tmp_path, begun):
     )
     environment = job.environment()
     assert environment["JAX_NUM_CPU_DEVICES"] == "2"
-    gpus = dataclasses.replace(job, devices=None, uses_gpus=True).environment()
+    options = RayConfig(gpus_per_worker=1.0)
+    gpus = dataclasses.replace(job, options=options).environment()
     assert gpus.get("JAX_PLATFORMS") != "cpu" or "JAX_PLATFORMS" in environment
 
 
-def test_the_run_ends_with_the_highest_status_and_stops_by_the_first_signal():
+def test_the_board_keeps_the_highest_status_and_the_first_signal():
     board = Board()
     board.say("a")
     assert (board.take(), board.take(), board.status()) == (["a"], [], None)
@@ -79,45 +71,29 @@ def test_the_run_ends_with_the_highest_status_and_stops_by_the_first_signal():
 
 @pytest.mark.slow
 def test_kill_9_of_a_process_and_ctrl_c_of_the_driver(undisturbed, tmp_path):
-    """The group starts again; then all save at one step."""
+    """The group restarts. Ctrl-C then makes all processes save at the same step."""
     run = tmp_path / "run"
     more = ["--run-dir", str(run), "--steps", "1000000", "--ray.processes", "2"]
-    with open(tmp_path / "printed.txt", "w") as file:
-        driver = subprocess.Popen(
-            [sys.executable, "-m", "train", *SMALL, *more, "--ray.devices-per-process=2"],
-            stdout=file,
-            stderr=file,
-            env=environment(before=TINY),
-        )
-
-    def until(holds):
-        deadline = time.monotonic() + LIMIT_S
-        while not holds():
-            printed = (tmp_path / "printed.txt").read_text()
-            assert driver.poll() is None and time.monotonic() < deadline, printed
-            time.sleep(0.05)
-
-    starts = lambda: log.read(run).get("start", []) if run.exists() else []
+    arguments = [*SMALL, *more, "--ray.devices-per-process=2"]
+    without_proxies = [([], dict.fromkeys(PROXIES, ""))]
+    starts = lambda: log.read(run)["start"]
     saved = lambda: list((run / "checkpoints").glob("[1-9]*[0-9]"))
     trainers = lambda: [
         process
         for process in psutil.process_iter(["cmdline"])
         if {str(run), "--distributed.process-id=1"} <= set(process.info["cmdline"] or [])
     ]
-    try:
-        until(saved)
+    with Trainers(tmp_path / "out", arguments, without_proxies, before=TINY) as driver:
+        driver.until(saved)
         trainers()[0].kill()
-        until(lambda: len(starts()) == 2)
+        driver.until(lambda: len(starts()) == 2)
         begun = starts()[-1]["step"]
         assert begun > 0
-        until(lambda: any(int(path.name) > begun for path in saved()))
-        driver.send_signal(signal.SIGINT)
-        status = driver.wait(LIMIT_S)
-    finally:
-        driver.kill()
-    printed = (tmp_path / "printed.txt").read_text()
-    assert status == 130, printed
-    assert "process 1 ended with status -9; the processes start again" in printed
+        driver.until(lambda: any(int(path.name) > begun for path in saved()))
+        driver.send(signal.SIGINT, 0)
+        assert driver.end() == [130], driver.printed(0)
+    printed = driver.printed(0)
+    assert "process 1 ended with status -9; the processes are restarted" in printed
     last = max(int(path.name) for path in saved())
     assert f"stopped at step {last} after" in printed and not trainers()
     assert_equal_to_the_bit(numbers(run, last), undisturbed(last))

@@ -72,7 +72,7 @@ def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
         process.kill()
     assert process.returncode == 0
     assert re.search(r"warning: worker \d is down at its step \d+", out)
-    assert "is back" in out and "saved; to go on: python -m train digits" in out
+    assert "is back" in out and "saved; to resume: python -m train digits" in out
     assert "Traceback" not in out
     step = max(int(path.name) for path in (folder / "checkpoints").glob("[0-9]*"))
 

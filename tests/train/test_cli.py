@@ -238,9 +238,7 @@ def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatc
     run = [*QUICK, "--run-dir", str(folder), "--test-every", "9"]
     assert main([*run, "--steps", "4"]) == 0
     assert main([*run, "--resume", "--steps", "3"]) == 0
-    expected = (
-        "4 steps have been taken already, more than --steps 3: the run takes no other"
-    )
+    expected = "4 steps have been taken already, more than --steps 3: the run takes no more"
     assert expected in capsys.readouterr().out
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))

@@ -17,14 +17,20 @@ HEAD = "import os, pathlib, signal, sys, time\n"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Launches a program here; (exit status, stdout, stderr)."""
+def program(tmp_path, monkeypatch):
+    """Writes a program that the launcher runs, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    return lambda text: (tmp_path / "program.py").write_text(HEAD + text)
 
-    def run(program, *options, processes=1, arguments=()):
-        (tmp_path / "program.py").write_text(HEAD + program)
+
+@pytest.fixture
+def run(program, capfd):
+    """Launches a program in this process; (exit status, stdout, stderr)."""
+
+    def run(text, *options, processes=1, arguments=()):
+        program(text)
         count = ["--processes", str(processes), "--module", "program"]
         status = launch.main([*count, *options, "--", *arguments])
         return status, *capfd.readouterr()
@@ -32,13 +38,20 @@ def run(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_the_launcher_is_spared_jax():
-    """It lives through whatever happens to jax."""
+def launched():
+    """The launcher of one process, as a process of its own."""
+    options = ["--processes", "1", "--module", "program"]
+    command = [sys.executable, "-m", "train.launch", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_the_launcher_does_not_import_jax():
+    """It must survive whatever happens to jax."""
     check = "import sys, train.launch; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
 
 
-def test_the_processes_get_the_arguments_and_what_they_need_to_meet(run):
+def test_the_processes_get_the_arguments_and_options_to_meet(run):
     program = (
         "print(sys.argv[1:], os.environ['JAX_COORDINATOR_BIND_ADDRESS'], "
         "os.environ.get('JAX_NUM_CPU_DEVICES'))"
@@ -67,8 +80,8 @@ def test_the_processes_get_the_arguments_and_what_they_need_to_meet(run):
         ("os.kill(os.getpid(), 9)", 137, "error: process 1 was ended by SIGKILL\n"),
     ],
 )
-def test_one_that_fails_ends_all(run, ending, status, said):
-    """Also those that ignore SIGTERM; one that fails because of it does not count."""
+def test_a_process_that_fails_ends_all(run, ending, status, said):
+    """Even those that ignore SIGTERM. One that failed because of it does not count."""
     program = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "me = sys.argv[-1][-1]\n"
@@ -82,53 +95,29 @@ def test_one_that_fails_ends_all(run, ending, status, said):
     assert found == (status, "[1] why\n", said)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_and_a_missing_reader_ends_all(tmp_path, number):
-    """A signal to the launcher; then no one reads what the processes print."""
-    program = HEAD + (
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
+def test_signals_are_passed_on_and_a_missing_reader_ends_all(program, tmp_path, number):
+    """None stands for an output without a reader."""
+    program(
         "def stop(number, _): pathlib.Path('saved').write_text(str(number)); sys.exit(0)\n"
         "for n in (2, 15): signal.signal(n, stop)\n"
         "for i in range(600): print(i, flush=True); time.sleep(0.02)\n"
     )
-    (tmp_path / "program.py").write_text(program)
-    for ends in ("by a signal", "without a reader"):
-        (tmp_path / "saved").unlink(missing_ok=True)
-        launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "train.launch",
-                "--processes",
-                "1",
-                "--module",
-                "program",
-            ],
-            stdout=subprocess.PIPE,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-        )
-        with launcher:
-            launcher.stdout.readline()
-            if ends == "by a signal":
-                launcher.send_signal(number)
-                launcher.stdout.read()
-            else:
-                launcher.stdout.close()
-            assert launcher.wait(60) == (0 if ends == "by a signal" else 1)
-        wanted = number if ends == "by a signal" else signal.SIGTERM
-        assert (tmp_path / "saved").read_text() == str(int(wanted))
+    with launched() as launcher:
+        launcher.stdout.readline()
+        if number is None:
+            launcher.stdout.close()
+        else:
+            launcher.send_signal(number)
+            launcher.stdout.read()
+        assert launcher.wait(60) == (1 if number is None else 0)
+    assert (tmp_path / "saved").read_text() == str(int(number or signal.SIGTERM))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children so")
-def test_no_process_survives_the_launcher(tmp_path):
-    program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    (tmp_path / "program.py").write_text(program)
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "train.launch", "--processes", "1", "--module", "program"],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-    )
-    with launcher:
+def test_no_process_survives_the_launcher(program):
+    program("print(os.getpid(), flush=True); time.sleep(600)")
+    with launched() as launcher:
         pid = launcher.stdout.readline().split()[1].decode()
         launcher.kill()
     stat = pathlib.Path(f"/proc/{pid}/stat")
@@ -157,7 +146,7 @@ def test_wrong_usage(arguments, message, refusal, monkeypatch):
     assert message in refusal(launch.main, arguments)
 
 
-def test_gpus_are_dealt_out():
+def test_each_process_gets_gpus_of_its_own():
     environ = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}
     each = launch.environments(3, None, environ)
     assert [one["CUDA_VISIBLE_DEVICES"] for one in each] == ["GPU-a", "GPU-b", "GPU-c"]

@@ -1,4 +1,4 @@
-"""train.simulate: its command line, what it writes, and what it refuses."""
+"""train.simulate: its command line, its files, and wrong usage."""
 
 import csv
 import json
@@ -52,13 +52,13 @@ def test_methods_are_compared_under_one_network(small, tmp_path, capsys):
     assert "| lsgd |" in printed and "| async-lsgd |" in printed
 
     before = {path: path.read_bytes() for path in out.iterdir()}
-    assert simulate.main(line) == 2  # nothing is written over
+    assert simulate.main(line) == 2  # nothing is overwritten
     assert "`out` must be a folder without simulated.json" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in out.iterdir()}
 
 
 def test_the_same_seed_writes_the_same_files(monkeypatch, tmp_path):
-    """In small, with a problem that compiles fast."""
+    """On a small problem that compiles fast."""
     monkeypatch.setattr(simulate, "consensus", lambda config, workers: {"error": 50.0})
     monkeypatch.setattr(simulate.asynchronous, "training", lambda config, warn: LINE)
     monkeypatch.setattr(simulate.compilation_cache, "use", lambda say: None)
@@ -86,7 +86,7 @@ def test_synchronous_methods_are_simulated(small, monkeypatch):
     assert waiting["independent"] < 0.02 < 0.3 < min(waiting["allreduce"], waiting["sgp"])
 
 
-def test_options_stand_behind_their_method():
+def test_options_after_a_method_belong_to_it():
     line = [*COMMON, *LSGD, "--method", "lsgd", "--seed", "3", "--network", "wan-1g"]
     options, configs = simulate.parse([*line, "--latency-ms", "5", "--stall", "0.1", "500"])
     first, second = configs.values()
@@ -106,10 +106,10 @@ def test_options_stand_behind_their_method():
         ("--method cge", "`method` must not aggregate gradients"),
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
-        ("--slow 4 2", "`slow` must be workers from 0 to 3 with numbers"),
+        ("--slow 4 2", "`slow` must be workers from 0 to 3 with nonneg"),
         ("--slow 3", "--slow: "),
         ("--slow 1 0", r"`slow[1]` must be positive, got slow[1]=0.0"),
-        ("--drop 1 -5", "that are not negative, got drop=1 -5.0"),
+        ("--drop 1 -5", "nonnegative numbers, got drop=1 -5.0"),
         ("--stall often", "--stall needs a value"),
         ("--step-ms 0", "`step` must be positive"),
         ("--timeout 0", "`timeout` must be positive, got timeout=0.0"),

@@ -1,1 +1,1 @@
-"""Several processes: detection, rendezvous, texts, signals, lock step on Ray Train."""
+"""Several processes: detection, rendezvous, messages, signals, lock step on Ray Train."""

@@ -1,8 +1,8 @@
-"""Who has started this process, together with which others.
+"""Detection of the cluster that started this process.
 
-Slurm, Open MPI before version 5, Kubernetes and Cloud TPU are left to jax's own detection;
-what is decided here is whether several processes were started at all, so that N processes
-never become N runs by accident.
+jax detects Slurm, Open MPI before version 5, Kubernetes and Cloud TPU itself. This module
+decides whether several processes were started at all, so that N processes never become N
+separate runs by accident.
 """
 
 import glob
@@ -19,13 +19,13 @@ BY_ITSELF = "`--distributed.cluster none` trains in this process by itself"
 
 
 class Started(NamedTuple):
-    """How a cluster has started this process.
+    """How a cluster started this process.
 
     Attributes:
-      by: who did.
-      arguments: for `jax.distributed.initialize`; what is missing jax finds out.
-      local_rank, local_size: which of the host's processes this is, of how many; None
-        where a process has its host's devices for itself.
+      by: the cluster, by name.
+      arguments: for `jax.distributed.initialize`, which detects the missing ones.
+      local_rank, local_size: rank of this process on its host, and their number; None if
+        the process has the devices of its host to itself.
     """
 
     by: str
@@ -35,10 +35,14 @@ class Started(NamedTuple):
 
 
 def find_out(config: DistributedConfig, environ: Mapping[str, str]) -> Started | None:
-    """Who has started this process together with others; None if it is by itself.
+    """Returns how this process was started as one of several, or None if it is alone.
+
+    Args:
+      config: the options `--distributed.*`.
+      environ: the environment variables.
 
     Raises:
-      ValueError: it is one of several, but it cannot be known how to reach the others.
+      ValueError: it is one of several, but nothing says how to reach the others.
     """
     if config.cluster == "none":
         return None
@@ -63,14 +67,14 @@ def find_out(config: DistributedConfig, environ: Mapping[str, str]) -> Started |
         options = {"coordinator_address": "coordinator"}
         names = [f"--distributed.{options.get(x, x).replace('_', '-')}" for x in missing]
         raise ValueError(
-            f"this process was started by {found.by} as one of several, but who the others "
-            f"are is not known: add {' and '.join(names)}{HINTS.get(found.by, '')}; "
-            f"{BY_ITSELF}"
+            f"this process was started by {found.by} as one of several, but nothing says "
+            f"how to reach the others: add {' and '.join(names)}"
+            f"{HINTS.get(found.by, '')}; {BY_ITSELF}"
         )
     return found._replace(arguments=arguments)
 
 
-# Whom jax can ask for whatever is not given, and what helps with the others.
+# Clusters whose details jax can detect, and advice for the others.
 JAX_FINDS = ("Open MPI 4", "Slurm", "Cloud TPU", "Kubernetes")
 HINTS = {
     "MPI": ", or install mpi4py and add --distributed.cluster mpi4py",
@@ -79,7 +83,7 @@ HINTS = {
 
 
 def _mpi(environ: Mapping[str, str]) -> Started | None:
-    """mpirun of Open MPI, or mpiexec of MPICH and its kin."""
+    """mpirun of Open MPI, or mpiexec of MPICH and its derivatives."""
     if _int(environ, "OMPI_COMM_WORLD_SIZE") > 1:
         name, local = "OMPI_COMM_WORLD_", ("LOCAL_RANK", "LOCAL_SIZE")
     elif _int(environ, "PMI_SIZE") > 1 and "SLURM_STEP_NODELIST" not in environ:
@@ -99,7 +103,7 @@ def _mpi(environ: Mapping[str, str]) -> Started | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Started | None:
-    """A step of srun. The batch script itself is no step, and is one process."""
+    """A step of srun. The batch script itself is not a step but a single process."""
     names = "JOB_ID STEP_NODELIST NTASKS PROCID LOCALID"
     if any(f"SLURM_{name}" not in environ for name in names.split()):
         return None
@@ -113,7 +117,7 @@ def _slurm(environ: Mapping[str, str]) -> Started | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """What Slurm writes as, say, 4(x2),3.
+    """Parses Slurm's notation for the number of tasks on each node.
 
     >>> tasks_per_node("4(x2),3")
     [4, 4, 3]
@@ -126,8 +130,8 @@ def _tpu(environ: Mapping[str, str]) -> Started | None:
     """A Cloud TPU slice of several hosts, or several slices."""
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", ""))
     several = "," in hosts or _int(environ, "MEGASCALE_NUM_SLICES") > 1
-    # Where the environment says nothing jax asks the metadata server; a single host
-    # joins itself, which does no harm.
+    # If the environment says nothing, jax asks the metadata server. A single host then
+    # joins itself, which is harmless.
     unsaid = not hosts and "TPU_SKIP_MDS_QUERY" not in environ and _has_tpu()
     return Started("Cloud TPU", {}) if several or unsaid else None
 
@@ -138,7 +142,7 @@ def _has_tpu() -> bool:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Started | None:
-    """A pod of an indexed Job; how many there are only the cluster's API knows."""
+    """A pod of an indexed Job. Only the cluster's API knows how many there are."""
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
         return None
     index = {"process_id": _int(environ, "JOB_COMPLETION_INDEX")}
@@ -151,6 +155,6 @@ def _is_installed(package: str) -> bool:
 
 
 def _int(environ: Mapping[str, str], *names: str) -> int:
-    """The first of the variables that is a number, or 0."""
+    """The value of the first variable that is a number, or 0."""
     values = (environ.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), 0)

@@ -1,5 +1,6 @@
-"""The devices of a process: its GPUs, or emulated ones on a CPU that is to have more."""
+"""The devices of a process: its GPUs, or emulated devices on a CPU."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -11,30 +12,35 @@ from train.cluster.session import is_of_xla
 
 
 def provide(count: int, processes: int = 1) -> None:
-    """Emulates so many devices on a CPU; call it before jax uses a device.
+    """Emulates devices on a CPU. Must be called before jax uses a device.
 
-    GPUs and TPUs are used as they are (several workers per device if need be), and so is
-    what JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
+    GPUs and TPUs are used as they are, with several workers per device if necessary.
+    JAX_NUM_CPU_DEVICES and XLA_FLAGS take precedence.
 
     Args:
-      count: of the run: one for each worker, or for each part of a sharded one.
-      processes: of the run; each provides its share.
+      count: devices of the run: one per worker, or per shard of a worker.
+      processes: processes of the run. Each one provides its share.
 
     Raises:
-      ValueError: JAX_PLATFORMS asks for devices that there are not.
+      ValueError: JAX_PLATFORMS names devices that do not exist here.
     """
     lj.tune_cpu()
-    _emulate(count, processes)
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = "xla_force_host_platform_device_count" in flags
+    if not asked and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        # If jax has its devices already, each of them holds several workers.
+        with contextlib.suppress(RuntimeError):
+            lj.emulate_devices(max(1, count // processes))
     check_platforms()
 
 
 def leave_to_workers() -> None:
-    """Uses the CPU here, unless JAX_PLATFORMS says otherwise.
+    """Uses the CPU in this process, unless JAX_PLATFORMS says otherwise.
 
-    For a process whose workers, at their own pace, have processes and GPUs of their own.
+    For the driver of asynchronous workers, which have processes and GPUs of their own.
 
     Raises:
-      ValueError: JAX_PLATFORMS asks for devices that there are not.
+      ValueError: JAX_PLATFORMS names devices that do not exist here.
     """
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
@@ -43,39 +49,33 @@ def leave_to_workers() -> None:
 
 
 def check_platforms() -> None:
-    """Raises ValueError if JAX_PLATFORMS asks for devices that there are not."""
+    """Raises ValueError if JAX_PLATFORMS names devices that do not exist here."""
     asked = os.environ.get("JAX_PLATFORMS")
     if not asked:
-        return  # jax takes a CPU if there is nothing else
+        return  # jax falls back to a CPU
     try:
         jax.devices()
-    except (AssertionError, RuntimeError) as error:  # the former: no plugin for CUDA
+    except (AssertionError, RuntimeError) as error:  # AssertionError: no CUDA plugin
         if is_of_xla(error) and jax.distributed.is_initialized():
             raise
         raise ValueError(
             "`JAX_PLATFORMS` must name devices that jax finds here, got "
-            f"JAX_PLATFORMS={asked}; if it is not set, jax takes what there is"
+            f"JAX_PLATFORMS={asked}; unset it to use the devices that there are"
         ) from error
-
-
-def _emulate(count: int, processes: int) -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    asked = "xla_force_host_platform_device_count" in flags
-    if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
-        return
-    try:
-        lj.emulate_devices(max(1, count // processes))
-    except RuntimeError:
-        pass  # jax has its devices already: they hold several workers each if need be
 
 
 def local_device_ids(
     gpus: str, started: Started, environ: Mapping[str, str]
 ) -> list[int] | None:
-    """The GPUs of this process; [] for all, None to leave it to jax.
+    """Returns the GPUs of this process: [] for all of them, None to let jax choose.
+
+    Args:
+      gpus: 'one', 'all' or 'auto', see `DistributedConfig`.
+      started: how this process was started.
+      environ: the environment variables.
 
     Raises:
-      ValueError: one is asked for, and it is not known which.
+      ValueError: the process must use one GPU, but nothing says which.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"))
     shared = started.local_size != 1 and (visible is None or "," in visible)
@@ -86,7 +86,8 @@ def local_device_ids(
             return None
     if gpus == "one":
         raise ValueError(
-            "`distributed.gpus` must be all if a process is not told its rank on the host "
-            f"(by {started.by}), got distributed.gpus=one; set CUDA_VISIBLE_DEVICES"
+            "`distributed.gpus` must be all if a process does not know its rank on its "
+            f"host (started by {started.by}), got distributed.gpus=one; set "
+            "CUDA_VISIBLE_DEVICES"
         )
     return []

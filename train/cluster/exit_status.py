@@ -1,10 +1,10 @@
-"""The exit statuses of the trainer and its tools. Imports nothing, so that all can."""
+"""The exit statuses of the trainer and its tools."""
 
 SUCCESS = 0
 STOPPED = 1  # ended before its last step, or without its last checkpoint
-WRONG_USAGE = 2  # the command line, the configuration or the data are not what they must be
+WRONG_USAGE = 2  # the command line, the configuration or the data are not valid
 CRASHED = 70  # an unexpected error (EX_SOFTWARE)
-LOST = 75  # another process was lost or could not be reached; try again (EX_TEMPFAIL)
+LOST = 75  # another process failed or could not be reached; try again (EX_TEMPFAIL)
 INTERRUPTED = 130  # Ctrl-C, as shells report it
 
 SIGNALED = 128  # plus the number of the signal that ended a process, as shells report it

@@ -1,21 +1,21 @@
-"""Standard output for Python alone: what libraries in C++ print there is left out."""
+"""Standard output without the lines that C++ libraries print."""
 
 import os
 from typing import TextIO
 
 
 def python_only(stdout: TextIO) -> TextIO:
-    """A stream in the place of standard output, to which from now on only Python writes.
+    """Returns a stream in place of standard output, and sends C++ output to nowhere.
 
-    gloo, which connects CPUs, prints a line there for each device that is connected, by
-    several threads at once. Errors come on standard error, which stays as it is.
+    gloo, which connects CPUs, prints a line from several threads at once for each device
+    that it connects. Errors go to standard error, which is not changed.
     """
     try:
         if stdout.fileno() != 1:
             return stdout
         stdout.flush()
     except (OSError, ValueError):
-        return stdout  # it is closed, or full: whoever writes to it learns of it
+        return stdout  # it is closed or full, which the next write reports
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

@@ -1,13 +1,12 @@
-"""Lock step on Ray Train: Ray places the processes of a run and starts them again.
+"""Lock step on Ray Train, which places the processes of a run and restarts them.
 
 Each worker of Ray Train runs the trainer as a child process, because Ray Train calls its
-function in a thread, where no signal handler can be set. If a process or a host is lost,
-Ray Train starts the group anew with what is there, and the run goes on from its checkpoint.
+function in a thread, where no signal handler can be set. If a process or a host fails, Ray
+Train restarts the group on the remaining hosts, and the run resumes from its checkpoint.
 """
 
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import shutil
@@ -28,61 +27,58 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
-from train.config import Config
+from train.config import Config, RayConfig
 from train.launch import PASSED, free_port, rendezvous_options, start
 
 
-ROOT = pathlib.Path(__file__).parents[2]  # from which the workers import `train`
-LOOK_S = 0.5  # between two looks at a child, and at what is to be shown
-ELASTIC_S = 60.0  # within which a group must have started where fewer would do
-DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # these call for no restart
+ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`
+LOOK_S = 0.5  # interval at which children and messages are polled
+ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
+DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The command that the processes run, as each of them needs it.
+    """The command that the processes run.
 
     Attributes:
-      arguments: of the trainer.
-      begun: the file that is there once the run has begun, in the run folder.
-      told: the run's metrics, a file.
-      devices: emulated CPU devices of each process; None: as the trainer chooses.
-      nodes_each: nodes of workers in each process where their number may change, or None.
-      uses_gpus: whether a process has GPUs.
-      progress_timeout: seconds without new metrics after which a process is ended.
+      arguments: the arguments of the trainer.
+      begun: config.json in the run folder, which exists once the run has begun.
+      told: metrics.jsonl in the run folder, which changes as long as the run progresses.
+      nodes: nodes of workers if all processes run.
+      options: the options `--ray.*`.
       cwd: the folder that relative paths refer to.
     """
 
     arguments: tuple[str, ...]
     begun: pathlib.Path
     told: pathlib.Path
-    devices: int | None
-    nodes_each: int | None
-    uses_gpus: bool
-    progress_timeout: float
+    nodes: int
+    options: RayConfig
     cwd: str
 
     def command(self, coordinator: str, size: int, rank: int) -> list[str]:
-        """The arguments of one of `size` processes; a run that has begun is resumed."""
+        """The arguments of one of `size` processes. A run that has begun is resumed."""
         more = ["--run-dir", str(self.begun.parent)]
         if self.begun.exists():
             more.append("--resume")
-        if self.nodes_each is not None:
-            more += ["--workers.nodes", str(self.nodes_each * size)]
+        if self.options.min_processes is not None:  # each process keeps its share of nodes
+            share = self.nodes // (self.options.processes or 1)
+            more += ["--workers.nodes", str(share * size)]
         return [*self.arguments, *more, *rendezvous_options(coordinator, size, rank)]
 
     def environment(self) -> dict[str, str]:
         """The environment of a process."""
         found = os.environ | {"PYTHONUNBUFFERED": "1"}
-        if self.devices is not None:
-            found["JAX_NUM_CPU_DEVICES"] = str(self.devices)
-        if not self.uses_gpus:
+        if self.options.devices_per_process is not None:
+            found["JAX_NUM_CPU_DEVICES"] = str(self.options.devices_per_process)
+        if not self.options.gpus_per_worker:
             found.setdefault("JAX_PLATFORMS", "cpu")
         return found
 
 
 class Board:
-    """An actor beside the driver: what is to be shown, to be stopped, and how it ended."""
+    """An actor beside the driver: lines to show, the request to stop, the exit status."""
 
     def __init__(self):
         self._lines: list[str] = []
@@ -90,33 +86,33 @@ class Board:
         self._status: int | None = None
 
     def say(self, line: str) -> None:
-        """Has the driver show a line."""
+        """Adds a line for the driver to show."""
         self._lines.append(line)
 
     def take(self) -> list[str]:
-        """The lines that are to be shown, once."""
+        """Returns the lines to show, and forgets them."""
         taken, self._lines = self._lines, []
         return taken
 
     def ask(self, number: int) -> None:
-        """Asks all processes to stop, by this signal."""
+        """Requests all processes to stop, by a signal. The first request counts."""
         self._asked = self._asked or number
 
     def asked(self) -> int:
-        """The signal by which all are asked to stop, or 0."""
+        """Returns the signal by which all processes must stop, or 0."""
         return self._asked
 
     def end(self, status: int) -> None:
-        """Notes how the run has ended: by the highest status of its processes."""
+        """Records the exit status of a process. The highest one counts."""
         self._status = max(status, self._status or 0)
 
     def status(self) -> int | None:
-        """The status with which the run has ended; None: it has not."""
+        """Returns the exit status of the run, or None while it runs."""
         return self._status
 
 
 def work(given: dict[str, Any]) -> None:
-    """One process of the group, as Ray Train calls it; raises if it has to start again."""
+    """Runs one process of the group, in a thread of Ray Train. Raises to be restarted."""
     job, board = given["job"], given["board"]
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
@@ -134,35 +130,35 @@ def work(given: dict[str, Any]) -> None:
         ray.get(board.end.remote(child.returncode))
     elif not asked and ray.get(board.status.remote()) is None:
         line = f"process {rank} ended with status {child.returncode}"
-        if child.returncode not in (LOST, -signal.SIGABRT):  # not because of another one
-            ray.get(board.say.remote(f"warning: {line}; the processes start again"))
+        if child.returncode not in (LOST, -signal.SIGABRT):  # caused by another process
+            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
         raise RuntimeError(line)
 
 
 def _pass_on(child: subprocess.Popen[str], rank: int, board: Any) -> None:
-    """Has the driver show what a process prints."""
+    """Passes the output of a process on to the driver."""
     for line in child.stdout or ():
         board.say.remote(f"[{rank}] {line.rstrip()}" if rank else line.rstrip())
 
 
 def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) -> int:
-    """Waits for the end of a process; the signal that it was asked to stop by, or 0."""
+    """Waits for a process to end. Returns the signal that requested it to stop, or 0."""
     began, asked = time.time(), 0
     while child.poll() is None:
         time.sleep(LOOK_S)
         if not asked and (asked := ray.get(board.asked.remote())):
             child.send_signal(asked)
         silent = time.time() - max(began, _written(job.told))
-        if is_main and silent > job.progress_timeout:
+        if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
-            ray.get(board.say.remote(f"warning: {line}; the processes start again"))
+            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
             child.kill()
             child.wait()
     return asked
 
 
 def _written(path: pathlib.Path) -> float:
-    """When a file was last written; 0 if there is none."""
+    """The time at which a file was last written, or 0 if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -172,27 +168,19 @@ def _written(path: pathlib.Path) -> float:
 def run(
     config: Config, arguments: Sequence[str], begun: pathlib.Path, told: pathlib.Path
 ) -> int:
-    """Trains in lock step in processes that Ray Train starts; the exit status.
+    """Trains in lock step in processes that Ray Train starts. Returns the exit status.
 
     Args:
-      config: the run's.
-      arguments: the command line that it was made of.
-      begun, told: as of `Job`.
+      config: the configuration of the run.
+      arguments: the command line from which it was made.
+      begun, told: see `Job`.
     """
     options, nodes = config.ray, config.workers.nodes
-    assert options.processes is not None
-    job = Job(
-        tuple(arguments),
-        begun,
-        told,
-        options.devices_per_process,
-        None if options.min_processes is None else nodes // options.processes,
-        options.gpus_per_worker > 0,
-        options.progress_timeout,
-        os.getcwd(),
-    )
-    # Ray Train may wait for a host whose loss is not known yet before it takes fewer.
-    patience = min(options.start_timeout, math.inf if job.nodes_each is None else ELASTIC_S)
+    job = Job(tuple(arguments), begun, told, nodes, options, os.getcwd())
+    patience = options.start_timeout
+    if options.min_processes is not None:
+        # Ray Train may wait for a failed host before it settles for fewer processes.
+        patience = min(patience, ELASTIC_S)
     os.environ |= {
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -205,8 +193,11 @@ def run(
         num_gpus=options.gpus_per_worker,
     )
     try:
-        with engine.cluster(placed, options.processes), _storage(begun.parent) as storage:
-            return _follow(_trainer(config, storage), job)
+        with (
+            engine.cluster(placed, options.processes or 1),
+            _storage(begun.parent) as storage,
+        ):
+            return _follow(job, storage)
     except (RuntimeError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return LOST
@@ -214,7 +205,7 @@ def run(
 
 @contextlib.contextmanager
 def _storage(folder: pathlib.Path) -> Iterator[str]:
-    """A folder for Ray Train's own notes, beside the run folder, which all hosts see."""
+    """A folder for Ray Train's own files, beside the run folder, where all hosts see it."""
     path = folder.with_name(f".{folder.name}.ray")
     try:
         yield str(path)
@@ -222,9 +213,9 @@ def _storage(folder: pathlib.Path) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _trainer(config: Config, storage: str) -> Any:
-    """Job and board -> a trainer of Ray Train."""
-    options = config.ray
+def _trainer(job: Job, board: Any, storage: str) -> JaxTrainer:
+    """The trainer of Ray Train, which starts the processes."""
+    options = job.options
     processes, least = options.processes or 1, options.min_processes
     resources = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
     scaling = ScalingConfig(
@@ -241,17 +232,17 @@ def _trainer(config: Config, storage: str) -> Any:
             "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         },
     )
-    return lambda job, board: JaxTrainer(
+    return JaxTrainer(
         work,
         train_loop_config={"job": job, "board": board},
-        jax_config=JaxConfig(),  # the children call jax.distributed
+        jax_config=JaxConfig(),  # the child processes call jax.distributed
         scaling_config=scaling,
         run_config=run_config,
     )
 
 
-def _follow(trainer: Any, job: Job) -> int:
-    """Shows what the processes print, passes signals on to them; the exit status."""
+def _follow(job: Job, storage: str) -> int:
+    """Shows the output of the processes and passes signals on. Returns the exit status."""
     here = ray.get_runtime_context().get_node_id()
     near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     actor: Any = ray.remote(Board)
@@ -260,7 +251,7 @@ def _follow(trainer: Any, job: Job) -> int:
 
     def fit() -> None:
         try:
-            trainer(job, board).fit()
+            _trainer(job, board, storage).fit()
         except Exception as error:  # Ray Train has given up
             failures.append(error)
 
@@ -269,7 +260,8 @@ def _follow(trainer: Any, job: Job) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one interrupts
 
     kept = {number: signal.signal(number, ask) for number in PASSED}
-    fitting = threading.Thread(target=fit, daemon=True)  # Ray Train takes SIGINT elsewhere
+    # Ray Train handles SIGINT itself if it runs in the main thread.
+    fitting = threading.Thread(target=fit, daemon=True)
     fitting.start()
     try:
         while fitting.is_alive():

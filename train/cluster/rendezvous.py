@@ -1,4 +1,4 @@
-"""The rendezvous of the processes of a run, by jax.distributed."""
+"""The rendezvous of the processes of a run, through jax.distributed."""
 
 import contextlib
 import hashlib
@@ -25,19 +25,19 @@ from train.cluster.session import Session, gather, is_of_xla
 from train.config import FREE_PER_PROCESS, Config, fields
 
 
-JAX_LATER_S = 30  # than this module does jax give up, by aborting the process
-RETRY_S = 60.0  # a cluster may make a host's name known only after it has started the host
+JAX_LATER_S = 30  # jax gives up so much later than this module, by aborting the process
+RETRY_S = 60.0  # Kubernetes may publish a host's name only after it has started the host
 
 
 def join(config: Config) -> Session:
     """Joins the processes that were started together with this one, if there are any.
 
-    Call it before jax uses a device; afterwards the process has its devices. From then on
-    the loss of a process ends all of them.
+    Must be called before jax uses a device; afterwards the process has its devices. From
+    then on, the failure of one process ends all of them.
 
     Raises:
-      ValueError: it cannot be known who the others are, the coordinator's address is
-        wrong or taken, or there are no devices.
+      ValueError: nothing says how to reach the other processes, the coordinator's address
+        is wrong or taken, or there are no devices.
     """
     options = config.distributed
     started = find_out(options, os.environ)
@@ -84,7 +84,7 @@ def _check_devices() -> None:
 
 
 def _check_agreement(session: Session, config: Config) -> None:
-    """Raises ValueError unless all processes that came together are to do the same."""
+    """Raises ValueError unless all processes have the same settings and sources."""
     mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__, "sources": sources()}
     mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
@@ -107,10 +107,10 @@ def sources() -> str:
 
 
 def _check_address(arguments: Mapping[str, Any]) -> None:
-    """Raises OSError if the coordinator cannot be found, or cannot listen here.
+    """Raises OSError if the coordinator cannot be found, or cannot listen at its port.
 
-    jax would wait for the first until its timeout, and may die of the second (SIGSEGV,
-    jax 0.10.2).
+    In the first case jax would wait until its timeout. In the second it may crash
+    (SIGSEGV, jax 0.10.2).
     """
     given = arguments.get("coordinator_address")
     if given is None:
@@ -121,21 +121,21 @@ def _check_address(arguments: Mapping[str, Any]) -> None:
         return
     try:
         with socket.socket() as trial:
-            # As servers do: connections that were closed a moment ago take no port.
+            # Connections that were closed a moment ago must not block the port.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", int(port)))
     except OSError as error:
         raise OSError(
-            f"nothing can listen at {given}: {error.strerror}; is the port taken, by "
-            "another run perhaps?"
+            f"nothing can listen at {given}: {error.strerror}; is the port taken by "
+            "another run?"
         ) from error
 
 
 def _claim(arguments: Mapping[str, Any]) -> None:
-    """Takes a process's number on this host, on Linux, until the process ends.
+    """Reserves the number of this process on this host until it ends; Linux only.
 
-    jax's coordinator takes a second process of a number for the first one, restarted, and
-    ends all.
+    jax's coordinator would treat a second process with a number as the first one,
+    restarted, and end all processes.
 
     Raises:
       OSError: another process of this host has this number.
@@ -145,14 +145,14 @@ def _claim(arguments: Mapping[str, Any]) -> None:
         return
     with socket.socket(socket.AF_UNIX) as claim:
         try:
-            claim.bind(f"\0lsgd_jax/{given}/{process_id}")  # a name that is no file
+            claim.bind(f"\0lsgd_jax/{given}/{process_id}")  # an abstract name, not a file
         except FileNotFoundError:  # not on Linux
             return
         except OSError as error:
             raise OSError(
                 f"another process of this host is number {process_id} at {given} already: "
-                "is --distributed.process-id different for all, or does another run use "
-                "this port?"
+                "does each process have a --distributed.process-id of its own, or does "
+                "another run use this port?"
             ) from error
         claim.detach()
 
@@ -173,7 +173,7 @@ def _resolve(host: str) -> None:
 
 @contextlib.contextmanager
 def _without_proxies() -> Iterator[None]:
-    """A proxy for the web is no way to the coordinator; gRPC would take it and hang."""
+    """Hides web proxies, through which gRPC cannot reach the coordinator and hangs."""
     proxies = {k: v for k, v in os.environ.items() if k.lower().endswith("_proxy")}
     for name in proxies:
         del os.environ[name]
@@ -185,7 +185,7 @@ def _without_proxies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Python would notice a Ctrl-C only after waiting for the others; nothing is lost."""
+    """Lets Ctrl-C end the process, because Python would handle it only after the wait."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -195,15 +195,15 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_if_late(config: Config, started: Started) -> Iterator[None]:
-    """Ends this process by one line if the others do not come in time."""
+    """Exits with one line if the other processes do not arrive in time."""
     seconds = config.distributed.start_timeout
     where = started.arguments.get("coordinator_address", "the coordinator")
 
     def end() -> None:
         line = (
             f"not all processes have met at {where} within {seconds} s "
-            "(--distributed.start-timeout): was each of them started, and can this host "
-            "reach that one?"
+            "(--distributed.start-timeout): were all of them started, and can this host "
+            "reach that address?"
         )
         print(f"error: {line}", file=sys.stderr, flush=True)
         os._exit(LOST)

@@ -1,4 +1,4 @@
-"""A process among the processes of its run, and the texts that they exchange."""
+"""A process among the processes of its run, and the messages that they exchange."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,25 +19,25 @@ from jax.sharding import PartitionSpec as P
 from train.cluster.exit_status import CRASHED, INTERRUPTED, LOST
 
 
-LAST_LINES_S = 2.0  # that the other processes get for theirs before process 0 ends
+LAST_LINES_S = 2.0  # time for the other processes to print before process 0 exits
 
 
 class WorkersLost(RuntimeError):
-    """Asynchronous workers cannot go on: all are lost, or one has raised an error."""
+    """Asynchronous workers cannot continue: all have failed, or one raised an error."""
 
 
 class Session:
-    """This process among the processes of its run; made by `train.cluster.rendezvous.join`.
+    """This process among the processes of its run, see `train.cluster.rendezvous.join`.
 
-    All processes must ask for texts in the same order: they travel as collectives.
+    All processes must exchange messages in the same order, because they are collectives.
 
     Args:
       process_id: the number of this process, from 0.
-      hosts: the host of each process.
+      hosts: the host name of each process.
 
     Attributes:
       process_id, hosts: as given.
-      where: returns how far this process is and how to go on, for its last line.
+      where: returns the progress of this process and how to resume, for its last line.
 
     >>> session = Session()
     >>> session.is_main, session.has_others, session.gather("a")
@@ -63,31 +63,21 @@ class Session:
         """Whether this process is one of several."""
         return self.num_processes > 1
 
-    def names(self, processes: Iterable[int]) -> str:
-        """Processes as messages name them.
-
-        >>> Session(hosts=["a", "b"]).names([1, 0])
-        'process 0 (host a) and process 1 (host b)'
-        """
-        return " and ".join(
-            f"process {i} (host {self.hosts[i]})" for i in sorted(processes)
-        )
-
-    # Texts for one another
+    # Messages
 
     def gather(self, text: str) -> list[str]:
-        """Every process's text, in every process."""
+        """Returns the texts of all processes, in every process."""
         return gather(text) if self.has_others else [text]
 
     def agree(self, text: str) -> str:
-        """The main process's text, in every process."""
+        """Returns the text of the main process, in every process."""
         return self.gather(text)[0]
 
     def of_main(self, make: Callable[[], str]) -> str:
-        """The text that the main process makes, in every process.
+        """Calls `make` in the main process and returns its text in every process.
 
         Raises:
-          ValueError: making it raises one; in every process.
+          ValueError: `make` raises one. All processes raise it.
         """
         text = error = ""
         if self.is_main:
@@ -101,18 +91,18 @@ class Session:
         return text
 
     def same_everywhere(self, text: str) -> bool:
-        """Whether every process has passed the same text."""
+        """Whether all processes passed the same text."""
         return len(set(self.gather(text))) == 1
 
     def wait_for_all(self) -> None:
-        """Returns when every process has come here."""
+        """Blocks until every process has called this."""
         self.gather("")
 
     def connect(self, mesh: Mesh) -> None:
-        """Connects the devices of all processes with one another, while all are here.
+        """Connects the devices of all processes while all processes wait here.
 
-        They would connect when they first communicate. On CPUs gloo gives up if one device
-        comes more than 30 s after another one by then, from compiling for example.
+        Otherwise they would connect when they first communicate. On CPUs, gloo gives up if
+        one device then comes more than 30 s after another, for example from compiling.
         """
         if self.has_others:
             meet = _meeting(mesh)
@@ -122,25 +112,25 @@ class Session:
     # The end
 
     def leave(self, status: int, line: str) -> int:
-        """Says why this process cannot go on, and ends it if it is one of several.
+        """Reports why this process cannot continue. One of several processes exits here.
 
-        At its regular end a process waits for the others, which may wait for this one.
+        A regular exit would wait for the others, which may wait for this one.
 
         Returns:
-          The exit status, if the process is by itself.
+          The exit status, if this process is alone.
         """
         print(line if status == INTERRUPTED else f"error: {line}", file=sys.stderr)
         if self.has_others:
             sys.stdout.flush()
             sys.stderr.flush()
-            if self.is_main:  # jax aborts the others when this process has ended
+            if self.is_main:  # jax aborts the others when this process exits
                 time.sleep(LAST_LINES_S)
             os._exit(status)
         return status
 
     @contextlib.contextmanager
     def ended_by_errors(self) -> Iterator[None]:
-        """Ends this process at an error, if it is one of several, so that all end soon."""
+        """Exits at an error if this process is one of several, so that all end soon."""
         try:
             yield
         except Exception as error:
@@ -156,7 +146,7 @@ class Session:
 
 
 def gather(text: str) -> list[str]:
-    """Every process's text, in every process that jax.distributed knows."""
+    """Returns the texts of all processes of jax.distributed, in every process."""
     mine = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(mine.size)).ravel()
     padded = np.zeros(max(1, sizes.max()), np.uint8)
@@ -166,9 +156,9 @@ def gather(text: str) -> list[str]:
 
 
 def is_of_xla(error: BaseException) -> bool:
-    """Whether an error comes from a computation, such as one that needs a lost process.
+    """Whether an error comes from XLA, such as a collective with a failed process.
 
-    XLA's errors begin with their status; some of them come as ValueError.
+    Messages of XLA begin with a status. Some of its errors are raised as ValueError.
 
     >>> is_of_xla(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed"))
     True
@@ -180,12 +170,12 @@ def is_of_xla(error: BaseException) -> bool:
 
 
 def _meeting(mesh: Mesh) -> Callable[[], jax.Array]:
-    """Sums over each group of devices, for which they need all their connections."""
+    """Compiles sums over each group of devices, which need all their connections."""
     axes = mesh.axis_names
 
     def meet():
-        # One sum needs the one before: of independent ones each device may begin another
-        # one first, and wait for a device that waits for it. Sums of constants XLA drops.
+        # Each sum depends on the one before. Devices could start independent sums in
+        # different orders and wait for one another. XLA would drop sums of constants.
         total = 0
         for group in (axes, *((axis,) for axis in axes)):
             total = lax.psum(total + lax.axis_index(group), group)

@@ -1,4 +1,4 @@
-"""Whether all processes see the same folder, which a shared file system must provide."""
+"""Checks that all processes see the same folder, on a shared file system."""
 
 import os
 import pathlib
@@ -12,10 +12,11 @@ PATIENCE_S = 20.0  # network file systems show new files late
 
 
 def check(session: Session, folder: pathlib.Path) -> None:
-    """Raises ValueError in all processes unless each sees what the main one writes there.
+    """Raises ValueError in all processes unless each sees a file that the main one writes.
 
     Args:
-      folder: it must exist where the main process is.
+      session: the processes.
+      folder: the folder, which must exist on the host of the main process.
     """
     if not session.has_others:
         return
@@ -26,22 +27,26 @@ def check(session: Session, folder: pathlib.Path) -> None:
     sees = session.gather(str(_appears(folder, name)))
     if session.is_main:
         (folder / name).unlink(missing_ok=True)
-    blind = [i for i, seen in enumerate(sees) if seen != str(True)]
+    blind = " and ".join(
+        f"process {i} (host {session.hosts[i]})"
+        for i, seen in enumerate(sees)
+        if seen != str(True)
+    )
     if blind:
         raise ValueError(
             f"all processes must see the run folder {folder.absolute()} of process 0 (host "
-            f"{session.hosts[0]}), which is not so in {session.names(blind)}: name one on "
-            "a file system that they share, with --run-dir or --runs"
+            f"{session.hosts[0]}), but {blind} cannot: name one on a file system that they "
+            "share, with --run-dir or --runs"
         )
 
 
 def _appears(folder: pathlib.Path, name: str) -> bool:
-    """Whether a file is there, at the latest after a while."""
+    """Waits for a file to appear. Returns whether it did."""
     deadline = time.monotonic() + PATIENCE_S
     while not (folder / name).exists():
         if time.monotonic() > deadline:
             return False
-        for path in (folder.parent, folder):  # NFS looks again
+        for path in (folder.parent, folder):  # makes NFS look again
             if path.is_dir():
                 os.listdir(path)
         time.sleep(0.1)

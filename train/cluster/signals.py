@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request to stop after the current step."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop after the current step."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """While open, notes SIGINT and SIGTERM instead of dying; a second SIGINT interrupts.
+    """While open, records SIGINT and SIGTERM instead of dying. A second SIGINT interrupts.
 
-    SIGHUP, the end of a terminal, is taken as SIGTERM, unless it is ignored (nohup).
+    SIGHUP, the end of a terminal, counts as SIGTERM unless it is ignored (nohup).
 
-    Several processes all stop after the same step, whichever was asked to: jax's service
-    for preemptions catches SIGTERM and finds that step; the other signals are passed on to
-    it.
+    Several processes all stop after the same step, whichever of them got the signal. jax's
+    preemption service catches SIGTERM and agrees on that step. The other signals are passed
+    on to it.
 
     Args:
       session: the processes.
 
     Attributes:
-      received: the signal that came, to any of the processes, or None.
+      received: the signal that any of the processes received, or None.
     """
 
     def __init__(self, session: Session):
@@ -38,10 +38,10 @@ class StopSignals:
         for number in NUMBERS:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM and self._session.has_others:
-                continue  # jax's own handler
+                continue  # jax has a handler of its own
             if number != signal.SIGHUP or not ignored:
                 self._previous[number] = signal.signal(number, self._note)
-        if interrupts.noted():  # before these handlers were set
+        if interrupts.noted():  # Ctrl-C came before these handlers were set
             self._note(signal.SIGINT, None)
         return self
 
@@ -59,7 +59,7 @@ class StopSignals:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def stop_at(self, step: int) -> bool:
-        """Whether to stop after this step; to be asked at every step by every process."""
+        """Whether to stop after this step. Every process must call it at every step."""
         if not self._session.has_others:
             return self.received is not None
         if not multihost_utils.reached_preemption_sync_point(step):

@@ -1,4 +1,4 @@
-"""What training did, kept on the devices until reading it blocks nothing."""
+"""Losses and diagnostics of training, kept on the devices until reading them is free."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,42 +16,43 @@ Election = tuple[int, tuple[lj.Diagnostics, ...]]
 
 
 class Interval(NamedTuple):
-    """What happened in an interval of steps.
+    """Measurements of an interval of steps.
 
     Attributes:
       step: the last step of the interval.
       losses: float [steps, W].
       consensus_distance: at the last step.
-      elections: (step, diagnostics) after each step at which leaders were elected, those
-        left out that `take_elections` has returned.
+      done: the last step that was known to be complete when the interval was read.
+      elections: (step, diagnostics) for each step at which leaders were elected, without
+        those that `take_elections` has returned.
       diagnostics: after the last step.
-      waiting: bool [W], workers that wait to be restored at the last step.
+      waiting: bool [W], whether a worker waits to be restored at the last step.
       restored: int [W], how often each worker was restored in the interval.
-      done: the last step that was known to be over when this was read.
     """
 
     step: int
     losses: np.ndarray
     consensus_distance: float
-    elections: list[Election]
-    diagnostics: tuple[lj.Diagnostics, ...]
-    waiting: np.ndarray
-    restored: np.ndarray
     done: int
+    elections: Sequence[Election] = ()
+    diagnostics: tuple[lj.Diagnostics, ...] = ()
+    waiting: np.ndarray = np.zeros(0, bool)
+    restored: np.ndarray = np.zeros(0, np.int64)
 
 
 class MetricsBuffer:
     """Collects the losses of every step and the diagnostics of every election.
 
-    Nothing is read from the devices before `close_interval`, and then it is the interval
-    before the last one: its steps are over, so the loop waits for nothing.
+    Nothing is read from the devices before `close_interval`, which reads the interval
+    before the one that it closes. The steps of that interval are complete, so the loop
+    waits for nothing.
 
     Args:
       workers: the grid.
-      opt_state: the optimizers' state, to find out when leaders are elected.
-      recent: is told the losses when they are read.
-      step: from which the run goes on.
-      losses: [W] each, those of the interval in progress up to `step`.
+      opt_state: the optimizers' state, which says when leaders are elected.
+      recent: receives the losses when they are read.
+      step: the step from which the run continues.
+      losses: [W] each, the losses of the current interval up to `step`.
 
     Attributes:
       recent: as given.
@@ -80,13 +81,13 @@ class MetricsBuffer:
         self._closed: deque[tuple] = deque()
 
     def add(self, step: int, loss: Array, opt_state: Any) -> None:
-        """Notes the losses [W] of a step that is in flight."""
+        """Adds the losses [W] of a step that is in flight."""
         self._unread.append((step, loss))
         if any(pull.is_due(step) for pull in self._electing):
             self._elections.append((step, self._diagnose(opt_state)))
 
     def read_losses(self, until: int) -> None:
-        """Reads the losses up to a step, and waits for it if it is in flight."""
+        """Reads the losses up to a step. Blocks until that step is complete."""
         losses = []
         while self._unread and self._unread[0][0] <= until:
             self.read, loss = self._unread.popleft()
@@ -97,12 +98,12 @@ class MetricsBuffer:
             self._rows += rows
 
     def unreported_losses(self, until: int) -> list[list[float]]:
-        """The losses [W] of the interval in progress up to a step, which it waits for."""
+        """Losses [W] of the current interval up to a step. Blocks until it is complete."""
         self.read_losses(until)
         return [row.tolist() for row in self._rows]
 
     def take_elections(self) -> list[Election]:
-        """The elections that have not been read, the latest of which it waits for."""
+        """Elections that have not been read. Blocks until the latest one is complete."""
         taken, self._elections = self._elections, []
         return self._fetched(taken)
 
@@ -111,7 +112,7 @@ class MetricsBuffer:
         return list(zip(steps, self._workers.fetch([then for _, then in elections])))
 
     def close_interval(self, step: int, state: Any) -> Interval | None:
-        """Ends an interval here and reads the one before it, if there is one."""
+        """Closes an interval at this step and returns the one before it, or None."""
         distance = lj.consensus_distance(state.params)
         now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
         self._closed.append((step, self._elections, distance, *now))
@@ -119,7 +120,7 @@ class MetricsBuffer:
         return self._read() if len(self._closed) > 1 else None
 
     def flush(self) -> Interval | None:
-        """Reads the interval closed last, and waits for its steps."""
+        """Returns the interval closed last, or None. Blocks until it is complete."""
         return self._read() if self._closed else None
 
     def _read(self) -> Interval:
@@ -133,15 +134,15 @@ class MetricsBuffer:
             step,
             np.stack(losses),
             float(distance),
+            self._done(),
             self._fetched(elections),
             diagnostics,
             waiting,
             self._restored - before,
-            self._done(),
         )
 
     def _done(self) -> int:
-        """The last step that is known to be over."""
+        """The last step that is known to be complete."""
         done = self.read
         for step, loss in self._unread:
             if not loss.is_ready():  # type: ignore  # jax does not declare it
@@ -151,5 +152,5 @@ class MetricsBuffer:
 
 
 def _restored(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
-    """How often each worker was restored, by all pulls together."""
+    """How often each worker was restored, summed over the pulls."""
     return np.sum([pull.restored for pull in pulls], axis=0)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: written while training, read for figures."""
+"""metrics.jsonl and TensorBoard's files: written while training, read for figures."""
 
 import errno
 import json
@@ -18,15 +18,15 @@ class MetricsLog:
     """Writes one JSON line per event, and its scalars as TensorBoard events.
 
     A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'warning', 'end'),
-    the step and the training seconds so far. Numbers that are not finite are written as
-    null.
+    the step and the seconds of training so far. Numbers that are not finite become null.
 
     Args:
-      folder: the run folder; lines are added to what is there.
-      warn: called once if the log cannot be written (a full disk, say); training goes on.
-      write: False: nothing is written, since another process does it.
-      check: called before each event; raises OSError if the folder is gone, and does not
-        return if another run has taken it.
+      folder: the run folder; lines are appended to an existing file.
+      warn: called once if the log cannot be written (a full disk, for example). Training
+        continues.
+      write: whether this process writes; one process of a run does.
+      check: called before each event. Raises OSError if the folder is gone, and does not
+        return if another run has taken it over.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MetricsLog:
             self._fail(error)
 
     def _end_a_cut_off_line(self) -> None:
-        """A line that a crash cut off stays a line of its own."""
+        """Ends a last line that a crash cut off, so that the next one is whole."""
         if not self._ends_with_a_line and self._path.exists():
             if self._path.read_bytes()[-1:] not in (b"\n", b""):
                 self._append("\n")
@@ -78,11 +78,11 @@ class MetricsLog:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all could be written."""
+        """Whether every event was written."""
         return not self._warned
 
     def close(self) -> None:
-        """Writes out what TensorBoard's file still buffers."""
+        """Flushes and closes TensorBoard's file."""
         try:
             self._event_files.close()
         except OSError as error:
@@ -90,13 +90,13 @@ class MetricsLog:
 
 
 def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of a run by kind, in order.
+    """Returns the events of a run by kind, in order.
 
-    What came after the step from which the run was resumed counts no more. Lines that are
-    no events, cut off by a crash or damaged, are skipped.
+    If a run was resumed, events of the session before that lie behind the step of resuming
+    are left out. Lines that a crash cut off, or that are damaged, are skipped.
 
     Raises:
-      OSError: there is no such file, or it cannot be read.
+      OSError: the file does not exist or cannot be read.
     """
     events: list[dict[str, Any]] = []
     for event in _lines(folder / METRICS):
@@ -122,13 +122,13 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(event: dict[str, Any]) -> bool:
-    """Whether an event has the kind, the step and the seconds that all have."""
+    """Whether an event has a kind, a step and seconds."""
     kind, step, seconds = (event.get(name) for name in ("kind", "step", "seconds"))
     return type(kind) is str and type(step) is int and type(seconds) in (int, float)
 
 
 def _jsonable(value: Any) -> Any:
-    """The value with null for numbers that JSON does not know."""
+    """The value with None in place of numbers that JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,17 +1,17 @@
-"""What tests measure, and how it is named and shown."""
+"""Measures of a test, and how they are named and formatted."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 
 class Measure(NamedTuple):
-    """Something that a test measures; the lower the better.
+    """A measure of a test; lower is better.
 
     Attributes:
-      key: in a test's result, and behind `center_` and `best_` in metrics.jsonl.
-      name: in words, before a value.
-      unit: behind a value.
-      digits: behind the decimal point.
+      key: its name in a test's result, and after `center_` and `best_` in metrics.jsonl.
+      name: its name in words, printed before a value.
+      unit: printed after a value.
+      digits: decimal places.
     """
 
     key: str
@@ -21,7 +21,7 @@ class Measure(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name with the unit, for an axis or a column."""
+        """The name with the unit, as an axis or a column shows it."""
         return f"{self.name}, {self.unit}"
 
     def show(self, value: float) -> str:
@@ -35,7 +35,7 @@ BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", "bits per byte", 4)
 
 
 def shown(keys: Collection[str]) -> tuple[Measure, ...]:
-    """What is shown of a test that measured these; models are compared by the first.
+    """Measures to show of a test that has these keys. Models are compared by the first.
 
     >>> [measure.key for measure in shown(["error", "loss"])]
     ['error']
@@ -44,13 +44,13 @@ def shown(keys: Collection[str]) -> tuple[Measure, ...]:
 
 
 def of_events(tests: Collection[Mapping[str, object]]) -> Measure:
-    """What the models of a run are compared by, from its tests in metrics.jsonl."""
+    """The measure by which a run's models are compared, from its events `test`."""
     keys = {key.removeprefix("center_") for test in tests for key in test}
     return ERROR if "error" in keys or not tests else shown(keys)[0]
 
 
 def text(result: Mapping[str, float], name: bool = False) -> str:
-    """A test's result, with the name of what was measured if that is wanted.
+    """A test's result in words, with the name of the measure if `name`.
 
     >>> text({"loss": 1.5, "bits_per_byte": 2.164}, name=True)
     'validation loss 1.5000 nats, 2.1640 bits per byte'

@@ -1,5 +1,6 @@
-"""What a run shows: a progress bar on a terminal, a line from time to time elsewhere."""
+"""Progress of a run: a bar on a terminal, a line every few seconds elsewhere."""
 
+import datetime
 import sys
 import time
 from collections.abc import Sequence
@@ -10,18 +11,18 @@ import rich.progress
 
 
 SECONDS_BETWEEN_LINES = 10.0
-NARROW = 60  # columns of a terminal that has no room for a bar
-BAR_AND_TIME = 16  # columns that they take at least
-MOST_BARS = 16  # workers that each have a bar
+NARROW = 60  # columns below which a terminal has no room for a bar
+BAR_AND_TIME = 16  # columns that the bar and the remaining time take at least
+MOST_BARS = 16  # with more workers than this, none has a bar of its own
 
 
 class Progress:
-    """Messages and progress, shown by the main process.
+    """Messages and progress, which the main process prints.
 
     Args:
-      steps: where the run ends.
-      start: the step from which it goes on.
-      what: what the steps are called.
+      steps: the last step of the run.
+      start: the step from which it continues.
+      what: the word for a step.
       process: the number of this process; 0 is the main one.
     """
 
@@ -51,39 +52,39 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the progress bar."""
+        """Removes the progress bar."""
         self._bar.stop()
 
     def resume(self, step: int) -> None:
-        """Sets the step from which the run goes on."""
+        """Sets the step from which the run continues."""
         self._bar.update(self._task, completed=step)
 
     def say(self, text: str) -> None:
-        """Prints a line, or several, above the bar."""
+        """Prints one or more lines above the bar."""
         shown = printable(text, self._console.encoding)
         self._console.print(rich.markup.escape(shown), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Prints a warning that is the same in all processes, once."""
+        """Prints a warning that is the same in all processes, in the main one only."""
         self._console.print(f"[bold]warning:[/] {rich.markup.escape(text)}", soft_wrap=True)
 
     def warn_here(self, text: str) -> None:
-        """Prints a warning that may concern this process only, whichever it is."""
+        """Prints a warning that may concern only this process."""
         if self._process == 0:
             self.warn(text)
         else:
             print(f"process {self._process}: warning: {text}", file=sys.stderr)
 
     def tested(self, result: str) -> None:
-        """Notes how the center was tested, to be shown beside the progress."""
+        """Sets the test result that is shown beside the progress."""
         self._tested = result
 
     def workers(self, text: str, steps: Sequence[int]) -> None:
-        """Notes how workers at their own pace are doing; of few each has a bar of its own.
+        """Sets the progress of asynchronous workers. If they are few, each has a bar.
 
         Args:
-          text: to be shown beside the progress.
-          steps: that each has taken.
+          text: shown beside the progress.
+          steps: steps that each worker has taken.
         """
         self._paces = text
         if len(steps) > MOST_BARS:
@@ -95,12 +96,12 @@ class Progress:
             self._bar.update(bar, completed=count)
 
     def show(self, step: int, loss: float | None, steps_per_second: float | None) -> None:
-        """Shows how far training is, and at which pace if that is known."""
+        """Shows the step, the loss, and the pace if it is known."""
         loss_text = "" if loss is None else f"loss {loss:.4f}"
         pace = f"{steps_per_second:.1f} {self._what}s/s" if steps_per_second else ""
         parts = [loss_text, self._tested, pace, self._paces]
         text = ", ".join(filter(None, parts))
-        # What is too long rich would take from the steps, too.
+        # rich would shorten the step count too if the text did not fit.
         others = len(f"{self._what} {step}/{self._steps} ")
         others += 0 if self._is_narrow else BAR_AND_TIME
         shown = text[: max(0, self._console.width - others)]
@@ -109,27 +110,17 @@ class Progress:
         if self._bar.disable and now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
             if steps_per_second:
-                text += f", {_clock((self._steps - step) / steps_per_second)} left"
+                left = round((self._steps - step) / steps_per_second)
+                text += f", {datetime.timedelta(seconds=left)} left"
             where = f"{self._what} {step}/{self._steps}"
             self.say(f"{where}: {text}" if text else where)
 
 
 def printable(text: str, encoding: str) -> str:
-    """The text with question marks for what a terminal cannot show or would act upon.
+    """The text with question marks for characters that a terminal cannot show or obeys.
 
     >>> printable("é\\x1b[2J", "latin-1"), printable("é", "ascii")
     ('é?[2J', '?')
     """
     kept = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
     return kept.encode(encoding, "replace").decode(encoding)
-
-
-def _clock(seconds: float) -> str:
-    """h:mm:ss.
-
-    >>> _clock(3725.2)
-    '1:02:05'
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,25 +1,25 @@
-"""How each worker has done lately, by which the best one is known."""
+"""Recent losses of each worker, which decide which one is the best."""
 
 from collections.abc import Iterable
 
 import numpy as np
 
 
-SPAN = 16  # steps that the average is about
+SPAN = 16  # time constant of the average, in steps
 
 
 class RecentLosses:
-    """The average loss of each worker over its last steps, the latest counting most.
+    """Exponential moving average of each worker's losses.
 
-    It depends on the losses alone and not on when they are read, so that a run that is
-    resumed knows the same best worker as one that was not interrupted.
+    It depends on the losses alone and not on when they are read. A resumed run therefore
+    knows the same best worker as an uninterrupted one.
 
     Args:
-      average, nonfinite_steps: as the attributes.
+      average, nonfinite_steps: see the attributes.
 
     Attributes:
       average: float64 [W]; inf for a worker whose last loss was not finite.
-      nonfinite_steps: for how many steps in a row no worker has had a finite loss.
+      nonfinite_steps: consecutive steps, up to the last one, without any finite loss.
     """
 
     def __init__(self, average: np.ndarray, nonfinite_steps: int = 0):
@@ -28,7 +28,7 @@ class RecentLosses:
 
     @classmethod
     def unknown(cls, workers: int) -> "RecentLosses":
-        """Before the first step of so many workers."""
+        """The state of `workers` workers before the first step."""
         return cls(np.full(workers, np.inf))
 
     @property
@@ -43,7 +43,7 @@ class RecentLosses:
         return int(np.argmin(self.average))
 
     def add(self, losses: Iterable[np.ndarray]) -> None:
-        """Takes in the losses [W] of the next steps."""
+        """Updates the averages by the losses [W] of the next steps."""
         for loss in losses:
             loss = np.asarray(loss, np.float64)
             finite, known = np.isfinite(loss), np.isfinite(self.average)

@@ -10,7 +10,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """The rows, of the same columns each, as a Markdown table.
+    """The rows as a Markdown table. All must have the same columns.
 
     >>> print(markdown([{"method": "lsgd", "seeds": 3}]), end="")
     | method | seeds |
@@ -23,7 +23,7 @@ def markdown(rows: Rows) -> str:
 
 
 def write_csv(rows: Rows, path: pathlib.Path) -> None:
-    """Writes the rows, of the same columns each, as CSV with a header."""
+    """Writes the rows as CSV with a header. All must have the same columns."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()

@@ -1,7 +1,7 @@
-"""Scalars for TensorBoard, written in the loop's own thread.
+"""Scalars for TensorBoard, written in the thread of the training loop.
 
-tensorboardX's `SummaryWriter` writes in a thread of its own, which ends at the first error,
-a full disk say; the loop would then wait for it forever.
+tensorboardX's `SummaryWriter` writes in a thread of its own, which ends at the first error
+(a full disk, for example). The loop would then wait for it forever.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 
 
-FLUSH_S = 30  # at most so much is lost if the process is killed
+FLUSH_S = 30  # a killed process loses at most the events of this many seconds
 
 
 class EventFiles:
     """TensorBoard's event files in a folder.
 
-    Its methods raise OSError if nothing can be written. What was written before stays
-    readable, and what comes after goes to a file of its own.
+    Its methods raise OSError if nothing can be written. Earlier events stay readable, and
+    later ones go to a new file.
 
     Args:
-      folder: where to write; made when it is needed.
+      folder: the folder, which is created for the first event.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -36,7 +36,7 @@ class EventFiles:
         self._flushed = time.monotonic()
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the values that some quantities have at a step."""
+        """Writes the values of some quantities at a step."""
         with self._given_up_on_error():
             if self._file is None:
                 self._file = RecordWriter(self._new_path())
@@ -48,14 +48,14 @@ class EventFiles:
                 self._flushed = time.monotonic()
 
     def _new_path(self) -> str:
-        self._folder.mkdir(exist_ok=True)  # not that of the run
+        self._folder.mkdir(exist_ok=True)  # the run folder must exist
         now, host = int(time.time()), socket.gethostname()
         number = sum(1 for _ in self._folder.iterdir())
         name = f"events.out.tfevents.{now}.{host}.{os.getpid()}.{number}"
         return str(self._folder / name)
 
     def close(self) -> None:
-        """Writes out what is still buffered."""
+        """Flushes and closes the file."""
         with self._given_up_on_error():
             if self._file is not None:
                 self._file.close()
@@ -63,7 +63,7 @@ class EventFiles:
 
     @contextlib.contextmanager
     def _given_up_on_error(self) -> Iterator[None]:
-        """Leaves a file behind that cannot be written to."""
+        """Drops the current file if it cannot be written to."""
         try:
             yield
         except OSError:

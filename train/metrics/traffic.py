@@ -1,4 +1,4 @@
-"""What a worker sends at each step, out of the schedules of its pulls."""
+"""Bytes that a worker sends at each step, computed from the schedules of its pulls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ import lsgd_jax as lj
 
 
 class Schedule(NamedTuple):
-    """When a pull sends how much; in metrics.jsonl as a list.
+    """The schedule of a pull; a list in metrics.jsonl.
 
     Attributes:
-      every, sends_at: it sends at t = sends_at (mod every).
-      payload: bytes that each worker sends at one of these steps.
-      exchanges: how many of these steps, from the first on, it has sent at.
+      every, sends_at: the pull sends at t ≡ sends_at (mod every).
+      payload: bytes that each worker sends at such a step.
+      exchanges: number of such steps at which it has sent, counted from the first.
     """
 
     every: int
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
 
 
 def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[Schedule]:
-    """The schedule of every pull, once a step has been taken."""
+    """The schedule of each pull, from the diagnostics after the latest step."""
     return [
         Schedule(pull.period, pull.sends_at, pull.payload, pull.exchanges)
         for pull in diagnostics
@@ -32,7 +32,7 @@ def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[Schedule]:
 
 
 def per_step(pulls: Iterable[Sequence[int]], steps: int) -> np.ndarray:
-    """Bytes that each worker has sent at step 1, 2, …, all pulls together.
+    """Bytes that each worker has sent at step 1, 2, …, summed over the pulls.
 
     >>> per_step([(3, 0, 80, 2), (2, 1, 5, 3)], steps=7).tolist()
     [5, 0, 85, 0, 5, 80, 0]
@@ -45,9 +45,9 @@ def per_step(pulls: Iterable[Sequence[int]], steps: int) -> np.ndarray:
 
 
 def of_run(train: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-    """`per_step` of a run, from its events `train`; None if they do not say.
+    """`per_step` of a run, from its events `train`; None if they have no schedules.
 
-    Of a run that has gone on with other workers it is as these ones send.
+    If a run was resumed with another number of workers, the latest schedules count.
     """
     known = [event for event in train if event.get("pulls")]
     return per_step(known[-1]["pulls"], known[-1]["step"]) if known else None

@@ -1,6 +1,6 @@
-"""The training of asynchronous workers: they train elsewhere, and a run follows them.
+"""The training of asynchronous workers, which train in other processes.
 
-`train.run.loop` begins and finishes the run as it does for workers in lock step.
+`train.run.loop` begins and finishes the run, as it does for workers in lock step.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ import lsgd_jax as lj
 from train.cluster.session import WorkersLost
 from train.config import Config
 from train.metrics.buffer import Interval
-from train.run.checkpoints import Archive
+from train.run.checkpoints import read, steps_in
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
+from train.run.reporting import report, run_test
 from train.run.result import NONFINITE
 from train.run.saving import save
-from train.run.testing import run_test
 from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worker
 
 
@@ -30,15 +30,16 @@ GIB = 2**30
 
 
 def take_steps(run: Run) -> signal.Signals | str | None:
-    """Has the remaining steps taken; returns the reason to stop before, or None."""
+    """Runs the workers to the last step. Returns the reason to stop early, or None."""
     config, experiment = run.config, run.experiment
     assert isinstance(experiment, AsynchronousExperiment)
     follower = Follower(run, experiment)
     options, chosen = config.ray, engine()
     store = options.object_store
     states = experiment.apart(run.state) if run.step else None
-    with run.stopwatch.going_on(), warnings.catch_warnings():
-        # Ray starts its processes by fork and exec, which threads of jax do not disturb.
+    run.stopwatch.pauses = False
+    with warnings.catch_warnings():
+        # Ray starts its processes by fork and exec, which is safe despite jax's threads.
         warnings.filterwarnings("ignore", message=r".*fork\(\)")
         try:
             outcome = chosen.run(
@@ -62,44 +63,46 @@ def take_steps(run: Run) -> signal.Signals | str | None:
             )
         except (RuntimeError, TimeoutError, OSError) as error:
             raise WorkersLost(str(error)) from error
+    run.stopwatch.pauses = True
     follower.end(outcome.states, outcome.status)
     return follower.stopped_by
 
 
 def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
-    """The state of a worker in the latest checkpoint, for when all workers were lost.
+    """Returns a worker's state in the latest checkpoint, for when all workers were lost.
 
     Args:
-      config: the run's.
-      folder: its run folder, as far as it can be read where the worker is.
-      index: which worker.
+      config: the configuration of the run.
+      folder: the run folder.
+      index: the number of the worker.
+
+    Returns:
+      None if there is no checkpoint, or the folder cannot be read from this host.
     """
-    try:
-        archive = Archive(folder / CHECKPOINTS)
-        experiment = AsynchronousExperiment(config)
-        like = experiment.init()
-    except (OSError, ValueError):
-        return None
-    for step in reversed(archive.steps):
-        with contextlib.suppress(ValueError):  # damaged, or of other workers
-            return experiment.apart(archive.restore(step, like).state)[index]
+    checkpoints = folder / CHECKPOINTS
+    for step in reversed(steps_in(checkpoints)):
+        with contextlib.suppress(OSError, ValueError):  # damaged, or of other workers
+            experiment = AsynchronousExperiment(config)
+            like = experiment.init()
+            found = read(checkpoints, step, lambda notes, like=like: like)
+            return experiment.apart(found.state)[index]
     return None
 
 
 def engine() -> Any:
-    """The engine that the workers run on."""
+    """Returns the engine that runs the workers."""
     return lj.asynchronous.ray_engine
 
 
 class Follower:
-    """Reports, tests and saves while workers train elsewhere; asks them to stop.
+    """Reports, tests and saves while workers train, and asks them to stop.
 
     Args:
-      run: that they belong to.
-      experiment: its own.
+      run: the run.
+      experiment: its experiment.
 
     Attributes:
-      stopped_by: the reason to stop before all steps are taken, or None.
+      stopped_by: the reason to stop early, or None.
     """
 
     def __init__(self, run: Run, experiment: AsynchronousExperiment):
@@ -111,18 +114,15 @@ class Follower:
         self._missing: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
-        recent, limit = run.buffer.recent, run.config.stop_after_nonfinite
-        if recent.nonfinite_steps >= limit:  # the user resumes it all the same
-            recent.nonfinite_steps = 0
 
     def __call__(self, status: lj.asynchronous.Status, remote: Any) -> None:
-        """Takes the status of all workers; `remote` answers further questions."""
+        """Handles the status of all workers. `remote` is asked for their states."""
         run, config = self._run, self._run.config
         before = run.step
         self._count(status)
         if not self._has_stepped and run.step > before:
             self._has_stepped = True
-            run.stopwatch.start()  # before, processes were started and compiled
+            run.stopwatch.start()  # until now, processes were started and compiled
         self._tell_of_losses(status, remote)
         to_test = run.passed(config.test_every, before)
         to_save = run.passed(config.checkpoint_every, before)
@@ -136,9 +136,9 @@ class Follower:
         self._stop_if_asked(remote)
 
     def end(self, states: list[State], status: lj.asynchronous.Status) -> None:
-        """Takes over the last states of the workers."""
+        """Takes the final states of the workers."""
         status = status._replace(present=sorted(self._present))  # all have left
-        # Of a worker that hung and had to be killed, what it was asked for last.
+        # A worker that hung and was killed keeps the state that it last answered.
         self._states = [new or old for new, old in zip(states, self._states)]
         self._count(status)
         if self.stopped_by is None:
@@ -148,7 +148,7 @@ class Follower:
         self._report(status)
 
     def _count(self, status: lj.asynchronous.Status) -> None:
-        """Notes how far all are; one that was started again has yet to say so."""
+        """Updates the step counts. A worker that was just restarted reports a lower one."""
         reports = status.reports
         self._counts = [max(n, reports[i].steps) for i, n in enumerate(self._counts)]
         mean = sum(self._counts) // len(self._counts)
@@ -167,25 +167,13 @@ class Follower:
         grid = run.config.workers
         run.progress.workers(summary(status, counts), counts)
         distance, self._distance = self._distance, np.nan
-        nothing = np.zeros(len(counts), np.int64)
-        run.reporter.report(
-            Interval(
-                run.step,
-                losses[None],
-                consensus_distance=distance,
-                elections=[],
-                diagnostics=(),
-                waiting=nothing,
-                restored=nothing,
-                done=run.step,
-            )
-        )
+        report(run, Interval(run.step, losses[None], distance, done=run.step))
         run.write("pace", **pace_event(status, counts))
         for values in leader_events(status, grid.nodes, grid.locals):
             run.write("leaders", **values)
 
     def _losses(self, status: lj.asynchronous.Status) -> np.ndarray | None:
-        """Each worker's last loss [W]; None as long as one has not said any."""
+        """The last loss of each worker [W], or None until all have reported one."""
         known = self._run.buffer.recent.average
         reports = [status.reports[i] for i in range(len(known))]
         losses = [known[i] if r.loss is None else r.loss for i, r in enumerate(reports)]
@@ -193,11 +181,11 @@ class Follower:
         return None if silent else np.asarray(losses, np.float32)
 
     def _tell_of_losses(self, status: lj.asynchronous.Status, remote: Any) -> None:
-        """Says which workers are down, and which are back."""
+        """Reports workers that are down, and workers that are back."""
         progress, counts = self._run.progress, self._counts
         present = set(status.present) | set(remote.ended)
         missing = self._present - present
-        down, self._missing = missing & self._missing, missing  # not who has just ended
+        down, self._missing = missing & self._missing, missing  # one that just ended is not
         for i in sorted(down):
             progress.warn(f"worker {i} is down at its step {counts[i]}")
         for i in sorted(present - self._present):
@@ -207,7 +195,7 @@ class Follower:
     # States
 
     def _collect(self, status: lj.asynchronous.Status, remote: Any) -> bool:
-        """Asks all workers for their states; False if there is none to go on from."""
+        """Asks all workers for their states. Returns whether any state is known."""
         answers = remote.states(own=True)
         self._states = [new or old for new, old in zip(answers, self._states)]
         known = any(state is not None for state in self._states)
@@ -216,7 +204,7 @@ class Follower:
         return known
 
     def _stack(self, status: lj.asynchronous.Status) -> None:
-        """The run's state, of the workers' last ones; copies for those that gave none."""
+        """Stacks the workers' last states; a worker without one gets a copy of the best."""
         scores = {i: status.reports[i].score for i, x in enumerate(self._states) if x}
         best = min(scores, key=lambda i: scores[i])
         source: Any = self._states[best]
@@ -241,11 +229,11 @@ class Follower:
 
 
 def pace_event(status: lj.asynchronous.Status, counts: Sequence[int]) -> dict[str, Any]:
-    """The values of an event `pace`: how far and how well each worker is.
+    """The values of an event `pace`: the progress of each worker.
 
     Args:
-      status: how all workers are doing.
-      counts: steps that each has taken.
+      status: the status of all workers.
+      counts: steps that each worker has taken.
     """
     reports = [status.reports[i] for i in range(len(counts))]
     column = lambda name: [getattr(report, name) for report in reports]
@@ -265,7 +253,7 @@ def pace_event(status: lj.asynchronous.Status, counts: Sequence[int]) -> dict[st
 def leader_events(
     status: lj.asynchronous.Status, nodes: int, locals: int
 ) -> Iterator[dict[str, Any]]:
-    """The values of events `leaders`: the leader of each node, and of all workers."""
+    """Yields the values of events `leaders`: the leader of each node, then of all."""
     workers = range(nodes * locals)
     scores = [status.reports[i].score for i in workers]
     of_nodes = [
@@ -280,7 +268,7 @@ def leader_events(
 
 
 def summary(status: lj.asynchronous.Status, counts: Sequence[int]) -> str:
-    """The workers' steps, the leader and the workers that are down, in a few words.
+    """The workers' steps, the leader and the workers that are down, in one phrase.
 
     >>> of = lambda steps, score: lj.asynchronous.Report(steps, 1.0, score, staleness=2.0)
     >>> reports = {0: of(7, 0.5), 1: of(9, 0.4), 2: of(4, 0.9)}

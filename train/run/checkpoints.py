@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written beside the training loop, read whole or not at all."""
+"""Checkpoints of a run: written asynchronously, and restored whole or not at all."""
 
 import json
 import logging
@@ -20,15 +20,14 @@ from train.run import checksums
 from train.run.folder import unused
 
 
-TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder that is being written
-# That processes wait for one another; one may have failed to write its part.
-BARRIER_S = 300
-FAILURES = (OSError, ValueError, RuntimeError)  # as which Orbax raises what went wrong
-NOTES = "notes/metadata"  # the file of what was noted beside a checkpoint
+TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
+BARRIER_S = 300  # timeout of a process that waits for another one to write its part
+FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
+NOTES = "notes/metadata"  # the file with the notes of a checkpoint
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint read back: its step, the state, and what was noted beside it."""
+    """A restored checkpoint: its step, the state, and the notes saved with it."""
 
     step: int
     state: Any
@@ -36,7 +35,7 @@ class Checkpoint(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A checkpoint that is damaged: another one may be read in its place."""
+    """A checkpoint is damaged; an earlier one may be restored in its place."""
 
     def __init__(self, step: int, reason: str):
         super().__init__(f"the checkpoint of step {step} cannot be read: {reason}")
@@ -45,22 +44,22 @@ class Unreadable(ValueError):
 class LatestFinite(checkpoint_managers.PreservationPolicy):
     """Keeps the latest checkpoint with finite losses.
 
-    Without it a run that diverges, and saves often, would soon have no checkpoint left from
-    which it could go on. Orbax's `BestN` reads its metrics from files of their own: if one
-    is damaged, Orbax opens no checkpoint any more.
+    Without it, a diverging run that saves often would soon have no checkpoint left to
+    continue from. Orbax's `BestN` reads metrics from files of its own. If one of these is
+    damaged, Orbax opens no checkpoint any more.
 
     Args:
-      folder: of the checkpoints.
+      folder: the folder of the checkpoints.
 
     Attributes:
-      known: whether the losses of a step are finite, also before its checkpoint is written.
+      known: {step: whether its losses are finite}, set before a checkpoint is written.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self.known = folder, {}
 
     def latest(self, steps: Iterable[int]) -> int | None:
-        """The latest of the steps whose checkpoint has finite losses, if any has."""
+        """Returns the latest of the steps whose losses are finite, or None."""
         return max(filter(self._is_finite, steps), default=None)
 
     def _is_finite(self, step: int) -> bool:
@@ -69,7 +68,7 @@ class LatestFinite(checkpoint_managers.PreservationPolicy):
         return self.known[step]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which of the checkpoints, from the oldest to the latest, are kept."""
+        """Whether to keep each of the checkpoints, which are sorted by step."""
         latest = self.latest(checkpoint.step for checkpoint in checkpoints)
         return [checkpoint.step == latest for checkpoint in checkpoints]
 
@@ -78,12 +77,12 @@ class Checkpoints:
     """The checkpoints of one run folder.
 
     Args:
-      folder: where they lie, one folder per step.
-      keep: how many to keep, the latest ones; and the latest with finite losses.
+      folder: holds one folder per step.
+      keep: number of latest checkpoints to keep, besides the latest with finite losses.
       warn: called with one line when a checkpoint cannot be written or read.
-      session: the processes that write them together.
-      check: called before files are written; raises OSError if the run folder is gone, and
-        does not return if another run has taken it.
+      session: the processes that write together.
+      check: called before files are written. Raises OSError if the run folder is gone, and
+        does not return if another run has taken it over.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=BARRIER_S,
                 post_finalization_callback=self._write_checksums,
-                # If it made them in a thread and could not, its other threads would wait
-                # for it for ever, and the process would never end.
+                # If a thread that creates them fails, Orbax's other threads wait for it
+                # forever, and the process never ends.
                 create_directories_asynchronously=False,
             ),
         )
@@ -114,35 +113,35 @@ class Checkpoints:
         self._unconfirmed: int | None = None
 
     def _remove_leftovers(self) -> None:
-        """Removes what was being written when a run was killed, or a disk was full."""
+        """Removes partial checkpoints that a killed run or a full disk left behind."""
         if self._session.is_main:
             for path in self._folder.glob(f"*{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_checksums(self) -> None:
-        """Orbax calls this when all files are there, and their folder is to be renamed.
+        """Orbax calls this when all files are written, before it renames their folder.
 
-        Orbax makes a folder anew that was moved while it wrote: `check` notices that.
+        If the run folder was moved meanwhile, Orbax has created it anew. `check` notices.
         """
         self._check()
         checksums.write(self._folder / f"{self._unconfirmed}{TEMPORARY}")
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
-        """Begins to write a checkpoint; training may go on meanwhile.
+        """Begins to write a checkpoint. Training may continue meanwhile.
 
         Args:
-          notes: what to keep beside it; `finite` says whether its losses are.
+          notes: saved beside the state; `finite` says whether the losses are finite.
 
         Returns:
-          Whether it has been begun, or is there. Whether it arrives is known after `wait`
-          or `close`; if it does not, the checkpoints before it are still there.
+          Whether writing has begun, or the checkpoint exists. `wait` or `close` says
+          whether it was written. If not, the checkpoints before it are still there.
         """
         self.wait()
         if step in self._manager.all_steps():
             return True
         self._unconfirmed = step
-        obstacle = self._obstacle(nbytes(state))
-        if obstacle:
+        needed = sum(x.nbytes for x in jax.tree.leaves(state))
+        if obstacle := self._obstacle(needed):
             self._failed(obstacle)
             return False
         args = ocp.args.Composite(
@@ -157,9 +156,9 @@ class Checkpoints:
         return True
 
     def _obstacle(self, needed: int) -> str:
-        """Why so many bytes cannot be written, as the main process sees it; or nothing.
+        """Returns why the main process cannot write `needed` bytes, or ''.
 
-        With several processes Orbax waits for minutes if not even folders can be made.
+        With several processes, Orbax waits for minutes if no folder can be created.
         """
         found = self._gone()
         if self._session.is_main and not found:
@@ -167,7 +166,7 @@ class Checkpoints:
         return self._session.agree(found)
 
     def _gone(self) -> str:
-        """Why the run folder is not there, as the main process sees it; or nothing."""
+        """Returns why the run folder is gone, or '' if it is there."""
         try:
             self._check()
         except OSError as error:
@@ -175,7 +174,7 @@ class Checkpoints:
         return ""
 
     def wait(self) -> bool:
-        """Waits for the checkpoint being written; whether it has arrived safely."""
+        """Blocks until the current checkpoint is written. Returns whether it was."""
         try:
             self._manager.wait_until_finished()
         except FAILURES as error:
@@ -192,36 +191,30 @@ class Checkpoints:
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order."""
-        there = lambda step: (self._folder / str(step)).is_dir()  # may have been removed
-        return sorted(filter(there, self._manager.all_steps()))
+    def latest(self) -> int | None:
+        """Returns the step of the latest checkpoint, or None."""
+        return max(steps_in(self._folder), default=None)
 
     def latest_finite(self) -> int | None:
-        """The step of the latest checkpoint with finite losses."""
-        return self._finite.latest(self.steps)
+        """Returns the step of the latest checkpoint with finite losses, or None."""
+        return self._finite.latest(steps_in(self._folder))
 
     def restore_latest(self, like: Callable[[dict[str, Any]], Any]) -> Checkpoint | None:
-        """The latest checkpoint that can be read.
+        """Restores the latest checkpoint that can be read; None if there is none.
 
-        One that cannot be read (truncated, say) is set aside as `unreadable-STEP`, and the
+        An unreadable one (truncated, for example) is renamed to `unreadable-STEP`, and the
         one before it is tried.
 
         Args:
-          like: from what was noted beside a checkpoint, a state of the same shapes: arrays
-            come back placed as its arrays are, and as host arrays where it has these.
-
-        Returns:
-          None if no checkpoint has been written yet.
+          like: see `read`.
 
         Raises:
-          ValueError: there are some, and none of them can be read; or one is of another
-            state than `like`, which changes no file.
+          ValueError: no checkpoint can be read, or one holds another state than `like`.
+            The latter changes no file.
         """
-        for step in reversed(self.steps):
+        for step in reversed(steps_in(self._folder)):
             try:
-                return self._restore(step, like)
+                return read(self._folder, step, like, self._session)
             except Unreadable as error:
                 aside = unused(self._folder / f"unreadable-{step}")
                 self._warn(f"{error}; it is set aside as {aside.name}")
@@ -229,14 +222,6 @@ class Checkpoints:
         if any(self._folder.glob("unreadable-*")):
             raise ValueError(f"{self._folder.parent} holds no checkpoint that can be read")
         return None
-
-    def _restore(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Checkpoint:
-        damage = ""
-        if self._session.is_main:
-            damage = checksums.damage(self._folder / str(step))
-        if damage := self._session.agree(damage):
-            raise Unreadable(step, damage)
-        return read(self._manager, self._folder, step, like)
 
     def _set_aside(self, step: int, target: pathlib.Path) -> None:
         self._session.wait_for_all()
@@ -246,72 +231,55 @@ class Checkpoints:
         self._manager.reload()
 
     def close(self) -> bool:
-        """Waits for the last checkpoint and ends; whether it has arrived safely."""
+        """Closes the checkpoints. Returns whether the last one was written."""
         arrived = self.wait()
         try:
             self._manager.close()
-        except FAILURES:  # of files that were in the way or gone before, too
+        except FAILURES:  # for example, a file was in the way
             return False
         return arrived
 
 
-class Archive:
-    """The checkpoints of a run folder, to read: nothing in it is changed.
-
-    Args:
-      folder: where they lie, one folder per step.
-
-    Attributes:
-      steps: the steps of which there is a checkpoint, in order.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        # Not `read_only`: Orbax would warn of it, and writes nothing unless told to anyway.
-        options = ocp.CheckpointManagerOptions(create=False)
-        _silence()
-        self._folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
-        self.steps = sorted(self._manager.all_steps())
-
-    def restore(self, step: int, like: Any) -> Checkpoint:
-        """The checkpoint of a step, placed as the state `like`.
-
-        Raises:
-          ValueError: it cannot be read.
-        """
-        if damage := checksums.damage(self._folder / str(step)):
-            raise Unreadable(step, damage)
-        return read(self._manager, self._folder, step, lambda notes: like)
+def steps_in(folder: pathlib.Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, sorted."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def read(
-    manager: ocp.CheckpointManager,
     folder: pathlib.Path,
     step: int,
     like: Callable[[dict[str, Any]], Any],
+    session: Session | None = None,
 ) -> Checkpoint:
-    """A checkpoint whose files are as they were written, as far as checksums tell.
+    """Restores one checkpoint, and changes no file.
 
     Args:
-      manager: of the checkpoints in `folder`.
-      like: see `Checkpoints.restore_latest`.
+      folder: the folder of the checkpoints.
+      step: the step of the checkpoint.
+      like: returns a state of the same shapes, given the notes. Arrays are restored with
+        the placement of its arrays, and as host arrays where it has host arrays.
+      session: the processes that restore together. Defaults to this process alone.
 
     Raises:
-      Unreadable: it is damaged. ValueError: it is not, but of another state than `like`, or
-        something else is in the way.
+      Unreadable: the checkpoint is damaged.
+      ValueError: it is not, but holds another state than `like`, or reading it failed.
     """
+    session, path = session or Session(), folder.absolute() / str(step)
+    damage = checksums.damage(path) if session.is_main else ""
+    if damage := session.agree(damage):
+        raise Unreadable(step, damage)
     noted = notes_of(folder, step)
     try:
         wanted = jax.tree.map(_abstract, like(noted))
     except (KeyError, TypeError, AttributeError) as error:
         raise Unreadable(step, f"its notes are incomplete ({error!r})") from error
+    _silence()
     try:
-        difference = _first_difference(folder / str(step) / "state", wanted)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        state = None if difference else manager.restore(step, args=args)["state"]
+        difference = _first_difference(path / "state", wanted)
+        state = None if difference else _restore(path / "state", wanted)
     except Exception as error:  # Orbax and TensorStore raise all kinds
         reason = one_line(error)
-        if not checksums.are_there(folder / str(step)):
+        if not checksums.are_there(path):
             raise Unreadable(step, reason) from error
         raise ValueError(
             f"the checkpoint of step {step} is as it was written, but reading it failed: "
@@ -324,14 +292,19 @@ def read(
     return Checkpoint(step, state, noted)
 
 
+def _restore(path: pathlib.Path, wanted: Any) -> Any:
+    checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+
+
 def _abstract(leaf: Any) -> Any:
-    """What Orbax restores as such a leaf."""
+    """The leaf as Orbax needs it to restore one of the same kind."""
     as_it_is = isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
     return leaf if as_it_is else ocp.utils.to_shape_dtype_struct(leaf)
 
 
 def _first_difference(path: pathlib.Path, wanted: Any) -> str:
-    """In which array a saved state differs from the one wanted; nothing if in none."""
+    """Names the first array in which a saved state differs from `wanted`, or ''."""
     saved = ocp.StandardCheckpointHandler().metadata(path)  # type: ignore  # takes any path
     there = _by_name(saved.tree)
     here = _by_name(ocp.tree.serialize_tree(wanted, keep_empty_nodes=True))
@@ -360,7 +333,7 @@ def _typed(x: Any) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    """What an error says: its first line, and of a long one the beginning and the end.
+    """The first line of an error's message, shortened in the middle if it is long.
 
     >>> one_line(ValueError("RESOURCE_EXHAUSTED: no space [os_error_code='28']"))
     'RESOURCE_EXHAUSTED: no space'
@@ -371,19 +344,18 @@ def one_line(error: Exception | str) -> str:
 
 
 def latest_notes(folder: pathlib.Path) -> dict[str, Any]:
-    """What was noted beside the latest checkpoint in a folder; nothing if there is none."""
-    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
-    found = (notes_of(folder, step) for step in sorted(steps, reverse=True))
+    """The notes of the latest checkpoint in a folder that has some, or {}."""
+    found = (notes_of(folder, step) for step in reversed(steps_in(folder)))
     return next(filter(None, found), {})
 
 
 def notes_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """What was noted beside a checkpoint; nothing if that cannot be read.
+    """The notes of a checkpoint, or {} if they cannot be read.
 
-    Reads the file itself: a checkpoint manager would make jax take its devices.
+    Reads the file itself, because a checkpoint manager would initialize jax's devices.
     """
     if checksums.damage(folder / str(step), only=NOTES):
-        return {}  # whoever restores the checkpoint says what is wrong with it
+        return {}  # restoring the checkpoint will say what is wrong with it
     try:
         noted = json.loads((folder / str(step) / NOTES).read_text())
     except (OSError, ValueError):
@@ -392,9 +364,9 @@ def notes_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def _obstacle(folder: pathlib.Path, needed: int) -> str:
-    """Why so many bytes cannot be written to a folder; nothing if nothing is in the way."""
+    """Returns why `needed` bytes cannot be written to a folder, or ''."""
     try:
-        folder.mkdir(exist_ok=True)  # may have been removed; a run folder is not made anew
+        folder.mkdir(exist_ok=True)  # not its parents: the run folder must exist
         probe = folder / f"probe{TEMPORARY}"
         probe.mkdir(exist_ok=True)
         probe.rmdir()
@@ -404,17 +376,8 @@ def _obstacle(folder: pathlib.Path, needed: int) -> str:
     return "" if needed <= free else f"it takes {needed:,} bytes, and {free:,} are free"
 
 
-def nbytes(tree: Any) -> int:
-    """The bytes of a tree of arrays, random keys among them.
-
-    >>> nbytes({"x": jax.numpy.zeros((2, 3)), "key": jax.random.key(0)})
-    32
-    """
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def _silence() -> None:
-    """Has Orbax and TensorStore print nothing of what they also raise."""
+    """Stops Orbax and TensorStore from printing errors that they also raise."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:
@@ -422,6 +385,6 @@ def _silence() -> None:
 
 
 def _show_unless_noise(unraisable: Any) -> None:
-    """TensorStore tells a loop that has ended of each failure after the first one."""
+    """Drops TensorStore's calls to an event loop that closed at an earlier failure."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files, which are part of it.
+"""Checksums of a checkpoint's files, saved with it.
 
-Orbax and TensorStore check their own indices: a byte that has changed in the file of an
-array is not noticed, and another number comes back.
+Orbax and TensorStore check only their own indices. A changed byte in an array's file would
+go unnoticed and restore another number.
 """
 
 import hashlib
@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 CHECKSUMS = "sha256.json"
-THREADS = 4  # to read with; hashing does not hold Python's lock
+THREADS = 4  # read and hash files; hashing releases the GIL
 
-# Orbax writes these once the checksums are there, and takes no number of a state from them.
+# Orbax writes these after the checksums, and reads no number of a state from them.
 WITHOUT = {CHECKSUMS, "_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
 def write(folder: pathlib.Path) -> None:
-    """Writes the checksums of all files in the folder of a checkpoint."""
+    """Writes the checksums of all files of a checkpoint."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(THREADS) as threads:
@@ -28,13 +28,13 @@ def write(folder: pathlib.Path) -> None:
 
 
 def damage(folder: pathlib.Path, only: str = "") -> str:
-    """What is wrong with the files of a checkpoint; nothing if they are as written.
+    """Returns how a checkpoint's files differ from those that were written, or ''.
 
-    A checkpoint without checksums, from an earlier version, has nothing wrong with it.
+    A checkpoint of an earlier version has no checksums, and '' is returned.
 
     Args:
-      folder: of the checkpoint.
-      only: looks at this file alone.
+      folder: the folder of the checkpoint.
+      only: the one file to check. Defaults to all.
     """
     try:
         text = (folder / CHECKSUMS).read_text()

@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or the one to resume. Nothing in it is overwritten."""
+"""The folder of a run: a new one, or the one to resume. No file in it is overwritten."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
-    """The newest run folder of this name, as its config.json says.
+    """Returns the newest run folder whose config.json has this name.
 
     Raises:
       ValueError: there is none.
@@ -36,16 +36,16 @@ def newest(runs: str, name: str) -> pathlib.Path:
 
 
 def _name_in(path: pathlib.Path) -> str | None:
-    """The name of the run in a config.json; None if it has none."""
+    """The name of the run in a config.json, or None if it has none."""
     try:
         name = json.loads(path.read_bytes())["name"]
     except (OSError, ValueError, LookupError, TypeError):
-        return None  # no run, or one that only --run-dir can ask about
+        return None  # --run-dir reports what is wrong with it
     return name if isinstance(name, str) else None
 
 
 def to_resume(config: Config) -> pathlib.Path:
-    """The folder of the run to go on with."""
+    """Returns the folder of the run to resume."""
     if config.run_dir is None:
         return newest(config.runs, config.name)
     check_utf8(pathlib.Path(config.run_dir))
@@ -53,7 +53,7 @@ def to_resume(config: Config) -> pathlib.Path:
 
 
 def check_utf8(folder: pathlib.Path) -> None:
-    """Raises ValueError if the path is not UTF-8: no checkpoint could be written then."""
+    """Raises ValueError if the path is not UTF-8, which checkpoints need."""
     try:
         str(folder.absolute()).encode()
     except UnicodeEncodeError:
@@ -65,7 +65,13 @@ def check_utf8(folder: pathlib.Path) -> None:
 def check_same_experiment(
     config: Config, folder: pathlib.Path, free: Set[str] = FREE_ON_RESUME
 ) -> None:
-    """Raises ValueError if the folder's run was of another configuration, saying how."""
+    """Raises ValueError if a run folder has another configuration, naming the differences.
+
+    Args:
+      config: the configuration.
+      folder: the run folder.
+      free: settings that may differ.
+    """
     changes = configuration.differences(configuration.read(folder / CONFIG), config, free)
     if changes:
         raise ValueError(
@@ -74,7 +80,7 @@ def check_same_experiment(
 
 
 def unused(wanted: pathlib.Path) -> pathlib.Path:
-    """PATH, or the first of PATH-2, PATH-3, … that is not there."""
+    """Returns PATH, or the first of PATH-2, PATH-3, … that does not exist."""
     path, count = wanted, 1
     while path.exists():
         count += 1
@@ -83,12 +89,12 @@ def unused(wanted: pathlib.Path) -> pathlib.Path:
 
 
 def taken(path: pathlib.Path) -> bool:
-    """Whether something is there that is not an empty folder."""
+    """Whether a path exists and is not an empty folder."""
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def choose(config: Config) -> pathlib.Path:
-    """The folder of a run that is about to begin or to go on; nothing is made yet."""
+    """Returns the folder of a run that is about to start or resume. Creates nothing."""
     if config.resume:
         return to_resume(config)
     if config.run_dir is not None:
@@ -98,10 +104,10 @@ def choose(config: Config) -> pathlib.Path:
 
 
 def planned(config: Config) -> pathlib.Path:
-    """The folder of a run that other processes are about to begin or to go on.
+    """Returns the folder of a run that other processes will start or resume.
 
     Raises:
-      ValueError: it is there already.
+      ValueError: a new run would use a folder that exists.
     """
     folder = choose(config).absolute()
     if not config.resume and taken(folder):
@@ -110,11 +116,11 @@ def planned(config: Config) -> pathlib.Path:
 
 
 def create(config: Config, session: Session) -> pathlib.Path:
-    """Makes the folder of a new run, with its config.json; the same in all processes.
+    """Creates the folder of a new run with its config.json; the same in all processes.
 
     Raises:
-      ValueError: --run-dir is there already and is not an empty folder, or the folder
-        cannot be made, or is not the same for all; nothing is left of it then.
+      ValueError: --run-dir exists and is not an empty folder, or the folder cannot be
+        created or is not shared by all processes. Nothing of it is left behind.
     """
     folder = pathlib.Path(session.of_main(lambda: str(_make(config))))
     try:
@@ -134,10 +140,10 @@ def _make(config: Config) -> pathlib.Path:
         if taken(folder):
             raise is_taken(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _begin(config, folder)
+        _write_config(config, folder)
     except FileExistsError:
         if config.run_dir is None and folder.is_dir():
-            return _make(config)  # another run that begins now took this name
+            return _make(config)  # another run that started now took this name
         raise is_taken(folder) from None
     except OSError as error:
         reason = error.strerror or error
@@ -145,8 +151,8 @@ def _make(config: Config) -> pathlib.Path:
     return folder
 
 
-def _begin(config: Config, folder: pathlib.Path) -> None:
-    """Writes config.json, or leaves no folder behind."""
+def _write_config(config: Config, folder: pathlib.Path) -> None:
+    """Writes config.json. Removes the folder if this fails."""
     try:
         configuration.write(config, folder / CONFIG)
     except FileExistsError:
@@ -157,15 +163,15 @@ def _begin(config: Config, folder: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Takes back a folder in which nothing has begun."""
+    """Removes the folder of a run that has not begun."""
     with contextlib.suppress(OSError):
         (folder / CONFIG).unlink(missing_ok=True)
         folder.rmdir()
 
 
 def is_taken(folder: pathlib.Path) -> ValueError:
-    """The error of a new run in a folder that is taken."""
+    """The error of a new run whose folder exists."""
     return ValueError(
-        f"`run_dir` must be a new folder, but {folder} exists; add --resume to go on with "
-        "the run in it"
+        f"`run_dir` must be a new folder, but {folder} exists; add --resume to resume the "
+        "run in it"
     )

@@ -1,4 +1,4 @@
-"""The training of a run from its first step to its last line."""
+"""The training of a run, from its first step to its last line."""
 
 import contextlib
 import functools
@@ -14,9 +14,9 @@ from train import config as configuration
 from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
+from train.run.reporting import report, run_test
 from train.run.result import NONFINITE, Result, last_line
 from train.run.saving import save, saved_if_data_fail
-from train.run.testing import run_test
 from train.task.experiment import Experiment
 
 
@@ -25,7 +25,7 @@ Reason = signal.Signals | str
 
 
 def train(run: Run) -> Result:
-    """Trains to the end, or until a signal, or until no worker is finite any more."""
+    """Trains until the last step, a signal, or until no worker is finite any more."""
     run.stopwatch.start()
     with contextlib.closing(run.metrics):
         announce(run)
@@ -42,7 +42,7 @@ def train(run: Run) -> Result:
 
 
 def take_steps(run: Run) -> Reason | None:
-    """Takes the remaining steps; returns the reason to stop before, or None."""
+    """Takes the remaining steps. Returns the reason to stop early, or None."""
     config, experiment = run.config, run.experiment
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
@@ -56,7 +56,7 @@ def take_steps(run: Run) -> Reason | None:
             run.buffer.add(run.step, loss, run.state.opt_state)
             comes = functools.partial(run.passed, since=run.step - 1)
             if comes(config.log_every) or run.step == config.steps:
-                run.reporter.report(run.buffer.close_interval(run.step, run.state))
+                report(run, run.buffer.close_interval(run.step, run.state))
             if comes(config.test_every):
                 run_test(run)
             if comes(config.checkpoint_every):
@@ -70,7 +70,7 @@ def take_steps(run: Run) -> Reason | None:
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
     """Reports, tests (unless the run was stopped) and saves after the last step."""
-    run.reporter.report(run.buffer.flush())
+    report(run, run.buffer.flush())
     jax.block_until_ready(run.state)
     seconds = run.stopwatch.seconds
     tested = run_test(run) if stopped_by is None else None
@@ -86,13 +86,13 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         tested,
         stopped_by,
         saved,
-        checkpoint=max(run.checkpoints.steps, default=None),
+        checkpoint=run.checkpoints.latest(),
         finite_checkpoint=run.checkpoints.latest_finite(),
     )
 
 
 def announce(run: Run) -> None:
-    """Writes and shows the settings that the run begins with, or goes on with."""
+    """Writes and shows the settings with which the run starts or resumes."""
     grid = [run.config.workers.nodes, run.config.workers.locals]
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
@@ -105,20 +105,20 @@ def announce(run: Run) -> None:
 
 
 def conclude(run: Run, result: Result) -> Result:
-    """Writes the last event and the figures, and says how the run ended.
+    """Writes the last event and the figures, and prints the last line.
 
     Returns:
-      The result, and whether all metrics could be written.
+      The result, with `has_metrics` set.
     """
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
     run.write("end", **values, stopped_by=stopped_by)
-    run.metrics.close()  # what cannot be written is known before the last line
+    run.metrics.close()  # the last line says whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)
     if run.session.is_main:
         try:
             draw(run.folder)
-        except Exception as error:  # whatever metrics.jsonl holds: the run is over
+        except Exception as error:  # an unusual metrics.jsonl must not fail the run
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
     run.progress.say(last_line(result, run.config))
     return result
@@ -126,13 +126,13 @@ def conclude(run: Run, result: Result) -> Result:
 
 def draw(folder: pathlib.Path) -> None:
     """Draws the figures of a run."""
-    from train import plots  # not before training: Matplotlib takes a second
+    from train import plots  # importing Matplotlib takes a second
 
     plots.draw(folder)
 
 
 def write_sample(run: Run) -> None:
-    """Shows a sample of a center that writes, and keeps it in the run folder."""
+    """Shows a text written by the center, and saves it in the run folder."""
     text = run.experiment.sample(run.state)
     if not text:
         return

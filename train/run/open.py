@@ -1,4 +1,4 @@
-"""Opening a run: everything that training it needs, before the first step."""
+"""Opening a run: everything that training needs, before the first step."""
 
 import dataclasses
 import os
@@ -22,35 +22,34 @@ from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
-from train.run.reporting import Reporter
 from train.run.resharding import Resizing, Restored
 from train.run.result import where
-from train.run.stopwatch import Stopwatch
+from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
 
 
-MANY = 128  # workers of a process, whose placing is felt
+MANY = 128  # workers per process above which placing them takes a while
 
 
 @dataclasses.dataclass
 class Run:
-    """A run that is open. Only `state` and `step` change while it is trained.
+    """An open run. Training changes only `state` and `step`.
 
     Attributes:
-      config: what to do.
-      session: this process among those of the run.
+      config: the configuration.
+      session: this process among the processes of the run.
       experiment: the configuration, built.
       folder: the run folder.
-      state: of the training after `step` steps, see `train.task.state`.
+      state: the training state after `step` steps, see `train.task.state`.
       step: steps taken.
-      resizing: how the workers have changed, or None.
-      checkpoints: those of the run folder.
-      stopwatch: seconds of training; started when training is.
-      metrics: what the run folder says of training.
-      buffer: what has not been written to it yet.
-      progress: what the user sees.
-      reporter: from the buffer to the metrics and the progress.
+      resizing: how the grid of workers has changed, or None.
+      checkpoints: the checkpoints in the run folder.
+      stopwatch: seconds of training; started with it.
+      pace: steps per second.
+      metrics: the log of metrics in the run folder.
+      buffer: measurements that are not in the log yet.
+      progress: messages and progress on the screen.
       stop_signals: Ctrl-C and SIGTERM.
       lock: holds the run folder; None in all processes but the main one.
     """
@@ -64,35 +63,36 @@ class Run:
     resizing: Resizing | None
     checkpoints: Checkpoints
     stopwatch: Stopwatch
+    pace: Pace
     metrics: MetricsLog
     buffer: MetricsBuffer
     progress: Progress
-    reporter: Reporter
     stop_signals: StopSignals
     lock: RunLock | None
 
     def passed(self, every: int, since: int) -> bool:
         """Whether a multiple of `every` was passed after step `since`.
 
-        The last step does not count: the end of the run reports, tests and saves.
+        Always False at the last step: the end of the run reports, tests and saves.
         """
         return self.step < self.config.steps and self.step // every > since // every
 
-    def write(self, kind: str, **values: Any) -> None:
-        """Writes an event of this step to the metrics."""
-        self.metrics.write(kind, self.step, self.stopwatch.seconds, **values)
+    def write(self, kind: str, step: int | None = None, **values: Any) -> None:
+        """Writes an event to the metrics. `step` defaults to the current one."""
+        step = self.step if step is None else step
+        self.metrics.write(kind, step, self.stopwatch.seconds, **values)
 
 
 def open_run(config: Config, session: Session | None = None) -> Run:
     """Opens a new run, or the one to resume.
 
     Args:
-      config: what to do.
-      session: this process among those of the run; None: this one by itself.
+      config: the configuration.
+      session: this process among the processes of the run. Defaults to this one alone.
 
     Raises:
-      ValueError: the configuration, the data or the run folder is not what it must be;
-        nothing has been written then.
+      ValueError: the configuration, the data or the run folder is not valid. Nothing has
+        been written then.
     """
     session = Session() if session is None else session
     resumed = run_folder.to_resume(config) if config.resume else None
@@ -111,7 +111,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if resumed is not None:
         check_same_start(config, experiment.forward.sizes, resumed)
         check_kept(experiment.forward.kept, resumed)
-    fresh = experiment.init()  # more fragments than leaves, say: before there is a folder
+    fresh = experiment.init()  # finds more errors, and there is no folder yet
     folder = run_folder.create(config, session) if resumed is None else resumed
     if resumed is None:
         lock = hold(folder, session, progress)
@@ -134,10 +134,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if start.step > config.steps:
         progress.say(
             f"{start.step} steps have been taken already, more than --steps "
-            f"{config.steps}: the run takes no other"
+            f"{config.steps}: the run takes no more"
         )
-    stopwatch = Stopwatch(start.notes["seconds"])
-    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check)
     run = Run(
         config=config,
         session=session,
@@ -147,8 +145,9 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         step=start.step,
         resizing=start.resizing,
         checkpoints=checkpoints,
-        stopwatch=stopwatch,
-        metrics=metrics,
+        stopwatch=Stopwatch(start.seconds),
+        pace=Pace(at_least=config.log_every // 2),
+        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check),
         buffer=MetricsBuffer(
             experiment.workers,
             start.state.opt_state,
@@ -157,7 +156,6 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             start.losses,
         ),
         progress=progress,
-        reporter=Reporter(config, metrics, progress, stopwatch, start.recent),
         stop_signals=StopSignals(session),
         lock=lock,
     )
@@ -167,16 +165,16 @@ def open_run(config: Config, session: Session | None = None) -> Run:
 
 
 def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:
-    """Holds a run folder for the processes of a run, the main one for all of them.
+    """Locks a run folder. The main process does so for all processes of the run.
 
     Raises:
-      ValueError: another run holds it, or it cannot be written to.
+      ValueError: another run holds the folder, or it cannot be written to.
     """
 
     def lost(line: str) -> None:
         progress.close()
         line = f"{line}; this run has stopped {session.where()}"
-        os._exit(session.leave(STOPPED, line))  # whatever the main thread hangs in
+        os._exit(session.leave(STOPPED, line))  # even if the main thread hangs
 
     held: list[RunLock] = []
     take = lambda: held.append(RunLock(folder, progress.say, lost))
@@ -187,10 +185,10 @@ def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock 
 def written_by_main(
     session: Session, folder: pathlib.Path, write: Callable[[], object]
 ) -> None:
-    """Has the main process write to a run folder.
+    """Calls `write`, which writes to a run folder, in the main process.
 
     Raises:
-      ValueError: it cannot, or `write` raises one; in every process.
+      ValueError: `write` raises one, or an OSError. All processes raise it.
     """
 
     def attempt() -> str:
@@ -210,26 +208,28 @@ def starting_point(
     progress: Progress,
     fresh: Any,
 ) -> Restored:
-    """The latest checkpoint if the run is resumed, or else the state before step 1."""
+    """Returns the latest checkpoint if the run is resumed, otherwise the fresh state."""
     if config.resume:
         restored = resharding.restore(checkpoints, fresh, experiment.workers)
         if restored is not None:
+            if restored.recent.nonfinite_steps >= config.stop_after_nonfinite:
+                restored.recent.nonfinite_steps = 0  # it was resumed deliberately
             return restored
         folder = run_folder.to_resume(config)
         progress.warn(f"{folder} holds no checkpoint yet; the run begins at step 0")
     unknown = RecentLosses.unknown(experiment.workers.num_workers)
-    return Restored(0, fresh, {"seconds": 0.0}, unknown, losses=[], resizing=None)
+    return Restored(0, fresh, 0.0, unknown, losses=[], resizing=None)
 
 
 def check_same_start(
     config: Config, sizes: Mapping[str, int], folder: pathlib.Path
 ) -> None:
-    """Raises ValueError if a run began with other data or settings than those at hand.
+    """Raises ValueError if a run began with other data or settings than the current ones.
 
     Args:
-      config: the settings, which agree with those in config.json.
+      config: the settings, which agree with config.json.
       sizes: see `Forward.sizes`.
-      folder: of the run.
+      folder: the run folder.
     """
     if not (folder / log.METRICS).exists():
         return
@@ -244,7 +244,7 @@ def check_same_start(
             if isinstance(before, int) and before != count:
                 raise ValueError(
                     f"{folder} is a run on other data: with {before} "
-                    f"{name.replace('_', ' ')}, and here are {count}"
+                    f"{name.replace('_', ' ')}, not {count}"
                 )
         settings = start.get("settings")
         for name, before in settings.items() if isinstance(settings, dict) else ():
@@ -256,13 +256,13 @@ def check_same_start(
 
 
 def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:
-    """Raises ValueError if a run folder keeps something else of the data.
+    """Raises ValueError if files of the data in a run folder are not those of these data.
 
     Args:
       kept: see `Forward.kept`.
-      folder: of the run.
+      folder: the run folder.
     """
     for name, text in kept.items():
         path = folder / name
         if path.exists() and path.read_text() != text:
-            raise ValueError(f"{folder} is a run on another text: {path} is of that one")
+            raise ValueError(f"{folder} is a run on another text, which {path} describes")

@@ -1,114 +1,99 @@
-"""What is written and shown of every interval of steps, and the warnings."""
+"""Reports of a run in progress: metrics, tests, the screen, and warnings."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import lsgd_jax as lj
-from train.config import Config
-from train.metrics import traffic
+from train.metrics import measures, traffic
 from train.metrics.buffer import Election, Interval
-from train.metrics.log import MetricsLog
-from train.metrics.progress import Progress
-from train.metrics.recent import RecentLosses
-from train.run.stopwatch import Pace, Stopwatch
+from train.run.open import Run
+from train.run.result import Tested
 
 
-class Reporter:
-    """Writes and shows what training did, and warns of what goes wrong.
+def report(run: Run, interval: Interval | None) -> None:
+    """Writes and shows an interval, and warns of failures; does nothing for None."""
+    if interval is None:
+        return
+    finite = np.isfinite(interval.losses)
+    known = np.where(finite, interval.losses, 0)
+    with np.errstate(all="ignore"):
+        losses = known.sum(0) / finite.sum(0)
+        loss = float(known.sum() / finite.sum())
+    _warn_of_nonfinite(run, interval.step, finite)
+    _warn_of_restored(run, interval)
+    pace = run.pace(interval.done, run.stopwatch.seconds)
+    run.write(
+        "train",
+        interval.step,
+        loss=loss,
+        losses=losses.tolist(),
+        steps_per_second=pace,
+        consensus_distance=interval.consensus_distance,
+        waiting=int(interval.waiting.sum()),
+        **totals(interval.diagnostics),
+    )
+    write_leaders(run, interval.elections)
+    run.progress.show(interval.step, loss, pace)
 
-    Args:
-      config: the run's.
-      metrics, progress: where to.
-      stopwatch: the run's.
-      recent: how the workers have done lately.
+
+def write_leaders(run: Run, elections: Sequence[Election]) -> None:
+    """Writes the leader of each election."""
+    for step, diagnostics in elections:
+        for pull in diagnostics:
+            if pull.leader is not None and pull.is_due(step):
+                run.write("leaders", step, **leaders(pull, run.config.workers.nodes))
+
+
+def run_test(run: Run) -> Tested:
+    """Tests the center and the best worker, and writes the results.
+
+    The training state is not changed.
     """
+    report(run, run.buffer.flush())
+    run.buffer.read_losses(run.step)
+    jax.block_until_ready(run.state)
+    with run.stopwatch.paused():
+        center = run.experiment.test_center(run.state)
+        worker = run.buffer.recent.best
+        best = run.experiment.test_worker(run.state, worker)
+        sent = run.experiment.bytes_sent(run.state)
+    trained = run.buffer.recent.average[worker]
+    losses = [center["loss"], best["loss"], trained]
+    tested = Tested(center, best, bool(np.isfinite(losses).all()))
+    run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
+    run.progress.tested(measures.text(center, name=True))
+    return tested
 
-    def __init__(
-        self,
-        config: Config,
-        metrics: MetricsLog,
-        progress: Progress,
-        stopwatch: Stopwatch,
-        recent: RecentLosses,
-    ):
-        self._config, self._metrics = config, metrics
-        self._progress, self._stopwatch = progress, stopwatch
-        self._recent = recent
-        self._pace = Pace(at_least=config.log_every // 2)
-        self._warned_of_misplaced = False
 
-    def report(self, interval: Interval | None) -> None:
-        """Writes and shows what an interval of steps did; nothing for None."""
-        if interval is None:
-            return
-        finite = np.isfinite(interval.losses)
-        known = np.where(finite, interval.losses, 0)
-        with np.errstate(all="ignore"):
-            losses = known.sum(0) / finite.sum(0)
-            loss = float(known.sum() / finite.sum())
-        self._warn_of_nonfinite(interval.step, finite)
-        self._warn_of_restored(interval)
-        self._warn_of_misplaced(interval)
-        pace = self._pace(interval.done, self._stopwatch.seconds)
-        self._metrics.write(
-            "train",
-            interval.step,
-            self._stopwatch.seconds,
-            loss=loss,
-            losses=losses.tolist(),
-            steps_per_second=pace,
-            consensus_distance=interval.consensus_distance,
-            waiting=int(interval.waiting.sum()),
-            **totals(interval.diagnostics),
+def _warn_of_nonfinite(run: Run, step: int, finite: np.ndarray) -> None:
+    bad = np.flatnonzero(~finite.all(axis=0))
+    if steps := run.buffer.recent.nonfinite_steps:
+        run.progress.warn(
+            f"no worker has had a finite loss for {steps} steps: nothing is exchanged, "
+            f"and training stops after {run.config.stop_after_nonfinite} such steps"
         )
-        self.write_leaders(interval.elections)
-        self._progress.show(interval.step, loss, pace)
+    elif bad.size:
+        run.progress.warn(
+            f"the loss of worker {_joined(bad)} was not finite at some of the steps up "
+            f"to {step}; such a worker is restored at the next exchange"
+        )
 
-    def write_leaders(self, elections: Sequence[Election]) -> None:
-        """Writes who was elected when."""
-        for step, diagnostics in elections:
-            for pull in diagnostics:
-                if pull.leader is not None and pull.is_due(step):
-                    values = leaders(pull, self._config.workers.nodes)
-                    self._metrics.write("leaders", step, self._stopwatch.seconds, **values)
 
-    def _warn_of_nonfinite(self, step: int, finite: np.ndarray) -> None:
-        bad = np.flatnonzero(~finite.all(axis=0))
-        if steps := self._recent.nonfinite_steps:
-            self._progress.warn(
-                f"no worker has had a finite loss for {steps} steps: nothing is exchanged, "
-                f"and training stops after {self._config.stop_after_nonfinite} such steps"
-            )
-        elif bad.size:
-            self._progress.warn(
-                f"the loss of worker {_joined(bad)} was not finite at some of the steps up "
-                f"to {step}; such a worker is restored at the next exchange"
-            )
-
-    def _warn_of_restored(self, interval: Interval) -> None:
-        restored = np.flatnonzero(interval.restored)
-        if restored.size:
-            how = "left out of a mean" if self._config.method.first else "restored"
-            self._progress.warn(
-                f"worker {_joined(restored)} was not finite and was {how} at an exchange "
-                f"(seen up to step {interval.step})"
-            )
-
-    def _warn_of_misplaced(self, interval: Interval) -> None:
-        steps = np.sum([pull.misplaced for pull in interval.diagnostics], axis=0)
-        if np.any(steps) and not self._warned_of_misplaced:
-            self._warned_of_misplaced = True
-            self._progress.warn(
-                f"the parameters of worker {_joined(np.flatnonzero(steps))} were changed "
-                f"behind the exchange (seen up to step {interval.step}): the exchange must "
-                "stand last in the chain, and nothing else may change parameters"
-            )
+def _warn_of_restored(run: Run, interval: Interval) -> None:
+    restored = np.flatnonzero(interval.restored)
+    if restored.size:
+        how = "left out of a mean" if run.config.method.first else "restored"
+        run.progress.warn(
+            f"worker {_joined(restored)} was not finite and was {how} at an exchange "
+            f"(seen up to step {interval.step})"
+        )
 
 
 def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
-    """Which workers led at a pull (one of each node, or one of all), and all scores."""
+    """The leaders of a pull (one per node, or one of all) and the scores of all workers."""
     leader, score = np.asarray(pull.leader), np.asarray(pull.score)
     if pull.axes == ("local",):
         grid = leader.reshape(nodes, -1)
@@ -118,7 +103,7 @@ def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
 
 
 def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, Any]:
-    """What each worker has sent, and when; workers restored; by all pulls together."""
+    """Bytes sent by each worker, workers restored, and schedules, summed over the pulls."""
     if not diagnostics:
         return {}
     restored = sum(int(np.sum(pull.restored)) for pull in diagnostics)

@@ -1,14 +1,14 @@
-"""Going on with another grid of workers: which worker comes from which, and what is kept.
+"""Resuming with another grid of workers: the origin of each worker, and the state it keeps.
 
-`python -m train NAME --resume --workers.nodes N --workers.locals L` goes on from a
-checkpoint of another grid, W workers before and W' now. The best min(W, W') go on, each in
-its node while there is room and otherwise where there is room; what is free then is taken
-by copies of the best worker in that node, in new nodes by copies of the best of all (see
-`sources`). A worker, and a copy of it, takes along its parameters, batch statistics and
-optimizer state; its random key and its order of the data belong to its new number. What is
-equal on all workers (`Shared`) stays to the bit. Of each method that is:
+`python -m train NAME --resume --workers.nodes N --workers.locals L` resumes a checkpoint of
+W workers with W' workers. The best min(W, W') workers continue, each in its node while
+there is room, otherwise in another node. Free places in a node are filled with copies of
+the best worker of that node, in new nodes with copies of the best of all (see `sources`). A
+worker and its copies keep its parameters, batch statistics and optimizer state. Its random
+key and its order of the data belong to its new number. Values that are equal on all workers
+(`Shared`) stay bit-identical. For each method:
 
-    method                what stays                     what is new
+    method                kept                           new
     lsgd                  losses and scores              the leaders, at the next pull
     easgd                 center                         α = β / W'; a single worker is the
                                                          center at the next exchange
@@ -22,7 +22,7 @@ equal on all workers (`Shared`) stays to the bit. Of each method that is:
     parle                 center, anchors, averages      the center, at the next exchange
     dpsgd, adpsgd         –                              the graph; the workers' mean moves
     sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'
-    osgp, staleness > 1   refused: messages are in flight to the workers of before
+    osgp, staleness > 1   refused: messages to the old workers are in flight
     pairwise              clocks                         the graph
     gosgd                 parameters                     the graph; weights are 1: Σ w = W'
     wagma                 –                              the groups; W' is a power of two
@@ -31,10 +31,10 @@ equal on all workers (`Shared`) stays to the bit. Of each method that is:
       licm, cge           likewise                       likewise; for cge W' > `faulty`
     independent           –                              –
 
-What a graph or a method asks of the number of workers is checked when the experiment is
-built. The rows of a step depend on (seed, number of the worker, step): every worker goes on
-at this step of the order that belongs to its new number. With --data.shard the images are
-split anew, into W' parts, and the place in a part follows from the step.
+Constraints of a graph or a method on the number of workers are checked when the experiment
+is built. The rows of a step depend on (seed, number of the worker, step), so each worker
+continues at this step of the order that belongs to its new number. With --data.shard the
+images are split anew into W' parts, and the position in a part follows from the step.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ from train.task.state import TrainState
 
 
 class Resizing(NamedTuple):
-    """From which grid to which, and for each new worker the old one that it comes from."""
+    """The old grid, the new grid, and the old worker from which each new one comes."""
 
     old: WorkersConfig
     new: WorkersConfig
@@ -61,10 +61,10 @@ class Resizing(NamedTuple):
 
     def __str__(self) -> str:
         pairs = ", ".join(f"{i} from {worker}" for i, worker in enumerate(self.sources))
-        return f"{shape(self.new)} workers go on from {shape(self.old)}: {pairs}"
+        return f"{shape(self.new)} workers resume from {shape(self.old)}: {pairs}"
 
     def event(self) -> dict[str, Any]:
-        """Its values in metrics.jsonl."""
+        """The values of the event in metrics.jsonl."""
         grids = {"old": self.old, "new": self.new}
         return {
             **{name: [grid.nodes, grid.locals] for name, grid in grids.items()},
@@ -73,20 +73,20 @@ class Resizing(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What a run goes on with.
+    """The starting point of a run.
 
     Attributes:
       step: steps taken.
-      state: placed for the new workers.
-      notes: what was noted beside the checkpoint.
-      recent: how the new workers have done lately.
-      losses: [W] each, of the interval in progress, which has not been reported.
-      resizing: how the workers changed, or None.
+      state: the training state, placed for the new workers.
+      seconds: seconds of training so far.
+      recent: recent losses of the new workers.
+      losses: [W] each, losses of the current interval, which has not been reported.
+      resizing: how the grid changed, or None.
     """
 
     step: int
     state: TrainState
-    notes: Mapping[str, Any]
+    seconds: float
     recent: RecentLosses
     losses: list[list[float]]
     resizing: Resizing | None
@@ -95,18 +95,18 @@ class Restored(NamedTuple):
 def restore(
     checkpoints: Checkpoints, fresh: TrainState, workers: lj.Workers
 ) -> Restored | None:
-    """The latest checkpoint that can be read, for these workers.
+    """Restores the latest checkpoint that can be read, for these workers; None if none is.
 
-    Of the same grid it is the state to the bit, placed as it was. Of another one every
-    process reads it to its memory and keeps what its workers go on from.
+    If its grid is the same, the state is bit-identical and placed as before. Otherwise
+    every process reads it into host memory and keeps the rows that its workers need.
 
     Args:
-      checkpoints: where to look.
-      fresh: a state of these workers, as it is before the first step.
+      checkpoints: the checkpoints of the run.
+      fresh: a state of these workers before the first step.
       workers: the grid.
 
     Raises:
-      ValueError: a method that cannot go on with other workers.
+      ValueError: the method cannot continue with other workers.
     """
     new, old = WorkersConfig(workers.nodes, workers.locals), _grid
     read = checkpoints.restore_latest(
@@ -121,28 +121,32 @@ def restore(
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
-        return Restored(step, state, notes, RecentLosses(recent, bad), losses, None)
+        recent = RecentLosses(recent, bad)
+        return Restored(step, state, notes["seconds"], recent, losses, None)
     chosen = sources(old(notes), new, scores(state, recent))
     resizing = Resizing(old(notes), new, chosen.tolist())
     try:
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(new)} workers cannot go on from {shape(old(notes))}: {error}"
+            f"{shape(new)} workers cannot resume from {shape(old(notes))}: {error}"
         ) from error
-    return Restored(step, state, notes, RecentLosses(recent[chosen]), [], resizing)
+    recent = RecentLosses(recent[chosen])
+    return Restored(step, state, notes["seconds"], recent, [], resizing)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:
-    """The grid that was noted beside a checkpoint; None if the notes cannot be read."""
+    """The grid in the notes of a checkpoint, or None if they could not be read."""
     return _grid(notes) if notes else None
 
 
 def _grid(notes: Mapping[str, Any]) -> WorkersConfig:
-    """The devices inside a worker make no difference: a checkpoint holds whole arrays.
+    """The grid in the notes, without the devices inside a worker.
+
+    These make no difference, because a checkpoint holds whole arrays.
 
     Raises:
-      KeyError: notes that a run cannot go on from.
+      KeyError: the notes are incomplete.
     """
     for name in ("recent_losses", "seconds"):
         notes[name]
@@ -151,7 +155,7 @@ def _grid(notes: Mapping[str, Any]) -> WorkersConfig:
 
 
 def shape(grid: WorkersConfig) -> str:
-    """nodes x locals.
+    """The grid as 'nodes x locals'.
 
     >>> shape(WorkersConfig(2, 4))
     '2 x 4'
@@ -160,15 +164,15 @@ def shape(grid: WorkersConfig) -> str:
 
 
 def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.ndarray:
-    """For each new worker the old one that it comes from.
+    """Returns, for each new worker, the number of the old one that it comes from.
 
     Args:
       old, new: the grids, of W and W' workers.
-      scores: [W], the lower the better; inf for a worker that is to be copied only if all
-        are. Ties go to the lower number.
+      scores: [W], lower is better. A worker with score inf is copied only if all have it.
+        Ties go to the lower number.
 
     Returns:
-      int [W']; workers that stay in a node stand first in it, in their old order.
+      int [W']. Workers that stay in a node come first in it, in their old order.
 
     >>> sources(WorkersConfig(2, 2), WorkersConfig(1, 2), [0.3, 0.9, 0.2, 0.4]).tolist()
     [0, 2]
@@ -197,9 +201,10 @@ def sources(old: WorkersConfig, new: WorkersConfig, scores: ArrayLike) -> np.nda
 
 
 def scores(state: TrainState, recent: np.ndarray) -> np.ndarray:
-    """What workers are chosen by: the method's own scores, or else their recent losses.
+    """Scores [W] that rank the workers: those of the method, otherwise recent losses.
 
-    inf for a worker that waits to be restored, or has a score or parameter not finite.
+    The score is inf for a worker that waits to be restored, or whose score or parameters
+    are not finite.
     """
     own = [pull.score for pull in lj.diagnostics(state.opt_state)]
     known = [score for score in own if score is not None]
@@ -211,7 +216,7 @@ def scores(state: TrainState, recent: np.ndarray) -> np.ndarray:
 
 
 def like(state: TrainState, old: WorkersConfig) -> TrainState:
-    """What a state of other workers is restored as: like `state`, in the host's memory."""
+    """A target to restore a state of the old workers to host memory, like `state`."""
     everywhere = state.step.value.sharding
 
     def leaf(x: Any, rows: tuple[int, ...]) -> Any:
@@ -231,16 +236,16 @@ def like(state: TrainState, old: WorkersConfig) -> TrainState:
 def resized(
     state: TrainState, fresh: TrainState, workers: lj.Workers, sources: np.ndarray
 ) -> TrainState:
-    """A state of the old workers (on the host), for the new ones.
+    """Returns the state of the new workers, made from a state of the old ones.
 
     Args:
-      state: of the old workers.
-      fresh: of the new workers, which brings their random keys.
+      state: the state of the old workers, in host memory.
+      fresh: a state of the new workers, which provides their random keys.
       workers: the new workers.
-      sources: int [W'], for each new worker the old one.
+      sources: int [W'], the old worker for each new one.
 
     Raises:
-      ValueError: a method that cannot go on with other workers.
+      ValueError: the method cannot continue with other workers.
     """
     mine = sources[list(workers.owned)]
     no_key: Any = None

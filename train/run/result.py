@@ -1,8 +1,8 @@
-"""How a run ended, and the lines that say so."""
+"""The result of a run, and the lines that report it."""
 
 import pathlib
 import signal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.config import Config
 from train.metrics import measures
@@ -11,35 +11,35 @@ from train.run.resuming import resume_command
 from train.task.forward import TestResult
 
 
-NONFINITE = "nonfinite"  # what stops a run of which no loss is finite any more
+NONFINITE = "nonfinite"  # the reason to stop if no loss is finite any more
 
 
 class Tested(NamedTuple):
-    """The tests of the center and of the best worker; whether their losses are finite."""
+    """Test results of the center and the best worker, and whether they are finite."""
 
     center: TestResult
     best: TestResult
     is_finite: bool = True
 
-    def values(self) -> dict[str, float]:
-        """As metrics.jsonl has them: `center_loss` and so on."""
+    def values(self) -> dict[str, Any]:
+        """The values as in metrics.jsonl: `center_loss` and so on."""
         results = {"center": self.center, "best": self.best}.items()
         return {f"{of}_{key}": x for of, result in results for key, x in result.items()}
 
 
 class Result(NamedTuple):
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-      folder: its run folder.
+      folder: the run folder.
       step: steps taken.
       seconds: training time, without tests and checkpoints.
       tested: the tests after the last step; None if the run was stopped early.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
-      saved: whether the last checkpoint has arrived.
+      saved: whether the last checkpoint was written.
       checkpoint: the step of the latest checkpoint, or None.
       finite_checkpoint: the step of the latest one with finite losses, or None.
-      has_metrics: whether all metrics could be written.
+      has_metrics: whether all metrics were written.
     """
 
     folder: pathlib.Path
@@ -59,20 +59,20 @@ class Result(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether training came to what it was meant to, and all of it is saved."""
+        """Whether training ended as intended and the last checkpoint was written."""
         return self.saved and self.stopped_by != NONFINITE and not self.diverged
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:
-    """Where a run is and how to go on with it, if it cannot go on by itself."""
+    """Says where a run was when it failed, and how to resume it."""
     return (
-        f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to go on: "
+        f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to resume: "
         f"{resume_command(config, folder)}"
     )
 
 
 def last_line(result: Result, config: Config) -> str:
-    """How the run ended, in a line."""
+    """The last line that a run prints."""
     after = f"{result.seconds:.1f} s of training"
     if result.tested is not None:
         center, best = result.tested.center, result.tested.best
@@ -95,9 +95,9 @@ def last_line(result: Result, config: Config) -> str:
         return (
             f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "
-            f"to go on all the same: {resume}"
+            f"to resume anyway: {resume}"
         )
-    return f"{line}, {state}; to go on: {resume}"
+    return f"{line}, {state}; to resume: {resume}"
 
 
 def _latest(result: Result) -> str:

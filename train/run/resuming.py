@@ -1,4 +1,4 @@
-"""The command that goes on with a run, as a shell takes it."""
+"""The shell command that resumes a run."""
 
 import dataclasses
 import os
@@ -12,17 +12,17 @@ from train.launch import LAUNCHER
 from train.run.folder import CONFIG
 
 
-# What the command names anyway, and how this process was started among others.
+# Settings that the command names anyway, and those of a single process of the run.
 LEFT_OUT = {"runs", "run_dir", "resume", "experiment"} | {
     f"distributed.{name}" for name in ("coordinator", "num_processes", "process_id", "gpus")
 }
 
 
 def resume_command(config: Config, folder: pathlib.Path) -> str:
-    """The command that goes on with a run as it is now.
+    """Returns the command that resumes a run with its current settings.
 
-    Resuming takes the settings that the run began with; those that have changed since are
-    named. How several processes are started is not, unless `train.launch` has done so.
+    Resuming uses the settings that the run began with, so the command names those that have
+    changed since. It starts several processes only if `train.launch` did.
     """
     launcher = os.environ.get(LAUNCHER)
     begun = _known(folder)
@@ -41,17 +41,17 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
 
 
 def _known(folder: pathlib.Path) -> dict[str, Any]:
-    """The settings that resuming a run takes if nothing is said of them."""
+    """The settings that a resumed run has by default."""
     options = dataclasses.fields(DistributedConfig)
     known = {f"distributed.{option.name}": option.default for option in options}
     try:
         return configuration.fields(configuration.read(folder / CONFIG)) | known
     except ValueError:
-        return known  # whoever resumes it says what is wrong
+        return known  # resuming the run will say what is wrong
 
 
 def _option(field: str, value: Any) -> list[str]:
-    """A setting as it stands on the command line.
+    """The words that give a setting on the command line.
 
     >>> _option("data.accept_other_files", False), _option("log_every", 3)
     (['--data.no-accept-other-files'], ['--log-every', '3'])

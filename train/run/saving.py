@@ -1,4 +1,4 @@
-"""Saving a run while it is trained."""
+"""Saving a run in progress."""
 
 import contextlib
 import dataclasses
@@ -12,23 +12,24 @@ import numpy as np
 import lsgd_jax as lj
 from train.data.arrays import DataError
 from train.run.open import Run
+from train.run.reporting import report, write_leaders
 
 
 def save(run: Run) -> bool:
-    """Begins to write a checkpoint of this step; whether that went well so far.
+    """Begins to write a checkpoint of this step. Returns whether that succeeded so far.
 
-    What was measured up to here is written before: a run that goes on from the checkpoint
-    would never write it.
+    Measurements up to this step are written first, because a run that is resumed from the
+    checkpoint would never write them.
     """
-    run.reporter.report(run.buffer.flush())
-    run.reporter.write_leaders(run.buffer.take_elections())
+    report(run, run.buffer.flush())
+    write_leaders(run, run.buffer.take_elections())
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
         return run.checkpoints.save(run.step, run.state, notes(run))
 
 
 def notes(run: Run) -> dict[str, Any]:
-    """What a run goes on from besides its training state."""
+    """The notes of a checkpoint: all that a run continues from besides its state."""
     losses = run.buffer.unreported_losses(run.step)
     recent = run.buffer.recent
     finite = run.experiment.workers.fetch(lj.is_finite(run.state.params))
@@ -43,13 +44,13 @@ def notes(run: Run) -> dict[str, Any]:
 
 
 def _known(losses: list[float]) -> list[float | None]:
-    """The losses with None, which JSON knows, for those that are not finite."""
+    """The losses with None, which JSON can represent, in place of nonfinite ones."""
     return [x if math.isfinite(x) else None for x in losses]
 
 
 @contextlib.contextmanager
 def saved_if_data_fail(run: Run) -> Iterator[None]:
-    """Saves the state if no data can be read any more."""
+    """Saves the run if reading data fails inside the context."""
     try:
         yield
     except DataError:

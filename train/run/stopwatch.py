@@ -6,42 +6,36 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-    """Seconds of training; it does not run before it is started, nor while paused.
+    """Seconds of training. It runs once started, except while paused.
 
-    Seconds for which the process is stopped (Ctrl-Z, SIGSTOP) count: it has no way to know.
+    Seconds for which the process is stopped (Ctrl-Z, SIGSTOP) count, since it cannot tell.
 
     Args:
-      seconds: training time before, in earlier sessions of the run.
+      seconds: training time of earlier sessions of the run.
+
+    Attributes:
+      pauses: whether `paused` stops it. Set to False while other processes train.
     """
 
     def __init__(self, seconds: float = 0.0):
         self._before = seconds
         self._since: float | None = None
-        self._goes_on = False
+        self.pauses = True
 
     @property
     def seconds(self) -> float:
-        """Training time so far, earlier sessions of the run included."""
+        """Training time so far, including earlier sessions of the run."""
         running = 0.0 if self._since is None else time.monotonic() - self._since
         return self._before + running
 
     def start(self) -> None:
-        """Runs from here on."""
+        """Starts the stopwatch."""
         self._since = time.monotonic()
 
     @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Inside, it runs on when it is `paused`: so does training, elsewhere."""
-        self._goes_on = True
-        try:
-            yield
-        finally:
-            self._goes_on = False
-
-    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not run inside."""
-        if self._goes_on:
+        """Stops the stopwatch inside."""
+        if not self.pauses:
             yield
             return
         self._before, self._since = self.seconds, None
@@ -55,8 +49,8 @@ class Pace:
     """Steps per second of training.
 
     Args:
-      at_least: of how many steps: of a few that were waited for, one after another, it
-        would be many times too high.
+      at_least: number of steps to measure over. Measured over a few steps that were waited
+        for one after another, it would be many times too high.
     """
 
     def __init__(self, at_least: int):
@@ -65,11 +59,11 @@ class Pace:
         self._last: float | None = None
 
     def __call__(self, done: int, seconds: float) -> float | None:
-        """The latest pace; None if it is not known, as after the compilation.
+        """Returns the latest pace, or None if it is unknown, as after the compilation.
 
         Args:
-          done: steps that are over.
-          seconds: of training.
+          done: steps that are complete.
+          seconds: seconds of training.
         """
         if self._since is None:
             self._since = done, seconds

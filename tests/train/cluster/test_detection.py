@@ -1,4 +1,4 @@
-"""Finding out who has started a process together with which others."""
+"""Detection of the cluster that started a process."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ ADDRESS = {"JAX_COORDINATOR_ADDRESS": "n1:5000"}
 
 @pytest.fixture(autouse=True)
 def plain_host(monkeypatch):
-    """No TPU, and none of the packages that may be installed here or not."""
+    """No TPU, and none of the optional packages."""
     monkeypatch.setattr(detection, "_has_tpu", lambda: False)
     monkeypatch.setattr(detection, "_is_installed", lambda name: False)
 
@@ -55,7 +55,7 @@ def plain_host(monkeypatch):
         ADDRESS,
     ],
 )
-def test_a_process_by_itself(environ):
+def test_a_process_that_is_alone(environ):
     assert find_out(DistributedConfig(), environ) is None
 
 
@@ -65,17 +65,14 @@ def test_a_process_by_itself(environ):
         (SLURM, Started("Slurm", {}, 1, 4)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Started("Slurm", {}, 1, 3)),
         (SLURM | MPICH, Started("Slurm", {}, 1, 4)),  # srun --mpi=pmi2
-        (OPEN_MPI_4, Started("Open MPI 4", {"num_processes": 8, "process_id": 5}, 1, 4)),
-        (
-            OPEN_MPI_4 | SLURM,
-            Started("Open MPI 4", {"num_processes": 8, "process_id": 5}, 1, 4),
-        ),
+        (OPEN_MPI_4, BY_OPEN_MPI_4),
+        (OPEN_MPI_4 | SLURM, BY_OPEN_MPI_4),
         ({"TPU_WORKER_HOSTNAMES": "n1,n2"}, Started("Cloud TPU", {})),
         ({"TPU_PROCESS_ADDRESSES": "n1:1,n2:1"} | POD, Started("Cloud TPU", {})),
         ({"MEGASCALE_NUM_SLICES": "2"}, Started("Cloud TPU", {})),
     ],
 )
-def test_jax_finds_out_the_rest(environ, started):
+def test_jax_detects_the_missing_arguments(environ, started):
     assert find_out(DistributedConfig(), environ) == started
     assert find_out(DistributedConfig(cluster="none"), environ) is None
 
@@ -92,7 +89,7 @@ def test_jax_finds_out_the_rest(environ, started):
         ({"coordinator": "n1:5000", "num_processes": 9}, POD, ("n1:5000", 9, 3)),
     ],
 )
-def test_options_go_before_what_the_cluster_says(options, environ, arguments):
+def test_options_take_precedence_over_the_environment(options, environ, arguments):
     found = find_out(DistributedConfig(**options), environ).arguments
     names = ("coordinator_address", "num_processes", "process_id")
     assert tuple(found[name] for name in names) == arguments
@@ -100,7 +97,7 @@ def test_options_go_before_what_the_cluster_says(options, environ, arguments):
 
 
 def test_open_mpi_5_on_one_host_needs_no_address():
-    """Every rank thinks of the same port, and every job of another one."""
+    """Every rank computes the same port, and every job another one."""
     of = lambda **others: (
         find_out(DistributedConfig(), OPEN_MPI | ONE_HOST | others).arguments
     )
@@ -113,11 +110,7 @@ def test_open_mpi_5_on_one_host_needs_no_address():
 @pytest.mark.parametrize(
     "options, environ, message",
     [
-        (
-            {},
-            OPEN_MPI,
-            "started by MPI as one of several, .*: add --distributed.coordinator, or",
-        ),
+        ({}, OPEN_MPI, "by MPI as one of several, .*: add --distributed.coordinator, or"),
         ({}, OPEN_MPI, "or install mpi4py and add --distributed.cluster mpi4py; "),
         ({}, MPICH, "add --distributed.coordinator, or install mpi4py"),
         (
@@ -131,20 +124,16 @@ def test_open_mpi_5_on_one_host_needs_no_address():
             {},
             "by hand .*: add --distributed.num-processes and --distributed.process-id; ",
         ),
-        (
-            {"process_id": 0},
-            {},
-            "`--distributed.cluster none` trains in this process by itself",
-        ),
+        ({"process_id": 0}, {}, "`--distributed.cluster none` trains in this process by"),
     ],
 )
-def test_several_that_can_not_find_one_another(options, environ, message):
+def test_processes_that_cannot_find_one_another(options, environ, message):
     with pytest.raises(ValueError, match=message):
         find_out(DistributedConfig(**options), environ)
 
 
 @pytest.mark.parametrize("process_id, count", [(2, 2), (-1, None)])
-def test_numbers_that_no_process_has(process_id, count):
+def test_process_numbers_out_of_range(process_id, count):
     options = DistributedConfig(num_processes=count, process_id=process_id)
     with pytest.raises(ValueError, match="`distributed.process_id` must be in .0, num_pro"):
         dataclasses.replace(CONFIG, distributed=options)

@@ -1,4 +1,4 @@
-"""Which devices a process uses."""
+"""The devices that a process uses."""
 
 import pytest
 from tiny import SMALL
@@ -12,7 +12,7 @@ from train.task import asynchronous
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """How many devices are asked for."""
+    """Numbers of devices that were requested."""
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     asked = []
@@ -26,7 +26,7 @@ def test_each_process_emulates_its_share(workers, processes, expected, emulated)
     assert emulated == [expected]
 
 
-def test_what_the_environment_asks_for_stays(emulated, monkeypatch):
+def test_variables_of_the_environment_take_precedence(emulated, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     devices.provide(8)
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
@@ -47,7 +47,7 @@ def test_what_the_environment_asks_for_stays(emulated, monkeypatch):
 )
 def test_xla_is_tuned_wherever_steps_are_taken(start, emulated, monkeypatch):
     tuned = []
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # leaves jax's configuration as it is
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # does not change jax's configuration
     monkeypatch.setattr("lsgd_jax.tune_cpu", lambda: tuned.append(True))
     monkeypatch.setattr(asynchronous, "training", lambda config: None)
     monkeypatch.setattr(asynchronous.compilation_cache, "use", lambda say: None)
@@ -56,14 +56,14 @@ def test_xla_is_tuned_wherever_steps_are_taken(start, emulated, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initial")])
-def test_devices_that_are_not_there_are_one_line(emulated, monkeypatch, error):
+def test_missing_devices_are_reported_in_one_line(emulated, monkeypatch, error):
     def fail():
         raise error
 
     monkeypatch.setattr("jax.devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(
-        ValueError, match="must name devices .*, got JAX_PLATFORMS=cuda; if"
+        ValueError, match="must name devices .*, got JAX_PLATFORMS=cuda; un"
     ):
         devices.provide(8)
 
@@ -71,11 +71,11 @@ def test_devices_that_are_not_there_are_one_line(emulated, monkeypatch, error):
 @pytest.mark.parametrize(
     "gpus, started, visible, expected",
     [
-        # Slurm has started several processes here: one GPU each, ...
+        # Slurm started several processes on this host: one GPU each, ...
         ("auto", Started("Slurm", {}, 1, 4), None, [1]),
         ("auto", Started("Slurm", {}, 1, 4), "0,1,2,3", [1]),
         ("auto", Started("Slurm", {}, 1, None), None, [1]),
-        # ... unless it has dealt them out itself, or there is one process for them all.
+        # ... unless it assigned the GPUs itself, or there is only one process.
         ("auto", Started("Slurm", {}, 1, 4), "2", []),
         ("auto", Started("Slurm", {}, 0, 1), None, []),
         ("one", Started("Slurm", {}, 1, 4), "2", [1]),
@@ -83,7 +83,7 @@ def test_devices_that_are_not_there_are_one_line(emulated, monkeypatch, error):
         ("all", Started("Slurm", {}, 1, 4), None, []),
         ("auto", Started("hand", {}), None, []),
         ("auto", Started("Cloud TPU", {}), None, []),
-        # Only MPI itself can say, when jax asks it.
+        # jax asks MPI itself.
         ("auto", Started("MPI", {"cluster_detection_method": "mpi4py"}), None, None),
         ("all", Started("MPI", {"cluster_detection_method": "mpi4py"}), None, []),
     ],

@@ -17,7 +17,7 @@ from train.config import DistributedConfig
 
 
 class Thread(Session):
-    """A session whose texts reach the sessions of other threads."""
+    """A session that exchanges messages with the sessions of other threads."""
 
     def __init__(self, process_id, hosts, texts, barrier):
         super().__init__(process_id, hosts)
@@ -32,7 +32,7 @@ class Thread(Session):
 
 
 def each(count, function):
-    """Calls a function with the session of each of so many processes; what they return."""
+    """Calls a function in each of `count` processes. Returns their results."""
     texts, barrier = [""] * count, threading.Barrier(count)
     hosts = [chr(ord("a") + i) for i in range(count)]
     sessions = [Thread(i, hosts, texts, barrier) for i in range(count)]
@@ -47,21 +47,21 @@ def each(count, function):
         return list(pool.map(call, sessions))
 
 
-# Texts
+# Messages
 
 
-def test_the_main_process_decides():
+def test_all_processes_agree_with_the_main_one():
     assert each(3, lambda own: own.agree(str(own.process_id))) == ["0"] * 3
     assert each(3, lambda own: own.is_main) == [True, False, False]
 
 
-def test_what_differs_is_noticed_by_all():
+def test_all_processes_detect_a_difference():
     assert each(3, lambda own: own.same_everywhere("a")) == [True] * 3
     differ = lambda own: own.same_everywhere("b" if own.process_id == 1 else "a")
     assert each(3, differ) == [False] * 3
 
 
-def test_an_error_of_the_main_process_is_one_of_all():
+def test_an_error_of_the_main_process_is_raised_by_all():
     def fail():
         raise ValueError("no room")
 
@@ -69,7 +69,7 @@ def test_an_error_of_the_main_process_is_one_of_all():
     assert each(2, lambda own: own.of_main(lambda: "made")) == ["made"] * 2
 
 
-def test_a_process_by_itself_leaves_with_a_line(capsys):
+def test_a_process_that_is_alone_reports_and_returns(capsys):
     own = Session()
     own.wait_for_all()
     assert own.leave(2, "no such data") == 2
@@ -86,8 +86,8 @@ def test_a_process_by_itself_leaves_with_a_line(capsys):
         (ZeroDivisionError("x"), CRASHED, "this process crashed at step 3 (ZeroDivision"),
     ],
 )
-def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
-    """Its regular end would wait for the others."""
+def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, status, line):
+    """A regular exit would wait for the others."""
     monkeypatch.setattr(session, "LAST_LINES_S", 0.0)
     monkeypatch.setattr(session.os, "_exit", lambda number: ended.append(number))
     own, ended = Session(0, ["a", "b"]), []
@@ -105,7 +105,7 @@ def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
     ("other", "message"),
     [
         ({"seed": 1}, "`seed` must be the same in all processes, got 0 in process 0 and 1"),
-        (  # each has its own
+        (  # may differ
             {
                 "data": dataclasses.replace(CIFAR10.data, dir="x"),
                 "distributed": DistributedConfig(process_id=1),
@@ -114,28 +114,28 @@ def test_one_of_several_ends_at_once(monkeypatch, capsys, error, status, line):
         ),
     ],
 )
-def test_processes_must_be_told_the_same(other, message):
+def test_processes_must_have_the_same_settings(other, message):
     configs = [CIFAR10, dataclasses.replace(CIFAR10, **other)]
     check = lambda own: rendezvous._check_agreement(own, configs[own.process_id])
     said = each(2, check)
     assert said == [None] * 2 if message is None else all(message in x for x in said)
 
 
-def test_other_source_files_are_noticed(monkeypatch):
+def test_processes_must_have_the_same_sources(monkeypatch):
     versions = iter("ab")
     monkeypatch.setattr(rendezvous, "sources", lambda: next(versions))
     for said in each(2, lambda own: rendezvous._check_agreement(own, CONFIG)):
         assert "`sources` must be the same in all processes" in said
 
 
-def test_an_address_that_is_wrong_or_taken_is_found_out_before_jax_does():
+def test_a_wrong_or_taken_address_is_detected_before_jax_uses_it():
     arguments = {"coordinator_address": "nowhere.invalid:80", "process_id": 0}
     with pytest.raises(OSError, match="host name nowhere.invalid cannot be resolved here"):
         rendezvous._check_address(arguments)
     with rendezvous.socket.create_server(("", 0)) as taken:
         given = f"localhost:{taken.getsockname()[1]}"
         arguments = {"coordinator_address": given, "process_id": 0}
-        with pytest.raises(OSError, match=f"nothing can listen at {given}: .* taken, by"):
+        with pytest.raises(OSError, match=f"nothing can listen at {given}: .* taken by"):
             rendezvous._check_address(arguments)
         rendezvous._check_address(arguments | {"process_id": 1})
 
@@ -144,7 +144,7 @@ def test_an_address_that_is_wrong_or_taken_is_found_out_before_jax_does():
 
 
 @pytest.mark.parametrize("other", ["shared", "own", "missing"])
-def test_all_must_see_the_run_folder(tmp_path, monkeypatch, other):
+def test_all_processes_must_see_the_run_folder(tmp_path, monkeypatch, other):
     monkeypatch.setattr(shared_folder, "PATIENCE_S", 0.2)
     for name in ("shared", "own"):
         (tmp_path / name).mkdir()
@@ -153,7 +153,7 @@ def test_all_must_see_the_run_folder(tmp_path, monkeypatch, other):
     if other == "shared":
         assert said == [None] * 3
     else:
-        words = "of process 0 (host a), which is not so in process 1 (host b): name one"
+        words = "of process 0 (host a), but process 1 (host b) cannot: name one"
         assert all(words in line for line in said)
     assert list((tmp_path / "shared").iterdir()) == []
 
@@ -169,10 +169,8 @@ def test_all_must_see_the_run_folder(tmp_path, monkeypatch, other):
         ({1: signal.SIGHUP}, signal.SIGTERM),
     ],
 )
-def test_all_stop_at_the_step_that_jax_finds_and_for_the_same_reason(
-    monkeypatch, asked, received
-):
-    """Only the main thread may set handlers; here signals are noted by hand."""
+def test_all_stop_at_the_step_of_jax_for_the_same_reason(monkeypatch, asked, received):
+    """Only the main thread may set handlers, so signals are recorded by hand."""
     passed_on = []
     monkeypatch.setattr(signals.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(signals.os, "kill", lambda pid, number: passed_on.append(number))

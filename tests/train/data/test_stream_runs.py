@@ -151,7 +151,7 @@ def test_a_run_whose_data_vanish_saves_a_checkpoint(folder, tmp_path, capsys, mo
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: 24 images in a row cannot be read, the last of them")
     assert error.endswith(
-        "No such file or directory; to go on later: python -m train imagenet-resnet50 "
+        "No such file or directory; to resume later: python -m train imagenet-resnet50 "
         f"--run-dir {tmp_path / 'run'} --resume"
     )
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written comes back, also after a crash or on a full disk."""
+"""metrics.jsonl: events are read as written, also after a crash or on a full disk."""
 
 import json
 import os
@@ -14,7 +14,7 @@ def no_warning(text):
     raise AssertionError(text)
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path):
+def test_nonfinite_numbers_become_null(tmp_path):
     writer = MetricsLog(tmp_path, no_warning)
     writer.write("train", 1, 0.5, loss=float("nan"), losses=[1.0, float("inf")])
     writer.close()
@@ -25,7 +25,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-def test_a_line_cut_off_is_skipped_and_the_next_one_is_whole(tmp_path):
+def test_a_truncated_line_does_not_damage_the_next_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1, "seconds": 1}\n{"ki'
     )
@@ -35,8 +35,8 @@ def test_a_line_cut_off_is_skipped_and_the_next_one_is_whole(tmp_path):
     assert [event["step"] for event in log.read(tmp_path)["train"]] == [1, 2]
 
 
-def test_a_damaged_line_is_skipped_and_the_others_are_read(tmp_path):
-    """Bytes that are no text, nesting without end, events without a kind or a step."""
+def test_damaged_lines_are_skipped(tmp_path):
+    """Bytes that are not text, deep nesting, events without a kind or a step."""
     train = '{"kind": "train", "step": %d, "seconds": 1, "loss": %s}'
     lines = [
         train % (1, "0.5"),
@@ -56,21 +56,15 @@ def test_a_damaged_line_is_skipped_and_the_others_are_read(tmp_path):
     assert events.keys() == {"train"}
 
 
-def test_events_behind_the_point_of_resuming_are_left_out(tmp_path):
+def test_events_behind_the_step_of_resuming_are_left_out(tmp_path):
     writer = MetricsLog(tmp_path, no_warning)
-    for kind, step in [
-        ("start", 0),
-        ("train", 4),
-        ("train", 8),
-        ("start", 4),
-        ("train", 6),
-    ]:
-        writer.write(kind, step, 0.0, workers=[2, 2])
+    for event in ("start", 0), ("train", 4), ("train", 8), ("start", 4), ("train", 6):
+        writer.write(*event, 0.0, workers=[2, 2])
     writer.close()
     assert [event["step"] for event in log.read(tmp_path)["train"]] == [4, 6]
 
 
-def test_what_can_not_be_written_is_said_once(tmp_path):
+def test_a_failure_to_write_is_reported_once(tmp_path):
     said = []
     writer = MetricsLog(tmp_path, said.append)
     writer._path = tmp_path / "no" / "metrics.jsonl"
@@ -81,7 +75,7 @@ def test_what_can_not_be_written_is_said_once(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
+def test_a_special_file_is_refused_instead_of_read_forever(tmp_path, make):
     make(tmp_path / log.METRICS)
     with pytest.raises(OSError, match="not a regular file"):
         log.read(tmp_path)

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run."""
+"""Progress of a run on a terminal."""
 
 import functools
 import io

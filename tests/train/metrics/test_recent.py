@@ -1,11 +1,11 @@
-"""Which worker is the best one, whenever losses are read."""
+"""The best worker does not depend on when losses are read."""
 
 import numpy as np
 
 from train.metrics.recent import SPAN, RecentLosses
 
 
-def test_it_does_not_matter_when_losses_are_read():
+def test_averages_do_not_depend_on_when_losses_are_read():
     losses = np.random.default_rng(0).normal(2, 1, (50, 4)).astype(np.float32)
     losses[20, 1] = np.nan
     at_once, one_by_one = RecentLosses.unknown(4), RecentLosses.unknown(4)
@@ -17,7 +17,7 @@ def test_it_does_not_matter_when_losses_are_read():
     np.testing.assert_array_equal(resumed.average, one_by_one.average)
 
 
-def test_later_losses_count_more_and_a_worker_that_is_restored_begins_anew():
+def test_the_average_is_exponential_and_restarts_after_a_nonfinite_loss():
     recent = RecentLosses.unknown(2)
     recent.add(np.array([[1.0, 2.0]]))
     assert recent.best == 0 and recent.average.tolist() == [1, 2]
@@ -29,7 +29,7 @@ def test_later_losses_count_more_and_a_worker_that_is_restored_begins_anew():
     assert recent.average.tolist() == [0.5, np.inf] and recent.best == 0
 
 
-def test_steps_without_a_finite_loss_are_counted_in_a_row():
+def test_consecutive_steps_without_a_finite_loss_are_counted():
     recent = RecentLosses.unknown(2)
     recent.add(np.array([[np.nan, np.inf], [np.nan, np.nan]]))
     assert recent.nonfinite_steps == 2

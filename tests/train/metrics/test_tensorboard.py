@@ -1,4 +1,4 @@
-"""TensorBoard's files: values come back, and errors neither last nor block."""
+"""TensorBoard's files: values are read as written, and errors do not block."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from train.metrics.tensorboard import EventFiles
 
 
 def values(folder):
-    """(name, step, value) of each event of a folder, file after file."""
+    """(name, step, value) of each event in a folder, in the order of the files."""
     found = []
     for path in sorted(folder.iterdir(), key=lambda path: int(path.suffix[1:])):
         data = path.read_bytes()
@@ -25,7 +25,7 @@ def values(folder):
     return found
 
 
-def test_values_come_back(tmp_path):
+def test_values_are_read_as_written(tmp_path):
     writer = EventFiles(tmp_path / "tensorboard")
     writer.add(1, {"train/loss": 0.5, "train/steps": 3})
     writer.add(2, {"train/loss": 0.25})
@@ -34,7 +34,7 @@ def test_values_come_back(tmp_path):
     assert values(tmp_path / "tensorboard") == expected
 
 
-def test_what_is_held_back_is_written_after_a_while(tmp_path, monkeypatch):
+def test_buffered_events_are_written_after_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "FLUSH_S", 0)
     writer = EventFiles(tmp_path)
     writer.add(1, {"a": 1.0})
@@ -42,7 +42,7 @@ def test_what_is_held_back_is_written_after_a_while(tmp_path, monkeypatch):
     writer.close()
 
 
-def test_a_disk_that_was_full_for_a_while_blocks_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_block_and_later_events_are_written(tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -62,7 +62,7 @@ def test_a_disk_that_was_full_for_a_while_blocks_nothing(tmp_path, monkeypatch):
 def test_an_error_at_the_end_is_raised_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "RecordWriter", lambda path: RecordWriter("/dev/full"))
     writer = EventFiles(tmp_path)
-    writer.add(1, {"a": 1.0})  # is held back
+    writer.add(1, {"a": 1.0})  # is buffered
     with pytest.raises(OSError, match="No space left"):
         writer.close()
     writer.close()

@@ -1,4 +1,4 @@
-"""Bytes at each step: schedules say what was counted, and the figure shows it."""
+"""Bytes at each step: schedules agree with the counters, and the figure shows them."""
 
 import json
 
@@ -25,7 +25,7 @@ SMALL = (
         "post-local-sgd --method.period 3 --method.switch-step 4",
     ],
 )
-def test_the_schedules_say_what_was_counted_at_each_step(monkeypatch, tmp_path, method):
+def test_the_schedules_agree_with_the_counters_at_each_step(monkeypatch, tmp_path, method):
     tiny.install(set=monkeypatch.setattr)
     options = ["--method", *method.split(), "--run-dir", str(tmp_path / "run")]
     train(open_run(cli.parse([*SMALL, *options])))
@@ -37,7 +37,7 @@ def test_the_schedules_say_what_was_counted_at_each_step(monkeypatch, tmp_path, 
 
 
 def figure(monkeypatch, tmp_path, pulls, steps):
-    """The axes of traffic.png of a run with such pulls, or None."""
+    """The figure traffic.png of a run with these pulls, or None."""
     drawn = []
     monkeypatch.setattr(plots.plt, "close", drawn.append)
     event = {"kind": "train", "step": steps, "seconds": 1, "loss": 1.0, "pulls": pulls}
@@ -63,6 +63,6 @@ def test_fragments_lower_the_peak_and_not_the_mean(monkeypatch, tmp_path):
         assert len(heights) == 200 and axes.get_title() == title
 
 
-def test_of_a_run_that_sends_nothing_there_is_no_figure(monkeypatch, tmp_path):
+def test_a_run_that_sends_nothing_has_no_traffic_figure(monkeypatch, tmp_path):
     assert figure(monkeypatch, tmp_path, [[16, 0, 80, 0]], steps=9) is None
-    assert figure(monkeypatch, tmp_path, [], steps=9) is None
+    assert traffic.of_run([{"pulls": []}]) is None

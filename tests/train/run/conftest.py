@@ -19,7 +19,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="package")
 def traces():
-    """The task of every trace of a training step; two traces make a compilation."""
+    """Tasks of traced training steps. A compilation traces the step twice."""
     seen, step = [], Task.step
 
     def counted(self, *arguments):
@@ -34,7 +34,7 @@ def traces():
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory, traces):
-    """A run to the end: (run, result)."""
+    """A finished run: (run, result)."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
         tiny.install(figures=True, share=True, set=patch.setattr)
@@ -44,14 +44,14 @@ def finished(tmp_path_factory, traces):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """The configuration of a copy of the finished run's folder, to resume it."""
+    """The configuration that resumes a copy of the finished run."""
     folder = shutil.copytree(finished[1].folder, tmp_path / "copy")
     return dataclasses.replace(tiny.SMALL, run_dir=str(folder), resume=True)
 
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens a small run in a folder of its own, with some settings changed."""
+    """Opens a small run with some settings changed."""
 
     def opened(**changes):
         where = {"run_dir": str(tmp_path / "run")}
@@ -62,7 +62,7 @@ def opened(tmp_path):
 
 @pytest.fixture
 def trained():
-    """Trains a run whose steps are followed by `change`: (state, loss) -> the same."""
+    """Trains a run and applies `change` to (state, loss) after each step."""
 
     def trained(run, change):
         step = run.experiment.step

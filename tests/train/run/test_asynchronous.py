@@ -1,4 +1,4 @@
-"""Runs whose workers step at their own pace: the same folder, and the same ways to end."""
+"""Runs of asynchronous workers: the same run folder, and the same ways to end."""
 
 import dataclasses
 import signal
@@ -23,7 +23,7 @@ LSGD = methods.make("async-lsgd", local_period=2, global_period=4, loss_window=3
 CONFIG = dataclasses.replace(
     tiny.SMALL, method=LSGD, steps=12, log_every=4, test_every=4, checkpoint_every=6
 )
-DRAW = loop.draw  # the fixture below has figures left out
+DRAW = loop.draw  # which the fixture below replaces
 SLOW = [1.0, 1.0, 3.0, 1.0]  # seconds of a step of each worker
 
 
@@ -40,7 +40,7 @@ def run_of(folder, monkeypatch, engine=None, **changes):
     return run, train(run)
 
 
-def test_a_run_leaves_what_others_leave_and_says_how_far_each_worker_is(
+def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(loop, "draw", DRAW)
@@ -64,7 +64,7 @@ def test_a_run_leaves_what_others_leave_and_says_how_far_each_worker_is(
     assert events["test"][-1]["center_error"] == result.tested.center["error"]
 
 
-def test_a_run_that_a_signal_stopped_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_run_stopped_by_a_signal_resumes(tmp_path, monkeypatch, capsys):
     def signaled(status, remote):
         if sum(report.steps for report in status.reports.values()) == 28:
             signal.raise_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_a_run_that_a_signal_stopped_goes_on(tmp_path, monkeypatch, capsys):
     run, result = run_of(folder, monkeypatch, {"befalls": signaled})
     assert (result.stopped_by, result.saved) == (signal.SIGTERM, True) and result.step < 12
     counts = np.asarray(run.state.engine.count)
-    assert "; to go on: python -m train digits --run-dir" in capsys.readouterr().out
+    assert "; to resume: python -m train digits --run-dir" in capsys.readouterr().out
 
     again, result = run_of(folder, monkeypatch, resume=True)
     assert (result.step, result.stopped_by) == (12, None)
@@ -83,8 +83,8 @@ def test_a_run_that_a_signal_stopped_goes_on(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_what_is_saved_is_what_workers_go_on_from(tmp_path, monkeypatch):
-    """In lock step a run that was stopped and resumed is one that was not, to the bit."""
+def test_workers_resume_from_exactly_what_was_saved(tmp_path, monkeypatch):
+    """At equal pace, a resumed run is bit-identical to an uninterrupted one."""
     method = methods.make("overlapped-lsgd", 0.1, 0.1, 2, 4, 3, delay=0)
     stop = dict(steps=6, test_every=12, checkpoint_every=12)
     engine = {"step_seconds": 1.0}
@@ -97,7 +97,7 @@ def test_what_is_saved_is_what_workers_go_on_from(tmp_path, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_failed_worker_is_named_and_the_others_continue(tmp_path, monkeypatch, capsys):
     def lost(status, remote):
         if status.reports[0].steps >= 4 and 1 in status.present:
             remote.lose(1)
@@ -107,14 +107,14 @@ def test_a_worker_that_is_lost_is_named_and_the_others_go_on(tmp_path, monkeypat
     assert "warning: worker 1 is down at its step" in capsys.readouterr().out
     last = log.read(result.folder)["pace"][-1]
     assert last["present"] == [0, 2, 3]
-    assert sum(last["steps"]) in (47, 48)  # it may have been lost in a step
+    assert sum(last["steps"]) in (47, 48)  # it may have failed within a step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name, x in methods.METHODS.items() if x.is_asynchronous]
 )
-def test_every_method_trains_and_goes_on_with_other_workers(name, tmp_path, monkeypatch):
+def test_every_method_trains_and_resumes_with_other_workers(name, tmp_path, monkeypatch):
     small = {"period": 4, "local_period": 2, "global_period": 4, "delay": 1}
     small |= {"local_steps": 4, "sync_period": 4}
     fields = methods.find(name).__dataclass_fields__
@@ -138,7 +138,7 @@ def test_every_method_trains_and_goes_on_with_other_workers(name, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_losses_that_are_not_finite_stop_the_run(tmp_path, monkeypatch, capsys):
+def test_nonfinite_losses_stop_the_run(tmp_path, monkeypatch, capsys):
     rate = dataclasses.replace(tiny.SMALL.optimizer, learning_rate=1e38)
     changes = dict(optimizer=rate, stop_after_nonfinite=3)
     _, result = run_of(tmp_path / "run", monkeypatch, **changes)
@@ -146,7 +146,7 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path, monkeypatch, capsys):
     assert "no worker had a finite loss for 3 steps" in capsys.readouterr().out
 
 
-def test_an_engine_that_cannot_go_on_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_failure_of_the_engine_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
     def fails(*_, **__):
         raise RuntimeError("worker 1 was lost 4 times in a row")
 
@@ -156,7 +156,7 @@ def test_an_engine_that_cannot_go_on_is_one_line(tmp_path, monkeypatch, capsys):
     folder = str(tmp_path / "run")
     assert main([]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: worker 1 was lost 4 times in a row; to go on later: ")
+    assert line.startswith("error: worker 1 was lost 4 times in a row; to resume later: ")
 
 
 def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
@@ -167,8 +167,8 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, caps
     assert not folder.exists()
 
 
-def test_what_is_known_of_a_worker_that_hangs_is_saved(tmp_path, monkeypatch):
-    """A run that is stopped meanwhile keeps its own last state, not that of a peer."""
+def test_the_last_known_state_of_a_hanging_worker_is_saved(tmp_path, monkeypatch):
+    """If the run is stopped meanwhile, the worker keeps its own state, not a peer's."""
 
     def hangs(status, remote):
         if status.reports[0].steps >= 8 and 1 in status.present:
@@ -181,8 +181,8 @@ def test_what_is_known_of_a_worker_that_hangs_is_saved(tmp_path, monkeypatch):
     assert not any(np.array_equal(rows[1], rows[i]) for i in (0, 2, 3))
 
 
-def test_a_run_with_nothing_left_to_do_has_not_diverged(tmp_path, monkeypatch):
-    """The one worker that goes on has taken all its steps: its loss is unknown, not nan."""
+def test_a_run_without_remaining_steps_has_not_diverged(tmp_path, monkeypatch):
+    """The only worker has taken all its steps, so its loss is unknown, not nan."""
 
     def signaled(status, remote):
         if sum(report.steps for report in status.reports.values()) >= 44:

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files: every change is noticed, and named."""
+"""Checksums of a folder's files: every change is detected and named."""
 
 import pytest
 
@@ -15,13 +15,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_what_is_as_it_was_written_is_not_damaged(folder):
+def test_unchanged_files_are_not_damaged(folder):
     assert checksums.are_there(folder) and checksums.damage(folder) == ""
 
 
 @pytest.mark.parametrize("name", ["state/d/1f", "notes"])
 @pytest.mark.parametrize("place", [0, 0.5, 1])
-def test_a_byte_that_has_changed_is_noticed(folder, name, place):
+def test_a_changed_byte_is_detected(folder, name, place):
     content = bytearray((folder / name).read_bytes())
     content[int(place * (len(content) - 1))] ^= 1
     (folder / name).write_bytes(content)
@@ -29,7 +29,7 @@ def test_a_byte_that_has_changed_is_noticed(folder, name, place):
     assert bool(checksums.damage(folder, only="notes")) == (name == "notes")
 
 
-def test_files_that_are_cut_off_or_missing_are_noticed(folder):
+def test_truncated_and_missing_files_are_detected(folder):
     (folder / "notes").write_text("{")
     assert checksums.damage(folder) == "notes is not as it was written"
     (folder / "notes").unlink()
@@ -37,11 +37,11 @@ def test_files_that_are_cut_off_or_missing_are_noticed(folder):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"{}"])
-def test_checksums_that_are_damaged_are_no_checksums(folder, content):
+def test_damaged_checksums_are_detected(folder, content):
     (folder / checksums.CHECKSUMS).write_bytes(content)
     assert checksums.CHECKSUMS in checksums.damage(folder)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_none(folder):
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums(folder):
     (folder / checksums.CHECKSUMS).unlink()
     assert checksums.damage(folder) == "" and not checksums.are_there(folder)

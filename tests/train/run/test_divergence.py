@@ -1,4 +1,4 @@
-"""At which step a run stops if no worker is finite any more."""
+"""The step at which a run stops if no worker is finite any more."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from train.run.divergence import Divergence
 
 
 class Losses:
-    """In place of a `MetricsBuffer`: of two workers, nan at some of the steps from 1."""
+    """Stands for a `MetricsBuffer`: losses of two workers, nan at the steps `bad`."""
 
     def __init__(self, bad, recent=None, read=0):
         self.recent, self.read, self._bad = recent or RecentLosses.unknown(2), read, bad
@@ -34,7 +34,7 @@ def stops_after(losses, limit, steps=60):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 20])
-def test_it_is_the_step_that_was_asked_for(limit):
+def test_a_run_stops_exactly_at_the_limit(limit):
     for first in range(1, 30):
         bad = range(first, 60)
         assert stops_after(Losses(bad), limit) == first + limit - 1
@@ -42,13 +42,13 @@ def test_it_is_the_step_that_was_asked_for(limit):
         assert stops_after(Losses(late), limit) == first + limit - 1
 
 
-def test_steps_that_are_not_in_a_row_stop_nothing():
+def test_nonfinite_steps_must_be_consecutive():
     every_other = set(range(1, 60)) - set(range(10, 60, 10))
     assert stops_after(Losses(every_other), 10) is None
     assert stops_after(Losses(every_other), 9) == 9
 
 
-def test_losses_are_read_when_their_steps_are_over():
+def test_losses_are_read_after_their_steps_are_complete():
     losses, reads = Losses([]), []
     divergence = Divergence(20, losses)
     for step in range(1, 60):
@@ -59,8 +59,6 @@ def test_losses_are_read_when_their_steps_are_over():
     assert all(step - read >= 10 for step, read in enumerate(reads, start=1) if read)
 
 
-def test_a_resumed_run_goes_on_counting_unless_it_had_stopped():
-    bad = range(1, 60)
-    of = lambda count: RecentLosses(np.full(2, np.inf), nonfinite_steps=count)
-    assert stops_after(Losses(bad, of(4), read=10), limit=6) == 12
-    assert stops_after(Losses(bad, of(6), read=10), limit=6) == 16
+def test_a_resumed_run_keeps_its_count():
+    recent = RecentLosses(np.full(2, np.inf), nonfinite_steps=4)
+    assert stops_after(Losses(range(1, 60), recent, read=10), limit=6) == 12

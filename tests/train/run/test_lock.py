@@ -1,4 +1,4 @@
-"""One process holds a run folder: who is refused, who takes over, who finds out."""
+"""One process holds a run folder: others are refused, take over, or find out."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from train.run.lock import LOCK, OWNER, RunLock
 ROOT = pathlib.Path(__file__).parents[3]
 LEASE_S, RENEWAL_S = 1.0, 0.1
 
-# Holds the folder it is given until it is ended.
+# Holds the folder it is given until it is killed.
 HOLDER = f"""
 import pathlib, sys, time
 from train.run import lock
@@ -41,7 +41,7 @@ def short(monkeypatch):
 
 @contextlib.contextmanager
 def holder(folder):
-    """Another process, which holds a folder."""
+    """Another process that holds a folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)],
         stdout=subprocess.PIPE,
@@ -56,27 +56,26 @@ def holder(folder):
         process.communicate()
 
 
-@pytest.fixture
-def other(tmp_path):
-    """Another process, which holds the test's folder."""
-    with holder(tmp_path) as process:
-        yield process
-
-
 def hold(folder, lost=None):
-    """The lock, and what it has said."""
+    """The lock, and the lines that it said."""
     said = []
     held = RunLock(folder, said.append, lost or said.append)
     held.sign()
     return held, said
 
 
-def as_if_of_another_host(folder):
-    path = folder / LOCK
-    lines = path.read_text().splitlines(keepends=True)
-    changed = ["host=elsewhere\n" if line.startswith("host=") else line for line in lines]
-    (folder / "new").write_text("".join(changed))
-    (folder / "new").replace(path)
+def hold_elsewhere(folder):
+    """Writes the lease of process 47 on another host to a folder."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    held, _ = hold(scratch)
+    mine = (scratch / LOCK).read_text().splitlines(keepends=True)
+    held.release()
+    theirs = {"host": "host=elsewhere\n", "pid": "pid=47\n"}
+    changed = [theirs.get(line.partition("=")[0], line) for line in mine]
+    (scratch / LOCK).write_text("".join(changed))
+    (scratch / LOCK).replace(folder / LOCK)
+    shutil.rmtree(scratch)
 
 
 def until(condition):
@@ -86,49 +85,39 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_the_second_process_is_told_who_holds_the_folder(tmp_path, other):
-    line = rf"^process {other.pid} on host \S+ holds {tmp_path} since 2\d\d\d-\S+ \S+; end"
-    for _ in range(2):
-        with pytest.raises(ValueError, match=line):
-            hold(tmp_path)
-    other.kill()
-    other.wait()
-    held, said = hold(tmp_path)  # at once: the dead hold nothing
-    assert said == []
-    held.release()
-    assert not (tmp_path / LOCK).exists()
-
-
-def test_a_run_that_another_process_trains_is_not_touched(copied, capsys):
+def test_a_second_process_is_refused_and_changes_nothing(copied, capsys):
     folder = pathlib.Path(copied.run_dir)
     with holder(folder) as other:
         before = {path: path.stat().st_mtime_ns for path in folder.glob("[!l]*")}
         assert main(["digits", "--resume", "--run-dir", str(folder)]) == 2
         assert before == {path: path.stat().st_mtime_ns for path in folder.glob("[!l]*")}
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: process {other.pid} on host")
-    assert captured.err.count("\n") == 1 and captured.out == ""
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1 and captured.out == ""
+        line = rf"process {other.pid} on host \S+ holds {folder} since 2\d\d\d-\S+ \S+; end"
+        with pytest.raises(ValueError, match=line) as caught:
+            hold(folder)
+        assert captured.err == f"error: {caught.value}\n"
+    held, said = hold(folder)  # at once, because a dead process holds nothing
+    assert said == []
+    held.release()
+    assert not (folder / LOCK).exists()
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_the_lease_of_another_host_runs_out(tmp_path, other, monkeypatch, network):
-    if network:  # where files cannot change places
+def test_the_lease_of_another_host_expires(tmp_path, monkeypatch, network):
+    if network:  # where files cannot be exchanged
         monkeypatch.setattr("filelock._soft.exchange_names", lambda *paths: False)
-    other.kill()
-    other.wait()
-    as_if_of_another_host(tmp_path)
+    hold_elsewhere(tmp_path)
     began = time.monotonic()
     held, (said,) = hold(tmp_path)
     assert time.monotonic() - began >= LEASE_S
-    assert f"process {other.pid} on host elsewhere holds" in said
+    assert "process 47 on host elsewhere holds" in said
     assert f"pid={os.getpid()}\n" in (tmp_path / LOCK).read_text()
     held.release()
 
 
-def test_another_host_that_renews_its_lease_is_not_disturbed(tmp_path, other):
-    other.kill()
-    other.wait()
-    as_if_of_another_host(tmp_path)
+def test_another_host_that_renews_its_lease_keeps_it(tmp_path):
+    hold_elsewhere(tmp_path)
     before = (tmp_path / LOCK).read_text()
     ended = threading.Event()
 
@@ -147,29 +136,29 @@ def test_another_host_that_renews_its_lease_is_not_disturbed(tmp_path, other):
     assert (tmp_path / LOCK).read_text() == before
 
 
-def test_who_lost_the_folder_finds_out(tmp_path, other):
-    """After a pause, say, in which another process has taken it over."""
-    theirs = (tmp_path / LOCK).read_text()
-    other.kill()
-    other.wait()
-    lost = []
-    held, _ = hold(tmp_path, lost.append)
+def test_a_process_finds_out_that_another_one_took_its_folder(tmp_path):
+    """For example after a pause, in which the folder was gone."""
+    folder, lost = tmp_path / "run", []
+    folder.mkdir()
+    held, _ = hold(folder, lost.append)
     held.check()
-    assert lost == []
-    (tmp_path / "new").write_text(theirs)
-    (tmp_path / "new").replace(tmp_path / LOCK)
-    as_if_of_another_host(tmp_path)
+    shutil.rmtree(folder)
+    time.sleep(5 * RENEWAL_S)
+    assert lost == []  # no other process has taken it
+    folder.mkdir()
+    hold_elsewhere(folder)
     held.check()  # at once, before anything is saved
-    assert len(lost) == 1
-    until(lambda: len(lost) > 1)
-    assert lost[0] == lost[1]
-    assert lost[0].startswith(f"process {other.pid} on host elsewhere holds {tmp_path}")
-    assert lost[0].endswith(", which has taken it over")
+    assert lost
+    until(lambda: len(lost) > 1)  # in the other thread
+    line = f"process 47 on host elsewhere holds {folder}, which has taken it over"
+    assert set(lost) == {line}
     held.release()
-    assert (tmp_path / LOCK).exists()  # it is the other's
+    assert (folder / LOCK).exists()  # the other process holds it
 
 
-def test_who_was_frozen_until_the_next_run_had_ended_finds_out(tmp_path, monkeypatch):
+def test_a_process_that_was_frozen_until_the_next_run_ended_finds_out(
+    tmp_path, monkeypatch
+):
     lost = []
     frozen, _ = hold(tmp_path, lost.append)
     with monkeypatch.context() as patch:
@@ -181,7 +170,7 @@ def test_who_was_frozen_until_the_next_run_had_ended_finds_out(tmp_path, monkeyp
     until(lambda: len(lost) > 1)
 
 
-def test_a_folder_that_is_not_the_runs_is_not_written_to(tmp_path):
+def test_a_folder_with_the_name_of_a_moved_run_folder_is_not_written_to(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     held, _ = hold(folder, pytest.fail)
@@ -194,40 +183,18 @@ def test_a_folder_that_is_not_the_runs_is_not_written_to(tmp_path):
     held.check()
 
 
-def test_a_folder_that_is_gone_is_lost_only_to_another_process(tmp_path, other):
-    theirs = (tmp_path / LOCK).read_text()
-    other.kill()
-    other.wait()
-    folder, lost = tmp_path / "run", []
-    folder.mkdir()
-    held, _ = hold(folder, lost.append)
-    shutil.rmtree(folder)
-    time.sleep(5 * RENEWAL_S)
-    assert lost == []
-    folder.mkdir()
-    (folder / LOCK).write_text(theirs)
-    until(lambda: lost)
-    held.release()
-
-
-def test_a_process_may_open_its_run_again(tmp_path):
+def test_a_process_may_open_its_run_again_and_drops_its_locks(tmp_path):
     lost = []
     first, _ = hold(tmp_path, lost.append)
     second, said = hold(tmp_path, lost.append)
     time.sleep(5 * RENEWAL_S)
     first.release()
     assert lost == said == [] and (tmp_path / LOCK).exists()
-    second.release()
+    del second
     assert not (tmp_path / LOCK).exists()
 
 
-def test_what_is_dropped_is_released(tmp_path):
-    held, _ = hold(tmp_path)
-    del held
-    assert not (tmp_path / LOCK).exists()
-
-
-def test_a_run_that_lost_its_folder_ends_at_once(tmp_path, monkeypatch, capsys):
+def test_a_run_that_lost_its_folder_exits_at_once(tmp_path, monkeypatch, capsys):
     made, statuses = [], []
     monkeypatch.setattr(open, "RunLock", lambda folder, say, lost: made.append(lost))
     monkeypatch.setattr(os, "_exit", statuses.append)

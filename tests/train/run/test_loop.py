@@ -1,4 +1,4 @@
-"""Training runs in this process: what they leave behind, what stops them, and why."""
+"""Training runs in this process: their files, and the reasons for which they stop."""
 
 import json
 import signal
@@ -21,10 +21,10 @@ from train.run.loop import train
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-# What a run leaves
+# Files
 
 
-def test_the_run_folder_holds_everything(finished):
+def test_the_run_folder_holds_all_files(finished):
     _, result = finished
     names = {path.name for path in result.folder.iterdir()}
     expected = "config.json metrics.jsonl tensorboard checkpoints training.png leaders.png"
@@ -35,7 +35,7 @@ def test_the_run_folder_holds_everything(finished):
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_result_is_that_of_the_last_test(finished):
+def test_the_result_is_the_last_test(finished):
     _, result = finished
     assert (result.step, result.stopped_by, result.saved) == (12, None, True)
     last = log.read(result.folder)["test"][-1]
@@ -45,7 +45,7 @@ def test_the_result_is_that_of_the_last_test(finished):
     assert last["best_error"] == tested.best["error"]
 
 
-def test_metrics_hold_every_interval_every_election_and_every_test(finished):
+def test_metrics_hold_all_intervals_elections_and_tests(finished):
     _, result = finished
     events = log.read(result.folder)
     assert [event["step"] for event in events["train"]] == [4, 8, 12]
@@ -76,7 +76,7 @@ def test_bytes_sent_are_exchanges_times_parameters(finished):
 
 
 def test_steps_without_a_pull_communicate_nothing(finished):
-    """Read from the compiled step: collectives stand in the two pulls' branches alone."""
+    """In the compiled step, collectives occur only in the branches of the two pulls."""
     run, _ = finished
     experiment = run.experiment
     arguments = experiment.init(), experiment.data, experiment.batch(0)
@@ -94,7 +94,7 @@ def test_figures_can_be_drawn_again(finished, capsys):
     assert "cannot be drawn" in capsys.readouterr().err
 
 
-def test_testing_never_touches_the_training_state(finished):
+def test_testing_does_not_change_the_training_state(finished):
     run, _ = finished
     before = tiny.leaves(run.state)
     run.experiment.test_center(run.state)
@@ -104,8 +104,8 @@ def test_testing_never_touches_the_training_state(finished):
         np.testing.assert_array_equal(before[name], after[name])
 
 
-def test_the_tests_count_every_test_image_once(finished):
-    """The error by batches over the workers is that of the whole test set at once."""
+def test_every_test_image_counts_once(finished):
+    """The error computed in batches over workers is that of the whole test set."""
     run, _ = finished
     experiment = run.experiment
     batches = experiment.forward.source.test_batches
@@ -128,12 +128,12 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     assert len(arrays) >= 2 and all(leaf.is_deleted() for leaf in arrays)
 
 
-# What stops a run
+# Stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_a_signal_stopped_goes_on_to_the_bit(
-    number, finished, opened, trained, capsys
+def test_a_run_stopped_by_a_signal_resumes_bit_identically(
+    number, finished, opened, trained, traces, capsys
 ):
     run = opened()
 
@@ -146,10 +146,15 @@ def test_a_run_that_a_signal_stopped_goes_on_to_the_bit(
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
-    assert f", saved; to go on: python -m train digits --run-dir {run.folder}" in printed
+    assert f", saved; to resume: python -m train digits --run-dir {run.folder}" in printed
     again = opened(resume=True)
-    assert again.step == 5 and train(again).stopped_by is None
+    assert again.step == 5
+    result = train(again)
+    assert result.stopped_by is None and result.tested == finished[1].tested
     tiny.assert_equal_to_the_bit(finished[0].state, again.state)
+    assert traces.count(again.experiment.task) == 2
+    seconds = [event["seconds"] for event in log.read(result.folder)["train"]]
+    assert seconds == sorted(seconds)
 
 
 def test_a_second_ctrl_c_interrupts_at_once(opened, trained):
@@ -167,33 +172,33 @@ def test_ctrl_c_while_figures_are_drawn_loses_no_result(opened, monkeypatch, cap
     draw = lambda folder: signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(loop, "draw", draw)
     run = opened()
-    assert train(run).is_good
+    with jax.debug_nans(True):  # which must find none
+        assert train(run).is_good
     assert f"everything is in {run.folder}" in capsys.readouterr().out
 
 
-def test_jax_that_looks_for_nan_finds_none(opened):
-    with jax.debug_nans(True):
-        assert train(opened()).is_good
-
-
-def test_a_full_disk_loses_the_new_checkpoints_and_nothing_else(
-    opened, monkeypatch, capsys
-):
-    full = SimpleNamespace(free=1000)
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder: full)
-    result = train(opened())
+def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys):
+    room = iter([10**9, 1000])
+    free = lambda folder: SimpleNamespace(free=next(room))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", free)
+    run = opened()
+    result = train(run)
     assert result.step == 12 and not result.saved
     assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
-    for step in (6, 12):
-        assert f"warning: the checkpoint of step {step} was not written: it" in printed
-    missing = f"; the last checkpoint is NOT in {result.folder}, there is none\n"
+    needed = sum(x.nbytes for x in jax.tree.leaves(run.state))
+    why = f"it takes {needed:,} bytes, and 1,000 are free"
+    assert f"warning: the checkpoint of step 12 was not written: {why}\n" in printed
+    missing = (
+        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6\n"
+    )
     assert printed.endswith(missing) and not result.is_good
     assert len(log.read(result.folder)["test"]) == 2
+    assert opened(resume=True).step == 6
 
 
 @pytest.mark.parametrize("full", ["from the start", "at the end"])
-def test_metrics_that_are_missing_are_named_at_the_end(full, opened, capsys, monkeypatch):
+def test_missing_metrics_are_reported_in_the_last_line(full, opened, capsys, monkeypatch):
     def no_space(files, close=EventFiles.close):
         close(files)
         raise OSError(28, "No space left on device")
@@ -210,8 +215,8 @@ def test_metrics_that_are_missing_are_named_at_the_end(full, opened, capsys, mon
     assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
 
 
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(finished, opened, trained):
-    """Metrics, leaders and best workers too: of steps 5 and 6 nothing was written yet."""
+def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, trained):
+    """Including metrics, leaders and best workers. Steps 5 and 6 were not written yet."""
     run = opened()
 
     def killed(*after):
@@ -244,10 +249,10 @@ def test_the_best_worker_is_known_before_the_first_report(opened, trained):
     assert log.read(result.folder)["test"][-1]["best_worker"] == 2
 
 
-# Losses and parameters that are not as they must be
+# Nonfinite losses and parameters
 
 
-def test_no_finite_loss_stops_the_run_with_a_checkpoint(opened, trained, capsys):
+def test_a_run_without_finite_losses_stops_with_a_checkpoint(opened, trained, capsys):
     run = opened(steps=400, stop_after_nonfinite=5)
     result = trained(run, lambda state, loss: (state, loss * jnp.nan))
     assert result.stopped_by == "nonfinite" and result.saved
@@ -261,8 +266,8 @@ def test_no_finite_loss_stops_the_run_with_a_checkpoint(opened, trained, capsys)
     assert (again.step, again.stopped_by, again.is_good) == (8, None, True)
 
 
-def test_a_run_that_ends_diverged_says_so(opened, trained, capsys):
-    """Shorter than the limit: no worker has a finite loss, and the last test is made."""
+def test_the_last_line_says_that_a_run_has_diverged(opened, trained, capsys):
+    """It ends before the limit of nonfinite steps, so the last test takes place."""
     run = opened()
     diverged = lambda state, loss: (state, loss * (jnp.nan if run.step >= 8 else 1))
     result = trained(run, diverged)
@@ -272,7 +277,7 @@ def test_a_run_that_ends_diverged_says_so(opened, trained, capsys):
     assert "with finite losses is of step 6; everything is in" in printed
 
 
-def test_a_worker_that_diverged_is_reported_and_restored(opened, capsys):
+def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
     run = opened()
     poisoned = jax.tree.map(lambda x: x.at[0].set(jnp.nan), run.state.params)
     placed = run.experiment.workers.put(poisoned)
@@ -289,12 +294,3 @@ def test_a_worker_that_diverged_is_reported_and_restored(opened, capsys):
     assert all(0 not in e["leaders"] for e in events["leaders"] if e["step"] <= 4)
     momentum = [x for name, x in tiny.leaves(run.state).items() if "trace" in name]
     assert momentum and all(np.isfinite(x).all() for x in momentum)
-
-
-def test_parameters_changed_behind_the_exchange_are_warned_of_once(opened, trained, capsys):
-    run = opened()
-    other = lambda x: run.experiment.workers.put(x.at[2].multiply(1.5))
-    changed = lambda state: state._replace(params=jax.tree.map(other, state.params))
-    trained(run, lambda state, loss: (changed(state), loss))
-    message = "the parameters of worker 2 were changed behind the exchange (seen up to"
-    assert capsys.readouterr().out.count(message) == 1

@@ -1,4 +1,4 @@
-"""Runs that go on with other workers."""
+"""Runs that resume with other workers."""
 
 import dataclasses
 import shutil
@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A run of 2 x 2 workers to step 6: its folder."""
+    """The folder of a run of 2 x 2 workers to step 6."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     tiny.train_shared(dataclasses.replace(SMALL, run_dir=str(folder)))
     return folder
@@ -39,19 +39,19 @@ def resume(folder, *options):
     return ["digits", "--resume", "--run-dir", str(folder), *options]
 
 
-def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
+def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     config = (folder / "config.json").read_bytes()
     assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0
     (event,) = log.read(folder)["resized"]
     assert (event["step"], event["old"], event["new"]) == (6, [2, 2], [1, 2])
     a, b = event["sources"]
-    said = f"1 x 2 workers go on from 2 x 2: 0 from {a}, 1 from {b}\n"
+    said = f"1 x 2 workers resume from 2 x 2: 0 from {a}, 1 from {b}\n"
     assert capsys.readouterr().out.count(said) == 1
 
-    # Without options the workers are those of the latest checkpoint, and it is exact.
+    # By default the workers are those of the latest checkpoint.
     assert cli.parse(resume(folder)).workers == WorkersConfig(1, 2)
     assert main(resume(folder, "--steps", "18")) == 0
-    assert "go on from" not in capsys.readouterr().out
+    assert "resume from" not in capsys.readouterr().out
     more = resume(folder, "--workers.nodes=2", "--workers.locals=2", "--steps=20")
     assert main(more) == 0
     events = log.read(folder)
@@ -62,25 +62,13 @@ def test_a_run_goes_on_with_other_workers_and_then_with_these(folder, capsys):
     sent = [e["bytes_sent"] for e in events["train"]]
     assert sent == sorted(sent)
     assert (folder / "config.json").read_bytes() == config
-    assert plots._grids(events) == [
-        (0, 6, 2, 2),
-        (6, 12, 1, 2),
-        (12, 18, 1, 2),
-        (18, 20, 2, 2),
-    ]
+    grids = [(0, 6, 2, 2), (6, 12, 1, 2), (12, 18, 1, 2), (18, 20, 2, 2)]
+    assert plots._grids(events) == grids
     assert {path.name for path in plots.draw(folder)} >= {"leaders.png"}
 
 
-def test_recent_losses_follow_their_worker(folder):
-    notes = latest_notes(folder / "checkpoints")
-    config = dataclasses.replace(SMALL, run_dir=str(folder), resume=True)
-    run = open_run(dataclasses.replace(config, workers=WorkersConfig(1, 2)))
-    sources = run.resizing.sources
-    recent = np.array(notes["recent_losses"])[sources]
-    np.testing.assert_array_equal(run.buffer.recent.average, recent)
-
-
 def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, capsys):
+    recent = np.array(latest_notes(folder / "checkpoints")["recent_losses"])
     config = dataclasses.replace(SMALL, workers=WorkersConfig(1, 2), steps=8)
     config = dataclasses.replace(config, run_dir=str(folder), resume=True)
     train(open_run(config))
@@ -88,22 +76,20 @@ def test_an_unreadable_checkpoint_falls_back_to_one_of_another_grid(folder, caps
     capsys.readouterr()
     run = open_run(config)
     assert "warning: the checkpoint of step 8 cannot be read" in capsys.readouterr().out
-    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers go on from 2 x 2")
+    assert run.step == 6 and str(run.resizing).startswith("1 x 2 workers resume from 2 x 2")
     assert (folder / "checkpoints" / "unreadable-8").is_dir()
+    recent = recent[run.resizing.sources]  # they move with their worker
+    np.testing.assert_array_equal(run.buffer.recent.average, recent)
 
 
 @pytest.mark.parametrize(
     "method, options, message",
     [
-        (
-            "cge",
-            "--method.faulty 2",
-            "`faulty` must be less than the number of work",
-        ),
+        ("cge", "--method.faulty 2", "`faulty` must be less than the number of work"),
         ("wagma", "--workers.locals 3", "need a power of two workers"),
     ],
 )
-def test_a_grid_the_method_can_not_have(method, options, message, tmp_path, refusal):
+def test_a_grid_that_the_method_does_not_allow(method, options, message, tmp_path, refusal):
     folder, options = tmp_path / "run", options.split()
     kept = options if method == "cge" else []
     config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
@@ -112,14 +98,10 @@ def test_a_grid_the_method_can_not_have(method, options, message, tmp_path, refu
     assert message in refusal(main, resume(folder, "--workers.nodes", "1", *options))
 
 
-def test_the_latest_notes(tmp_path):
+def test_the_latest_readable_notes_are_found(tmp_path):
     assert latest_notes(tmp_path / "no") == {}
-    for step, text in (
-        ("9", '{"a": 9}'),
-        ("10", '{"a": 10}'),
-        ("11", "{"),
-        ("12.tmp", "{}"),
-    ):
+    texts = {"9": '{"a": 9}', "10": '{"a": 10}', "11": "{", "12.tmp": "{}"}
+    for step, text in texts.items():
         notes = tmp_path / step / "notes" / "metadata"
         notes.parent.mkdir(parents=True)
         notes.write_text(text)

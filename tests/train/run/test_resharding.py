@@ -1,4 +1,4 @@
-"""Going on with other workers: which comes from which, and what every method keeps."""
+"""Resuming with other workers: their origins, and the state that each method keeps."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ SMALL = dataclasses.replace(tiny.SMALL, steps=6, log_every=2)
 
 
 def on_host(tree):
-    """Of every leaf its path, whether it is shared, and its values."""
+    """{path: (whether the leaf is shared, its values)} of a tree."""
     shared = lambda node: isinstance(node, lj.Shared)
     plain = lambda x: jax.random.key_data(x) if is_key(x) else x
     return {
@@ -44,49 +44,49 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# Which worker comes from which
+# Origins of workers
 
 
 @pytest.mark.parametrize(
     "old, new, scores, expected",
     [
-        # Nothing changes; no worker is sorted within a node.
+        # Same grid: the order within a node stays.
         ((2, 2), (2, 2), [3, 1, 2, 0], [0, 1, 2, 3]),
-        # Fewer: the best of all, those of the node that is left stay first.
+        # Fewer: the best of all. Those of the remaining node come first.
         ((2, 4), (1, 4), [9, 1, 8, 7, 2, 6, 3, 5], [1, 4, 6, 7]),
         ((2, 4), (1, 4), [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]),
         ((2, 4), (1, 4), [7, 6, 5, 4, 3, 2, 1, 0], [4, 5, 6, 7]),
-        # The best two of each node; then the best four of one node, two of which must move.
+        # The best two of each node; the best four of one node, two of which must move.
         ((2, 4), (2, 2), [9, 1, 8, 2, 7, 3, 6, 4], [1, 3, 5, 7]),
         ((2, 4), (2, 2), [1, 3, 2, 4, 9, 8, 7, 6], [0, 2, 1, 3]),
         ((1, 4), (1, 1), [4, 3, 1, 2], [2]),
-        # More: copies of the node's leader, in a new node of the leader of all.
+        # More: copies of the node's leader; in a new node, of the leader of all.
         ((1, 4), (2, 4), [4, 3, 1, 2], [0, 1, 2, 3, 2, 2, 2, 2]),
         ((2, 2), (2, 3), [4, 3, 1, 2], [0, 1, 1, 2, 3, 2]),
         ((1, 1), (1, 4), [5], [0, 0, 0, 0]),
-        # Odd: no worker is lost while there is room; the last place is the leader's.
+        # Odd: every worker that fits stays; the last place is a copy of the leader.
         ((2, 4), (3, 3), [1, 2, 3, 4, 0, 5, 6, 7], [0, 1, 2, 4, 5, 6, 3, 7, 4]),
         ((3, 1), (1, 5), [2, 0, 1], [0, 1, 2, 1, 1]),
         ((3, 3), (2, 2), [8, 7, 6, 5, 4, 3, 2, 1, 0], [6, 7, 5, 8]),
-        # As many, regrouped.
+        # Same number, regrouped.
         ((2, 4), (1, 8), [7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]),
         ((1, 4), (4, 1), [3, 1, 0, 2], [2, 0, 1, 3]),
-        # Who is not finite goes first and is not copied, even as the best of its node.
+        # Nonfinite workers go first and are not copied, even as the best of a node.
         ((2, 2), (1, 2), [INF, 3, 2, INF], [1, 2]),
         ((2, 2), (2, 3), [INF, INF, 2, 1], [0, 1, 3, 2, 3, 3]),
-        # No worker is finite, and ties: the lowest numbers.
+        # No finite worker, and ties: the lowest numbers.
         ((2, 2), (1, 2), [INF] * 4, [0, 1]),
         ((1, 2), (2, 2), [INF] * 2, [0, 1, 0, 0]),
         ((2, 2), (2, 3), [1] * 4, [0, 1, 0, 2, 3, 2]),
     ],
 )
-def test_which_worker_comes_from_which(old, new, scores, expected):
+def test_origins_of_the_new_workers(old, new, scores, expected):
     old, new = WorkersConfig(*old), WorkersConfig(*new)
     assert resharding.sources(old, new, scores).tolist() == expected
 
 
 def training_state(score, sick, params, elects=True):
-    """A training state whose last pull has these scores, if it elects leaders."""
+    """A training state. If its pulls elect leaders, the last one has these scores."""
     tx, workers = lj.lsgd() if elects else lj.local_sgd(), lj.Workers(1, len(score))
     opt_state = workers.map(tx.init)(workers.put(params))._replace(
         is_finite=~jnp.asarray(sick)
@@ -98,7 +98,7 @@ def training_state(score, sick, params, elects=True):
     return TrainState(params, {}, opt_state, None, lj.Shared(jnp.int32(1)))
 
 
-def test_scores_are_the_methods_own_or_else_the_recent_losses():
+def test_scores_are_those_of_the_method_otherwise_recent_losses():
     params = {"w": np.ones((3, 2)), "b": np.ones((3,))}
     recent, healthy = np.array([3.0, 1.0, 2.0]), [False] * 3
     own = training_state([0.3, 0.1, np.nan], healthy, params)
@@ -121,9 +121,9 @@ def options(name):
 
 
 class Toy:
-    """Workers that look for a point each, drawn by their key, in the trainer's state.
+    """Workers that each seek a point drawn from their key, with the trainer's state.
 
-    The compiled step takes no state but of one type and place.
+    The compiled step accepts only states of one type and placement.
     """
 
     def __init__(self, method, nodes, locals):
@@ -145,7 +145,7 @@ class Toy:
 
     def _step(self, state):
         drawn = jax.random.key_data(state.key).astype(jnp.float32).sum()
-        point = jnp.sin(drawn + state.step.value)  # a key's own; compiles fast
+        point = jnp.sin(drawn + state.step.value)  # depends on the key, and compiles fast
         grads = jax.tree.map(lambda x: x - point, state.params)
         loss = optax.tree.norm(grads, squared=True)
         tx, step = self.tx, lj.Shared(state.step.value + 1)
@@ -174,14 +174,14 @@ class Toy:
 
 
 def check_resized(method, before, restored):
-    """All that must hold between a state and the one resized from it."""
+    """Checks a state against the one from which it was resized."""
     after, sources = on_host(restored.state), restored.resizing.sources
     before, old = on_host(before), before
     assert before.keys() == after.keys()
     kept = shared = 0
     for path, (is_shared, x) in before.items():
         if path == ".key" or path.endswith((".weight", ".leader")):
-            continue  # renewed, see below
+            continue  # new, see below
         expected = x if is_shared else x[sources]
         np.testing.assert_array_equal(after[path][1], expected, err_msg=path)
         shared, kept = shared + is_shared, kept + (not is_shared)
@@ -193,14 +193,14 @@ def check_resized(method, before, restored):
             assert x.sum() == W and method in ("sgp", "osgp", "gosgd")
         if path.endswith(".leader"):
             assert (x == -1).all()
-    if method in ("easgd", "downpour", "parle"):  # their model to test is the center
+    if method in ("easgd", "downpour", "parle"):  # they test the center
         center = lambda state: on_host(lj.center(state.params, state.opt_state))
         for path, (_, x) in center(old).items():
             np.testing.assert_array_equal(center(restored.state)[path][1], x)
 
 
-# Each has a state like that of a method which is not slow.
-ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm".split()
+# The state of each is like that of a method that is tested by default.
+ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm independent".split()
 ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
 
 
@@ -209,11 +209,11 @@ ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
     [
         pytest.param(x, marks=[pytest.mark.slow] * (x in ALIKE))
         for x in METHODS
-        if x != "lsgd-diloco"  # which refuses, see below
+        if x != "lsgd-diloco"  # is refused, see below
         and not METHODS[x].is_asynchronous
     ],
 )
-def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
+def test_a_method_resumes_with_more_workers_and_with_fewer(name, tmp_path):
     method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
     few, many = Toy(method, 1, 2), Toy(method, 2, 2)
     state, losses = scattered(few, apart=not method.first), np.array([0.2, 0.1])
@@ -225,7 +225,7 @@ def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
 
     state, losses = many.train(more.state, 6)
     assert np.isfinite(losses).all()
-    # Those who were equal still are, or have exchanged everything at the last step.
+    # Equal workers stay equal; others are equal if the last step exchanged everything.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
     whole += ("diloco-leader",)
     equal = float(lj.consensus_distance(state.params)) < 1e-6
@@ -235,11 +235,11 @@ def test_a_method_goes_on_with_more_workers_and_with_fewer(name, tmp_path):
     first, second = np.argsort(resharding.scores(state, losses), kind="stable")[:2]
     assert set(fewer.resizing.sources) == {first, second}
     check_resized(name, state, fewer)
-    assert typed(fewer.state) == typed(few.fresh)  # so that its step goes on with it
+    assert typed(fewer.state) == typed(few.fresh)  # so that the compiled step accepts it
 
 
 def scattered(toy, apart):
-    """A state with anything in its floats, of workers that stand apart or do not."""
+    """A state with random floats, which differ between the workers if `apart`."""
     draw = np.random.default_rng(0).uniform
 
     def spread(x):
@@ -259,12 +259,12 @@ def files(folder):
 
 
 def typed(tree):
-    """All that a compiled function asks of an argument."""
+    """The structure, types and shardings that a compiled function requires."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(x.aval, x.sharding) for x in leaves]
 
 
-def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
+def test_a_diverged_worker_is_dropped_first_and_not_copied(tmp_path):
     toy = Toy(METHODS["independent"](), 2, 2)
     poison = lambda x: toy.workers.put(x.at[2].set(jnp.nan))
     state = toy.fresh._replace(params=jax.tree.map(poison, toy.fresh.params))
@@ -281,12 +281,14 @@ def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
         ("lsgd-diloco", {"period": 2}, "if groups of them, .* over 'node' only"),
     ],
 )
-def test_some_refuse_other_workers_and_change_nothing(name, options, because, tmp_path):
-    """Those with messages in flight, and with an anchor for each place in a node."""
+def test_some_methods_refuse_other_workers_and_change_no_file(
+    name, options, because, tmp_path
+):
+    """Methods with messages in flight, and with an anchor for each place in a node."""
     four, two = (Toy(methods.make(name, **options), nodes, 2) for nodes in (2, 1))
     four.save(tmp_path, four.fresh, np.arange(4.0))
     before = files(tmp_path)
-    message = "1 x 2 workers cannot go on from 2 x 2: the workers must stay the same "
+    message = "1 x 2 workers cannot resume from 2 x 2: the workers must stay the same "
     message += because
     with pytest.raises(ValueError, match=message):
         two.restore(tmp_path)

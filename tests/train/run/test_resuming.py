@@ -1,4 +1,4 @@
-"""The command that a run prints to go on with it: it works as it stands."""
+"""The command that a run prints for resuming it works when it is pasted."""
 
 import dataclasses
 import shlex
@@ -19,7 +19,7 @@ def began(folder, *options, name="digits"):
 
 
 def resumed(config, folder, start="python -m train"):
-    """What the command makes of the run in a folder."""
+    """The configuration that the command gives for the run in a folder."""
     command = resuming.resume_command(config, folder)
     assert command.startswith(f"{start} ")
     return cli.parse(shlex.split(command.removeprefix(start)))
@@ -56,7 +56,7 @@ def test_a_run_that_was_launched_is_launched_again(tmp_path, monkeypatch):
     assert launch.parse(again).arguments == again[again.index("--") + 1 :]
 
 
-def test_a_folder_that_is_gone_is_named_all_the_same(tmp_path):
+def test_the_command_names_a_folder_that_is_gone(tmp_path):
     config = cli.parse(["digits"])
     expected = f"python -m train digits --run-dir {tmp_path}/none --resume"
     assert resuming.resume_command(config, tmp_path / "none") == expected

@@ -40,8 +40,8 @@ def check_equal(tree, other, **tolerances):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerances), tree, other)
 
 
-def test_numbers_are_the_same_and_a_run_goes_on_on_other_devices(tmp_path):
-    """2 x 2 workers of 2 devices each; gone on with whole, and as 2 x 1 of 4 devices."""
+def test_a_sharded_run_equals_a_whole_one_and_resumes_on_other_devices(tmp_path):
+    """2 x 2 workers of 2 devices each, resumed unsharded, then as 2 x 1 of 4 devices."""
     sharded, _, params = ran(tmp_path / "run", (2, 2, ("fsdp=2",)))
     kernels = [x for x in jax.tree.leaves(sharded.state) if x.shape == (4, 64, 10)]
     assert len(kernels) >= 2 and all(x.sharding.spec[1] == "fsdp" for x in kernels)

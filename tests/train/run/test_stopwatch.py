@@ -1,4 +1,4 @@
-"""Seconds of training, by a clock that is set by hand."""
+"""Seconds of training, measured with a fake clock."""
 
 import time
 
@@ -24,10 +24,10 @@ def test_only_training_is_counted(monkeypatch):
     assert stopwatch.seconds == 8
 
 
-def test_the_pace_is_that_of_steps_which_were_not_waited_for():
-    """Reported every 8 steps, and the last ones as soon as they were waited for."""
+def test_the_pace_ignores_steps_that_were_waited_for():
+    """Reports come every 8 steps, and once just after waiting for the last steps."""
     pace = Pace(at_least=4)
-    assert pace(7, 30.0) is None  # with the compilation
+    assert pace(7, 30.0) is None  # includes the compilation
     assert pace(15, 34.0) == 2
     assert pace(16, 34.01) == 2
     assert pace(31, 38.0) == 4

@@ -1,4 +1,4 @@
-"""Training on text: what a run leaves, exact resuming, what is refused."""
+"""Training on text: the files of a run, exact resuming, and refused data."""
 
 import dataclasses
 import math
@@ -71,18 +71,18 @@ def test_the_run_ends_with_a_test_and_a_sample(finished):
     assert events["train"][0]["loss"] > 0.6 > events["train"][-1]["loss"]
     sample = (result.folder / "sample.txt").read_text()
     assert len(sample) == 500 and set(sample) <= set(TEXT)
-    # What is likely is drawn: most often a letter's successor comes behind it.
+    # Likely letters are drawn: most are followed by their successor.
     pairs = [TEXT[i : i + 2] for i in range(64)]
     assert np.mean([sample[i : i + 2] in pairs for i in range(499)]) > 0.5
     assert run.experiment.sample(run.state) == sample
 
 
 def test_a_test_is_the_mean_over_the_validation_text(finished):
-    """Windows of the context one after the other, in one batch without workers."""
+    """Computed from consecutive windows in one batch, without workers."""
     run, result = finished
     vocabulary = run.experiment.forward.vocabulary
     ids = text.of(TEXT.encode(), "characters").test.astype(np.int32)
-    params = jax.tree.map(lambda x: x[0], run.state.params)  # of equal workers
+    params = jax.tree.map(lambda x: x[0], run.state.params)  # the workers are equal
     windows = ids[8 * np.arange(8)[:, None] + np.arange(9)]
     assert windows[-1, -1] == ids[-1] and len(ids) == 65
     apply = jax.jit(run.experiment.forward.model.apply)
@@ -97,7 +97,7 @@ def test_a_test_is_the_mean_over_the_validation_text(finished):
     assert tested["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_resuming_is_exact_and_asks_for_the_same_text(finished, small, file, tmp_path):
+def test_resuming_is_exact_and_requires_the_same_text(finished, small, file, tmp_path):
     config = dataclasses.replace(small, run_dir=str(tmp_path / "run"))
     stopped = open_run(config)
     stopped.config = dataclasses.replace(config, steps=30)
@@ -108,7 +108,7 @@ def test_resuming_is_exact_and_asks_for_the_same_text(finished, small, file, tmp
     assert train(run).tested == finished[1].tested
     tiny.assert_equal_to_the_bit(run.state, finished[0].state)
     kept = (tmp_path / "run" / "vocabulary.json").read_text()
-    # As long, of the same characters, and yet another text; it may be anywhere.
+    # Another text of the same length and characters is refused; the file may move.
     other, moved = tmp_path / "other", tmp_path / "moved"
     other.write_text(TEXT[::-1])
     moved.write_text(TEXT)
