@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.vectors import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -88,7 +88,8 @@ class ADPSGDWorker(FreeRunningWorker):
             return
         # The quantization error stays here, so that the sum of the two does not change.
         packed, sent = self.transport.mailbox.encoded(self.worker.vector())
-        answer = self.transport.exchange(peer, packed)
+        self.transport.mailbox.count(packed)
+        answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
     async def after_step(self) -> None:

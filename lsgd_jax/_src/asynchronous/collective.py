@@ -66,15 +66,15 @@ async def all_reduce(
       StaleWorkerError: the others have finished without this worker.
       UnreachableError: too many failed.
     """
-    me, wire = transport.position.index, transport.mailbox.wire
-    if transport.timed is not None and not wire.is_narrow:
+    me, mailbox = transport.position.index, transport.mailbox
+    if transport.timed is not None and not mailbox.is_narrow:
         return await transport.timed.sum(key, vector, gives, group)
     owed = vector if error is None else vector + error
-    sent, arrived = transport.mailbox.encoded(owed)
+    sent, arrived = mailbox.encoded(owed)
 
     async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
         givers = [i for i, gave in came.items() if gave]
-        if not wire.is_narrow:
+        if not mailbox.is_narrow:
             return await _in_chunks(transport, here, arrived, givers, list(came))
         others = await _from_peers(transport, {i: here for i in givers if i != me})
         rows = [arrived if i == me else others[i] for i in givers]
@@ -97,8 +97,8 @@ async def broadcast(
     if transport.timed is not None and transport.timed.is_collective:
         return await transport.timed.broadcast(key, vector, source, group)
     if vector is None:
-        return await transport.fetch(source, key)
-    transport.post(key, vector)
+        return await transport.ask(source, "fetch", key)
+    transport.mailbox.post(key, vector)
     return vector
 
 
@@ -120,7 +120,7 @@ async def _together(
     me, mailbox, members = transport.position.index, transport.mailbox, list(group)
     for attempt in range(ATTEMPTS):
         here = (key, attempt)
-        transport.post(here, content)
+        mailbox.post(here, content)
         came = await transport.round((here, "came"), value, members)
         if me not in came:
             raise StaleWorkerError(f"worker {me} came too late for what all add up")
@@ -154,7 +154,7 @@ async def _in_chunks(
     total = np.zeros([mine.stop - mine.start], vector.dtype)
     for i in givers:
         total = total + (vector[mine] if i == me else parts[i])
-    transport.post((key, "sum"), total)
+    transport.mailbox.post((key, "sum"), total)
     sums = await _from_peers(transport, {i: (key, "sum") for i in owners if i != me})
     return np.concatenate([total if i == me else sums[i] for i in owners])
 
@@ -165,11 +165,11 @@ async def _from_peers(
     """The vectors that peers have posted. Each worker begins with another peer."""
     me, arrived = transport.position.index, {}
     order = sorted(keys, key=lambda i: (i < me, i))  # so that no link is crowded
-    pending = {i: transport.fetch(i, keys[i], part) for i in order}
+    pending = {i: transport.ask(i, "fetch", keys[i], part) for i in order}
     for i, vector in pending.items():
         try:
             arrived[i] = await vector
         except UnreachableError:
-            await transport.missed(i)  # so that no worker waits for it again
+            await transport.tell("missed", i)  # so that no worker waits for it again
             raise
     return arrived

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import kernel, parts, trees
-from lsgd_jax._src.asynchronous.conversation import Conversation
 from lsgd_jax._src.asynchronous.free_running import Claims
-from lsgd_jax._src.asynchronous.messages import Agreement, alone
+from lsgd_jax._src.asynchronous.messages import Conversation, alone
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.exchange import Exchange
@@ -88,17 +87,11 @@ class PullsWorker:
         # A step that is claimed ahead would have all others wait for it at the next round.
         self._claims = Claims(worker, ahead=False)
         position = worker.transport.position
-        grid = position.nodes, position.locals
-        groups = [position.group(pull.rule.axes) for pull in self._pulls]
-        self._agreements = [
-            Agreement(pull, group, position.index, grid)
-            for pull, group in zip(self._pulls, groups)
-        ]
+        self._everyone = list(range(position.workers))
         self._conversations = [
-            Conversation(worker.transport, group, (k, group[0]))
-            for k, group in enumerate(groups)
+            Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
         ]
-        self._compiled = _compiled(self._pulls, grid)
+        self._compiled = _compiled(self._pulls, (position.nodes, position.locals))
         self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
         self._counts: Any = [True] * len(self._pulls)  # before the first step
         self._is_finite: Any = np.bool_(True)
@@ -114,13 +107,10 @@ class PullsWorker:
         return y
 
     async def before_step(self) -> bool:
-        """Whether there is another step to take; joins the rounds that are called."""
-        worker = self._worker
+        """Returns whether there is another step to take, after any round that is due."""
         if self._period is None:
-            return worker.count < self._steps
-        while (claim := await self._claims.next()).go == "join":
-            await self._join(claim.number)
-        return claim.go == "step"
+            return self._worker.count < self._steps
+        return await self._claims.step(self._join)
 
     async def after_step(self) -> None:
         """Sends and lands what is due by the worker's own count."""
@@ -128,16 +118,14 @@ class PullsWorker:
             t = self._worker.count
             sends = [t % pull.every == pull.sends_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
-            everyone = set(range(self._worker.transport.position.workers))
-            await self._communicate(t, everyone, sends, lands)
+            await self._communicate(t, set(self._everyone), sends, lands)
         self._worker.publish()
 
     async def _join(self, number: int) -> None:
         worker = self._worker
-        everyone = list(range(worker.transport.position.workers))
         if number != self._rounds and any(map(_holds_shared, self._states)):
             raise StaleWorkerError(f"worker {worker.index} has missed a round of all")
-        joined = worker.transport.round(("join", number), None, everyone)
+        joined = worker.transport.round(("join", number), None, self._everyone)
         came = await worker.wait(joined)
         self._rounds = number + 1
         if worker.index not in came:
@@ -188,9 +176,8 @@ class PullsWorker:
         x, y = (
             parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
         )
-        send = functools.partial(self._conversations[k].send, number, here)
-        t, state = np.int32(worker.count), self._states[k]
-        return self._agreements[k].run(send, x, y, state, np.bool_(is_finite), t)
+        given = x, y, self._states[k], np.bool_(is_finite), np.int32(worker.count)
+        return self._conversations[k].agree(number, here, *given)
 
     async def _land(self, k: int, coming: asyncio.Task, is_finite: bool) -> bool:
         """`kernel.land`; whether the worker was restored."""

@@ -3,15 +3,21 @@
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lsgd_jax._src.asynchronous.compression import Compression, Snapshot
 from lsgd_jax._src.asynchronous.coordinator import Status
-from lsgd_jax._src.asynchronous.ray_actors import CoordinatorActor, Overview, WorkerActor
+from lsgd_jax._src.asynchronous.ray_actors import (
+    LOST,
+    CoordinatorActor,
+    Job,
+    Overview,
+    WorkerActor,
+)
 from lsgd_jax._src.asynchronous.ray_cluster import (
     Options,
     cluster,
@@ -19,12 +25,12 @@ from lsgd_jax._src.asynchronous.ray_cluster import (
     handlers,
     signals,
 )
-from lsgd_jax._src.asynchronous.ray_transport import RETURN, Job, answer
-from lsgd_jax._src.asynchronous.transport import UnreachableError
+from lsgd_jax._src.asynchronous.vectors import Snapshot, unpack
 from lsgd_jax._src.asynchronous.worker import Method, Training
 
 
-EVERY = 1.0  # seconds between two looks at how all workers are doing
+EVERY = 1.0  # seconds between two questions to the coordinator
+ANSWER = 60.0  # seconds within which the coordinator must answer
 
 
 class Outcome(NamedTuple):
@@ -32,8 +38,9 @@ class Outcome(NamedTuple):
 
     Attributes:
       states: the state of each worker at the end: a dictionary with params, opt_state, own,
-        count and method, its arrays NumPy's; `run` takes them to go on from there. None for
-        a worker that had to be killed, because it did not stop when the run was stopped.
+        count, number and method, its arrays NumPy's; `run` takes them to go on from there.
+        None for a worker that had to be killed, because it did not stop when the run was
+        stopped.
       status: of all workers at the end.
       restarts: how many times each worker was started again.
       stopped: whether the run was ended before its time.
@@ -55,40 +62,44 @@ class Remote:
       processes: the node and the process of each worker that has started.
     """
 
-    def __init__(self, workers: Sequence[Any], wire: Compression, timeout: float):
-        self._workers, self._wire, self._timeout = workers, wire, timeout
+    def __init__(self, workers: Sequence[Any], timeout: float):
+        self._workers, self._timeout = workers, timeout
         self.restarts, self.stopped = [0] * len(workers), False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
 
     def latest(self, i: int) -> Snapshot | None:
-        """Worker i's parameters as one vector; None if it does not answer."""
-        return self._wire.unpack(self._answers([i], "latest")[0])
+        """Returns worker i's parameters as one vector; None if it does not answer."""
+        return unpack(self._answers([self._workers[i].latest.remote()])[0])
 
     def states(self, own: bool = True) -> list[Any]:
-        """The state of each worker after its last step, to be resumed from.
+        """Returns the state of each worker after its last step, to be resumed from.
 
-        None: it does not answer, or has not begun.
+        None for a worker that does not answer, or has not begun.
         """
-        return self._answers(range(len(self._workers)), "state", own)
+        return self._answers(worker.state.remote(own) for worker in self._workers)
 
     def stop(self) -> None:
-        """Ends the run: each worker stops when it has taken the step that it is in."""
+        """Ends the run: each worker stops after the step that it is in."""
         self.stopped = True
         for i, worker in enumerate(self._workers):
             if i not in self.ended:
                 worker.stop.remote()
 
-    def _answers(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
-        calls = [(i, getattr(self._workers[i], method).remote(*args)) for i in workers]
-        until = time.monotonic() + self._timeout
-        return [self._answer(ref, i, until - time.monotonic()) for i, ref in calls]
+    def _answers(self, calls: Iterable[Any]) -> list[Any]:
+        refs = list(calls)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
+        return [_answer(ref) if ref in ready else None for ref in refs]
 
-    def _answer(self, ref: Any, i: int, limit: float) -> Any:
-        try:
-            return answer(ref, f"worker {i}", max(limit, 0.1))
-        except UnreachableError:
-            return None
+
+def _answer(ref: Any) -> Any:
+    """Returns the answer to a call; None if the actor has failed."""
+    try:
+        return ray.get(ref)
+    except RayTaskError:
+        raise
+    except RayError:
+        return None
 
 
 def run(
@@ -105,7 +116,8 @@ def run(
 ) -> Outcome:
     """Trains with nodes x locals workers, each an actor of Ray.
 
-    A worker that is lost is started again, and goes on from the state of a peer. SIGINT and
+    A worker that is lost is started again, and goes on from the state of a peer. The
+    coordinator is a process beside this one; if it is lost, the run ends. SIGINT and
     SIGTERM, unless this process handles them itself, stop the run as `Remote.stop` does.
 
     Args:
@@ -114,9 +126,9 @@ def run(
       method: decides when a worker communicates, such as `Pulls`.
       nodes, locals: the grid of workers.
       steps: mean steps per worker.
-      options: where, and with which limits.
-      states: `Outcome.states` or `Remote.states()` of a run that is resumed; one that is
-        None begins as in `make_training`.
+      options: where the workers run, and with which limits.
+      states: `Outcome.states` or `Remote.states()` of a run that is resumed; a worker whose
+        state is None begins as in `make_training`.
       restore: index -> one of those states, or None. Called in a worker's process if it
         was started again and no peer has a state for it.
       on_status: (status, remote); called here about every second, and at the end, when
@@ -124,7 +136,8 @@ def run(
 
     Raises:
       RuntimeError: a worker's code has raised an error, a worker is lost again and again
-        before it gets to a step, or not all could be started; with the reason.
+        before it gets to a step, not all could be started, or the coordinator is lost; with
+        the reason.
 
     For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
     steps=1000)`` where ``make_training(i)`` gives a `Training`.
@@ -155,10 +168,9 @@ class _Actors:
     """The actors of one run, as the driver sees them."""
 
     def __init__(self, job: Job, options: Options):
-        self._job, self._options = job, options
-        count = job.nodes * job.locals
+        self._options, count = options, job.nodes * job.locals
         env = {**environment(options.num_gpus), **options.env}
-        groups = {"serve": min(4 * count + 4, 64), "watch": 3}
+        groups = {"serve": min(4 * count + 4, 64), "watch": 1}
         remote: Any = ray.remote  # its types do not know groups
         worker = remote(concurrency_groups=groups)(WorkerActor)
         placed = {
@@ -167,20 +179,24 @@ class _Actors:
             "max_restarts": -1,
             "runtime_env": {"env_vars": env},
         }
-        coordinator = remote(CoordinatorActor).options(
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
-            max_concurrency=1000,
-            name=job.coordinator,
-            runtime_env={"env_vars": environment(0)},
+        here = ray.get_runtime_context().get_node_id()
+        self.coordinator = (
+            remote(CoordinatorActor)
+            .options(
+                num_cpus=0,
+                max_concurrency=1000,
+                name=job.coordinator,
+                runtime_env={"env_vars": environment(0)},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+            )
+            .remote(job)
         )
         self.workers = [
             worker.options(name=job.worker(i), **placed).remote(job, i)
             for i in range(count)
         ]
-        self.coordinator = coordinator.remote(job)
-        self.remote = Remote(self.workers, Compression(job.method.wire), options.timeout)
+        self.remote = Remote(self.workers, options.timeout)
+        self._until = time.monotonic() + options.start
         self._marks: dict[int, Any] = {}
         self._moved: dict[int, float] = {}
 
@@ -194,29 +210,29 @@ class _Actors:
         on_status: Callable[[Status, Remote], Any],
         signaled: threading.Event,
     ) -> Outcome:
-        given = states or [None] * len(self.workers)
+        given, ended = states or [None] * len(self.workers), self.remote.ended
         refs = {w.run.remote(s): i for i, (w, s) in enumerate(zip(self.workers, given))}
-        told = time.monotonic()
-        self._until, stopped = told + self._options.start, None
-        while len(self.remote.ended) < len(refs):
-            left = [ref for ref, i in refs.items() if i not in self.remote.ended]
-            for ref in ray.wait(left, timeout=EVERY)[0]:
-                self.remote.ended[refs[ref]] = self._result(ref, refs[ref])
-            overview = self._overview()
+        told, stopped = time.monotonic(), None
+        while len(ended) < len(refs):
+            left = [ref for ref, i in refs.items() if i not in ended]
+            done, _ = ray.wait(left, timeout=EVERY)
+            overview = self._overview()  # first: without the coordinator, workers fail
+            for ref in done:
+                ended[refs[ref]] = self._result(ref, refs[ref])
             self._check(overview)
-            self._restart_who_hangs(overview)
+            self._restart_hung_workers(overview)
             if signaled.is_set() or self.remote.stopped:
-                self.remote.stop()  # again: one that was started again has not heard it
+                self.remote.stop()  # again, since a restarted worker has not heard it
                 stopped = stopped or time.monotonic()
                 if time.monotonic() - stopped > 2 * self._options.timeout:
                     self._give_up()
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
                 on_status(overview.status, self.remote)
-        overview = self._overview()
-        on_status(overview.status, self.remote)
-        ends = [self.remote.ended[i] for i in range(len(self.workers))]
-        return Outcome(ends, overview.status, self.remote.restarts, self.remote.stopped)
+        status = self._overview().status
+        on_status(status, self.remote)
+        ends = [ended[i] for i in range(len(self.workers))]
+        return Outcome(ends, status, self.remote.restarts, self.remote.stopped)
 
     def _give_up(self) -> None:
         """Kills workers that hang and so do not stop: the run ends without their states."""
@@ -236,8 +252,13 @@ class _Actors:
             raise RuntimeError(f"worker {i} cannot be run: {error}") from error
 
     def _overview(self) -> Overview:
-        limit = RETURN + max(self._until - time.monotonic(), 0)
-        overview = answer(self.coordinator.overview.remote(), "the coordinator", limit)
+        limit = ANSWER + max(self._until - time.monotonic(), 0)
+        try:
+            overview = ray.get(self.coordinator.overview.remote(), timeout=limit)
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise RuntimeError(f"{LOST} ({type(error).__name__})") from error
         self.remote.restarts = [max(n - 1, 0) for n in overview.starts]
         self.remote.processes = overview.processes
         return overview
@@ -258,7 +279,7 @@ class _Actors:
                 f"{self._options.num_gpus:g} GPUs of {ray.cluster_resources()}"
             )
 
-    def _restart_who_hangs(self, overview: Overview) -> None:
+    def _restart_hung_workers(self, overview: Overview) -> None:
         now = time.monotonic()
         for i, starts in enumerate(overview.starts):
             mark = starts, overview.status.reports[i].steps

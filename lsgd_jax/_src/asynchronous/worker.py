@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Report, Score, Status
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
     UnreachableError,
 )
-from lsgd_jax._src.asynchronous.vectors import flat_of
+from lsgd_jax._src.asynchronous.vectors import finite, flat_of
 from lsgd_jax._src.trees import Tree
 
 
@@ -105,13 +104,13 @@ class Worker:
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
-        self.report = Report()
+        self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
         self.method = method.bind(self, steps)
-        transport.mailbox.serve_state(self.state)
+        transport.mailbox.state = self.state
 
     @property
     def index(self) -> int:
@@ -124,10 +123,8 @@ class Worker:
 
     def publish(self) -> None:
         """Lets others see the parameters as they are now."""
-        params, score = self.params, self.score.value
-        self.transport.mailbox.show(
-            lambda: self.flat.vector(params), self.count, self.measure, score
-        )
+        params = self.params
+        self.transport.mailbox.show(lambda: self.flat.vector(params), self.measure)
 
     async def step(self) -> None:
         """Takes one local step, and measures the speed of steps."""
@@ -177,7 +174,12 @@ class Worker:
                 self.status = await self._told
             except UnreachableError:
                 pass  # the old status stays; the next report includes this one
-        self._told = self.transport.report(dataclasses.replace(report))
+        self._told = self.transport.tell("report", dataclasses.replace(report))
+
+    async def finish(self) -> None:
+        """Tells the coordinator that this worker has taken its last step."""
+        await self.tell()
+        await self.transport.tell("finish", dataclasses.replace(self.report))
 
     def keep(self) -> None:
         """Makes `state` return the present, at the boundary of a step, until the next one.
@@ -190,9 +192,15 @@ class Worker:
             "opt_state": self.opt_state,
             "own": self.own,
             "count": self.count,
+            "number": self.number,
             "method": self.method.state(),
         }
         self._kept = jax.tree.map(lambda x: x, now)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `state` has a state to return."""
+        return self._kept is not None
 
     def state(self, own: bool = False) -> Any:
         """The state from which another worker can go on; None before the worker begins.
@@ -209,12 +217,12 @@ class Worker:
         self.opt_state = jax.tree.map(_to_device, self.opt_state, state["opt_state"])
         if "own" in state:
             self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
-        self.count = int(state["count"])
+        self.count, self.number = int(state["count"]), int(state["number"])
         self.method.take_over(jax.tree.map(jnp.asarray, state["method"]))
 
     async def enter(self) -> None:
         """Takes part; a worker that comes after the others have begun takes over."""
-        _, late = await self.wait(self.transport.enter(self.count))
+        _, late = await self.wait(self.transport.tell("enter", self.count, self.number))
         if not late:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.transport.position.workers))
@@ -239,11 +247,12 @@ class Worker:
         Raises:
           UnreachableError: others are there, but none answers, and nothing is restored.
         """
-        status = await self.wait(self.transport.report(dataclasses.replace(self.report)))
+        report = self.transport.tell("report", dataclasses.replace(self.report))
+        status = await self.wait(report)
         others = [i for i in {*status.present, *status.finished} if i != self.index]
         for peer in sorted(others, key=lambda i: (-status.reports[i].steps, i)):
             try:
-                state = await self.wait(self.transport.state(peer))
+                state = await self.wait(self.transport.ask(peer, "state"))
             except UnreachableError:
                 continue
             if state is not None and finite(self.flat.vector(state["params"])):
@@ -252,7 +261,7 @@ class Worker:
             state = self.restore()
         if state is not None:
             self.take_over(state)
-            await self.wait(self.transport.enter(self.count))
+            await self.wait(self.transport.tell("enter", self.count, self.number))
         elif others:
             raise UnreachableError(
                 f"worker {self.index} is behind, and none of the workers {others} that it "

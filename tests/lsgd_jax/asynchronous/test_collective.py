@@ -4,13 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
+import toys
 
 from lsgd_jax._src.asynchronous.clock import run_virtual
 from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce
-from lsgd_jax._src.asynchronous.coordinator import Coordinator
 from lsgd_jax._src.asynchronous.network import Network
 from lsgd_jax._src.asynchronous.simulator import Simulation
-from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax.asynchronous import Pairwise, StaleWorkerError, UnreachableError
 
 
@@ -20,20 +19,19 @@ LINKS = Network(np.inf, 1.0, np.inf, 1.0)  # a message takes a second
 
 
 def together(call, wire="float32", late=0.0, fails=None, freezes=None):
-    """The outcome of each worker: what `call(transport, i)` returns, or its error.
+    """The result of `call(transport, i)` for each worker, or its error, and when it ended.
 
     late: seconds that worker 1 begins after the others.
-    fails, freezes: when worker 1 fails for good, or answers and does nothing for 25 s.
+    fails, freezes: when worker 1 fails for good, or only answers peers for 25 s.
     """
 
     async def conduct():
-        coordinator = Coordinator(WORKERS, steps=1)
-        given = LINKS, Speeds(), 0, 10.0, 0.0, False
-        simulation = Simulation(1, WORKERS, coordinator, *given)
+        method = Pairwise(wire=wire)
+        simulation = Simulation(method, 1, WORKERS, 1, LINKS, timeout=10.0)
         loop, found, ended = asyncio.get_running_loop(), {}, {}
         for i in range(WORKERS):
-            transport = simulation.enter(i, Pairwise(wire=wire))
-            transport.timed = None  # the messages themselves
+            transport = simulation.enter(toys.resting(), i).transport
+            transport.timed = None  # sends the messages themselves
 
         async def take_part(i):
             await asyncio.sleep(late if i == 1 else 0.0)

@@ -25,7 +25,8 @@ def test_a_worker_that_comes_late_was_absent_and_gets_what_was_closed():
         c.claim(i, 1)
     for i in range(2):
         assert c.arrive(("join", 0), i, i, range(3)) is None
-    assert c.close(("join", 0)) == {0: 0, 1: 1} and c.present == [0, 1]
+    c.close(("join", 0))
+    assert c.look(("join", 0)) == {0: 0, 1: 1} and c.present == [0, 1]
     assert c.arrive(("join", 0), 2, 2, range(3)) == {0: 0, 1: 1} and c.present == [0, 1, 2]
     # The budget is that of those who were there.
     assert [c.claim(0, s).go for s in (2, 3, 4)] == ["step", "step", "join"]

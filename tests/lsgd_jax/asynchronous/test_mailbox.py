@@ -11,9 +11,9 @@ def vector(*values):
     return np.asarray(values, np.float32)
 
 
-def showing(value, **about):
+def showing(value, measure=0.0):
     mailbox = Mailbox()
-    mailbox.show(lambda: vector(value), **{"step": 1, **about})
+    mailbox.show(lambda: vector(value), measure)
     return mailbox
 
 
@@ -25,7 +25,7 @@ def test_an_exchange_moves_both_half_the_way_and_keeps_the_sum():
     assert mailbox.moved().tolist() == [1.0] and mailbox.moved() is None
     # Until the worker shows what it has become, others see it with what was left.
     assert mailbox.latest().vector.tolist() == [5.0]
-    mailbox.show(lambda: vector(6.0), step=2)
+    mailbox.show(lambda: vector(6.0))
     assert mailbox.latest().vector.tolist() == [6.0] and mailbox.bytes_sent == 5 * 4
 
 
@@ -46,7 +46,7 @@ def test_a_worker_that_has_ended_returns_what_it_gets():
 def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     mailbox = showing(1.0, measure=1.0)
     assert mailbox.contribution(2).measure == 1.0
-    mailbox.show(lambda: vector(2.0), step=2, measure=2.0)
+    mailbox.show(lambda: vector(2.0), measure=2.0)
     assert mailbox.contribution(2).vector.tolist() == [1.0]
     assert mailbox.contributed(3).vector.tolist() == [2.0]
     for number in range(4, 4 + CONTRIBUTED):

@@ -187,7 +187,7 @@ def test_all_start_from_the_same_or_the_run_says_so():
 
 def test_a_worker_that_finds_none_to_take_over_from_says_so():
     def no_state(worker):
-        worker.transport.mailbox.serve_state(lambda own=False: None)
+        worker.transport.mailbox.state = lambda: None
 
     with pytest.raises(
         UnreachableError, match=r"none of the workers .* answered within 2 s"

@@ -1,24 +1,23 @@
 """The coordinator's actor, and Ray's errors in one line, without Ray."""
 
 import asyncio
-import types
 
 import pytest
 from toys import training
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous import ray_actors, ray_cluster
-from lsgd_jax._src.asynchronous.ray_transport import Job
 from lsgd_jax.asynchronous import Pulls
 
 
 @pytest.fixture
 def coordinator(monkeypatch):
-    context = types.SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(ray_actors.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(ray_actors.CoordinatorActor, "_watch", lambda self, i: None)
+    async def watch(self, i, starts):
+        pass
+
+    monkeypatch.setattr(ray_actors.CoordinatorActor, "_watch", watch)
     method = Pulls(lj.local_sgd(2))
-    job = Job("job", training, method, 1, 2, 8, lambda i: None, 60, 60, 0)
+    job = ray_actors.Job("job", training, method, 1, 2, 8, lambda i: None, 60, 60, 0)
     return ray_actors.CoordinatorActor(job)
 
 
@@ -28,7 +27,7 @@ def test_a_round_does_not_wait_for_a_process_that_was_started_again(coordinator)
     async def run():
         for i in range(2):
             await coordinator.hello(i, ("node", i))
-            await coordinator.enter(i, 0)
+            coordinator.enter(i, 0)
         waiting = asyncio.create_task(coordinator.round(0, "key", 1.0, [0, 1]))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -44,13 +43,13 @@ def test_one_that_dies_before_all_begin_does_not_make_the_others_lost(coordinato
     async def run():
         for i in range(2):
             await coordinator.hello(i, ("node", i))
-        members, begun = await coordinator.enter(0, 0)
+        members, begun = coordinator.enter(0, 0)
         waiting = asyncio.create_task(coordinator.round(0, "begin", 0, members))
         await asyncio.sleep(0)
         assert not begun and not waiting.done()
         assert await coordinator.hello(1, ("node", 3)) == (2, False)
         assert await asyncio.wait_for(waiting, 1) == {0: 0}
-        assert (await coordinator.enter(1, 0))[1]
+        assert coordinator.enter(1, 0)[1]
 
     asyncio.run(run())
 
@@ -61,7 +60,7 @@ def test_steps_that_are_taken_again_are_no_progress(coordinator):
     async def run():
         for start in range(4):
             await coordinator.hello(0, ("node", start))
-            await coordinator.report(0, lj.asynchronous.Report(steps=5 + (start == 0)))
+            coordinator.report(0, lj.asynchronous.Report(steps=5 + (start == 0)))
         return (await coordinator.overview()).vain[0]
 
     assert asyncio.run(run()) == 3

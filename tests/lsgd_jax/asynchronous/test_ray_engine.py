@@ -243,34 +243,23 @@ def test_a_run_that_is_stopped_while_a_worker_hangs_ends_without_it(on_ray):
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_is_lost_changes_nothing(on_ray):
+def test_a_coordinator_that_is_lost_ends_the_run_in_one_line(on_ray):
+    """The states that the driver has seen are those to resume from."""
+    seen = []
+
     def act(status, remote):
-        if not lost and status.reports[0].steps > 30:
-            lost.append(status)
-            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
-            ray.kill(ray.get_actor(actor), no_restart=False)
+        if status.number > 5 and not seen:
+            seen.append(remote.states())
+            (name,) = (a for a in ray.util.list_named_actors() if "coordinator" in a)
+            ray.kill(ray.get_actor(name))
 
-    lost, method = [], Pulls(lj.diloco(period=2))
-    expected = simulator.run(training()(0), method, 1, 2, 400).workers
-    options = Options(timeout=TIMEOUT)
-    out = run(training(pause), method, 1, 2, 400, options=options, on_status=act)
-    assert lost and out.restarts == [0, 0]
-    for worker, state in zip(expected, out.states):
-        np.testing.assert_allclose(worker.params["w"], state["params"]["w"], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_budget_goes_on_when_the_coordinator_is_lost(on_ray):
-    def act(status, remote):
-        if not lost and status.number > 5:
-            lost.append(status.taken)
-            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
-            ray.kill(ray.get_actor(actor), no_restart=False)
-
-    lost, options = [], Options(timeout=TIMEOUT)
-    out = run(training(pause), BUDGET, 1, 3, 200, options=options, on_status=act)
-    assert lost and out.restarts == [0, 0, 0] and out.status.taken == 600
-    assert sum(state["count"] for state in out.states) == 600
+    with pytest.raises(RuntimeError, match="its coordinator was lost: resume it"):
+        run(training(pause), BUDGET, 1, 2, 10**5, on_status=act)
+    (states,) = seen
+    steps = 50 + sum(state["count"] for state in states) // 2
+    out = run(training(), BUDGET, 1, 2, steps, states=states)
+    assert out.status.taken == 2 * steps
+    assert out.status.number > states[0]["number"] > 5
 
 
 @pytest.mark.slow
