@@ -17,7 +17,7 @@ KEPT_EACH = 8  # or this many per worker, since each of many groups has its own
 
 
 def lowest(scores: Mapping[int, float]) -> int | None:
-    """Returns the index with the lowest finite score, or None; ties go to the lowest.
+    """Returns the index with the lowest finite score (ties: the lowest index), or None.
 
     >>> lowest({2: 1.5, 0: float("nan"), 1: 1.5})
     1
@@ -27,7 +27,7 @@ def lowest(scores: Mapping[int, float]) -> int | None:
 
 
 class Score:
-    """Mean of the last losses that were measured; inf unless all of them are finite.
+    """The mean of a worker's last losses, or inf unless all of them are finite.
 
     >>> score = Score(window=2)
     >>> [score.add(loss) for loss in (4.0, 2.0, 1.0)]

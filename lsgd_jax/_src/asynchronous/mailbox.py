@@ -20,7 +20,8 @@ class Mailbox:
     """The mailbox of one worker. Calls take a lock while a vector is copied or added.
 
     The worker publishes its parameters by `show`. At the boundaries of its steps it adds
-    the sum of what peers have left for it, see `moved`. All answers to peers are packed.
+    the sum of the moves that peers have left for it, see `moved`. All answers to peers are
+    packed.
 
     Args:
       wire: the format in which vectors travel, or a `Wire`.

@@ -226,7 +226,7 @@ class Conversation:
             sent = await all_gather(self._transport, key, as_bytes(x), members)
             rows = {i: of_bytes(row, x) for i, row in sent.items()}
         if self._me not in rows:
-            raise StaleWorkerError(f"worker {self._me} came too late for what all gather")
+            raise StaleWorkerError(f"worker {self._me} came too late for a gather")
         is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
         absent = np.full_like(x, np.nan if is_float else 0)
         return np.stack([rows.get(i, absent) for i in self._group]), rows

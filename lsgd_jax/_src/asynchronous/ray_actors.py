@@ -215,8 +215,8 @@ class Overview(NamedTuple):
 
     Attributes:
       status: of all workers.
-      starts: how many times each worker was started.
-      vain: how many times each was started since it last took a step that was new to it.
+      starts: number of times that each worker was started.
+      vain: the same since it last took a step that was new to it.
       processes: the node and the process of each worker.
     """
 
@@ -250,8 +250,8 @@ class CoordinatorActor(Coordinator):
         """Notes that worker i was started.
 
         Returns:
-          How many times it was started, and whether all workers that had begun were lost.
-          The run then begins anew, from what can be restored.
+          The number of times that it was started, and whether all workers that had begun
+          were lost. The run then begins again, from states that can be restored.
         """
         if self._starts[i]:  # its loss may not have been noticed before
             self.leave(i)
@@ -287,6 +287,6 @@ class CoordinatorActor(Coordinator):
         return super().report(i, report)
 
     async def overview(self) -> Overview:
-        """Returns what the driver needs to know."""
+        """Returns the progress of the run, for the driver."""
         lists = list(self._starts), list(self._vain)
         return Overview(self.status(), *lists, dict(self._pids))

@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
         None for a worker that had to be killed, because it did not stop when the run was
         stopped.
       status: of all workers at the end.
-      restarts: how many times each worker was started again.
+      restarts: number of times that each worker was restarted.
       stopped: whether the run was ended before its time.
     """
 
@@ -56,8 +56,8 @@ class Remote:
     """The workers, as `on_status` sees them while they train.
 
     Attributes:
-      restarts: how many times each worker was started again.
-      ended: the states of workers that have ended; they are not present.
+      restarts: number of times that each worker was restarted.
+      ended: the states of workers that have ended, which are not present any more.
       stopped: whether the run is being stopped.
       processes: the node and the process of each worker that has started.
     """
@@ -268,8 +268,8 @@ class _Actors:
             if times > self._options.vain:
                 raise RuntimeError(
                     f"worker {i} was lost {times - 1} times in a row before it had taken a "
-                    "step: its process hangs or ends without an error, for want of memory "
-                    "perhaps; its last output is in Ray's log"
+                    "step: its process hangs or ends without an error, perhaps out of "
+                    "memory; see its last output in Ray's log"
                 )
         missing = [i for i, n in enumerate(overview.starts) if n == 0]
         if missing and time.monotonic() > self._until:

@@ -5,6 +5,7 @@ two runs give the same parameters and the same times.
 """
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -211,29 +212,27 @@ class Simulated(NamedTuple):
     sent: np.ndarray
 
 
+@dataclasses.dataclass
 class Simulation:
     """All workers of a run, their network and their coordinator; arguments as for `run`."""
 
-    def __init__(
-        self,
-        method: Method,
-        nodes: int,
-        locals: int,
-        steps: int,
-        network: Network = NETWORKS["free"],
-        speeds: Speeds | None = None,
-        seed: int = 0,
-        timeout: float = 60.0,
-        loss: float = 0.0,
-        collectives: bool = False,
-    ):
-        self.method, self.nodes, self.locals, self.steps = method, nodes, locals, steps
-        self.timeout, self.loss, self.collectives = timeout, loss, collectives
-        count, speeds = nodes * locals, speeds or Speeds()
-        self.coordinator = Coordinator(count, steps, method.period, timeout)
-        self.links = Links(network, nodes, locals)
-        self.seconds = [speeds.of(i, seed) for i in range(count)]
-        self.random = np.random.default_rng([seed, count])
+    method: Method
+    nodes: int
+    locals: int
+    steps: int
+    network: Network = NETWORKS["free"]
+    speeds: Speeds | None = None
+    seed: int = 0
+    timeout: float = 60.0
+    loss: float = 0.0
+    collectives: bool = False
+
+    def __post_init__(self):
+        count, speeds = self.nodes * self.locals, self.speeds or Speeds()
+        self.coordinator = Coordinator(count, self.steps, self.method.period, self.timeout)
+        self.links = Links(self.network, self.nodes, self.locals)
+        self.seconds = [speeds.of(i, self.seed) for i in range(count)]
+        self.random = np.random.default_rng([self.seed, count])
         self.down: set[int] = set()
         self.hung: set[int] = set()
         self.transports: dict[int, SimulatedTransport] = {}

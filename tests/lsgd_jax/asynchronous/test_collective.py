@@ -1,4 +1,4 @@
-"""Sums and gathers over workers, with one that fails or is late at any point of them."""
+"""Sums and gathers over workers, with one that fails or is late at any point."""
 
 import asyncio
 
@@ -93,7 +93,7 @@ def test_if_a_worker_fails_at_any_point_all_others_agree(how):
     assert outcomes == {3, 4}
 
 
-def test_a_worker_that_comes_when_all_is_over_is_stale():
+def test_a_worker_that_comes_after_a_sum_is_stale():
     found, _ = together(summed(), late=60.0)
     assert isinstance(found[1], StaleWorkerError) and found[0][1] == 3
 
@@ -109,7 +109,7 @@ def test_all_gather_the_same_vectors_also_if_one_is_missing():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
-def test_narrow_sums_and_their_errors_add_up_to_what_should_have_been_sent(wire):
+def test_narrow_sums_and_their_errors_add_up_to_the_exact_sums(wire):
     rng, times = np.random.default_rng(0), 5
     given = rng.normal(size=(times, WORKERS, 600)).astype(np.float32)
     errors = [np.zeros(600, np.float32) for _ in range(WORKERS)]

@@ -22,7 +22,7 @@ def coordinator(monkeypatch):
 
 
 def test_a_round_does_not_wait_for_a_process_that_was_started_again(coordinator):
-    """Even if nothing has told of its loss before it says hello."""
+    """Even if its loss was not noticed before it says hello."""
 
     async def run():
         for i in range(2):
@@ -37,8 +37,8 @@ def test_a_round_does_not_wait_for_a_process_that_was_started_again(coordinator)
     assert asyncio.run(run()) == {0: 1.0}
 
 
-def test_one_that_dies_before_all_begin_does_not_make_the_others_lost(coordinator):
-    """Its return closes the round 'begin': the one that waits there goes on."""
+def test_a_worker_that_dies_before_the_start_does_not_make_the_others_lost(coordinator):
+    """Its return closes the round 'begin', and the worker that waits there goes on."""
 
     async def run():
         for i in range(2):
@@ -55,7 +55,7 @@ def test_one_that_dies_before_all_begin_does_not_make_the_others_lost(coordinato
 
 
 def test_steps_that_are_taken_again_are_no_progress(coordinator):
-    """A worker that restores an older checkpoint again and again is given up in time."""
+    """A worker that keeps restoring an older checkpoint is given up."""
 
     async def run():
         for start in range(4):
@@ -70,7 +70,7 @@ def test_steps_that_are_taken_again_are_no_progress(coordinator):
     "address, error, line",
     [
         (None, Exception("timed out after 60 s"), "Ray did not start on this machine"),
-        ("auto", ConnectionError("none"), "no cluster of Ray answers at auto"),
+        ("auto", ConnectionError("none"), "no Ray cluster answers at auto"),
         ("h:1", RuntimeError("InvalidAuthToken"), "set RAY_AUTH_MODE=token"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, what befalls them, and what the others do then."""
+"""Workers on Ray: the numbers of the simulator, faults, restarts, signals."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ TIMEOUT = 10.0
 
 
 def training(before_step=lambda i, t: None, size=3):
-    """What a worker trains: noisy squares; `before_step` may end, stop or slow it."""
+    """Noisy squares; `before_step` may end, stop or slow a worker."""
 
     def make(i):
         optimizer = optax.sgd(0.1, momentum=0.5)
@@ -63,7 +63,7 @@ def pause(i, t):
 
 
 def fault_at(step, fault, worker=1):
-    """`fault` befalls a worker once it has got there; the others take their time."""
+    """Runs `fault` when a worker reaches a step; the others take their time."""
 
     def before_step(i, t):
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def fault_at(step, fault, worker=1):
 
 
 class Watching:
-    """An `on_status` that does something, and keeps what it has seen."""
+    """An `on_status` that acts, and keeps every status."""
 
     def __init__(self, act=lambda status, remote: None):
         self._act, self.seen = act, []
@@ -132,7 +132,7 @@ ROWS = [
 
 
 @pytest.mark.slow
-def test_every_method_is_what_it_is_in_the_simulator(on_ray):
+def test_every_method_equals_the_simulator(on_ray):
     """`test_pulls` compares the simulator with lock step."""
     for name in ROWS:
         method = Pulls(METHODS[name].make(2))
@@ -160,7 +160,7 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
             remote.stop()
 
     def make(i):
-        time.sleep(2)  # longer than from one `on_status` to the next
+        time.sleep(2)  # longer than between two calls of `on_status`
         return training(pause)(i)
 
     watching = Watching(act)
@@ -263,7 +263,7 @@ def test_a_coordinator_that_is_lost_ends_the_run_in_one_line(on_ray):
 
 
 @pytest.mark.slow
-def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
+def test_after_the_loss_of_all_workers_the_run_goes_on_from_a_checkpoint(on_ray):
     half = run(training(), BUDGET, 1, 2, 20)
 
     def act(status, remote):
@@ -303,7 +303,7 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     from lsgd_jax.asynchronous import Pulls, Training
     from lsgd_jax.asynchronous.ray_engine import run
 
-    # What a shell starts in the background ignores it.
+    # A shell makes background processes ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(i):
