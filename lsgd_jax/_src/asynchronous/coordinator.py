@@ -226,6 +226,11 @@ class Coordinator:
         for key, held in self._rounds.items():
             self._close_if_all_are_there(key, held)
 
+    def lost(self, i: int) -> None:
+        """Notes that the process of worker i has failed, and with it its progress."""
+        self._reports[i] = Report()
+        self.leave(i)
+
     def missed(self, i: int, peer: int) -> None:
         """Notes that worker i has waited in vain for a peer, which is absent then."""
         self.leave(peer)
@@ -278,7 +283,7 @@ class Coordinator:
         held = self._rounds[key]
         if is_new:
             timeout = self._start if key == "begin" else self._timeout
-            loop.call_later(timeout, self._time_out, key, held)
+            loop.call_later(timeout, self.close, key)
         if values is not None:
             return values
         held.waiting = held.waiting or loop.create_future()
@@ -312,28 +317,21 @@ class Coordinator:
 
     def close(self, key: Hashable) -> None:
         """Closes a round without the members that have not come: they are absent."""
-        if self.look(key) is None:
-            held = self._rounds[key]
+        held = self._rounds.get(key)
+        if held is not None and held.closed is None:
             self.leave(*held.members.difference(held.values))
-
-    def _time_out(self, key: Hashable, held: Round) -> None:
-        if self._rounds.get(key) is held:
-            self.close(key)
 
     def _close_if_all_are_there(self, key: Hashable, held: Round) -> None:
         if not held.values or held.closed is not None:
             return
         if all(i in held.values or not self.members[i].present for i in held.members):
-            self._close(key, held)
-
-    def _close(self, key: Hashable, held: Round) -> None:
-        held.closed = dict(sorted(held.values.items()))
-        self.begun |= key == "begin"
-        if key == ("join", self.number):
-            self.number += 1
-            self._limit = self._next_limit()
-        if held.waiting is not None:
-            held.waiting.set_result(held.closed)
+            held.closed = dict(sorted(held.values.items()))
+            self.begun |= key == "begin"
+            if key == ("join", self.number):
+                self.number += 1
+                self._limit = self._next_limit()
+            if held.waiting is not None:
+                held.waiting.set_result(held.closed)
 
     def _forget(self) -> None:
         most = max(KEPT, KEPT_EACH * len(self.members))

@@ -7,17 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lsgd_jax._src.asynchronous.coordinator import Status
-from lsgd_jax._src.asynchronous.ray_actors import (
-    LOST,
-    CoordinatorActor,
-    Job,
-    Overview,
-    WorkerActor,
-)
+from lsgd_jax._src.asynchronous.coordinator import Coordinator, Status
+from lsgd_jax._src.asynchronous.ray_actors import LOST, Job, WorkerActor
 from lsgd_jax._src.asynchronous.ray_cluster import (
     Options,
     cluster,
@@ -146,7 +140,7 @@ def run(
     before = handlers()
     with cluster(options, nodes * locals), signals(before) as signaled:
         job = Job(
-            name=f"lsgd-{uuid.uuid4().hex[:8]}",
+            name="",
             make_training=make_training,
             method=method,
             nodes=nodes,
@@ -154,92 +148,116 @@ def run(
             steps=steps,
             restore=restore,
             timeout=options.timeout,
-            start=options.start,
             begun=time.time(),
         )
-        actors = _Actors(job, options)
+        actors = _Actors(job, options, states or [None] * (nodes * locals))
         try:
-            return actors.train(states, on_status, signaled)
+            return actors.train(on_status, signaled)
         finally:
             actors.kill()
 
 
 class _Actors:
-    """The actors of one run, as the driver sees them."""
+    """The actors of one run: starts them, follows them, and restarts lost workers.
 
-    def __init__(self, job: Job, options: Options):
-        self._options, count = options, job.nodes * job.locals
-        env = {**environment(options.num_gpus), **options.env}
-        groups = {"serve": min(4 * count + 4, 64), "watch": 1}
-        remote: Any = ray.remote  # its types do not know groups
-        worker = remote(concurrency_groups=groups)(WorkerActor)
-        placed = {
-            "num_cpus": options.num_cpus,
-            "num_gpus": options.num_gpus,
-            "max_restarts": -1,
-            "runtime_env": {"env_vars": env},
-        }
-        here = ray.get_runtime_context().get_node_id()
-        self.coordinator = (
-            remote(CoordinatorActor)
-            .options(
-                num_cpus=0,
-                max_concurrency=1000,
-                name=job.coordinator,
-                runtime_env={"env_vars": environment(0)},
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-            )
-            .remote(job)
-        )
-        self.workers = [
-            worker.options(name=job.worker(i), **placed).remote(job, i)
-            for i in range(count)
-        ]
+    Args:
+      job: the run, which is named anew whenever all actors are started.
+      options: where the workers run, and with which limits.
+      states: the state that each worker begins from, or None.
+    """
+
+    def __init__(self, job: Job, options: Options, states: Sequence[Any]):
+        self._job, self._options, self._states = job, options, states
+        self._everyone = range(len(states))
+        self.workers: list[Any] = [None] * len(states)
         self.remote = Remote(self.workers, options.timeout)
-        self._until = time.monotonic() + options.start
+        self._best = [0] * len(states)  # the most steps that each worker has taken
+        self._losses = [0] * len(states)  # of each worker since its last new step
         self._marks: dict[int, Any] = {}
         self._moved: dict[int, float] = {}
+        self._begin(all_lost=False)
+
+    def _begin(self, all_lost: bool) -> None:
+        """Starts the coordinator, beside this process, and all workers."""
+        options, job = self._options, self._job
+        job = self._job = job._replace(name=f"lsgd-{uuid.uuid4().hex[:8]}")
+        self._until, self._all_lost = time.monotonic() + options.start, all_lost
+        self._runs: dict[Any, int] = {}  # the worker of each call of `run`
+        self._places: dict[Any, int] = {}  # the worker of each call of `where`
+        self._restarted: set[int] = set()
+        here = ray.get_runtime_context().get_node_id()
+        coordinator: Any = ray.remote(Coordinator)
+        coordinator = coordinator.options(
+            num_cpus=0,
+            max_concurrency=1000,
+            name=job.coordinator,
+            runtime_env={"env_vars": environment(0)},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        )
+        limits = job.timeout, options.start
+        self.coordinator = coordinator.remote(
+            len(self._everyone), job.steps, job.method.period, *limits
+        )
+        for i in self._everyone:
+            self._start(i)
+
+    def _start(self, i: int) -> None:
+        options = self._options
+        remote: Any = ray.remote  # its types do not know groups
+        groups = {"serve": min(4 * len(self._everyone) + 4, 64)}
+        env = {**environment(options.num_gpus), **options.env}
+        actor = remote(concurrency_groups=groups)(WorkerActor)
+        worker = self.workers[i] = actor.options(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            name=self._job.worker(i),
+            runtime_env={"env_vars": env},
+        ).remote(self._job, i, i in self._restarted)
+        self._places[worker.where.remote()] = i
+        self._runs[worker.run.remote(self._states[i], self._all_lost)] = i
 
     def kill(self) -> None:
         for actor in (*self.workers, self.coordinator):
             ray.kill(actor)
 
     def train(
-        self,
-        states: Sequence[Any] | None,
-        on_status: Callable[[Status, Remote], Any],
-        signaled: threading.Event,
+        self, on_status: Callable[[Status, Remote], Any], signaled: threading.Event
     ) -> Outcome:
-        given, ended = states or [None] * len(self.workers), self.remote.ended
-        refs = {w.run.remote(s): i for i, (w, s) in enumerate(zip(self.workers, given))}
-        told, stopped = time.monotonic(), None
-        while len(ended) < len(refs):
-            left = [ref for ref, i in refs.items() if i not in ended]
-            done, _ = ray.wait(left, timeout=EVERY)
-            overview = self._overview()  # first: without the coordinator, workers fail
+        ended, told, stopped = self.remote.ended, time.monotonic(), None
+        while len(ended) < len(self._everyone):
+            done, _ = ray.wait(list(self._runs), timeout=EVERY)
+            status = self._status()  # first: without the coordinator, workers fail
+            lost = {}
             for ref in done:
-                ended[refs[ref]] = self._result(ref, refs[ref])
-            self._check(overview)
-            self._restart_hung_workers(overview)
-            if signaled.is_set() or self.remote.stopped:
-                self.remote.stop()  # again, since a restarted worker has not heard it
+                i = self._runs.pop(ref)
+                try:
+                    ended[i] = self._result(ref, i)
+                except RayActorError as error:
+                    lost[i] = error
+            if lost:
+                self._restart(lost, status)
+            self._check_places()
+            self._kill_hung_workers(status)
+            if signaled.is_set() and not self.remote.stopped:
+                self.remote.stop()
+            if self.remote.stopped:
                 stopped = stopped or time.monotonic()
                 if time.monotonic() - stopped > 2 * self._options.timeout:
                     self._give_up()
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
-                on_status(overview.status, self.remote)
-        status = self._overview().status
+                on_status(status, self.remote)
+        status = self._status()
         on_status(status, self.remote)
-        ends = [ended[i] for i in range(len(self.workers))]
+        ends = [ended[i] for i in self._everyone]
         return Outcome(ends, status, self.remote.restarts, self.remote.stopped)
 
     def _give_up(self) -> None:
         """Kills workers that hang and so do not stop: the run ends without their states."""
-        for i, worker in enumerate(self.workers):
+        for i in self._everyone:
             if i not in self.remote.ended:
                 self.remote.ended[i] = None
-                ray.kill(worker)
+                ray.kill(self.workers[i])
 
     def _result(self, ref: Any, i: int) -> Any:
         try:
@@ -248,30 +266,60 @@ class _Actors:
             cause = error.cause
             kind = type(cause).__name__
             raise RuntimeError(f"worker {i} has raised {kind}: {cause}") from error
+        except RayActorError:
+            raise
         except RayError as error:
             raise RuntimeError(f"worker {i} cannot be run: {error}") from error
 
-    def _overview(self) -> Overview:
+    def _restart(self, lost: dict[int, RayActorError], status: Status) -> None:
+        """Starts lost workers again; all of them if no other one can go on."""
+        for i, error in lost.items():
+            ray.kill(self.workers[i])  # frees its name
+            self._losses[i] += 1
+            if self._losses[i] >= self._options.vain:
+                raise RuntimeError(
+                    f"worker {i} was lost {self._losses[i]} times in a row before it had "
+                    "taken a step: its process hangs or ends without an error, perhaps out "
+                    "of memory; see its last output in Ray's log"
+                ) from error
+        if self.remote.stopped:
+            self.remote.ended.update(dict.fromkeys(lost))
+            return
+        for i in lost:
+            self.remote.restarts[i] += 1
+        # A restarted worker goes on only after it has taken over and taken a step.
+        first = {i for i in self._runs.values() if i not in self._restarted}
+        going = {i for i in self._runs.values() if status.reports[i].steps}
+        if not (first or going or self.remote.ended):
+            self.kill()
+            self._begin(all_lost=any(self._best))
+            return
+        self._restarted.update(lost)
+        for i in lost:
+            self.coordinator.lost.remote(i)
+            self._start(i)
+
+    def _status(self) -> Status:
+        """Asks the coordinator; notes the progress of all workers."""
         limit = ANSWER + max(self._until - time.monotonic(), 0)
         try:
-            overview = ray.get(self.coordinator.overview.remote(), timeout=limit)
-        except RayTaskError:
-            raise
+            status: Status = ray.get(self.coordinator.status.remote(), timeout=limit)
         except RayError as error:
             raise RuntimeError(f"{LOST} ({type(error).__name__})") from error
-        self.remote.restarts = [max(n - 1, 0) for n in overview.starts]
-        self.remote.processes = overview.processes
-        return overview
+        for i, report in status.reports.items():
+            if report.steps > self._best[i]:  # steps that are taken again are no progress
+                self._best[i], self._losses[i] = report.steps, 0
+        return status
 
-    def _check(self, overview: Overview) -> None:
-        for i, times in enumerate(overview.vain):
-            if times > self._options.vain:
-                raise RuntimeError(
-                    f"worker {i} was lost {times - 1} times in a row before it had taken a "
-                    "step: its process hangs or ends without an error, perhaps out of "
-                    "memory; see its last output in Ray's log"
-                )
-        missing = [i for i, n in enumerate(overview.starts) if n == 0]
+    def _check_places(self) -> None:
+        """Notes the processes of workers that have started."""
+        refs = list(self._places)
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        for ref in ready:
+            i = self._places.pop(ref)
+            if (place := _answer(ref)) is not None:
+                self.remote.processes[i] = place
+        missing = [i for i in self._everyone if i not in self.remote.processes]
         if missing and time.monotonic() > self._until:
             raise RuntimeError(
                 f"workers {missing} were not started within {self._options.start:g} s; "
@@ -279,12 +327,13 @@ class _Actors:
                 f"{self._options.num_gpus:g} GPUs of {ray.cluster_resources()}"
             )
 
-    def _restart_hung_workers(self, overview: Overview) -> None:
+    def _kill_hung_workers(self, status: Status) -> None:
+        """Kills workers that have taken no step for too long; they are lost then."""
         now = time.monotonic()
-        for i, starts in enumerate(overview.starts):
-            mark = starts, overview.status.reports[i].steps
-            if not starts or i in self.remote.ended or mark != self._marks.get(i):
+        for i in set(self.remote.processes).difference(self.remote.ended):
+            mark = self.remote.restarts[i], status.reports[i].steps
+            if mark != self._marks.get(i):
                 self._marks[i], self._moved[i] = mark, now
             elif now - self._moved[i] > self._options.stall:
                 self._moved[i] = now
-                ray.kill(self.workers[i], no_restart=False)
+                ray.kill(self.workers[i])

@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ import ray
 from harness import METHODS
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Pulls, Training, simulator
+from lsgd_jax._src.asynchronous import ray_engine
+from lsgd_jax.asynchronous import Coordinator, Pulls, Report, Training, simulator
 from lsgd_jax.asynchronous.ray_engine import Options, run
 
 
@@ -141,6 +143,58 @@ def test_every_method_equals_the_simulator(on_ray):
         for worker, state in zip(expected, found):
             for x, y in zip(*map(jax.tree.leaves, (worker.params, state["params"]))):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# Restarts, without Ray
+
+
+class Recorded(ray_engine._Actors):
+    """The driver's view of a run whose actors are only noted, not started."""
+
+    def _begin(self, all_lost):
+        self.begun = [*getattr(self, "begun", []), all_lost]
+        self._runs, self._restarted, self._until = {}, set(), 0
+        self.coordinator = Mock()
+        for i in self._everyone:
+            self._start(i)
+
+    def _start(self, i):
+        self._runs[object()] = i
+
+    def lose(self, *workers, steps):
+        """Loses workers when all have reported these steps."""
+        status = Coordinator(2, 9)
+        for i, n in enumerate(steps):
+            status.report(i, Report(steps=n))
+        self._best = list(map(max, self._best, steps))
+        self._runs = {ref: i for ref, i in self._runs.items() if i not in workers}
+        self._restart(dict.fromkeys(workers, ValueError()), status.status())
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    return Recorded(Mock(), Options(), [None, None])
+
+
+def test_a_lost_worker_is_restarted_and_all_are_if_no_other_can_go_on(recorded):
+    recorded.lose(1, steps=[0, 0])  # worker 0 still waits for the start
+    recorded.lose(1, steps=[5, 4])
+    assert recorded.begun == [False] and recorded.remote.restarts == [0, 2]
+    recorded.lose(0, steps=[5, 0])  # worker 1 has not taken over yet
+    assert recorded.begun == [False, True] and recorded.remote.restarts == [1, 2]
+
+
+def test_workers_that_are_all_lost_before_their_first_step_begin_again(recorded):
+    recorded.lose(0, 1, steps=[0, 0])
+    assert recorded.begun == [False, False]
+
+
+def test_a_worker_that_is_lost_without_progress_ends_the_run(recorded):
+    for _ in range(2):
+        recorded.lose(1, steps=[5, 4])
+    with pytest.raises(RuntimeError, match="worker 1 was lost 3 times in a row before"):
+        recorded.lose(1, steps=[9, 3])
 
 
 # Faults
