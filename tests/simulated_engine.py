@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import tiny
 
 from lsgd_jax._src.asynchronous.clock import run_virtual
-from lsgd_jax._src.asynchronous.coordinator import Coordinator
-from lsgd_jax._src.asynchronous.network import NETWORKS
 from lsgd_jax._src.asynchronous.simulator import Simulation
 from lsgd_jax._src.asynchronous.speeds import Speeds
-from lsgd_jax._src.asynchronous.worker import Worker, work
+from lsgd_jax._src.asynchronous.worker import work
 from train.run import asynchronous as running
 from train.task import asynchronous
 
@@ -31,17 +29,15 @@ class Remote:
         self.stopped, self.ended = False, {}
 
     def states(self, own=True):
-        number = self._simulation.coordinator.number
-        state = lambda w: {**w.state(own), "number": number}
         down = self._simulation.down
-        return [None if w.index in down else state(w) for w in self._workers]
+        return [None if w.index in down else w.state(own) for w in self._workers]
 
     def stop(self):
         self.stopped = True
 
     def lose(self, i):
         self._simulation.drop(i)
-        self._simulation.leave(i)
+        self._simulation.coordinator.leave(i)
 
 
 def install(set, step_seconds=1.0, look=4, befalls=lambda status, remote: None):
@@ -55,24 +51,12 @@ def install(set, step_seconds=1.0, look=4, befalls=lambda status, remote: None):
         nodes, locals = grid
         given = [step_seconds] * nodes * locals
         seconds = given if isinstance(step_seconds, float) else step_seconds
-        coordinator = Coordinator(nodes * locals, steps, method.period)
-        simulation = Simulation(
-            *grid,
-            coordinator,
-            NETWORKS["free"],
-            Speeds(1.0, slow=dict(enumerate(seconds))),
-            seed=0,
-            timeout=timeout,
-            loss=0.0,
-            collectives=False,
-        )
-        workers = [
-            Worker(training, method, simulation.enter(i, method), steps)
-            for i in range(nodes * locals)
-        ]
+        speeds = Speeds(1.0, slow=dict(enumerate(seconds)))
+        simulation = Simulation(method, *grid, steps, speeds=speeds, timeout=timeout)
+        coordinator = simulation.coordinator
+        workers = [simulation.enter(training, i) for i in range(nodes * locals)]
         for worker, state in zip(workers, states or []):
             worker.take_over(state)
-            coordinator.number = max(coordinator.number, state["number"])
         remote, seen = Remote(simulation, workers), []
 
         def told(status):

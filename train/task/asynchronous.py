@@ -181,7 +181,7 @@ class AsynchronousExperiment(BaseExperiment):
             grid.locals,
             steps,
         )
-        return {**first.state(own=True), "number": 0}
+        return first.state(own=True)
 
     def stacked(
         self, states: Sequence[State], step: int, sent: Sequence[float]

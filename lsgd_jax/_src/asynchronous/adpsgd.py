@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.vectors import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -19,7 +19,7 @@ class ADPSGD:
     Workers with an even index are active, workers with an odd index passive. Before a step
     an active worker i sends its parameters x_i to a random passive worker j and computes
     its step in the meantime. Worker j answers with the parameters x_j that it holds then.
-    Both move half the distance between what was sent, whatever steps they have taken since:
+    Both move half the distance between these vectors, whatever steps they have taken since:
 
     .. math::
       y_i \leftarrow y_i + \tfrac12 (x_j - x_i), \qquad
@@ -88,11 +88,12 @@ class ADPSGDWorker(FreeRunningWorker):
             return
         # The quantization error stays here, so that the sum of the two does not change.
         packed, sent = self.transport.mailbox.encoded(self.worker.vector())
-        answer = self.transport.exchange(peer, packed)
+        self.transport.mailbox.count(packed)
+        answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
 
     async def after_step(self) -> None:
-        """Moves by the answer that has arrived and by what active workers have left."""
+        """Moves by an answer that has arrived, and as active workers have left it."""
         await self.land_arrived()
         if (moved := self.transport.mailbox.moved()) is not None:
             self.shift(moved)
@@ -113,7 +114,7 @@ class ADPSGDWorker(FreeRunningWorker):
         self.note_staleness(request)
 
     async def _finish(self) -> None:
-        """Lands what was sent or left before the last step; peers exchange no more."""
+        """Lands the last request and the last moves; later exchanges move no worker."""
         if self.in_flight:
             await self.land()
         if (moved := self.transport.mailbox.close()) is not None:

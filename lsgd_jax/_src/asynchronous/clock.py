@@ -1,4 +1,4 @@
-"""An asyncio event loop of virtual time: it never waits, its clock jumps."""
+"""An asyncio event loop of virtual time, whose clock jumps instead of waiting."""
 
 import asyncio
 import concurrent.futures
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs what is ready; once nothing is, its time jumps to the next timer.
+    """Runs all ready callbacks; its time then jumps to the next timer.
 
-    All is decided by the order in which coroutines and timers were started, so that two
+    The order in which coroutines and timers are started decides everything, so that two
     runs of one program are the same.
 
     >>> import asyncio
@@ -33,7 +33,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Clock(selectors.SelectSelector):
-    """A selector that advances the clock in place of waiting."""
+    """A selector that advances the clock instead of waiting."""
 
     def __init__(self, loop: VirtualTimeLoop):
         super().__init__()
@@ -47,7 +47,7 @@ class _Clock(selectors.SelectSelector):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in virtual time, also where another loop is running (notebooks)."""
+    """Runs a coroutine in virtual time, also inside a running loop, as in a notebook."""
 
     def run() -> Any:
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -62,6 +62,6 @@ def run_virtual(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def later(seconds: float, value: Any = None) -> Any:
-    """The value, after some seconds."""
+    """Returns the value after some seconds."""
     await asyncio.sleep(seconds)
     return value

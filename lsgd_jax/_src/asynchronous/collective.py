@@ -1,8 +1,8 @@
 """Sums and gathers of vectors among asynchronous workers.
 
-Before and after the vectors travel, all members come to a round: which workers take part,
-and whether all has arrived, is decided there, once for all. If one fails on the way, the
-others begin anew without it.
+Before and after the vectors travel, all members join a round. It decides, for all of them
+alike, which workers take part and whether every vector has arrived. If a worker fails in
+between, the others start again without it.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
@@ -17,13 +17,13 @@ from lsgd_jax._src.asynchronous.transport import (
 )
 
 
-ATTEMPTS = 3  # each without the workers that failed in the one before
+ATTEMPTS = 3  # each without the workers that failed in the previous one
 
 
 async def all_gather(
     transport: Transport, key: Hashable, vector: np.ndarray, group: Sequence[int]
 ) -> dict[int, np.ndarray]:
-    """The vectors of all members that came, {member: vector}, equal for all.
+    """Returns {member: vector} for all members that came, the same for all of them.
 
     Raises:
       StaleWorkerError: the others have finished without this worker.
@@ -47,34 +47,34 @@ async def all_reduce(
     group: Sequence[int],
     error: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int, list[int]]:
-    """The sum of the vectors of the workers that give, their number, and the members.
+    """Returns the sum of the vectors of the workers that give, their number, the members.
 
-    All of this is equal for all members. In float32 each worker adds up a chunk of the
-    vector and sends it to the others, as a ring would: 2 (W - 1) / W vectors leave each
-    worker. In a narrow wire format whole vectors are gathered and added in one order.
+    The results are the same for all members. In float32 each worker adds up a chunk of the
+    vector and sends it to the others: 2 (W - 1) / W vectors leave each worker, as in a
+    ring. In a narrow wire format whole vectors are gathered and added in one order.
 
     Args:
       transport: this worker's.
-      key: of this sum; the same for all.
+      key: of this sum; the same for all members.
       vector: float32 [n].
       gives: whether this worker's vector counts.
       group: the workers that come.
-      error: float32 [n], the quantization error of what this worker sent to earlier sums:
-        it is added to what is sent now, and renewed in place. 0 at first; None: dropped.
+      error: float32 [n], the quantization error of this worker's earlier messages, 0 at
+        first. It is added to the vector and updated in place. Defaults to no feedback.
 
     Raises:
       StaleWorkerError: the others have finished without this worker.
       UnreachableError: too many failed.
     """
-    me, wire = transport.position.index, transport.mailbox.wire
-    if transport.timed is not None and not wire.is_narrow:
+    me, mailbox = transport.position.index, transport.mailbox
+    if transport.timed is not None and not mailbox.is_narrow:
         return await transport.timed.sum(key, vector, gives, group)
     owed = vector if error is None else vector + error
-    sent, arrived = transport.mailbox.encoded(owed)
+    sent, arrived = mailbox.encoded(owed)
 
     async def collect(here: Hashable, came: Mapping[int, bool]) -> np.ndarray:
         givers = [i for i, gave in came.items() if gave]
-        if not wire.is_narrow:
+        if not mailbox.is_narrow:
             return await _in_chunks(transport, here, arrived, givers, list(came))
         others = await _from_peers(transport, {i: here for i in givers if i != me})
         rows = [arrived if i == me else others[i] for i in givers]
@@ -93,12 +93,15 @@ async def broadcast(
     source: int,
     group: Sequence[int],
 ) -> np.ndarray:
-    """The vector of `source`, sent to its group; None for all other workers."""
+    """Returns the vector of `source`, to all of its group.
+
+    vector: at the source; None at all other workers.
+    """
     if transport.timed is not None and transport.timed.is_collective:
         return await transport.timed.broadcast(key, vector, source, group)
     if vector is None:
-        return await transport.fetch(source, key)
-    transport.post(key, vector)
+        return await transport.ask(source, "fetch", key)
+    transport.mailbox.post(key, vector)
     return vector
 
 
@@ -110,27 +113,27 @@ async def _together(
     group: Sequence[int],
     collect: Callable[[Hashable, dict[int, Any]], Awaitable[Any]],
 ) -> tuple[Any, dict[int, Any], list[int]]:
-    """The result of `collect`, the value of each member in it, and the members left.
+    """Returns the result of `collect`, the members' values, and the members left.
 
     Args:
       content: posted under the key of the attempt, for the others to fetch.
-      value: brought to the first round.
-      collect: (key, {member: value}) -> result, equal for all.
+      value: this worker's value in the first round.
+      collect: (key, {member: value}) -> result, the same for all members.
     """
     me, mailbox, members = transport.position.index, transport.mailbox, list(group)
     for attempt in range(ATTEMPTS):
         here = (key, attempt)
-        transport.post(here, content)
+        mailbox.post(here, content)
         came = await transport.round((here, "came"), value, members)
         if me not in came:
-            raise StaleWorkerError(f"worker {me} came too late for what all add up")
+            raise StaleWorkerError(f"worker {me} came too late for a sum")
         try:
             result = await collect(here, came)
         except UnreachableError:
             result = None
         done = await transport.round((here, "done"), result is not None, list(came))
         if me not in done or (all(done.values()) and result is None):
-            raise StaleWorkerError(f"worker {me} lacks a part of what the others have")
+            raise StaleWorkerError(f"worker {me} lacks a part that the others have")
         if all(done.values()):
             mailbox.drop(here)
             mailbox.drop((here, "sum"))
@@ -146,7 +149,7 @@ async def _in_chunks(
     givers: Sequence[int],
     owners: Sequence[int],
 ) -> np.ndarray:
-    """The givers' sum, of which each owner adds up a chunk and sends it to the others."""
+    """Returns the givers' sum: each owner adds up a chunk and sends it to the others."""
     me = transport.position.index
     bounds = np.linspace(0, len(vector), len(owners) + 1).astype(int)
     mine = slice(*bounds[list(owners).index(me) :][:2])
@@ -154,7 +157,7 @@ async def _in_chunks(
     total = np.zeros([mine.stop - mine.start], vector.dtype)
     for i in givers:
         total = total + (vector[mine] if i == me else parts[i])
-    transport.post((key, "sum"), total)
+    transport.mailbox.post((key, "sum"), total)
     sums = await _from_peers(transport, {i: (key, "sum") for i in owners if i != me})
     return np.concatenate([total if i == me else sums[i] for i in owners])
 
@@ -162,14 +165,15 @@ async def _in_chunks(
 async def _from_peers(
     transport: Transport, keys: Mapping[int, Hashable], part: slice = slice(None)
 ) -> dict[int, np.ndarray]:
-    """The vectors that peers have posted. Each worker begins with another peer."""
+    """Returns the vectors that peers have posted under some keys."""
     me, arrived = transport.position.index, {}
-    order = sorted(keys, key=lambda i: (i < me, i))  # so that no link is crowded
-    pending = {i: transport.fetch(i, keys[i], part) for i in order}
+    # Each worker begins with another peer, so that no link is crowded.
+    order = sorted(keys, key=lambda i: (i < me, i))
+    pending = {i: transport.ask(i, "fetch", keys[i], part) for i in order}
     for i, vector in pending.items():
         try:
             arrived[i] = await vector
         except UnreachableError:
-            await transport.missed(i)  # so that no worker waits for it again
+            await transport.tell("missed", i)  # so that no worker waits for it again
             raise
     return arrived

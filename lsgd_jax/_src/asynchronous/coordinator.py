@@ -1,9 +1,9 @@
-"""The coordinator: which workers are there, how many steps were taken, what was agreed on.
+"""The coordinator: which workers are there, which steps are taken, and rounds of workers.
 
-It knows no clock and never waits: engines call it from one thread, wait for what is not
-decided yet, and tell it when a wait has lasted too long.
+Engines call it on one event loop. Only `Coordinator.round` waits: for a round to close.
 """
 
+import asyncio
 import collections
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 
-KEPT = 256  # rounds that are remembered for those who come late,
-KEPT_EACH = 8  # or so many per worker: each of many groups holds its own
+KEPT = 256  # rounds that are remembered for late workers,
+KEPT_EACH = 8  # or this many per worker, since each of many groups has its own
 
 
 def lowest(scores: Mapping[int, float]) -> int | None:
-    """The index with the lowest score, ties to the lowest; None if no score is finite.
+    """Returns the index with the lowest finite score (ties: the lowest index), or None.
 
     >>> lowest({2: 1.5, 0: float("nan"), 1: 1.5})
     1
@@ -27,7 +27,7 @@ def lowest(scores: Mapping[int, float]) -> int | None:
 
 
 class Score:
-    """Mean of the last losses that were measured; inf unless all of them are finite.
+    """The mean of a worker's last losses, or inf unless all of them are finite.
 
     >>> score = Score(window=2)
     >>> [score.add(loss) for loss in (4.0, 2.0, 1.0)]
@@ -38,7 +38,7 @@ class Score:
         self.losses: collections.deque[float] = collections.deque(maxlen=window)
 
     def add(self, loss: float) -> float:
-        """The score with one more loss."""
+        """Adds a loss; returns the score."""
         self.losses.append(loss)
         return self.value
 
@@ -54,7 +54,7 @@ class Claim(NamedTuple):
 
     Attributes:
       go: 'step', 'join' the round `number`, or 'stop', because all steps are taken.
-      number: how many rounds were held before.
+      number: rounds held so far.
     """
 
     go: Literal["step", "join", "stop"]
@@ -71,11 +71,11 @@ class Report:
       score: mean loss over its window, by which leaders are elected.
       waited: seconds spent waiting so far.
       longest: seconds of the longest wait.
-      staleness: how many steps were taken since what it was last mixed with had left, as
+      staleness: steps taken since the parameters that it was last mixed with were sent, as
         the method counts them.
       bytes_sent: so far.
       speed: steps per second while it computes, over its last ones.
-      rounds: the last round that it knows of, by a method that has its own.
+      rounds: the last round that it knows of, in a method that numbers its own rounds.
     """
 
     steps: int = 0
@@ -93,7 +93,7 @@ class Report:
 class Member:
     """A worker as the coordinator knows it."""
 
-    present: bool = True  # until it is waited for in vain
+    present: bool = True  # until a wait for it times out
     granted: int = 0  # its highest step number so far
     entered: bool = False  # whether its earlier steps are counted
     finished: bool = False  # whether it has taken its last step
@@ -106,7 +106,7 @@ class Status(NamedTuple):
       present: the workers that are there.
       finished: the workers that have taken their last step, and still serve their state.
       taken: steps that all workers have taken together.
-      number: how many rounds were held.
+      number: rounds held so far.
       reports: the last report of each worker.
     """
 
@@ -117,35 +117,51 @@ class Status(NamedTuple):
     reports: dict[int, Report]
 
     def leader(self, among: Iterable[int]) -> int | None:
-        """The present one of some workers with the lowest finite score; None without."""
+        """Returns the present worker with the lowest finite score among some, or None."""
         present = set(self.present)
         return lowest({i: self.reports[i].score for i in among if i in present})
 
 
-class Round(NamedTuple):
-    """The values that members of a round have brought; closed: [{member: value}] or []."""
+@dataclasses.dataclass
+class Round:
+    """A round of workers.
 
-    members: tuple[int, ...]
+    Attributes:
+      members: the workers that it waits for, as long as they are present.
+      values: the value of each member that has arrived.
+      closed: the values when it closed; None while it is open.
+      waiting: a future of `closed`, if any worker waits.
+    """
+
+    members: set[int]
     values: dict[int, Any]
-    closed: list[dict[int, Any]]
+    closed: dict[int, Any] | None = None
+    waiting: asyncio.Future | None = None
 
 
 class Coordinator:
     """The coordinator of one run.
 
-    Steps are granted one by one: once W · period have been, counted over all workers that
-    were present when the last round closed, no more are until all have joined the next
-    round. So the fast take more of them and none waits but for the step that another one
-    is in. Step numbers are absolute: a claim that is made twice, or made again by a worker
-    that was started again, is counted once.
+    Steps are granted one by one. Once W · period steps are granted, counted over all
+    workers that were present when the last round closed, no more are granted until all
+    workers have joined the next round. Fast workers therefore take more of the steps, and
+    no worker waits longer than for the step that another one is in. Step numbers are
+    absolute: a claim that is made twice, or again by a restarted worker, counts once.
 
-    A round with the key ('join', number) is one that claims have sent workers to.
+    Claims send workers to rounds with the keys ('join', number).
 
     Args:
       workers: W.
       steps: mean steps per worker after which the run ends: W · steps in all.
-      period: steps per worker between rounds; None: without.
-      number: how many rounds were held before, in the run that is resumed.
+      period: steps per worker between rounds. Defaults to no rounds.
+      timeout: seconds from the first arrival after which a round closes.
+      start: as `timeout`, for the round 'begin', in which all workers start. Defaults to
+        `timeout`.
+
+    Attributes:
+      taken: steps that all workers have taken together.
+      number: rounds held so far.
+      begun: whether the round 'begin' was held.
 
     >>> coordinator = Coordinator(workers=2, steps=2, period=1)
     >>> coordinator.enter(0, steps=0), coordinator.enter(1, steps=0)
@@ -157,20 +173,21 @@ class Coordinator:
     """
 
     def __init__(
-        self, workers: int, steps: int, period: int | None = None, number: int = 0
+        self,
+        workers: int,
+        steps: int,
+        period: int | None = None,
+        timeout: float = 60.0,
+        start: float | None = None,
     ):
         self.members = [Member() for _ in range(workers)]
         self._reports = {i: Report() for i in range(workers)}
-        self.taken, self.number, self._begun = 0, number, False
+        self.taken, self.number, self.begun = 0, 0, False
         self._all, self._period = workers * steps, period
+        self._timeout, self._start = timeout, timeout if start is None else start
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-
-    @property
-    def begun(self) -> bool:
-        """Whether the round 'begin', in which all start, was held."""
-        return self._begun
 
     @property
     def present(self) -> list[int]:
@@ -179,45 +196,52 @@ class Coordinator:
 
     # Steps
 
-    def enter(self, i: int, steps: int) -> tuple[list[int], bool]:
-        """Worker i takes part from now on, with so many steps taken.
+    def enter(self, i: int, steps: int, number: int = 0) -> tuple[list[int], bool]:
+        """Lets worker i take part from now on.
+
+        Args:
+          i: the worker.
+          steps: the steps that it has taken.
+          number: rounds held in the run that it resumes.
 
         Returns:
-          The workers that are present, and whether the round 'begin', in which all start,
-          was held before.
+          The workers that are present, and whether the round 'begin' was held before.
         """
         member = self.members[i]
         alone = self.present in ([], [i])
-        # A run that is resumed has taken these steps before, whenever its workers come
-        # back; a worker that has no other to take over from takes lost steps again.
-        if not self._begun or alone or not member.entered:
+        # A resumed run has taken these steps before, whenever its workers come back. A
+        # worker that has no other to take over from takes lost steps again.
+        if not self.begun or alone or not member.entered:
             self.taken += steps - member.granted
+        if not self.begun:
+            self.number = max(self.number, number)
         member.present, member.granted, member.entered = True, steps, True
         member.finished = False
-        return self.present, self._begun
+        return self.present, self.begun
 
-    def recall(self, i: int, steps: int, number: int, closed: dict[Hashable, Any]) -> None:
-        """Restores what worker i knows, in a coordinator that replaces one that failed.
-
-        Args:
-          steps: its highest step number.
-          number: how many rounds were held.
-          closed: the results of the last rounds that it was in.
-        """
-        self.taken += steps - self.members[i].granted
-        self.members[i].granted, self.members[i].entered = steps, True
-        self.number, self._begun = max(self.number, number), True
-        for key, values in closed.items():
-            self._rounds[key] = Round(tuple(values), dict(values), [values])
-
-    def leave(self, i: int) -> None:
-        """Worker i is absent until it is heard of again; rounds do not wait for it."""
-        self.members[i].present = False
+    def leave(self, *workers: int) -> None:
+        """Marks workers absent until they are heard of; rounds do not wait for them."""
+        for i in workers:
+            self.members[i].present = False
         for key, held in self._rounds.items():
             self._close_if_all_are_there(key, held)
 
-    def finish(self, i: int) -> None:
-        """Worker i has taken its last step; others may still take over from it."""
+    def lost(self, i: int) -> None:
+        """Notes that the process of worker i has failed, and with it its progress."""
+        self._reports[i] = Report()
+        self.leave(i)
+
+    def missed(self, i: int, peer: int) -> None:
+        """Notes that worker i has waited in vain for a peer, which is absent then."""
+        self.leave(peer)
+
+    def finish(self, i: int, report: Report | None = None) -> None:
+        """Notes that worker i has taken its last step; others may still take over from it.
+
+        report: its last one.
+        """
+        if report is not None:
+            self._reports[i] = report
         self.members[i].finished = True
         self.leave(i)
 
@@ -238,15 +262,37 @@ class Coordinator:
         return Claim("step", self.number)
 
     def _next_limit(self) -> int:
-        """Steps of all workers up to the next round."""
+        """Returns the steps of all workers up to the next round."""
         return self.taken + len(self.present) * (self._period or 0)
 
     # Rounds
 
+    async def round(
+        self, i: int, key: Hashable, value: Any, members: Iterable[int]
+    ) -> dict[int, Any] | None:
+        """Brings worker i's value to a round and waits until it closes, see `arrive`.
+
+        It closes at the latest when its first worker has waited for the timeout. Returns
+        None if it is forgotten.
+        """
+        loop, is_new = asyncio.get_running_loop(), key not in self._rounds
+        try:
+            values = self.arrive(key, i, value, members)
+        except KeyError:
+            return None
+        held = self._rounds[key]
+        if is_new:
+            timeout = self._start if key == "begin" else self._timeout
+            loop.call_later(timeout, self.close, key)
+        if values is not None:
+            return values
+        held.waiting = held.waiting or loop.create_future()
+        return await asyncio.shield(held.waiting)
+
     def arrive(
         self, key: Hashable, i: int, value: Any, members: Iterable[int]
     ) -> dict[int, Any] | None:
-        """Worker i brings a value to a round; {member: value} once it closes, else None.
+        """Brings worker i's value to a round; returns {member: value} if it is closed.
 
         The round waits for the live members that all arrivals so far name.
 
@@ -256,40 +302,42 @@ class Coordinator:
         self.members[i].present = True
         if key in self._forgotten:
             raise KeyError(key)
-        held = self._rounds.setdefault(key, Round(tuple(members), {}, []))
-        if not held.closed:
-            awaited = tuple(set(held.members).intersection(members))
-            held = self._rounds[key] = held._replace(members=awaited)
+        held = self._rounds.setdefault(key, Round(set(members), {}))
+        if held.closed is None:
+            held.members.intersection_update(members)
             held.values[i] = value
             self._close_if_all_are_there(key, held)
         self._forget()
         return self.look(key)
 
     def look(self, key: Hashable) -> dict[int, Any] | None:
-        """The result of a round, None as long as it is open."""
+        """Returns the values of a round, or None while it is open."""
         held = self._rounds.get(key)
-        return held.closed[0] if held is not None and held.closed else None
+        return None if held is None else held.closed
 
-    def close(self, key: Hashable) -> dict[int, Any]:
+    def close(self, key: Hashable) -> None:
         """Closes a round without the members that have not come: they are absent."""
-        held = self._rounds[key]
-        if not held.closed:
-            for i in set(held.members).difference(held.values):
-                self.leave(i)
-        return held.closed[0]
+        held = self._rounds.get(key)
+        if held is not None and held.closed is None:
+            self.leave(*held.members.difference(held.values))
 
     def _close_if_all_are_there(self, key: Hashable, held: Round) -> None:
-        if not held.values or held.closed:
+        if not held.values or held.closed is not None:
             return
         if all(i in held.values or not self.members[i].present for i in held.members):
-            held.closed.append(dict(sorted(held.values.items())))
-            self._begun |= key == "begin"
+            held.closed = dict(sorted(held.values.items()))
+            self.begun |= key == "begin"
             if key == ("join", self.number):
                 self.number += 1
                 self._limit = self._next_limit()
+            if held.waiting is not None:
+                held.waiting.set_result(held.closed)
 
     def _forget(self) -> None:
-        while len(self._rounds) > max(KEPT, KEPT_EACH * len(self.members)):
+        most = max(KEPT, KEPT_EACH * len(self.members))
+        while len(self._rounds) > most:
+            if next(iter(self._rounds.values())).closed is None:
+                break  # workers still wait for the oldest one
             key, _ = self._rounds.popitem(last=False)
             self._forgotten[key] = None
         while len(self._forgotten) > 100 * KEPT:
@@ -303,7 +351,7 @@ class Coordinator:
         return self.status()
 
     def status(self) -> Status:
-        """The status of all workers."""
+        """Returns the status of all workers."""
         finished = [i for i, member in enumerate(self.members) if member.finished]
         reports = dict(self._reports)
         return Status(self.present, finished, self.taken, self.number, reports)

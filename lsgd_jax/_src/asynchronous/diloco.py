@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.vectors import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -213,7 +213,7 @@ class DiLoCoWorker(FreeRunningWorker):
         holders = {known: holder}
         for number in itertools.count(known + 1):
             if self._method.together:
-                transport.post(("brought", number), gradient)
+                transport.mailbox.post(("brought", number), gradient)
             members = everyone if self._method.together else [me]
             came = await transport.round(("turn", number), weight, members)
             if me in came:
@@ -221,15 +221,15 @@ class DiLoCoWorker(FreeRunningWorker):
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = message = await transport.fetch(first, ("anchor", number))
+            outer = message = await transport.ask(first, "fetch", ("anchor", number))
         else:
             outer = message = await self._moved(number, gradient, came, holders)
-            if transport.mailbox.wire.is_narrow and finite(outer):
+            if transport.mailbox.is_narrow and finite(outer):
                 exact = outer + self._error
                 message, outer = transport.mailbox.encoded(exact)
                 self._error = exact - outer
         transport.mailbox.drop(("brought", number))
-        transport.post(("anchor", number), message)
+        transport.mailbox.post(("anchor", number), message)
         self._posted.append(number)
         if len(self._posted) > 2:  # the older one serves if the last one's holder fails
             transport.mailbox.drop(("anchor", self._posted.pop(0)))
@@ -246,7 +246,7 @@ class DiLoCoWorker(FreeRunningWorker):
         transport, me, method = self.transport, self.worker.index, self._method
         outer = await self._latest(holders)
         requests = {
-            i: transport.fetch(i, ("brought", number))
+            i: transport.ask(i, "fetch", ("brought", number))
             for i, weight in came.items()
             if weight > 0 and i != me
         }
@@ -267,7 +267,7 @@ class DiLoCoWorker(FreeRunningWorker):
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:
-                request = self.transport.fetch(holder, ("anchor", number))
+                request = self.transport.ask(holder, "fetch", ("anchor", number))
                 if (outer := await _or_none(request)) is not None:
                     return outer
         return self.outer

@@ -2,17 +2,16 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Claim
 from lsgd_jax._src.asynchronous.transport import UnreachableError
-from lsgd_jax._src.asynchronous.vectors import Flat
+from lsgd_jax._src.asynchronous.vectors import Flat, finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.trees import (
     Tree,
@@ -41,15 +40,24 @@ class Claims:
         self._worker, self._ahead = worker, ahead
         self._asked: tuple[int, asyncio.Task[Claim]] | None = None
 
-    async def next(self) -> Claim:
-        """Returns what the worker does next."""
+    async def step(self, join: Callable[[int], Awaitable[None]]) -> bool:
+        """Returns whether the next step is granted; joins the rounds that are due first.
+
+        join: takes part in a round of the coordinator with this number.
+        """
+        while (claim := await self._next()).go == "join":
+            await join(claim.number)
+        return claim.go == "step"
+
+    async def _next(self) -> Claim:
         worker, step = self._worker, self._worker.count + 1
         asked, self._asked = self._asked, None
         if asked is None or asked[0] != step:  # it has taken over another worker's count
-            asked = step, worker.transport.claim(step)
+            asked = step, worker.transport.tell("claim", step)
         claim = await worker.wait(asked[1])
+        worker.number = claim.number
         if self._ahead and claim.go == "step":
-            self._asked = step + 1, worker.transport.claim(step + 1)
+            self._asked = step + 1, worker.transport.tell("claim", step + 1)
         return claim
 
 
@@ -160,9 +168,7 @@ class FreeRunningWorker:
 
     async def before_step(self) -> bool:
         """Returns whether there is another step to take, after any barrier that is due."""
-        while (claim := await self._claims.next()).go == "join":
-            await self.join(claim.number)
-        return claim.go == "step"
+        return await self._claims.step(self.join)
 
     async def join(self, number: int) -> None:
         """Takes part in barrier `number` of the coordinator, in methods that have any."""
@@ -190,12 +196,13 @@ class FreeRunningWorker:
         itself and take small steps back.
         """
         error: Any = np.float32(0)
-        if self.transport.mailbox.wire.is_narrow and self.is_finite:
+        if self.transport.mailbox.is_narrow and self.is_finite:
             vector = self.worker.vector()
             _, arrives = self.transport.mailbox.encoded(vector)
             error = vector - arrives
+        answer = self.transport.ask(peer, "latest")
         self.in_flight[slot] = InFlight(
-            self.transport.latest(peer), self.worker.count, peer, quantization_error=error
+            answer, self.worker.count, peer, quantization_error=error
         )
 
     async def answer(self, slot: int = 0) -> Any:

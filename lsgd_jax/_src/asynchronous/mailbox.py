@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import Compression, Snapshot, finite
+from lsgd_jax._src.asynchronous.vectors import Snapshot, finite, nbytes, pack, unpack
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 KEPT = 16  # messages that a worker leaves for others before it forgets the first
@@ -18,62 +19,61 @@ GONE = "gone"  # the answer to a fetch of a message that is forgotten
 class Mailbox:
     """The mailbox of one worker. Calls take a lock while a vector is copied or added.
 
-    The worker sets what others see by `show`, and moves by what others have left in
-    `moved` at the boundary of its steps. What is returned to others is packed.
+    The worker publishes its parameters by `show`. At the boundaries of its steps it adds
+    the sum of the moves that peers have left for it, see `moved`. All answers to peers are
+    packed.
 
     Args:
-      wire: how vectors travel. Defaults to float32.
+      wire: the format in which vectors travel, or a `Wire`.
+      index: of the worker.
 
     Attributes:
-      wire: as above.
+      wire: the format.
       bytes_sent: to others, so far.
+      state: returns the state from which another worker can go on in this one's place, or
+        None. The worker sets it.
     """
 
-    def __init__(self, wire: Compression | None = None):
-        self.wire = Compression() if wire is None else wire
+    def __init__(self, wire: Wire | WireFormat = "float32", index: int = 0):
+        self.wire, self._index = Wire.of(wire), index
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
         self._contributed: OrderedDict[int, Snapshot] = OrderedDict()
         self._vector: Callable[[], np.ndarray] | None = None
         self._flat: np.ndarray | None = None
-        self._about = (0, 0.0, float("inf"))
+        self._measure = 0.0
         self._moved: np.ndarray | None = None
         self._closed = False
-        self._state: Callable[[], Any] | None = None
-        self._turn = 0  # of what was packed
+        self._turn = 0  # number of vectors packed
         self.bytes_sent = 0
+        self.state: Callable[[], Any] = lambda: None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether vectors are rounded for the wire."""
+        return self.wire.format != "float32"
 
     # The worker's own side
 
-    def show(
-        self,
-        vector: Callable[[], np.ndarray],
-        step: int,
-        measure: float = 0.0,
-        loss: float = float("inf"),
-    ) -> None:
+    def show(self, vector: Callable[[], np.ndarray], measure: float = 0.0) -> None:
         """Publishes the worker; the vector is made when a peer asks for it."""
         with self._lock:
-            self._vector, self._flat, self._about = vector, None, (step, measure, loss)
+            self._vector, self._flat, self._measure = vector, None, measure
             self._lock.notify_all()
 
     def packed(self, vector: np.ndarray) -> Any:
-        """A vector as others get it; drawn anew each time if it is rounded at random."""
+        """Returns a vector as it travels. Stochastic rounding draws anew each time."""
         self._turn += 1
-        return self.wire.pack(vector, self._turn)
+        return pack(vector, self.wire, self._turn, self._index)
 
     def encoded(self, vector: np.ndarray) -> tuple[Any, np.ndarray]:
-        """A vector as others get it, and the vector that arrives."""
+        """Returns a vector as it travels, and the vector that arrives."""
         packed = self.packed(vector)
-        return packed, self.wire.unpack(packed)
-
-    def serve_state(self, state: Callable[[], Any]) -> None:
-        """Sets what `state` returns."""
-        self._state = state
+        return packed, unpack(packed)
 
     def post(self, key: Hashable, vector: Any) -> None:
-        """Leaves a vector for peers to fetch; the oldest of many is forgotten."""
+        """Leaves a vector for peers to fetch; forgets the oldest one if there are many."""
         packed = self.packed(vector) if isinstance(vector, np.ndarray) else vector
         with self._lock:
             self._posted[key] = packed
@@ -82,7 +82,7 @@ class Mailbox:
             self._lock.notify_all()
 
     def drop(self, key: Hashable) -> None:
-        """Forgets what is posted under a key: a later fetch gets `GONE`."""
+        """Forgets the vector posted under a key: a later fetch gets `GONE`."""
         with self._lock:
             self._posted.pop(key, None)
             self._forgotten[key] = None
@@ -90,54 +90,53 @@ class Mailbox:
                 self._forgotten.popitem(last=False)
 
     def moved(self) -> np.ndarray | None:
-        """The sum of what `exchange` has added since this was asked last, or None.
+        """Returns the sum of all moves by `exchange` since the last call, or None.
 
-        The parameters that are shown next must have it in them.
+        The worker must add it to the parameters that it shows next.
         """
         with self._lock:
             moved = self._moved
             if moved is not None:
-                self._flat = self._current()  # until then, what is shown has it as well
+                self._flat = self._current()  # peers see it moved until the next `show`
             self._moved = None
             return moved
 
     def close(self) -> np.ndarray | None:
-        """As `moved`, for the last time: from now on `exchange` moves neither worker."""
+        """Returns `moved` for the last time: later exchanges move neither worker."""
         with self._lock:
             self._closed = True
             return self.moved()
 
     def contributed(self, number: int) -> Snapshot | None:
-        """The worker's own contribution to a mean, as others get it."""
-        snapshot = self._contribution(number)
-        return None if snapshot is None else self.wire.unpack(snapshot)
+        """Returns the worker's own `contribution` to a mean, as it arrives at others."""
+        return unpack(self._contribution(number))
 
-    # Requests of others. The answer is None as long as there is nothing to answer.
+    # Requests of peers. The answer is None until there is something to answer.
 
     def latest(self) -> Snapshot | None:
-        """The parameters, with what others have added."""
+        """Returns the parameters, with the moves by other workers."""
         with self._lock:
             return self.count(self._snapshot())
 
     def exchange(self, theirs: Any) -> Any:
-        """Moves this worker half the way to a peer; returns what the peer moves to.
+        """Moves this worker half the way to a peer; returns the vector the peer moves to.
 
-        Both move at once, so that the sum of the two stays as it was. If one of them is not
-        finite this one stays; the other must, too.
+        Both move, so that their sum does not change. If either vector is not finite, this
+        worker stays where it is, and the peer must do the same.
         """
-        given = self.wire.unpack(theirs)
+        given = unpack(theirs)
         with self._lock:
             if (snapshot := self._snapshot()) is None:
                 return None
             sent = theirs if self._closed else snapshot.vector
             with np.errstate(invalid="ignore", over="ignore"):
-                half = (given - self.wire.unpack(sent)) / 2
+                half = (given - unpack(sent)) / 2
             if finite(half) and not self._closed:
                 self._moved = half if self._moved is None else self._moved + half
             return self.count(sent)
 
     def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
-        """The vector that is posted under a key, or `GONE`."""
+        """Returns the vector posted under a key, or a part of it; `GONE` if forgotten."""
         with self._lock:
             if (vector := self._posted.get(key)) is None:
                 return GONE if key in self._forgotten else None
@@ -145,18 +144,14 @@ class Mailbox:
             return self.count(vector if whole else vector[part])
 
     def contribution(self, number: int) -> Snapshot | None:
-        """The snapshot that stays this worker's contribution to the mean `number`."""
+        """Returns the contribution to mean `number`: the snapshot when first asked."""
         with self._lock:
             return self.count(self._contribution(number))
-
-    def state(self) -> Any:
-        """The state from which another worker can go on in this one's place."""
-        return None if self._state is None else self._state()
 
     def wait(self, ask: Callable[[], Any], timeout: float) -> Any:
         """Waits until `ask` returns a value other than None; returns None on timeout.
 
-        For engines where requests come in threads of their own.
+        For engines that serve requests in threads.
         """
         answer = None
 
@@ -170,8 +165,8 @@ class Mailbox:
         return answer
 
     def count(self, content: Any) -> Any:
-        """The content, whose bytes are counted as sent."""
-        self.bytes_sent += self.wire.nbytes(content)
+        """Counts the bytes of a content as sent; returns it."""
+        self.bytes_sent += nbytes(content)
         return content
 
     def _contribution(self, number: int) -> Snapshot | None:
@@ -185,10 +180,10 @@ class Mailbox:
             return self._contributed.get(number)
 
     def _snapshot(self) -> Snapshot | None:
-        """The worker as it is shown, packed."""
+        """Returns the published worker, packed."""
         if self._vector is None:
             return None
-        return Snapshot(self.packed(self._current()), *self._about)
+        return Snapshot(self.packed(self._current()), self._measure)
 
     def _current(self) -> np.ndarray:
         assert self._vector is not None

@@ -1,14 +1,17 @@
-"""The message form of a group: the kernel's rules, cut where they speak.
+"""The message form of a group: the kernel's rules, cut where they communicate.
 
 A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
-`kernel.send` up to the first message, compiles that part, has the message travel, and
-traces again with the answer up to the next message. So every rule runs as it is, on any
-engine, and messages are encoded and decoded in the compiled parts, on the worker's device.
+`kernel.send` up to the first message and compiles that part. `Conversation` sends the
+message, and the next part is traced with the answer, up to the next message. So every rule
+runs unchanged on any engine, and messages are encoded and decoded in the compiled parts, on
+the worker's device.
+
+Arrays travel as the bytes of one buffer, because a call costs more than its bytes.
 """
 
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,10 +20,19 @@ import numpy as np
 from jax import Array
 
 from lsgd_jax._src import kernel
+from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce, broadcast
+from lsgd_jax._src.asynchronous.free_running import Peers
+from lsgd_jax._src.asynchronous.transport import (
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+)
 from lsgd_jax._src.kernel import Pull, PullState, Target
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.trees import Tree, mean_of, widen
 
+
+SMALL = 64  # elements; arrays up to this size travel with the coordinator's round
 
 Kind = Literal["gather", "broadcast", "sum", "permute", "choose"]
 
@@ -55,7 +67,7 @@ class _Spoken(Exception):
 
 
 class MessageChannel:
-    """One worker's channel, with the answers that are there so far; see `group.Channel`.
+    """One worker's channel, with the answers received so far; see `group.Channel`.
 
     Args:
       size: the number of workers in the group.
@@ -92,63 +104,20 @@ class MessageChannel:
 
 
 class Agreement:
-    """`kernel.send` of one worker, a message at a time.
-
-    Args:
-      pull: the pull.
-      group: the indices of the workers of its group, in order.
-      index: this worker's.
-      grid: (nodes, locals).
-    """
-
-    def __init__(self, pull: Pull, group: Sequence[int], index: int, grid: tuple[int, int]):
-        self._position = np.int32(group.index(index))
-        self._stages = _stages(pull, len(group), grid)
-
-    async def run(
-        self,
-        send: Callable[[int, Message], Awaitable[Any]],
-        x: Tree,
-        y: Tree,
-        state: PullState,
-        is_finite: Any,
-        t: Any,
-    ) -> tuple[Target, Callable[[PullState], PullState]]:
-        """(target, renew): the target, and the change of the pull's state.
-
-        renew: state -> state. Leaves that `agree` does not change stay as they are when it
-        is called, because the worker has taken steps meanwhile.
-
-        Args:
-          send: sends the n-th message of this agreement, and returns its answer.
-          x, y, state, is_finite, t: as for `kernel.send`.
-        """
-        chosen: tuple = ()  # for each answer the int that was chosen, None if it is arrays
-        answers: list[Any] = []
-        while True:
-            stage = self._stages.after(chosen)
-            result = stage(self._position, answers, x, y, state, is_finite, t)
-            if not isinstance(result, Message):
-                target, changed = result
-                return target, _renewing(changed)
-            answer = await send(len(chosen), result)
-            is_choice = result.kind == "choose"
-            chosen += (answer if is_choice else None,)
-            answers.append(() if is_choice else answer)
-
-
-class _Stages:
-    """The stages of a pull's agreement, compiled once for all workers of a process."""
+    """The stages of a pull's `kernel.send`, compiled once for all workers of a process."""
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
         self._stages: dict[tuple, Callable] = {}
 
     def after(self, chosen: tuple) -> Callable:
-        """The compiled function up to the next message, which it returns, or to the end.
+        """Returns the compiled function up to the next message, or to the end.
 
-        At the end it returns the target and the leaves of the state, None for each that
-        has not changed.
+        It returns that message; at the end the target and the leaves of the state, None for
+        each that has not changed.
+
+        Args:
+          chosen: for each answer so far the int that was chosen; None if it is arrays.
         """
         if chosen not in self._stages:
             self._stages[chosen] = jax.jit(functools.partial(self._stage, chosen))
@@ -166,23 +135,174 @@ class _Stages:
         return target, [None if new is old else new for new, old in leaves]
 
 
-_stages = functools.lru_cache(maxsize=64)(_Stages)
-
-
-def _renewing(changed: list[Any]) -> Callable[[Any], Any]:
-    def renew(state: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(state)
-        after = [old if new is None else new for old, new in zip(leaves, changed)]
-        return jax.tree.unflatten(treedef, after)
-
-    return renew
+_agreement = functools.lru_cache(maxsize=64)(Agreement)
 
 
 def alone(fn: Callable[[], Any], nodes: int = 1, locals: int = 1) -> Any:
-    """fn(), where the workers' axes are bound although only one worker is there."""
+    """Returns fn(), with the workers' axes bound although only one worker is there."""
     along = lambda fn, name, size: jax.vmap(
         fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size
     )
     inner = along(lambda _: fn(), "local", locals)
     with on_one_device():
         return along(inner, "node", nodes)(jnp.int32(0))
+
+
+class Conversation:
+    """The messages of one pull between this worker and its group.
+
+    Args:
+      transport: this worker's.
+      pull: the pull.
+      number: of the pull in its exchange; the same for the whole group.
+    """
+
+    def __init__(self, transport: Transport, pull: Pull, number: int):
+        position = transport.position
+        self._transport, self._group = transport, position.group(pull.rule.axes)
+        self._name, self._me = (number, self._group[0]), position.index
+        grid = position.nodes, position.locals
+        self._agreement = _agreement(pull, len(self._group), grid)
+        self._peers = Peers(self._group)
+
+    async def agree(
+        self,
+        number: int,
+        here: set[int],
+        x: Tree,
+        y: Tree,
+        state: PullState,
+        is_finite: Any,
+        t: Any,
+    ) -> tuple[Target, Callable[[PullState], PullState]]:
+        """Runs `kernel.send`; returns the target, and the change of the pull's state.
+
+        The change is a function of the state, because the worker may have taken steps in
+        the meantime: leaves that `kernel.send` does not change stay as they are then.
+
+        Args:
+          number: of this agreement.
+          here: the workers that take part. Absent workers are removed from it, so that no
+            later message of the same agreement waits for a worker that comes back in
+            between.
+          x, y, state, is_finite, t: as for `kernel.send`.
+        """
+        chosen: tuple = ()
+        answers: list[Any] = []
+        position = np.int32(self._group.index(self._me))
+        while True:
+            stage = self._agreement.after(chosen)
+            result = stage(position, answers, x, y, state, is_finite, t)
+            if not isinstance(result, Message):
+                target, changed = result
+                return target, functools.partial(_renewed, changed)
+            if result.kind == "choose":
+                chosen += (int(result.content),)
+                answers.append(())
+                continue
+            key = (self._name, number, len(chosen))
+            members = [i for i in self._group if i in here]
+            answer, came = await self._sent(key, members, result)
+            here.difference_update(set(members).difference(came))
+            chosen += (None,)
+            answers.append(answer)
+
+    async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
+        """Sends a message; returns its answer, and the members that took part."""
+        content = message.content
+        match message.kind:
+            case "gather":
+                return await self._gather(key, members, np.asarray(content))
+            case "broadcast":
+                return await self._broadcast(key, members, *content), members
+            case "sum":
+                return await self._sum(key, members, *content)
+        return await self._permute(key, content, message.static), members
+
+    async def _gather(self, key: Hashable, members: list[int], x: np.ndarray) -> Any:
+        if x.size <= SMALL:
+            rows = await self._transport.round(key, x, members)
+        else:
+            sent = await all_gather(self._transport, key, as_bytes(x), members)
+            rows = {i: of_bytes(row, x) for i, row in sent.items()}
+        if self._me not in rows:
+            raise StaleWorkerError(f"worker {self._me} came too late for a gather")
+        is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
+        absent = np.full_like(x, np.nan if is_float else 0)
+        return np.stack([rows.get(i, absent) for i in self._group]), rows
+
+    async def _broadcast(
+        self, key: Hashable, members: list[int], tree: Tree, source: Any
+    ) -> Tree:
+        leader = self._group[int(source)]
+        mine = as_bytes(tree) if leader == self._me else None
+        got = await broadcast(self._transport, key, mine, leader, members)
+        return tree if leader == self._me else of_bytes(got, tree)
+
+    async def _sum(
+        self, key: Hashable, members: list[int], tree: Tree, where: Any
+    ) -> tuple[tuple[Tree, Any], list[int]]:
+        leaves, treedef = jax.tree.flatten(tree)
+        dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
+        flat = [np.ravel(x).astype(dtype) for x in leaves]
+        vector = np.concatenate(flat or [np.zeros(0, dtype)])
+        gives = bool(where)
+        sums, count, came = await all_reduce(
+            self._transport, key, vector if gives else np.zeros_like(vector), gives, members
+        )
+        ends = np.cumsum([0, *(x.size for x in leaves)])
+        total = treedef.unflatten(
+            sums[a:b].reshape(x.shape).astype(x.dtype)
+            for a, b, x in zip(ends, ends[1:], leaves)
+        )
+        return (total, np.float32(count)), came
+
+    async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
+        sources = {self._group[b]: self._group[a] for a, b in permutation}
+        if self._me in sources.values():
+            self._transport.mailbox.post(key, as_bytes(tree))
+        if self._me in sources:
+            if (got := await self._from(sources[self._me], key)) is not None:
+                return of_bytes(got, tree)
+        return jax.tree.map(np.zeros_like, tree)
+
+    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
+        """Returns the bytes that a peer sends; None if it does not answer, as of late."""
+        self._peers.turn()
+        if not self._peers.is_tried(peer):
+            return None
+        try:
+            buffer = await self._transport.ask(peer, "fetch", key)
+        except UnreachableError:
+            self._peers.failed(peer)
+            return None
+        self._peers.answered(peer)
+        return buffer
+
+
+def _renewed(changed: list[Any], state: PullState) -> PullState:
+    """Returns the state with the leaves that an agreement has changed."""
+    leaves, treedef = jax.tree.flatten(state)
+    after = [old if new is None else new for old, new in zip(leaves, changed)]
+    return jax.tree.unflatten(treedef, after)
+
+
+def as_bytes(tree: Tree) -> np.ndarray:
+    """Returns all arrays of a tree one after the other, as uint8 [n]."""
+    leaves = [np.ascontiguousarray(x).reshape(-1) for x in jax.tree.leaves(tree)]
+    return np.concatenate([x.view(np.uint8) for x in leaves] or [np.zeros(0, np.uint8)])
+
+
+def of_bytes(buffer: np.ndarray, like: Tree) -> Tree:
+    """Returns the tree of such bytes, on the same memory, with shapes as in `like`.
+
+    >>> tree = {"a": np.ones(2, np.float32), "b": np.array([[1, 2]], np.int8)}
+    >>> of_bytes(as_bytes(tree), tree)["b"].tolist()
+    [[1, 2]]
+    """
+    leaves, treedef = jax.tree.flatten(like)
+    ends = np.cumsum([0, *(x.nbytes for x in leaves)])
+    return treedef.unflatten(
+        buffer[a:b].view(x.dtype).reshape(x.shape)
+        for a, b, x in zip(ends, ends[1:], leaves)
+    )

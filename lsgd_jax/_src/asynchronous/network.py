@@ -1,4 +1,4 @@
-"""A network in a simulation: how long messages take that share its links."""
+"""A simulated network: the time of messages that share its links."""
 
 import asyncio
 import dataclasses
@@ -10,8 +10,8 @@ import numpy as np
 from lsgd_jax._src.asynchronous.clock import later
 
 
-SMALL = 4096  # bytes; messages up to this size are not counted against the links
-SOON = 1e-9  # seconds; what ends within them ends now
+SMALL = 4096  # bytes; messages up to this size take no bandwidth
+SOON = 1e-9  # seconds; a transfer that ends within them ends now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Network:
     Args:
       bandwidth: bytes per second of a node's link, in each direction.
       latency: seconds from node to node.
-      inside_bandwidth: of each worker's link to the others of its node.
+      inside_bandwidth: bytes per second of each worker's link to the others of its node.
       inside_latency: seconds from worker to worker inside a node.
-      overhead: seconds of software around a message, on the side of who asks.
+      overhead: seconds of software around a message, at its sender.
       coordinator: seconds in which the coordinator serves a call, one after the other.
 
     Raises:
@@ -63,14 +63,14 @@ class Network:
 
     @classmethod
     def named(cls, name: str) -> "Network":
-        """One of the `NETWORKS`."""
+        """Returns one of the `NETWORKS`."""
         if name not in NETWORKS:
             known = ", ".join(NETWORKS)
             raise ValueError(f"`network` must be one of {known}, got network={name!r}")
         return NETWORKS[name]
 
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
-        """Seconds of a message on links that are free."""
+        """Returns the seconds of a message on idle links."""
         if is_inside:
             return self.overhead + self.inside_latency + size / self.inside_bandwidth
         return self.overhead + self.latency + size / self.bandwidth
@@ -94,11 +94,11 @@ NETWORKS: Mapping[str, Network] = {
 
 
 class Transfer:
-    """Bytes on their way over one or several pairs of links.
+    """Bytes in flight over one or several pairs of links.
 
     Attributes:
-      arrived: a future; its result is whether they have arrived.
-      left: how many pairs of links still carry some of them.
+      arrived: a future of whether all of them have arrived.
+      left: number of pairs of links that still carry some of them.
     """
 
     def __init__(self, left: int):
@@ -107,18 +107,18 @@ class Transfer:
 
 
 class Links:
-    """All links of a cluster, and what they carry.
+    """All links of a cluster, and the flows that they carry.
 
-    A link is shared equally by what it carries at a time, and what passes two links goes as
-    fast as the slower one lets it; what it leaves of the other is not given to others.
+    The flows on a link share it equally. A flow over two links has the lower of its two
+    shares; the rest of the other share stays unused.
 
     Args:
-      network: what the links are.
+      network: bandwidths and latencies.
       nodes, locals: the grid of workers.
 
     Attributes:
       sent: bytes that have left each node, [nodes].
-      stuck: workers that nothing leaves or reaches any more.
+      stuck: workers whose flows have stopped for good.
     """
 
     def __init__(self, network: Network, nodes: int, locals: int):
@@ -130,18 +130,18 @@ class Links:
         self._nodes, self._workers = nodes, workers
         self.sent, self.stuck = np.zeros(nodes), set[int]()
         self._transfers: list[Transfer] = []
-        self._ends = np.zeros([0, 2], int)  # of each flow its two links
-        self._between = np.zeros([0, 2], int)  # and its two workers
+        self._ends = np.zeros([0, 2], int)  # the two links of each flow
+        self._between = np.zeros([0, 2], int)  # its two workers
         self._remaining, self._rate, self._limit = np.zeros([3, 0])
         self._new: list[tuple[Transfer, tuple, tuple, float, float]] = []
         self._last, self._turn = 0.0, 0
 
     def is_inside(self, source: int, target: int) -> bool:
-        """Whether two workers are of one node."""
+        """Returns whether two workers are on one node."""
         return source // self._locals == target // self._locals
 
     async def send(self, source: int, target: int, size: float, limit: float) -> bool:
-        """Whether a message has arrived, once it has or at the time `limit`."""
+        """Returns True once a message has arrived, or False at the time `limit`."""
         if size <= SMALL or math.isinf(self.network.bandwidth):
             if size > SMALL and not self.is_inside(source, target):
                 self.sent[source // self._locals] += size
@@ -150,10 +150,10 @@ class Links:
         return await self._begin([(source, target)], size, limit)
 
     async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
-        """Whether all workers of a group have the sum of vectors of this size.
+        """Returns True once a group has summed vectors of this size; False at `limit`.
 
-        Each sends 2 (W - 1) / W of a vector to the next one, as in a ring; latencies are
-        those of the 2 log2 W rounds that other algorithms with the same bytes have.
+        Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The
+        latency is that of tree algorithms with the same bytes, 2 log2 W rounds.
         """
         pairs = list(zip(group, [*group[1:], group[0]]))
         rounds = 2 * math.ceil(math.log2(len(group)))
@@ -184,7 +184,7 @@ class Links:
             return first + source, first + self._workers + target
         return source // self._locals, self._nodes + target // self._locals
 
-    # Transfers in flight
+    # Flows
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, call)
@@ -195,13 +195,13 @@ class Links:
         self._new += flows
 
     def changed(self) -> None:
-        """Has the rates worked out anew, once for all that begins at this time."""
+        """Recomputes the rates, once for all flows that begin at this time."""
         self._turn += 1
         turn = self._turn
         self._after(0.0, lambda: self._advance(turn))
 
     def _advance(self, turn: int) -> None:
-        """Moves what is in flight on to this time, and waits for the next end."""
+        """Advances the flows to this time, and waits until the next one ends."""
         if turn != self._turn:
             return
         now = asyncio.get_running_loop().time()
@@ -245,7 +245,7 @@ class Links:
         self._limit = np.concatenate([self._limit, limits])
 
     def _share(self) -> None:
-        """Sets the rates by how many share each link now."""
+        """Sets the rates by the number of flows on each link."""
         count = np.bincount(self._ends.ravel(), minlength=len(self._capacity))
         share = self._capacity / np.maximum(count, 1)
         self._rate = share[self._ends].min(axis=1)

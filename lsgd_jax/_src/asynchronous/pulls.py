@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import kernel, parts, trees
-from lsgd_jax._src.asynchronous.conversation import Conversation
 from lsgd_jax._src.asynchronous.free_running import Claims
-from lsgd_jax._src.asynchronous.messages import Agreement, alone
+from lsgd_jax._src.asynchronous.messages import Conversation, alone
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.exchange import Exchange
@@ -27,19 +26,19 @@ from lsgd_jax._src.trees import Tree
 class Pulls:
     """An exchange of the kernel among asynchronous workers.
 
-    Without a budget the pulls are due by each worker's own step, as in lock step, and the
-    numbers are those of lock step: a delayed pull travels in the background, and a worker
-    waits only if its target has not arrived when it is due. With a budget they are due once
-    all workers together have taken W · τ steps since the last time; fast workers take more
-    of these, and with equal speeds the numbers are those of lock step, too.
+    Without a budget the pulls are due by each worker's own step, and the numbers are those
+    of lock step. A delayed pull travels in the background: a worker waits only if its
+    target has not arrived when it is due. With a budget the pulls are due whenever all
+    workers together have taken W · τ more steps, of which fast workers take more. With
+    equal speeds these numbers, too, are those of lock step.
 
     Args:
       exchange: any method of the kernel, such as ``lsgd(...)`` or ``diloco(delay=5)``.
       budget: whether periods are budgets of steps that all workers share.
-      window: losses in a worker's score, as others are told it.
+      window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay on a budget.
+      ValueError: no exchange, or an offset or a delay with a budget.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -52,7 +51,7 @@ class Pulls:
     budget: bool = False
     window: int = 10
 
-    wire = "float32"  # of whole vectors; each pull names its own
+    wire = "float32"  # of whole vectors; each pull has its own format
 
     def __post_init__(self):
         if not isinstance(self.exchange, Exchange) or not self.exchange.pulls:
@@ -63,7 +62,7 @@ class Pulls:
         for pull in self.exchange.pulls:
             if self.budget and (pull.offset or pull.delay):
                 raise ValueError(
-                    "pulls on a budget must have no offset and no delay, got "
+                    "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
                 )
 
@@ -75,7 +74,7 @@ class Pulls:
         return math.gcd(*(pull.every for pull in self.exchange.pulls))
 
     def bind(self, worker: Worker, steps: int) -> "PullsWorker":
-        """These pulls in one worker."""
+        """Returns these pulls in one worker."""
         return PullsWorker(self, worker, steps)
 
 
@@ -85,20 +84,14 @@ class PullsWorker:
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
         self._period, self._rounds = method.period, 0
-        # A step that is claimed ahead would have all others wait for it at the next round.
+        # A step claimed ahead would keep all other workers waiting at the next round.
         self._claims = Claims(worker, ahead=False)
         position = worker.transport.position
-        grid = position.nodes, position.locals
-        groups = [position.group(pull.rule.axes) for pull in self._pulls]
-        self._agreements = [
-            Agreement(pull, group, position.index, grid)
-            for pull, group in zip(self._pulls, groups)
-        ]
+        self._everyone = list(range(position.workers))
         self._conversations = [
-            Conversation(worker.transport, group, (k, group[0]))
-            for k, group in enumerate(groups)
+            Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
         ]
-        self._compiled = _compiled(self._pulls, grid)
+        self._compiled = _compiled(self._pulls, (position.nodes, position.locals))
         self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
         self._counts: Any = [True] * len(self._pulls)  # before the first step
         self._is_finite: Any = np.bool_(True)
@@ -107,37 +100,32 @@ class PullsWorker:
     # On every step
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
-        """Where the worker stands after its own step."""
+        """Returns the parameters after the worker's own step."""
         y, self._states, self._counts = self._compiled.local(
             x, u, self._states, loss, np.int32(t), self._is_finite
         )
         return y
 
     async def before_step(self) -> bool:
-        """Whether there is another step to take; joins the rounds that are called."""
-        worker = self._worker
+        """Returns whether there is another step to take, after any round that is due."""
         if self._period is None:
-            return worker.count < self._steps
-        while (claim := await self._claims.next()).go == "join":
-            await self._join(claim.number)
-        return claim.go == "step"
+            return self._worker.count < self._steps
+        return await self._claims.step(self._join)
 
     async def after_step(self) -> None:
-        """Sends and lands what is due by the worker's own count."""
+        """Sends and lands the pulls that are due by the worker's own count."""
         if self._period is None:
             t = self._worker.count
             sends = [t % pull.every == pull.sends_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
-            everyone = set(range(self._worker.transport.position.workers))
-            await self._communicate(t, everyone, sends, lands)
+            await self._communicate(t, set(self._everyone), sends, lands)
         self._worker.publish()
 
     async def _join(self, number: int) -> None:
         worker = self._worker
-        everyone = list(range(worker.transport.position.workers))
         if number != self._rounds and any(map(_holds_shared, self._states)):
-            raise StaleWorkerError(f"worker {worker.index} has missed a round of all")
-        joined = worker.transport.round(("join", number), None, everyone)
+            raise StaleWorkerError(f"worker {worker.index} has missed a round")
+        joined = worker.transport.round(("join", number), None, self._everyone)
         came = await worker.wait(joined)
         self._rounds = number + 1
         if worker.index not in came:
@@ -152,9 +140,12 @@ class PullsWorker:
     async def _communicate(
         self, number: int, here: set[int], sends: list[bool], lands: list[bool]
     ) -> None:
-        """All that is due, in order, among the workers that are here.
+        """Sends and lands all pulls that are due, in order.
 
-        number: of the communication, and so of the rounds of its groups.
+        Args:
+          number: of this communication; keys of its messages are made of it.
+          here: the workers that take part.
+          sends, lands: for each pull whether it is due.
         """
         if not any(sends) and not any(lands):
             return
@@ -164,18 +155,18 @@ class PullsWorker:
             if pull.delay and lands[k] and k in self._in_flight:
                 is_finite |= await self._land(k, self._in_flight.pop(k), counts)
             if sends[k]:
-                among = set(here) if pull.delay else here  # beside this, it is by itself
+                among = set(here) if pull.delay else here  # it runs in the background
                 coming = worker.transport.start(self._agree(k, number, among, counts))
                 if pull.delay:
                     self._in_flight[k] = coming
                 else:
                     is_finite |= await self._land(k, coming, counts)
-            if pull.part is not None:  # a part that was restored does not restore the rest
+            if pull.part is not None:  # restoring a part does not restore the rest
                 is_finite = self._check()
         self._is_finite = np.bool_(is_finite)
 
     def _check(self) -> bool:
-        """Whether the worker was finite, and all its parameters are."""
+        """Returns whether the worker was finite, and all its parameters are."""
         return bool(self._is_finite) and bool(
             self._compiled.all_finite(self._worker.params)
         )
@@ -183,22 +174,21 @@ class PullsWorker:
     def _agree(
         self, k: int, number: int, here: set[int], is_finite: bool
     ) -> Coroutine[Any, Any, Any]:
-        """`kernel.send` about the worker as it is now, whenever the messages travel."""
+        """Runs `kernel.send` for the worker's present state, also in the background."""
         worker, part = self._worker, self._pulls[k].part
         x, y = (
             parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
         )
-        send = functools.partial(self._conversations[k].send, number, here)
-        t, state = np.int32(worker.count), self._states[k]
-        return self._agreements[k].run(send, x, y, state, np.bool_(is_finite), t)
+        given = x, y, self._states[k], np.bool_(is_finite), np.int32(worker.count)
+        return self._conversations[k].agree(number, here, *given)
 
     async def _land(self, k: int, coming: asyncio.Task, is_finite: bool) -> bool:
-        """`kernel.land`; whether the worker was restored."""
+        """Runs `kernel.land`; returns whether the worker was restored."""
         worker, states = self._worker, list(self._states)
         try:
             target, renew = await worker.wait(coming)
         except UnreachableError:
-            return False  # the worker that would have sent it has failed: no pull this time
+            return False  # its sender has failed: no pull this time
         state, t = renew(states[k]), np.int32(worker.count)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
@@ -206,14 +196,14 @@ class PullsWorker:
         self._states = tuple(states)
         return bool(restored)
 
-    # The state that passes to a worker that starts again
+    # The state that passes to a restarted worker
 
     def state(self) -> Any:
-        """The pulls' states, and how many rounds there were."""
+        """Returns the pulls' states and the number of rounds."""
         return {"pulls": self._states, "rounds": self._rounds}
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's; what was in flight was meant for another step."""
+        """Continues from another worker's state; discards what is in flight."""
         self._states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
         self._states = tuple(
             s._replace(wire=s.wire.without_error(jnp.asarray(True)) if s.wire else ())
@@ -260,11 +250,9 @@ class _Compiled:
         return trees.refill(moved, y), state, restored
 
 
-@functools.lru_cache(maxsize=32)
-def _compiled(pulls: tuple[Pull, ...], grid: tuple[int, int]) -> _Compiled:
-    return _Compiled(pulls, grid)
+_compiled = functools.lru_cache(maxsize=32)(_Compiled)
 
 
 def _holds_shared(state: PullState) -> bool:
-    """Whether the rule keeps values that must be equal on all workers."""
+    """Returns whether the rule keeps values that must be equal on all workers."""
     return any(map(is_shared, jax.tree.leaves(state.rule, is_leaf=is_shared)))

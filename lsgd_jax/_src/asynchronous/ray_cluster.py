@@ -1,4 +1,4 @@
-"""Ray around the runs of one process: its cluster, its errors, its signals."""
+"""Ray in the process of the driver: the cluster, its errors, signals."""
 
 import dataclasses
 import logging
@@ -16,29 +16,31 @@ from typing import Any
 import ray
 
 
-END = 30.0  # seconds in which Ray's processes end
+END = 30.0  # seconds within which Ray's processes must end
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Where the workers run, and for how long one waits for another.
+    """Where the workers run, and how long they wait for each other.
 
     Attributes:
-      address: of the cluster to join, such as "auto" or "10.0.0.1:6379"; None: Ray is
-        started on this machine and ended with the run, unless it is running in this
-        process already.
+      address: of the cluster to join, such as "auto" or "10.0.0.1:6379". Defaults to a
+        cluster on this machine that ends with the run, or to one that this process uses
+        already.
       namespace: of the actors' names.
-      num_cpus: per worker, as Ray counts them: for placement only.
-      num_gpus: per worker; a fraction: several share one. Without, workers use the CPU.
-      object_store: bytes for what travels; None: Ray's choice. Of a Ray that is started.
+      num_cpus: per worker, as Ray counts them, for placement only.
+      num_gpus: per worker; workers share a GPU if this is a fraction, and use the CPU if it
+        is 0.
+      object_store: bytes of the object store of a cluster that is started here. Defaults to
+        Ray's choice.
       timeout: seconds that a worker waits for another one.
-      start: seconds within which all workers must have been placed and started, and in
+      start: seconds within which all workers must have been placed and started, and for
         which they wait for each other to begin.
-      stall: seconds after which a worker that takes no step is started again; more than it
-        takes to compile the first one.
-      vain: how many times in a row a worker may be lost before it has taken a step.
+      stall: seconds after which a worker that takes no step is started again; must be more
+        than the time to compile the first step.
+      vain: number of times in a row that a worker may be lost before it takes a step.
       env: environment variables of the workers, such as XLA_FLAGS.
-      log: whether what the workers and Ray write is written here, too.
+      log: whether the output of workers and of Ray is also written here.
     """
 
     address: str | None = None
@@ -60,7 +62,7 @@ class Options:
 
 
 def environment(num_gpus: float) -> dict[str, str]:
-    """The environment of a worker's process: CPUs only, or a share of a GPU."""
+    """Returns the environment variables of a worker on the CPU, or on a share of a GPU."""
     if num_gpus == 0:
         return {"JAX_PLATFORMS": "cpu"}
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if num_gpus % 1 else {}
@@ -68,9 +70,9 @@ def environment(num_gpus: float) -> dict[str, str]:
 
 @contextmanager
 def cluster(options: Options, workers: int) -> Iterator[None]:
-    """Ray as it runs in this process, joined, or started and ended; for any runs inside.
+    """Connects this process to a cluster of Ray, or starts one; any runs inside use it.
 
-    workers: how many there is to be room for.
+    workers: number of workers for which a cluster that is started must have room.
     """
     if ray.is_initialized():
         yield
@@ -89,51 +91,51 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            # JAX warns of forks; these start another program at once.
+            # JAX warns about forks, but these processes start another program at once.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             if options.address is not None:
                 ray.init(address=options.address, **shared)
             else:
                 with _loopback():
                     ray.init(address="local", **local, **shared)
-    except Exception as error:  # Ray raises plain ones, too
+    except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
     processes, session = _processes(), _session() if options.address is None else None
     try:
         yield
     finally:
         ray.shutdown()
-        for process in processes:  # Ray ends them, but does not wait for their end
+        for process in processes:  # Ray ends them, but does not wait for it
             process.wait(END)
         if session is not None:
             shutil.rmtree(session, ignore_errors=True)
 
 
 def advice(address: str | None, error: Exception) -> str:
-    """One line: why Ray is not there, and what to try."""
+    """Returns one line that says why Ray cannot be used, and what to try."""
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     if "AuthToken" in reason or "auth" in type(error).__name__.lower():
         return (
-            "the cluster of Ray refuses this process's token: set RAY_AUTH_MODE=token and "
+            "the Ray cluster refuses this process's token: set RAY_AUTH_MODE=token and "
             "copy ~/.ray/auth_token to every host, or set RAY_AUTH_MODE=disabled on all of "
             f"them ({reason})"
         )
     if address is not None:
-        return f"no cluster of Ray answers at {address}: try `ray status` there ({reason})"
+        return f"no Ray cluster answers at {address}: try `ray status` there ({reason})"
     return (
-        "Ray did not start on this machine: look for processes of an earlier run (`ray "
-        f"stop` ends them), for memory and for room in /tmp and /dev/shm ({reason})"
+        "Ray did not start on this machine: check for processes of an earlier run (`ray "
+        f"stop` ends them), for free memory and for space in /tmp and /dev/shm ({reason})"
     )
 
 
 def _session() -> str | None:
-    """The folder of logs and sockets that Ray has made for this run."""
+    """Returns the folder of logs and sockets that Ray has made for this run."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else node.get_session_dir_path()
 
 
 def _processes() -> list[subprocess.Popen]:
-    """The processes that Ray has started on this machine."""
+    """Returns the processes that Ray has started on this machine."""
     node = getattr(ray._private.worker, "_global_node", None)
     started = getattr(node, "all_processes", {}).values()
     return [information.process for kind in started for information in kind]
@@ -141,7 +143,7 @@ def _processes() -> list[subprocess.Popen]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Has Ray listen on 127.0.0.1 only; otherwise it replaces that by another address."""
+    """Makes Ray listen on 127.0.0.1 only; it would otherwise choose another address."""
     constants: Any = ray._private.ray_constants
     kept = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -153,9 +155,9 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def signals(before: Mapping[int, Any]) -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM where nothing but Python or Ray handles them.
+    """An event that SIGINT and SIGTERM set, unless the program handles them itself.
 
-    before: the handlers as they were before Ray was started, which sets its own.
+    before: the handlers before Ray was started, because Ray sets its own.
     """
     signaled = threading.Event()
 
@@ -176,7 +178,7 @@ def signals(before: Mapping[int, Any]) -> Iterator[threading.Event]:
 
 
 def handlers() -> dict[int, Any]:
-    """The handlers of SIGINT and SIGTERM; {} outside the main thread, which sets them."""
+    """Returns the handlers of SIGINT and SIGTERM; {} outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -3,15 +3,15 @@
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lsgd_jax._src.asynchronous.compression import Compression, Snapshot
-from lsgd_jax._src.asynchronous.coordinator import Status
-from lsgd_jax._src.asynchronous.ray_actors import CoordinatorActor, Overview, WorkerActor
+from lsgd_jax._src.asynchronous.coordinator import Coordinator, Status
+from lsgd_jax._src.asynchronous.ray_actors import LOST, Job, WorkerActor
 from lsgd_jax._src.asynchronous.ray_cluster import (
     Options,
     cluster,
@@ -19,12 +19,12 @@ from lsgd_jax._src.asynchronous.ray_cluster import (
     handlers,
     signals,
 )
-from lsgd_jax._src.asynchronous.ray_transport import RETURN, Job, answer
-from lsgd_jax._src.asynchronous.transport import UnreachableError
+from lsgd_jax._src.asynchronous.vectors import Snapshot, unpack
 from lsgd_jax._src.asynchronous.worker import Method, Training
 
 
-EVERY = 1.0  # seconds between two looks at how all workers are doing
+EVERY = 1.0  # seconds between two questions to the coordinator
+ANSWER = 60.0  # seconds within which the coordinator must answer
 
 
 class Outcome(NamedTuple):
@@ -32,10 +32,11 @@ class Outcome(NamedTuple):
 
     Attributes:
       states: the state of each worker at the end: a dictionary with params, opt_state, own,
-        count and method, its arrays NumPy's; `run` takes them to go on from there. None for
-        a worker that had to be killed, because it did not stop when the run was stopped.
+        count, number and method, its arrays NumPy's; `run` takes them to go on from there.
+        None for a worker that had to be killed, because it did not stop when the run was
+        stopped.
       status: of all workers at the end.
-      restarts: how many times each worker was started again.
+      restarts: number of times that each worker was restarted.
       stopped: whether the run was ended before its time.
     """
 
@@ -49,46 +50,50 @@ class Remote:
     """The workers, as `on_status` sees them while they train.
 
     Attributes:
-      restarts: how many times each worker was started again.
-      ended: the states of workers that have ended; they are not present.
+      restarts: number of times that each worker was restarted.
+      ended: the states of workers that have ended, which are not present any more.
       stopped: whether the run is being stopped.
       processes: the node and the process of each worker that has started.
     """
 
-    def __init__(self, workers: Sequence[Any], wire: Compression, timeout: float):
-        self._workers, self._wire, self._timeout = workers, wire, timeout
+    def __init__(self, workers: Sequence[Any], timeout: float):
+        self._workers, self._timeout = workers, timeout
         self.restarts, self.stopped = [0] * len(workers), False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
 
     def latest(self, i: int) -> Snapshot | None:
-        """Worker i's parameters as one vector; None if it does not answer."""
-        return self._wire.unpack(self._answers([i], "latest")[0])
+        """Returns worker i's parameters as one vector; None if it does not answer."""
+        return unpack(self._answers([self._workers[i].latest.remote()])[0])
 
     def states(self, own: bool = True) -> list[Any]:
-        """The state of each worker after its last step, to be resumed from.
+        """Returns the state of each worker after its last step, to be resumed from.
 
-        None: it does not answer, or has not begun.
+        None for a worker that does not answer, or has not begun.
         """
-        return self._answers(range(len(self._workers)), "state", own)
+        return self._answers(worker.state.remote(own) for worker in self._workers)
 
     def stop(self) -> None:
-        """Ends the run: each worker stops when it has taken the step that it is in."""
+        """Ends the run: each worker stops after the step that it is in."""
         self.stopped = True
         for i, worker in enumerate(self._workers):
             if i not in self.ended:
                 worker.stop.remote()
 
-    def _answers(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
-        calls = [(i, getattr(self._workers[i], method).remote(*args)) for i in workers]
-        until = time.monotonic() + self._timeout
-        return [self._answer(ref, i, until - time.monotonic()) for i, ref in calls]
+    def _answers(self, calls: Iterable[Any]) -> list[Any]:
+        refs = list(calls)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
+        return [_answer(ref) if ref in ready else None for ref in refs]
 
-    def _answer(self, ref: Any, i: int, limit: float) -> Any:
-        try:
-            return answer(ref, f"worker {i}", max(limit, 0.1))
-        except UnreachableError:
-            return None
+
+def _answer(ref: Any) -> Any:
+    """Returns the answer to a call; None if the actor has failed."""
+    try:
+        return ray.get(ref)
+    except RayTaskError:
+        raise
+    except RayError:
+        return None
 
 
 def run(
@@ -105,7 +110,8 @@ def run(
 ) -> Outcome:
     """Trains with nodes x locals workers, each an actor of Ray.
 
-    A worker that is lost is started again, and goes on from the state of a peer. SIGINT and
+    A worker that is lost is started again, and goes on from the state of a peer. The
+    coordinator is a process beside this one; if it is lost, the run ends. SIGINT and
     SIGTERM, unless this process handles them itself, stop the run as `Remote.stop` does.
 
     Args:
@@ -114,9 +120,9 @@ def run(
       method: decides when a worker communicates, such as `Pulls`.
       nodes, locals: the grid of workers.
       steps: mean steps per worker.
-      options: where, and with which limits.
-      states: `Outcome.states` or `Remote.states()` of a run that is resumed; one that is
-        None begins as in `make_training`.
+      options: where the workers run, and with which limits.
+      states: `Outcome.states` or `Remote.states()` of a run that is resumed; a worker whose
+        state is None begins as in `make_training`.
       restore: index -> one of those states, or None. Called in a worker's process if it
         was started again and no peer has a state for it.
       on_status: (status, remote); called here about every second, and at the end, when
@@ -124,7 +130,8 @@ def run(
 
     Raises:
       RuntimeError: a worker's code has raised an error, a worker is lost again and again
-        before it gets to a step, or not all could be started; with the reason.
+        before it gets to a step, not all could be started, or the coordinator is lost; with
+        the reason.
 
     For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
     steps=1000)`` where ``make_training(i)`` gives a `Training`.
@@ -133,7 +140,7 @@ def run(
     before = handlers()
     with cluster(options, nodes * locals), signals(before) as signaled:
         job = Job(
-            name=f"lsgd-{uuid.uuid4().hex[:8]}",
+            name="",
             make_training=make_training,
             method=method,
             nodes=nodes,
@@ -141,89 +148,116 @@ def run(
             steps=steps,
             restore=restore,
             timeout=options.timeout,
-            start=options.start,
             begun=time.time(),
         )
-        actors = _Actors(job, options)
+        actors = _Actors(job, options, states or [None] * (nodes * locals))
         try:
-            return actors.train(states, on_status, signaled)
+            return actors.train(on_status, signaled)
         finally:
             actors.kill()
 
 
 class _Actors:
-    """The actors of one run, as the driver sees them."""
+    """The actors of one run: starts them, follows them, and restarts lost workers.
 
-    def __init__(self, job: Job, options: Options):
-        self._job, self._options = job, options
-        count = job.nodes * job.locals
-        env = {**environment(options.num_gpus), **options.env}
-        groups = {"serve": min(4 * count + 4, 64), "watch": 3}
-        remote: Any = ray.remote  # its types do not know groups
-        worker = remote(concurrency_groups=groups)(WorkerActor)
-        placed = {
-            "num_cpus": options.num_cpus,
-            "num_gpus": options.num_gpus,
-            "max_restarts": -1,
-            "runtime_env": {"env_vars": env},
-        }
-        coordinator = remote(CoordinatorActor).options(
+    Args:
+      job: the run, which is named anew whenever all actors are started.
+      options: where the workers run, and with which limits.
+      states: the state that each worker begins from, or None.
+    """
+
+    def __init__(self, job: Job, options: Options, states: Sequence[Any]):
+        self._job, self._options, self._states = job, options, states
+        self._everyone = range(len(states))
+        self.workers: list[Any] = [None] * len(states)
+        self.remote = Remote(self.workers, options.timeout)
+        self._best = [0] * len(states)  # the most steps that each worker has taken
+        self._losses = [0] * len(states)  # of each worker since its last new step
+        self._marks: dict[int, Any] = {}
+        self._moved: dict[int, float] = {}
+        self._begin(all_lost=False)
+
+    def _begin(self, all_lost: bool) -> None:
+        """Starts the coordinator, beside this process, and all workers."""
+        options, job = self._options, self._job
+        job = self._job = job._replace(name=f"lsgd-{uuid.uuid4().hex[:8]}")
+        self._until, self._all_lost = time.monotonic() + options.start, all_lost
+        self._runs: dict[Any, int] = {}  # the worker of each call of `run`
+        self._places: dict[Any, int] = {}  # the worker of each call of `where`
+        self._restarted: set[int] = set()
+        here = ray.get_runtime_context().get_node_id()
+        coordinator: Any = ray.remote(Coordinator)
+        coordinator = coordinator.options(
             num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=-1,
             max_concurrency=1000,
             name=job.coordinator,
             runtime_env={"env_vars": environment(0)},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
-        self.workers = [
-            worker.options(name=job.worker(i), **placed).remote(job, i)
-            for i in range(count)
-        ]
-        self.coordinator = coordinator.remote(job)
-        self.remote = Remote(self.workers, Compression(job.method.wire), options.timeout)
-        self._marks: dict[int, Any] = {}
-        self._moved: dict[int, float] = {}
+        limits = job.timeout, options.start
+        self.coordinator = coordinator.remote(
+            len(self._everyone), job.steps, job.method.period, *limits
+        )
+        for i in self._everyone:
+            self._start(i)
+
+    def _start(self, i: int) -> None:
+        options = self._options
+        remote: Any = ray.remote  # its types do not know groups
+        groups = {"serve": min(4 * len(self._everyone) + 4, 64)}
+        env = {**environment(options.num_gpus), **options.env}
+        actor = remote(concurrency_groups=groups)(WorkerActor)
+        worker = self.workers[i] = actor.options(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            name=self._job.worker(i),
+            runtime_env={"env_vars": env},
+        ).remote(self._job, i, i in self._restarted)
+        self._places[worker.where.remote()] = i
+        self._runs[worker.run.remote(self._states[i], self._all_lost)] = i
 
     def kill(self) -> None:
         for actor in (*self.workers, self.coordinator):
             ray.kill(actor)
 
     def train(
-        self,
-        states: Sequence[Any] | None,
-        on_status: Callable[[Status, Remote], Any],
-        signaled: threading.Event,
+        self, on_status: Callable[[Status, Remote], Any], signaled: threading.Event
     ) -> Outcome:
-        given = states or [None] * len(self.workers)
-        refs = {w.run.remote(s): i for i, (w, s) in enumerate(zip(self.workers, given))}
-        told = time.monotonic()
-        self._until, stopped = told + self._options.start, None
-        while len(self.remote.ended) < len(refs):
-            left = [ref for ref, i in refs.items() if i not in self.remote.ended]
-            for ref in ray.wait(left, timeout=EVERY)[0]:
-                self.remote.ended[refs[ref]] = self._result(ref, refs[ref])
-            overview = self._overview()
-            self._check(overview)
-            self._restart_who_hangs(overview)
-            if signaled.is_set() or self.remote.stopped:
-                self.remote.stop()  # again: one that was started again has not heard it
+        ended, told, stopped = self.remote.ended, time.monotonic(), None
+        while len(ended) < len(self._everyone):
+            done, _ = ray.wait(list(self._runs), timeout=EVERY)
+            status = self._status()  # first: without the coordinator, workers fail
+            lost = {}
+            for ref in done:
+                i = self._runs.pop(ref)
+                try:
+                    ended[i] = self._result(ref, i)
+                except RayActorError as error:
+                    lost[i] = error
+            if lost:
+                self._restart(lost, status)
+            self._check_places()
+            self._kill_hung_workers(status)
+            if signaled.is_set() and not self.remote.stopped:
+                self.remote.stop()
+            if self.remote.stopped:
                 stopped = stopped or time.monotonic()
                 if time.monotonic() - stopped > 2 * self._options.timeout:
                     self._give_up()
             if time.monotonic() - told >= EVERY:
                 told = time.monotonic()
-                on_status(overview.status, self.remote)
-        overview = self._overview()
-        on_status(overview.status, self.remote)
-        ends = [self.remote.ended[i] for i in range(len(self.workers))]
-        return Outcome(ends, overview.status, self.remote.restarts, self.remote.stopped)
+                on_status(status, self.remote)
+        status = self._status()
+        on_status(status, self.remote)
+        ends = [ended[i] for i in self._everyone]
+        return Outcome(ends, status, self.remote.restarts, self.remote.stopped)
 
     def _give_up(self) -> None:
         """Kills workers that hang and so do not stop: the run ends without their states."""
-        for i, worker in enumerate(self.workers):
+        for i in self._everyone:
             if i not in self.remote.ended:
                 self.remote.ended[i] = None
-                ray.kill(worker)
+                ray.kill(self.workers[i])
 
     def _result(self, ref: Any, i: int) -> Any:
         try:
@@ -232,25 +266,60 @@ class _Actors:
             cause = error.cause
             kind = type(cause).__name__
             raise RuntimeError(f"worker {i} has raised {kind}: {cause}") from error
+        except RayActorError:
+            raise
         except RayError as error:
             raise RuntimeError(f"worker {i} cannot be run: {error}") from error
 
-    def _overview(self) -> Overview:
-        limit = RETURN + max(self._until - time.monotonic(), 0)
-        overview = answer(self.coordinator.overview.remote(), "the coordinator", limit)
-        self.remote.restarts = [max(n - 1, 0) for n in overview.starts]
-        self.remote.processes = overview.processes
-        return overview
-
-    def _check(self, overview: Overview) -> None:
-        for i, times in enumerate(overview.vain):
-            if times > self._options.vain:
+    def _restart(self, lost: dict[int, RayActorError], status: Status) -> None:
+        """Starts lost workers again; all of them if no other one can go on."""
+        for i, error in lost.items():
+            ray.kill(self.workers[i])  # frees its name
+            self._losses[i] += 1
+            if self._losses[i] >= self._options.vain:
                 raise RuntimeError(
-                    f"worker {i} was lost {times - 1} times in a row before it had taken a "
-                    "step: its process hangs or ends without an error, for want of memory "
-                    "perhaps; its last output is in Ray's log"
-                )
-        missing = [i for i, n in enumerate(overview.starts) if n == 0]
+                    f"worker {i} was lost {self._losses[i]} times in a row before it had "
+                    "taken a step: its process hangs or ends without an error, perhaps out "
+                    "of memory; see its last output in Ray's log"
+                ) from error
+        if self.remote.stopped:
+            self.remote.ended.update(dict.fromkeys(lost))
+            return
+        for i in lost:
+            self.remote.restarts[i] += 1
+        # A restarted worker goes on only after it has taken over and taken a step.
+        first = {i for i in self._runs.values() if i not in self._restarted}
+        going = {i for i in self._runs.values() if status.reports[i].steps}
+        if not (first or going or self.remote.ended):
+            self.kill()
+            self._begin(all_lost=any(self._best))
+            return
+        self._restarted.update(lost)
+        for i in lost:
+            self.coordinator.lost.remote(i)
+            self._start(i)
+
+    def _status(self) -> Status:
+        """Asks the coordinator; notes the progress of all workers."""
+        limit = ANSWER + max(self._until - time.monotonic(), 0)
+        try:
+            status: Status = ray.get(self.coordinator.status.remote(), timeout=limit)
+        except RayError as error:
+            raise RuntimeError(f"{LOST} ({type(error).__name__})") from error
+        for i, report in status.reports.items():
+            if report.steps > self._best[i]:  # steps that are taken again are no progress
+                self._best[i], self._losses[i] = report.steps, 0
+        return status
+
+    def _check_places(self) -> None:
+        """Notes the processes of workers that have started."""
+        refs = list(self._places)
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        for ref in ready:
+            i = self._places.pop(ref)
+            if (place := _answer(ref)) is not None:
+                self.remote.processes[i] = place
+        missing = [i for i in self._everyone if i not in self.remote.processes]
         if missing and time.monotonic() > self._until:
             raise RuntimeError(
                 f"workers {missing} were not started within {self._options.start:g} s; "
@@ -258,12 +327,13 @@ class _Actors:
                 f"{self._options.num_gpus:g} GPUs of {ray.cluster_resources()}"
             )
 
-    def _restart_who_hangs(self, overview: Overview) -> None:
+    def _kill_hung_workers(self, status: Status) -> None:
+        """Kills workers that have taken no step for too long; they are lost then."""
         now = time.monotonic()
-        for i, starts in enumerate(overview.starts):
-            mark = starts, overview.status.reports[i].steps
-            if not starts or i in self.remote.ended or mark != self._marks.get(i):
+        for i in set(self.remote.processes).difference(self.remote.ended):
+            mark = self.remote.restarts[i], status.reports[i].steps
+            if mark != self._marks.get(i):
                 self._marks[i], self._moved[i] = mark, now
             elif now - self._moved[i] > self._options.stall:
                 self._moved[i] = now
-                ray.kill(self.workers[i], no_restart=False)
+                ray.kill(self.workers[i])

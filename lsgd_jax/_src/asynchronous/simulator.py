@@ -1,30 +1,208 @@
 """Asynchronous workers under simulated time, with real steps on one device.
 
-The methods run as they are, on an event loop of virtual time. All is decided by the seed:
+The methods run unchanged, on an event loop of virtual time. The seed decides everything:
 two runs give the same parameters and the same times.
 """
 
 import asyncio
+import dataclasses
 import math
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lsgd_jax._src.asynchronous.clock import run_virtual
 from lsgd_jax._src.asynchronous.coordinator import Coordinator
+from lsgd_jax._src.asynchronous.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.network import NETWORKS, Links, Network
-from lsgd_jax._src.asynchronous.simulated_transport import SimulatedTransport
 from lsgd_jax._src.asynchronous.speeds import Speeds
-from lsgd_jax._src.asynchronous.transport import GridPosition
+from lsgd_jax._src.asynchronous.transport import (
+    GridPosition,
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+)
+from lsgd_jax._src.asynchronous.vectors import nbytes
 from lsgd_jax._src.asynchronous.worker import Method, Training, Worker, work
+
+
+class SimulatedMailbox(Mailbox):
+    """A mailbox that tells coroutines when there is more in it."""
+
+    def __init__(self, wire: Any, index: int):
+        super().__init__(wire, index)
+        self._awaited: dict[Hashable, asyncio.Future] = {}
+
+    def show(self, *arguments: Any, **options: Any) -> None:
+        super().show(*arguments, **options)
+        self._tell(None)
+
+    def post(self, key: Hashable, vector: Any) -> None:
+        super().post(key, vector)
+        self._tell(key)
+
+    def more(self, key: Hashable | None) -> asyncio.Future:
+        """Returns a future of the next post under a key, or of the next `show` (None)."""
+        if key not in self._awaited:
+            self._awaited[key] = asyncio.get_running_loop().create_future()
+        return self._awaited[key]
+
+    def _tell(self, key: Hashable | None) -> None:
+        if (future := self._awaited.pop(key, None)) is not None:
+            future.set_result(None)
+
+
+class SimulatedTransport(Transport):
+    """One worker's transport: calls take the time of the network.
+
+    Sums, and on demand broadcasts and rounds, take the time of a collective.
+    """
+
+    mailbox: Any
+
+    def __init__(self, simulation: "Simulation", index: int):
+        self.position = GridPosition(index, simulation.nodes, simulation.locals)
+        self.timeout, self._simulation, self._index = simulation.timeout, simulation, index
+        self.mailbox = SimulatedMailbox(simulation.method.wire, index)
+        self.timed, self.is_collective = self, simulation.collectives
+
+    def now(self) -> float:
+        return self._simulation.now()
+
+    async def step(self, compute: Callable[[], None]) -> None:
+        compute()
+        await asyncio.sleep(self._simulation.seconds[self._index]())
+        while self._index in self._simulation.hung:
+            await asyncio.sleep(self.timeout)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        return self._simulation.own(self._index, super().start(coroutine))
+
+    async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
+        """The request travels, the peer answers as soon as it can, the answer travels."""
+        simulation, me = self._simulation, self._index
+        limit = self.now() + self.timeout
+        is_lost = simulation.loss and simulation.random.random() < simulation.loss
+        came = await simulation.links.send(me, peer, nbytes(arguments), limit)
+        key, answer = arguments[0] if call == "fetch" else None, None
+        while came and not is_lost and peer not in simulation.down:
+            mailbox = simulation.transports[peer].mailbox
+            if (answer := getattr(mailbox, call)(*arguments)) is not None:
+                break
+            try:
+                more = asyncio.shield(mailbox.more(key))
+                await asyncio.wait_for(more, limit - self.now())
+            except TimeoutError:
+                break
+        if answer is not None:
+            if await simulation.links.send(peer, me, nbytes(answer), limit):
+                return answer
+        await asyncio.sleep(max(limit - self.now(), 0))
+        raise UnreachableError(f"worker {peer} did not answer within {self.timeout:g} s")
+
+    async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
+        """The call travels to worker 0's node, waits its turn, and the answer travels."""
+        simulation, me = self._simulation, self._index
+        if call == "round" and simulation.collectives:
+            key, value, members = arguments
+            return await self._collective(key, value, members, lambda values: values)
+        await simulation.links.send(me, 0, 0, math.inf)
+        await simulation.serve()
+        answer = getattr(simulation.coordinator, call)(me, *arguments)
+        if call == "round":
+            answer = await answer
+        await simulation.links.send(me, 0, 0, math.inf)
+        return answer
+
+    # Collectives, which begin when the last member has arrived
+
+    async def sum(
+        self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+    ) -> tuple[np.ndarray, int, list[int]]:
+        """As `all_reduce`, in the time of a ring."""
+
+        def add(values: dict[int, Any]) -> tuple[np.ndarray, int, list[int]]:
+            givers = [given for given in values.values() if given is not None]
+            return sum(givers, np.zeros_like(vector)), len(givers), list(values)
+
+        given = vector if gives else None
+        return await self._collective(("total", key), given, group, add)
+
+    async def broadcast(
+        self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
+    ) -> np.ndarray:
+        """As `collective.broadcast`, in the time of a sum of one vector and of zeros."""
+        return await self._collective(
+            ("of", key), vector, group, lambda values: values.get(source)
+        )
+
+    async def _collective(
+        self,
+        key: Hashable,
+        value: Any,
+        group: Sequence[int],
+        combine: Callable[[dict[int, Any]], Any],
+    ) -> Any:
+        """Returns the result that a group makes of {member: value}, once it has traveled.
+
+        The coordinator is given no values, since it would remember them.
+        """
+        simulation, me = self._simulation, self._index
+        coordinator, meetings = simulation.coordinator, simulation.meetings
+        if coordinator.look(key) is not None:
+            raise StaleWorkerError(f"worker {me} came too late for {key}")
+        ended = asyncio.get_running_loop().create_future()
+        meeting = meetings.setdefault(key, Meeting({}, ended))
+        meeting.values[me] = value
+        result = asyncio.shield(meeting.result)  # members resume as they have arrived
+        came = await coordinator.round(me, key, None, group)
+        is_first = meetings.pop(key, None) is not None
+        if came is None:
+            raise StaleWorkerError(f"worker {me} came too late for {key}")
+        if is_first:
+            values = {i: meeting.values[i] for i in came}
+            asyncio.ensure_future(self._circulate(key, values, combine, meeting.result))
+        return await result
+
+    async def _circulate(
+        self,
+        key: Hashable,
+        values: dict[int, Any],
+        combine: Callable[[dict[int, Any]], Any],
+        result: asyncio.Future,
+    ) -> None:
+        """Sets the result of a collective once it has traveled."""
+        simulation, came, combined = self._simulation, list(values), combine(values)
+        if combined is None:
+            return _fail(result, f"the source of {key} has failed")
+        size = nbytes(combined)
+        each = round(2 * (len(came) - 1) / len(came) * size)
+        for i in came:
+            simulation.transports[i].mailbox.bytes_sent += each
+        limit = simulation.now() + self.timeout
+        if not await simulation.links.circulate(came, size, limit):
+            return _fail(result, f"{key} did not end within {self.timeout:g} s")
+        result.set_result(combined)
+
+
+def _fail(result: asyncio.Future, reason: str) -> None:
+    result.set_exception(UnreachableError(reason))
+    result.exception()  # retrieved, also if no worker awaits it any more
+
+
+class Meeting(NamedTuple):
+    """A collective that gathers: the value of each member so far, and its result."""
+
+    values: dict[int, Any]
+    result: asyncio.Future
 
 
 class Simulated(NamedTuple):
     """The outcome of a simulated run.
 
     Attributes:
-      workers: as they ended; one that failed as it was then.
+      workers: in their last state; a failed worker in its state when it failed.
       seconds: when the last one ended.
       sent: bytes that left each node, [nodes].
     """
@@ -34,63 +212,47 @@ class Simulated(NamedTuple):
     sent: np.ndarray
 
 
-class Meeting(NamedTuple):
-    """A round that is open.
-
-    Attributes:
-      result: a future.
-      brought: the value of each member so far.
-      conclude: see `Simulation.meet`.
-    """
-
-    result: asyncio.Future
-    brought: dict[int, Any]
-    conclude: Callable[[dict[int, Any]], Coroutine] | None
-
-
+@dataclasses.dataclass
 class Simulation:
-    """All workers of a run, their network and their coordinator; see `run`."""
+    """All workers of a run, their network and their coordinator; arguments as for `run`."""
 
-    def __init__(
-        self,
-        nodes: int,
-        locals: int,
-        coordinator: Coordinator,
-        network: Network,
-        speeds: Speeds,
-        seed: int,
-        timeout: float,
-        loss: float,
-        collectives: bool,
-    ):
-        self.timeout, self.loss, self.collectives = timeout, loss, collectives
-        self.nodes, self.locals, self.coordinator = nodes, locals, coordinator
-        self.links = Links(network, nodes, locals)
-        self.seconds = [speeds.of(i, seed) for i in range(nodes * locals)]
-        self.random = np.random.default_rng([seed, nodes * locals])
+    method: Method
+    nodes: int
+    locals: int
+    steps: int
+    network: Network = NETWORKS["free"]
+    speeds: Speeds | None = None
+    seed: int = 0
+    timeout: float = 60.0
+    loss: float = 0.0
+    collectives: bool = False
+
+    def __post_init__(self):
+        count, speeds = self.nodes * self.locals, self.speeds or Speeds()
+        self.coordinator = Coordinator(count, self.steps, self.method.period, self.timeout)
+        self.links = Links(self.network, self.nodes, self.locals)
+        self.seconds = [speeds.of(i, self.seed) for i in range(count)]
+        self.random = np.random.default_rng([self.seed, count])
         self.down: set[int] = set()
         self.hung: set[int] = set()
         self.transports: dict[int, SimulatedTransport] = {}
-        self._meetings: dict[Hashable, Meeting] = {}
+        self.meetings: dict[Hashable, Meeting] = {}
         self._served = 0.0
         self._tasks: dict[int, set[asyncio.Task]] = {}
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Returns the seconds since the run began."""
         return asyncio.get_running_loop().time()
 
-    # Workers
-
-    def enter(self, i: int, method: Method) -> SimulatedTransport:
-        """The transport of a worker that is there from now on."""
+    def enter(self, training: Training, i: int) -> Worker:
+        """Returns worker i, which is there from now on."""
         self.down.discard(i)
         self.links.stuck.discard(i)
-        position = GridPosition(i, self.nodes, self.locals)
-        self.transports[i] = SimulatedTransport(self, position, method)
-        return self.transports[i]
+        self.transports[i] = SimulatedTransport(self, i)
+        return Worker(training, self.method, self.transports[i], self.steps)
 
     def drop(self, i: int) -> None:
-        """Worker i fails: it does nothing and does not answer from now on."""
+        """Lets worker i fail: from now on it does nothing and does not answer."""
         self.down.add(i)
         self.links.stuck.add(i)
         self.links.changed()
@@ -104,77 +266,55 @@ class Simulation:
         task.add_done_callback(tasks.discard)
         return task
 
-    # Rounds
-
-    async def meet(
-        self,
-        key: Hashable,
-        i: int,
-        value: Any,
-        members: Iterable[int],
-        conclude: Callable[[dict[int, Any]], Coroutine] | None = None,
-    ) -> Any:
-        """Worker i brings a value to a round; its result.
-
-        The round is the coordinator's, see `Transport.round`, or a collective, whose result
-        is that of the coroutine `conclude`.
-        """
-        try:
-            over = self.coordinator.look(key)
-            given = value if conclude is None else None  # nothing large is remembered
-            self.coordinator.arrive(key, i, given, members)
-        except KeyError:
-            return None
-        if over is not None:
-            return over if conclude is None else None
-        loop = asyncio.get_running_loop()
-        if key not in self._meetings:
-            self._meetings[key] = Meeting(loop.create_future(), {}, conclude)
-            loop.call_later(self.timeout, self._close, key)
-        meeting = self._meetings[key]
-        meeting.brought[i] = value
-        self._conclude([key])
-        return await asyncio.shield(meeting.result)
-
-    def leave(self, i: int, finished: bool = False) -> None:
-        """Rounds do not wait for worker i any more."""
-        (self.coordinator.finish if finished else self.coordinator.leave)(i)
-        self._conclude(list(self._meetings))
-
-    def _close(self, key: Hashable) -> None:
-        if key in self._meetings:
-            self.coordinator.close(key)
-            self._conclude(list(self._meetings))  # an absent worker is so from all of them
-
-    def _conclude(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            if key in self._meetings and (came := self.coordinator.look(key)) is not None:
-                meeting = self._meetings.pop(key)
-                if meeting.conclude is None:
-                    meeting.result.set_result(came)
-                else:
-                    brought = {i: meeting.brought[i] for i in came}
-                    task = asyncio.ensure_future(meeting.conclude(brought))
-                    task.add_done_callback(_into(meeting.result))
-
     async def serve(self) -> None:
-        """Waits until the coordinator has served one more call, after earlier ones."""
+        """Waits until the coordinator has served earlier calls and one more."""
         now = self.now()
         self._served = max(now, self._served) + self.links.network.coordinator
         await asyncio.sleep(self._served - now)
 
+    async def run(
+        self,
+        training: Training,
+        drops: Mapping[int, float],
+        joins: Mapping[int, float],
+        hangs: Mapping[int, float],
+        observe: Callable[[Worker], Any],
+    ) -> Simulated:
+        """Starts, drops and stops workers at their times, until all have ended."""
+        workers: dict[int, Worker] = {}
+        ends: list[tuple[int, asyncio.Task]] = []
+        last = 0.0
 
-def _into(result: asyncio.Future) -> Callable[[asyncio.Task], None]:
-    def settle(task: asyncio.Task) -> None:
-        if task.cancelled():
-            result.cancel()
-        elif error := task.exception():
-            result.set_exception(error)
-            result.exception()  # retrieved, also if no worker awaits it any more
-        else:
-            result.set_result(task.result())
+        async def take_part(worker: Worker) -> None:
+            nonlocal last
+            await work(worker, observe)
+            last = self.now()
+            await worker.finish()
 
-    return settle
+        def begin(i: int) -> None:
+            workers[i] = self.enter(training, i)
+            ends.append((i, workers[i].transport.start(take_part(workers[i]))))
+
+        for i in range(self.nodes * self.locals):
+            if i in joins and not drops.get(i, math.inf) < joins[i]:
+                self.down.add(i)
+                self.coordinator.leave(i)
+            else:
+                begin(i)
+        changes = [(t, self.drop, i) for i, t in drops.items()]
+        changes += [(t, begin, i) for i, t in joins.items()]
+        changes += [(t, self.hung.add, i) for i, t in hangs.items()]
+        for t, change, i in sorted(changes, key=lambda x: x[0]):
+            await asyncio.sleep(t - self.now())
+            change(i)
+        still = lambda: [e for i, e in ends if not e.done() and i not in self.hung]
+        while awaited := still():
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                if not end.cancelled():
+                    end.result()  # raises the error of the worker
+        ended = [worker for _, worker in sorted(workers.items())]
+        return Simulated(ended, last, self.links.sent)
 
 
 def run(
@@ -197,7 +337,7 @@ def run(
     """Trains with all workers under simulated time.
 
     Args:
-      training: what a worker trains, with real steps.
+      training: the training of a worker, with real steps.
       method: decides when it communicates.
       nodes, locals: the grid of workers; the coordinator is on node 0.
       steps: per worker, on average if the method has a budget.
@@ -217,77 +357,20 @@ def run(
     Raises:
       RuntimeError: all workers wait for each other for ever.
     """
-    given = dict(drops or {}), dict(joins or {}), dict(hangs or {})
 
     async def conduct() -> Simulated:
-        coordinator = Coordinator(nodes * locals, steps, method.period)
-        simulation = Simulation(
-            nodes,
-            locals,
-            coordinator,
-            network,
-            speeds or Speeds(),
-            seed,
-            timeout,
-            loss,
-            collectives,
-        )
-        return await _conduct(simulation, training, method, steps, given, observe)
+        given = network, speeds, seed, timeout, loss, collectives
+        simulation = Simulation(method, nodes, locals, steps, *given)
+        faults = drops or {}, joins or {}, hangs or {}
+        return await simulation.run(training, *faults, observe)
 
     return run_virtual(conduct())
-
-
-async def _conduct(
-    simulation: Simulation,
-    training: Training,
-    method: Method,
-    steps: int,
-    given: Sequence[Mapping[int, float]],
-    observe: Callable[[Worker], Any],
-) -> Simulated:
-    """Starts, drops and stops workers at their times, until all have ended."""
-    drops, joins, hangs = given
-    workers: dict[int, Worker] = {}
-    ends: list[tuple[int, asyncio.Task]] = []
-    last = 0.0
-
-    async def take_part(worker: Worker) -> None:
-        nonlocal last
-        await work(worker, observe)
-        last = simulation.now()
-        await worker.tell()
-        await worker.transport.finish()
-
-    def begin(i: int) -> None:
-        workers[i] = Worker(training, method, simulation.enter(i, method), steps)
-        ends.append((i, workers[i].transport.start(take_part(workers[i]))))
-
-    for i in range(simulation.nodes * simulation.locals):
-        if i in joins and not drops.get(i, math.inf) < joins[i]:
-            simulation.down.add(i)
-            simulation.coordinator.leave(i)
-        else:
-            begin(i)
-    changes = [(t, simulation.drop, i) for i, t in drops.items()]
-    changes += [(t, begin, i) for i, t in joins.items()]
-    changes += [(t, simulation.hung.add, i) for i, t in hangs.items()]
-    for t, change, i in sorted(changes, key=lambda x: x[0]):
-        await asyncio.sleep(t - simulation.now())
-        change(i)
-    still = lambda: [e for i, e in ends if not e.done() and i not in simulation.hung]
-    while awaited := still():
-        done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        for end in done:
-            if not end.cancelled():
-                end.result()  # raises what has ended it
-    sent = simulation.links.sent
-    return Simulated([worker for _, worker in sorted(workers.items())], last, sent)
 
 
 def first_worker(
     training: Training, method: Method, nodes: int, locals: int, steps: int
 ) -> Worker:
-    """Worker 0 of a run before its first step, by itself: its state and its checks.
+    """Returns worker 0 of a run before its first step: its state, after all checks.
 
     Args:
       training: `step` is not called.
@@ -295,10 +378,7 @@ def first_worker(
     """
 
     async def begin() -> Worker:
-        coordinator = Coordinator(nodes * locals, steps, method.period)
-        given = NETWORKS["free"], Speeds(), 0, 60.0, 0.0, False
-        simulation = Simulation(nodes, locals, coordinator, *given)
-        worker = Worker(training, method, simulation.enter(0, method), steps)
+        worker = Simulation(method, nodes, locals, steps).enter(training, 0)
         worker.keep()
         return worker
 

@@ -1,4 +1,4 @@
-"""How long the workers' steps take in a simulation: the same for the same seed."""
+"""Durations of the workers' steps in a simulation, the same for the same seed."""
 
 import dataclasses
 import math
@@ -11,17 +11,17 @@ from lsgd_jax._src.checks import check_fraction
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The distribution of a step's seconds: step · factor · noise, now and then a stall.
+    """The duration of a step: mean · factor · noise, and an occasional stall.
 
-    Each worker draws from a generator of its own, so that one worker's times do not depend
-    on what the others do.
+    Each worker draws from its own generator, so that its durations do not depend on the
+    other workers.
 
     Args:
       step: mean seconds of a step without stalls.
       slow: factors by which some workers are slower, such as {0: 3.0}.
-      jitter: in [0, 1]: noise that is uniform in 1 ± jitter.
-      lognormal: σ of noise that is log-normal with mean 1; both kinds multiply.
-      stall_probability: of a step to stall.
+      jitter: half-width in [0, 1] of uniform noise around 1.
+      lognormal: σ of log-normal noise with mean 1; both kinds of noise multiply.
+      stall_probability: probability that a step stalls.
       stall: seconds that a stall adds.
 
     Raises:
@@ -52,12 +52,12 @@ class Speeds:
         check_fraction("stall_probability", self.stall_probability)
 
     def of(self, worker: int, seed: int) -> "StepSeconds":
-        """A function that draws one worker's times."""
+        """Returns a function that draws the durations of one worker's steps."""
         return StepSeconds(self, worker, seed)
 
 
 class StepSeconds:
-    """One worker's times, one after the other."""
+    """Draws the durations of one worker's steps, one per call."""
 
     def __init__(self, speeds: Speeds, worker: int, seed: int):
         self._speeds, self._random = speeds, np.random.default_rng([seed, worker])

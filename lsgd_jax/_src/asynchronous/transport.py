@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from lsgd_jax._src.asynchronous.mailbox import Mailbox
+from lsgd_jax._src.asynchronous.mailbox import GONE, Mailbox
+from lsgd_jax._src.asynchronous.vectors import unpack
 
 
 class UnreachableError(TimeoutError):
@@ -41,7 +40,7 @@ class GridPosition(NamedTuple):
         return self.nodes * self.locals
 
     def group(self, axes: str | tuple[str, ...]) -> list[int]:
-        """The workers that differ from this one along these axes only, in order.
+        """Returns the workers that differ from this one along these axes only, in order.
 
         >>> GridPosition(index=4, nodes=2, locals=3).group("local")
         [3, 4, 5]
@@ -58,14 +57,12 @@ class GridPosition(NamedTuple):
 class Transport(abc.ABC):
     """One worker's calls. No call blocks; awaiting it gives its result.
 
-    Calls to peers raise `UnreachableError` if there is no answer within the timeout. An
-    engine implements the five abstract methods.
+    An engine implements the four abstract methods.
 
     Attributes:
-      position: the worker's place in the grid.
+      position: the worker's position in the grid.
       timeout: seconds that it waits for a worker that does not come or answer.
-      mailbox: requests that peers can make while the worker computes; the methods post
-        there.
+      mailbox: answers the requests of peers while the worker computes.
       timed: sums and broadcasts whose time is simulated, or None.
     """
 
@@ -74,89 +71,65 @@ class Transport(abc.ABC):
     mailbox: Mailbox
     timed: Any = None
 
-    # Time
-
     @abc.abstractmethod
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Returns the seconds since the run began."""
 
     @abc.abstractmethod
     async def step(self, compute: Callable[[], None]) -> None:
-        """Computes a local step; the coroutines beside it go on meanwhile."""
-
-    @abc.abstractmethod
-    async def sleep(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Computes a local step, while the calls in flight go on."""
 
     @abc.abstractmethod
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        """Calls a method of a peer's mailbox, once it has something to answer."""
+        """Calls a method of a peer's mailbox; returns its answer, still packed."""
 
     @abc.abstractmethod
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator."""
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
-        """Runs a coroutine beside the steps."""
+        """Runs a coroutine in the background, while the worker takes steps."""
         task = asyncio.get_running_loop().create_task(coroutine)
         # A result that no caller awaits any more is not an error of the run.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
-    # Peers
+    def ask(self, peer: int, call: str, *arguments: Any) -> asyncio.Task:
+        """Calls a method of a peer's mailbox once that has something to answer.
 
-    def latest(self, peer: int) -> asyncio.Task:
-        """A peer's latest `Snapshot`."""
-        return self.start(self._unpacked(peer, "latest"))
-
-    def exchange(self, peer: int, vector: np.ndarray) -> asyncio.Task:
-        """Moves a peer half the way to a vector: what it had before. See `Mailbox`."""
-        packed = self.mailbox.count(self.mailbox.wire.pack(vector))
-        return self.start(self._unpacked(peer, "exchange", packed))
-
-    def fetch(self, peer: int, key: Hashable, part: slice = slice(None)) -> asyncio.Task:
-        """The vector that a peer posts under a key, or part of it, as soon as it is there.
+        Args:
+          peer: the worker to ask.
+          call: 'latest', 'exchange', 'fetch', 'contribution' or 'state', see `Mailbox`.
+          arguments: of the call.
 
         Raises:
-          StaleWorkerError: the peer has posted so much since that it is forgotten.
+          UnreachableError: the peer does not answer within the timeout.
+          StaleWorkerError: the peer has posted so much since that it has forgotten this.
         """
-        return self.start(self._unpacked(peer, "fetch", key, part))
-
-    def contribution(self, peer: int, number: int) -> asyncio.Task:
-        """A peer's part of its group's mean with this number: see `Mailbox`."""
-        return self.start(self._unpacked(peer, "contribution", number))
-
-    def state(self, peer: int) -> asyncio.Task:
-        """The state from which a worker can take a peer's place: see `Mailbox.state`."""
-        return self.start(self.ask_peer(peer, "state"))
+        return self.start(self._unpacked(peer, call, *arguments))
 
     async def _unpacked(self, peer: int, call: str, *arguments: Any) -> Any:
         answer = await self.ask_peer(peer, call, *arguments)
-        if isinstance(answer, str):  # `mailbox.GONE`
+        if isinstance(answer, str) and answer == GONE:
             raise StaleWorkerError(
                 "a peer has forgotten what it had sent: it has gone on without this worker"
             )
-        return self.mailbox.wire.unpack(answer)
+        return unpack(answer)
 
-    def post(self, key: Hashable, vector: np.ndarray) -> None:
-        """Leaves a vector in the mailbox, for peers to fetch."""
-        self.mailbox.post(key, vector)
+    def tell(self, call: str, *arguments: Any) -> asyncio.Task:
+        """Calls a method of the `Coordinator` on behalf of this worker.
 
-    # The coordinator
-
-    def enter(self, steps: int) -> asyncio.Task:
-        """Takes part from now on, with so many steps taken: see `Coordinator.enter`."""
-        return self.start(self.ask_coordinator("enter", steps))
-
-    def claim(self, step: int) -> asyncio.Task:
-        """Claims a step: a `Claim`."""
-        return self.start(self.ask_coordinator("claim", step))
+        Args:
+          call: 'enter', 'claim', 'missed', 'report' or 'finish'.
+          arguments: of the call, but for the worker's index.
+        """
+        return self.start(self.ask_coordinator(call, *arguments))
 
     def round(self, key: Hashable, value: Any, members: Sequence[int]) -> asyncio.Task:
-        """A barrier: the value that each member brings, {member: value}, equal for all.
+        """Joins a round (a barrier): {member: value}, the same for all members.
 
         The round closes once every live member named by all arrivals so far has arrived,
-        or when one of them has waited for `timeout` seconds; members that have not arrived
+        or when one of them has waited for `timeout` seconds. Members that have not arrived
         by then are absent until they are heard of again. Late arrivals receive the result
         without their contribution.
 
@@ -170,15 +143,3 @@ class Transport(abc.ABC):
         if values is None:
             raise StaleWorkerError(f"the round {key} is long over")
         return values
-
-    def missed(self, peer: int) -> asyncio.Task:
-        """Reports a peer that did not answer in time: rounds do not wait for it."""
-        return self.start(self.ask_coordinator("missed", peer))
-
-    def report(self, report: Any) -> asyncio.Task:
-        """Tells the coordinator a `Report`: the `Status` of all workers."""
-        return self.start(self.ask_coordinator("report", report))
-
-    def finish(self) -> asyncio.Task:
-        """Tells the coordinator that this worker has taken its last step."""
-        return self.start(self.ask_coordinator("finish"))

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from lsgd_jax._src.asynchronous.collective import all_reduce
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.vectors import finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.methods.group import check_group_size, hops_of
@@ -127,7 +127,7 @@ class WAGMAWorker(FreeRunningWorker):
         me, number = self.worker.index, self._number
         for i in group:
             if i != me:
-                answer = self.transport.contribution(i, number)
+                answer = self.transport.ask(i, "contribution", number)
                 self.in_flight[i] = InFlight(answer, self.worker.count, i)
         mine = self.transport.mailbox.contributed(number)
         return {i: mine if i == me else await self.answer(i) for i in group}
@@ -146,7 +146,7 @@ class WAGMAWorker(FreeRunningWorker):
         if not vectors:
             return
         mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
-        if self.transport.mailbox.wire.is_narrow and self.is_finite and is_fresh:
+        if self.transport.mailbox.is_narrow and self.is_finite and is_fresh:
             mean = mean + (worker.vector() - mine.vector)  # its quantization error
         self.pull(mean, 1.0, self.is_finite)
         oldest = min(max(each.measure, first) for each in given)
@@ -163,7 +163,7 @@ class WAGMAWorker(FreeRunningWorker):
                 f"worker {worker.index} came too late for the mean of all workers"
             )
         vector = worker.vector()
-        if self._error is None and transport.mailbox.wire.is_narrow:
+        if self._error is None and transport.mailbox.is_narrow:
             self._error = np.zeros_like(vector)
         total = all_reduce(
             transport, ("mean", number), vector, self.is_finite, list(came), self._error

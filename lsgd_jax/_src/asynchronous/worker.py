@@ -1,4 +1,4 @@
-"""An asynchronous worker: what it trains, and its loop on every engine."""
+"""An asynchronous worker: its training, its state, and its loop on every engine."""
 
 import asyncio
 import dataclasses
@@ -11,30 +11,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.compression import finite
 from lsgd_jax._src.asynchronous.coordinator import Report, Score, Status
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
     UnreachableError,
 )
-from lsgd_jax._src.asynchronous.vectors import flat_of
+from lsgd_jax._src.asynchronous.vectors import finite, flat_of
 from lsgd_jax._src.trees import Tree
 
 
-STALE = 10  # times in a row that a worker takes over without a step that is new to it
+STALE = 10  # times in a row that a worker may take over without taking a new step
 
 
 class Training(NamedTuple):
-    """The training of one worker: how it begins, and how it takes a step.
+    """The training of one worker: its initial state and its step.
 
     Attributes:
-      init: index -> (params, opt_state, own). `opt_state`: what a worker that is started
-        again takes over from a peer together with the parameters: the base optimizer's
-        state. `own`: what stays with the worker: its data, random keys, batch statistics.
+      init: index -> (params, opt_state, own). A restarted worker takes over `params` and
+        `opt_state`, the base optimizer's state, from a peer. `own` stays with the worker:
+        its data, random keys, batch statistics.
       step: (params, opt_state, own, t) -> (updates, opt_state, own, loss), jitted; t = 1,
-        2, … int32, the worker's own step; loss at params, before the step. It has no other
-        effect: engines may call it once more, to compile it.
+        2, … int32, the worker's own step; loss at params, before the step. It must have no
+        other effect, since engines may call it once more to compile it.
     """
 
     init: Callable[[int], tuple[Tree, Any, Any]]
@@ -42,7 +41,7 @@ class Training(NamedTuple):
 
 
 class MethodWorker(Protocol):
-    """A method in one worker: see `Method.bind`."""
+    """A method in one worker, see `Method.bind`."""
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree: ...
     async def before_step(self) -> bool: ...
@@ -55,9 +54,9 @@ class Method(Protocol):
     """Decides when a worker communicates, and how the answers move it.
 
     Attributes:
-      period: steps per worker between rounds that the coordinator calls; None: none.
-      window: losses that a worker is judged by.
-      wire: the format of whole vectors.
+      period: steps per worker between rounds of the coordinator, or None.
+      window: number of losses in a worker's score.
+      wire: the format in which whole vectors travel.
     """
 
     @property
@@ -70,25 +69,30 @@ class Method(Protocol):
     def wire(self) -> Any: ...
 
     def bind(self, worker: "Worker", steps: int) -> MethodWorker:
-        """The method in one worker that is to take so many steps."""
+        """Returns the method in one worker; `steps` is the mean number of steps."""
         ...
 
 
 class Worker:
-    """One worker: parameters, states, and where it stands.
+    """One worker: its parameters, its states and its progress.
 
     Args:
-      restore: returns what `state` once returned, or None; called by a worker that comes
-        late and finds no peer to take over from.
+      training: its training.
+      method: decides when it communicates.
+      transport: its calls to others.
+      steps: mean steps per worker.
+      restore: returns an earlier `state`, or None. Called by a worker that comes late and
+        finds no peer to take over from.
 
     Attributes:
       x, params: before and after the last local step.
       count: local steps taken.
+      number: rounds of the coordinator that it knows of.
       loss: at x.
-      is_finite: whether the parameters are finite, as far as the method looks.
+      is_finite: whether the parameters are finite, as far as the method checks.
       measure: see `Snapshot`.
-      report: what the coordinator is told.
-      status: its last answer, None before that.
+      report: its progress, for the coordinator.
+      status: the coordinator's last answer, or None.
     """
 
     def __init__(
@@ -105,13 +109,13 @@ class Worker:
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
         self.flat, self.score = flat_of(self.params), Score(method.window)
-        self.report = Report()
+        self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
         self.method = method.bind(self, steps)
-        transport.mailbox.serve_state(self.state)
+        transport.mailbox.state = self.state
 
     @property
     def index(self) -> int:
@@ -123,19 +127,17 @@ class Worker:
         return self.flat.vector(self.params)
 
     def publish(self) -> None:
-        """Lets others see the parameters as they are now."""
-        params, score = self.params, self.score.value
-        self.transport.mailbox.show(
-            lambda: self.flat.vector(params), self.count, self.measure, score
-        )
+        """Shows the present parameters to peers."""
+        params = self.params
+        self.transport.mailbox.show(lambda: self.flat.vector(params), self.measure)
 
     async def step(self) -> None:
-        """Takes one local step, and measures the speed of steps."""
+        """Takes one local step and measures its speed."""
         begun = self.transport.now()
         await self.transport.step(self.compute)
         if (seconds := self.transport.now() - begun) > 0:
             speed, known = 1 / seconds, self.report.speed
-            compiled = self.count > 2  # the first steps take the time to compile, too
+            compiled = self.count > 2  # the first steps include compilation
             self.report.speed = known + 0.1 * (speed - known) if compiled else speed
 
     def compute(self) -> None:
@@ -150,7 +152,7 @@ class Worker:
         self.score.add(self.loss)
 
     async def wait(self, call: asyncio.Task) -> Any:
-        """The result of a call, with the time that it took counted as waiting."""
+        """Returns the result of a call; counts its time as waiting."""
         begun = self.transport.now()
         try:
             return await call
@@ -160,9 +162,9 @@ class Worker:
             self.report.longest = max(self.report.longest, seconds)
 
     async def tell(self) -> None:
-        """Reports the progress to the coordinator, without waiting for its answer.
+        """Reports the progress to the coordinator without waiting for its answer.
 
-        The next report leaves when this one has been answered.
+        No further report leaves until this one is answered.
         """
         report = self.report
         report.steps = self.count
@@ -177,52 +179,63 @@ class Worker:
                 self.status = await self._told
             except UnreachableError:
                 pass  # the old status stays; the next report includes this one
-        self._told = self.transport.report(dataclasses.replace(report))
+        self._told = self.transport.tell("report", dataclasses.replace(report))
+
+    async def finish(self) -> None:
+        """Tells the coordinator that this worker has taken its last step."""
+        await self.tell()
+        await self.transport.tell("finish", dataclasses.replace(self.report))
 
     def keep(self) -> None:
-        """Makes `state` return the present, at the boundary of a step, until the next one.
+        """Makes `state` return the present state, at the boundary of a step.
 
-        Others ask for it at any time, from threads of their own: they get one step's
-        parameters and states, never those of two. `Training.step` must not donate them.
+        Peers may ask for it at any time, from other threads: they always get parameters and
+        states of the same step. `Training.step` must therefore not donate them.
         """
         now = {
             "params": self.params,
             "opt_state": self.opt_state,
             "own": self.own,
             "count": self.count,
+            "number": self.number,
             "method": self.method.state(),
         }
         self._kept = jax.tree.map(lambda x: x, now)
 
-    def state(self, own: bool = False) -> Any:
-        """The state from which another worker can go on; None before the worker begins.
+    @property
+    def has_begun(self) -> bool:
+        """Whether `state` has a state to return."""
+        return self._kept is not None
 
-        own: adds what this worker needs to be resumed itself.
+    def state(self, own: bool = False) -> Any:
+        """Returns the state from which another worker can go on, or None before `keep`.
+
+        own: whether to include the part that only this worker itself can resume from.
         """
         if (kept := self._kept) is None:
             return None
         return {k: jax.tree.map(_to_host, x) for k, x in kept.items() if own or k != "own"}
 
     def take_over(self, state: Any) -> None:
-        """Goes on from another worker's state, with what is its own, or from its own."""
+        """Continues from a peer's state, or from an earlier state of this worker."""
         self.params = self.x = jax.tree.map(_to_device, self.params, state["params"])
         self.opt_state = jax.tree.map(_to_device, self.opt_state, state["opt_state"])
         if "own" in state:
             self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
-        self.count = int(state["count"])
+        self.count, self.number = int(state["count"]), int(state["number"])
         self.method.take_over(jax.tree.map(jnp.asarray, state["method"]))
 
     async def enter(self) -> None:
-        """Takes part; a worker that comes after the others have begun takes over."""
-        _, late = await self.wait(self.transport.enter(self.count))
+        """Takes part; takes over from a peer if the others have begun already."""
+        _, late = await self.wait(self.transport.tell("enter", self.count, self.number))
         if not late:
             start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.transport.position.workers))
             starts = await self.transport.round("begin", start, everyone)
             if (different := len(set(starts.values()) - {None})) > 1:
                 raise ValueError(
-                    "all workers must start from the same parameters, but "
-                    f"{different} different ones came together"
+                    "all workers must start from the same parameters, got "
+                    f"{different} different ones"
                 )
             late = self.index not in starts
         if late:
@@ -231,19 +244,20 @@ class Worker:
         self.publish()
 
     async def catch_up(self) -> None:
-        """Takes over from a peer, otherwise from what is restored.
+        """Takes over from a peer, otherwise from a restored state.
 
-        The peer with the most steps is asked first, since one that hangs stays behind; a
-        peer that has finished is as good as any.
+        The peer with the most steps is asked first, because a hung one falls behind. Peers
+        that have finished count as well.
 
         Raises:
-          UnreachableError: others are there, but none answers, and nothing is restored.
+          UnreachableError: no peer answers, and there is no state to restore.
         """
-        status = await self.wait(self.transport.report(dataclasses.replace(self.report)))
+        report = self.transport.tell("report", dataclasses.replace(self.report))
+        status = await self.wait(report)
         others = [i for i in {*status.present, *status.finished} if i != self.index]
         for peer in sorted(others, key=lambda i: (-status.reports[i].steps, i)):
             try:
-                state = await self.wait(self.transport.state(peer))
+                state = await self.wait(self.transport.ask(peer, "state"))
             except UnreachableError:
                 continue
             if state is not None and finite(self.flat.vector(state["params"])):
@@ -252,11 +266,11 @@ class Worker:
             state = self.restore()
         if state is not None:
             self.take_over(state)
-            await self.wait(self.transport.enter(self.count))
+            await self.wait(self.transport.tell("enter", self.count, self.number))
         elif others:
             raise UnreachableError(
-                f"worker {self.index} is behind, and none of the workers {others} that it "
-                f"could take over from answered within {self.transport.timeout:g} s"
+                f"worker {self.index} is behind and has nothing to go on from: none of the "
+                f"workers {others} answered within {self.transport.timeout:g} s"
             )
 
 
@@ -264,7 +278,7 @@ async def work(worker: Worker, observe: Callable[[Worker], Any] = lambda worker:
     """Trains a worker to the end; `observe` is called after every step.
 
     Raises:
-      RuntimeError: the worker was left behind again and again, without a step that is new.
+      RuntimeError: the worker was left behind several times without taking a new step.
     """
     await worker.enter()
     best, stale = worker.count, 0

@@ -1,4 +1,4 @@
-"""AD-PSGD: pairs average at any delay, and the sum over all workers does not change."""
+"""AD-PSGD: pairs average at any delay and conserve the sum over all workers."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from lsgd_jax.asynchronous import ADPSGD
 
 
 @pytest.mark.parametrize("workers, latency", [(2, 1e-4), (4, 0.3), (5, 1e-4), (5, 2.0)])
-def test_the_sum_is_kept_and_all_come_together(monkeypatch, workers, latency):
+def test_the_sum_is_conserved_and_workers_converge(monkeypatch, workers, latency):
     monkeypatch.setattr("zlib.crc32", lambda data: 0)  # so that they may start apart
     seconds = [1, 0.7, 2.3, 1, 5][:workers]
     ended = toys.simulate(toys.resting(), ADPSGD(), 1, workers, 40, seconds, latency)

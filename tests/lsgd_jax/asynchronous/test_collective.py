@@ -1,16 +1,15 @@
-"""Sums and gathers over workers, with one that fails or is late at any point of them."""
+"""Sums and gathers over workers, with one that fails or is late at any point."""
 
 import asyncio
 
 import numpy as np
 import pytest
+import toys
 
 from lsgd_jax._src.asynchronous.clock import run_virtual
 from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce
-from lsgd_jax._src.asynchronous.coordinator import Coordinator
 from lsgd_jax._src.asynchronous.network import Network
 from lsgd_jax._src.asynchronous.simulator import Simulation
-from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax.asynchronous import Pairwise, StaleWorkerError, UnreachableError
 
 
@@ -20,20 +19,19 @@ LINKS = Network(np.inf, 1.0, np.inf, 1.0)  # a message takes a second
 
 
 def together(call, wire="float32", late=0.0, fails=None, freezes=None):
-    """The outcome of each worker: what `call(transport, i)` returns, or its error.
+    """The result of `call(transport, i)` for each worker, or its error, and when it ended.
 
     late: seconds that worker 1 begins after the others.
-    fails, freezes: when worker 1 fails for good, or answers and does nothing for 25 s.
+    fails, freezes: when worker 1 fails for good, or only answers peers for 25 s.
     """
 
     async def conduct():
-        coordinator = Coordinator(WORKERS, steps=1)
-        given = LINKS, Speeds(), 0, 10.0, 0.0, False
-        simulation = Simulation(1, WORKERS, coordinator, *given)
+        method = Pairwise(wire=wire)
+        simulation = Simulation(method, 1, WORKERS, 1, LINKS, timeout=10.0)
         loop, found, ended = asyncio.get_running_loop(), {}, {}
         for i in range(WORKERS):
-            transport = simulation.enter(i, Pairwise(wire=wire))
-            transport.timed = None  # the messages themselves
+            transport = simulation.enter(toys.resting(), i).transport
+            transport.timed = None  # sends the messages themselves
 
         async def take_part(i):
             await asyncio.sleep(late if i == 1 else 0.0)
@@ -95,7 +93,7 @@ def test_if_a_worker_fails_at_any_point_all_others_agree(how):
     assert outcomes == {3, 4}
 
 
-def test_a_worker_that_comes_when_all_is_over_is_stale():
+def test_a_worker_that_comes_after_a_sum_is_stale():
     found, _ = together(summed(), late=60.0)
     assert isinstance(found[1], StaleWorkerError) and found[0][1] == 3
 
@@ -111,7 +109,7 @@ def test_all_gather_the_same_vectors_also_if_one_is_missing():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
-def test_narrow_sums_and_their_errors_add_up_to_what_should_have_been_sent(wire):
+def test_narrow_sums_and_their_errors_add_up_to_the_exact_sums(wire):
     rng, times = np.random.default_rng(0), 5
     given = rng.normal(size=(times, WORKERS, 600)).astype(np.float32)
     errors = [np.zeros(600, np.float32) for _ in range(WORKERS)]

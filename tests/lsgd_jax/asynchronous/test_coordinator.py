@@ -25,9 +25,10 @@ def test_a_worker_that_comes_late_was_absent_and_gets_what_was_closed():
         c.claim(i, 1)
     for i in range(2):
         assert c.arrive(("join", 0), i, i, range(3)) is None
-    assert c.close(("join", 0)) == {0: 0, 1: 1} and c.present == [0, 1]
+    c.close(("join", 0))
+    assert c.look(("join", 0)) == {0: 0, 1: 1} and c.present == [0, 1]
     assert c.arrive(("join", 0), 2, 2, range(3)) == {0: 0, 1: 1} and c.present == [0, 1, 2]
-    # The budget is that of those who were there.
+    # The budget is that of the workers that were there.
     assert [c.claim(0, s).go for s in (2, 3, 4)] == ["step", "step", "join"]
 
 
@@ -46,7 +47,7 @@ def test_a_round_waits_for_the_members_that_all_arrivals_name():
     assert c.arrive("elect", 2, 3.0, [0, 2]) == {0: 1.0, 2: 3.0}
 
 
-def test_old_rounds_are_forgotten_and_said_to_be():
+def test_a_late_arrival_at_a_forgotten_round_is_an_error():
     c = Coordinator(workers=1, steps=9)
     for k in range(KEPT + 1):
         c.arrive(k, 0, None, [0])

@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: one anchor, whichever worker sends to it or fails."""
+"""Asynchronous DiLoCo: one anchor, whichever worker moves it or fails."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ OUTER = dict(learning_rate=0.5, momentum=0.6)
 
 
 def anchor(worker):
-    """(turn, anchor) that a worker has."""
+    """A worker's (turn, anchor)."""
     state = worker.method.state()
     return int(state["turn"]), np.asarray(state["outer"])[: worker.flat.size]
 
@@ -72,9 +72,9 @@ def test_the_default_momentum_is_stable_where_local_steps_are_few(momentum, stab
     x = jnp.ones_like(curvatures)
     task = lj.asynchronous.Training(lambda i: (x, base.init(x), ()), step)
     outer = {} if momentum is None else {"momentum": momentum}
-    found = toys.simulate(task, DiLoCo(16, **outer), 1, 4, steps=1600)
+    found = toys.simulate(task, DiLoCo(16, **outer), 1, 4, steps=800)
     furthest = max(np.abs(anchor(worker)[1]).max() for worker in found)
-    assert furthest < 0.01 if stable else furthest > 100
+    assert furthest < 0.01 if stable else furthest > 10
 
 
 @pytest.mark.parametrize("delay, wire", [(0, "float32"), (2, "float32"), (0, "int4")])
@@ -139,7 +139,7 @@ def test_the_anchor_survives_a_failure_and_a_restarted_worker_takes_it_over(
     assert min(turns) > 6 and max(turns) - min(turns) <= 3
     for each in outers.values():
         assert all((outer == each[min(each)]).all() for outer in each.values())
-    # It was not set back to where all have started.
+    # It was not reset to the start.
     start, size = outers[0][failed], found[0].flat.size
     far = lambda outer: np.abs((outer - start)[:size]).max()
     late = range(max(outers) // 2, max(outers))

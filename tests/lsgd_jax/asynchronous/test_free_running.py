@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import toys
 
+import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.free_running import MOST, Peers
-from lsgd_jax.asynchronous import ADPSGD, LSGD, WAGMA, DiLoCo, Pairwise
+from lsgd_jax.asynchronous import ADPSGD, LSGD, WAGMA, DiLoCo, Pairwise, Pulls
 
 
 METHODS = {
@@ -24,6 +25,7 @@ METHODS = {
     "diloco-delayed": DiLoCo(4, learning_rate=0.3, momentum=0.3, delay=4),
     "diloco-together": DiLoCo(4, learning_rate=0.3, momentum=0.3, together=True),
 }
+SPREAD = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
 all_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 TIMEOUT = 2.0
 
@@ -86,12 +88,13 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert np.isfinite(toys.stacked(workers)).all()
 
 
-@all_methods
-def test_integer_leaves_stay_as_they_are(method):
+@pytest.mark.parametrize("method", [*METHODS.values(), SPREAD], ids=[*METHODS, "pulls"])
+def test_bfloat16_and_integer_leaves_keep_their_dtypes(method):
     odd = jnp.int32(2**24 + 1)  # no float32
     task = toys.resting(apart=0.0)
-    init = lambda i: ({**task.init(i)[0], "n": odd}, *task.init(i)[1:])
+    init = lambda i: ({**toys.start(jnp.bfloat16), "n": odd}, *task.init(i)[1:])
     workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, [1, 1.1, 1.2, 1.3])
+    assert all(worker.params["w"].dtype == jnp.bfloat16 for worker in workers)
     assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous Leader SGD: pulls towards the snapshots of the leaders that were elected."""
+"""Asynchronous Leader SGD: pulls towards snapshots of the elected leaders."""
 
 import pytest
 import toys
@@ -30,7 +30,7 @@ def test_workers_are_pulled_to_the_leaders_of_their_node_and_of_all():
     assert path[3][:2] == [3.0, 2.5]
 
 
-def test_a_late_snapshot_is_pulled_to_as_it_was():
+def test_a_worker_is_pulled_to_a_late_snapshot_as_it_was():
     workers = toys.simulate(toys.resting(), FOLLOW, 1, 2, 12, [1, 1.01], latency=0.45)
     assert workers[1].report.staleness == 1 and toys.positions(workers)[0] == 0
     assert 0 < toys.positions(workers)[1] < 0.5

@@ -1,4 +1,4 @@
-"""Requests that peers make of a mailbox, and what they leave in it."""
+"""Requests of peers to a mailbox, and the moves that they leave in it."""
 
 import threading
 
@@ -11,9 +11,9 @@ def vector(*values):
     return np.asarray(values, np.float32)
 
 
-def showing(value, **about):
+def showing(value, measure=0.0):
     mailbox = Mailbox()
-    mailbox.show(lambda: vector(value), **{"step": 1, **about})
+    mailbox.show(lambda: vector(value), measure)
     return mailbox
 
 
@@ -21,19 +21,19 @@ def test_an_exchange_moves_both_half_the_way_and_keeps_the_sum():
     mailbox = showing(4.0)
     assert mailbox.exchange(vector(0.0)).tolist() == [4.0]
     assert mailbox.latest().vector.tolist() == [2.0]
-    assert mailbox.exchange(vector(8.0)).tolist() == [2.0]  # what it is after the first one
+    assert mailbox.exchange(vector(8.0)).tolist() == [2.0]  # after the first one
     assert mailbox.moved().tolist() == [1.0] and mailbox.moved() is None
-    # Until the worker shows what it has become, others see it with what was left.
+    # Until the worker shows its new parameters, peers see it with the moves added.
     assert mailbox.latest().vector.tolist() == [5.0]
-    mailbox.show(lambda: vector(6.0), step=2)
+    mailbox.show(lambda: vector(6.0))
     assert mailbox.latest().vector.tolist() == [6.0] and mailbox.bytes_sent == 5 * 4
 
 
 def test_vectors_that_are_not_finite_move_no_worker():
     mailbox = showing(4.0)
     assert mailbox.exchange(vector(np.nan)).tolist() == [4.0] and mailbox.moved() is None
-    sick = showing(np.inf)
-    assert sick.exchange(vector(1.0)).tolist() == [np.inf] and sick.moved() is None
+    broken = showing(np.inf)
+    assert broken.exchange(vector(1.0)).tolist() == [np.inf] and broken.moved() is None
 
 
 def test_a_worker_that_has_ended_returns_what_it_gets():
@@ -46,7 +46,7 @@ def test_a_worker_that_has_ended_returns_what_it_gets():
 def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     mailbox = showing(1.0, measure=1.0)
     assert mailbox.contribution(2).measure == 1.0
-    mailbox.show(lambda: vector(2.0), step=2, measure=2.0)
+    mailbox.show(lambda: vector(2.0), measure=2.0)
     assert mailbox.contribution(2).vector.tolist() == [1.0]
     assert mailbox.contributed(3).vector.tolist() == [2.0]
     for number in range(4, 4 + CONTRIBUTED):
@@ -55,7 +55,7 @@ def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     assert Mailbox().contribution(1) is None
 
 
-def test_the_oldest_posts_are_forgotten_and_said_to_be():
+def test_the_oldest_posts_are_forgotten_and_fetches_say_so():
     mailbox = Mailbox()
     assert mailbox.fetch(0) is None
     for key in range(KEPT + 1):

@@ -1,4 +1,4 @@
-"""Asynchronous pairwise averaging: how much is taken of a random peer's snapshot."""
+"""Asynchronous pairwise averaging: the weight of a random peer's snapshot."""
 
 import pytest
 import toys
@@ -13,7 +13,7 @@ def apart(monkeypatch):
 
 
 def moved(method, steps=1):
-    """Positions of two workers from 0 and 1 with losses 1 and 2 after so many steps."""
+    """Positions of two workers, from 0 and 1 with losses 1 and 2, after some steps."""
     found = {}
 
     def note(worker):
@@ -24,7 +24,7 @@ def moved(method, steps=1):
     return [found[0], found[1]]
 
 
-def test_how_much_is_taken_follows_the_interpolation():
+def test_the_weight_follows_the_interpolation():
     # By hand. Both are fetched where they have started.
     assert moved(Pairwise(value=0.25)) == [0.25, 0.75]
     assert moved(Pairwise("clock")) == [0, 1]  # clocks 1 and 0: f = 0
@@ -42,7 +42,7 @@ def test_clocks_are_mixed_with_the_same_weight():
     assert clocks[1] > workers[1].count and workers[0].count > 2 * workers[1].count
 
 
-def test_below_the_threshold_less_is_taken():
+def test_below_the_threshold_the_weight_is_smaller():
     careful = Pairwise("loss", divergence_threshold=10.0)
     # By hand: f as above, scaled by own loss / threshold = 2 / 10, or 1 / 10.
     assert moved(careful, 2)[1] == pytest.approx(1 - 2 / 3 * 2 / 10)

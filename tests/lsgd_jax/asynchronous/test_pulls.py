@@ -42,7 +42,7 @@ def run(method, nodes=2, locals=2, steps=10, training=None, **options):
 
 
 def test_one_method_trains_models_of_several_shapes():
-    """In one process, which keeps what it has compiled for a pull."""
+    """In one process, which keeps the compiled functions of a pull."""
     method = Pulls(lj.lsgd(**LEVELS))
     larger = {"w": jnp.ones((2, 2)), "b": jnp.ones(3), "c": jnp.ones(1)}
     still = lambda x, s, own, t: (optax.tree.zeros_like(x), s, own, 1.0 + own)
@@ -60,8 +60,8 @@ QUICK = ("lsgd", "diloco_streaming", "diloco+int8", "wagma+stochastic")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
 )
-def test_every_method_is_what_it_is_in_lock_step(name):
-    """To the bit of a code: no difference is near a bound between two codes here."""
+def test_every_method_equals_lock_step(name):
+    """Also with rounding, as no difference is near a bound between two codes here."""
     method = METHODS[name].make(4)
     expected = in_lock_step(method, 2, 2, steps=10)
     methods = [Pulls(method)]
@@ -80,7 +80,7 @@ def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_budget_is_spent_exactly_by_the_workers_that_are_fast():
+def test_fast_workers_take_more_of_a_budget_which_is_spent_exactly():
     method = Pulls(lj.lsgd(**{**LEVELS, "local_period": 4}), budget=True)
     counts, barriers = {}, []
 
@@ -95,15 +95,6 @@ def test_a_budget_is_spent_exactly_by_the_workers_that_are_fast():
     assert sum(worker.count for worker in workers) == 4 * 20
     assert workers[0].count > 2 * workers[3].count
     assert max(worker.report.longest for worker in workers) <= 9  # one step of the slowest
-
-
-def test_the_others_go_on_without_a_worker_that_fails():
-    workers = run(SPREAD, steps=12, drops={1: 5.5}, timeout=3)
-    rest = [workers[i] for i in (0, 2, 3)]
-    assert workers[1].count == 6 and sum(worker.count for worker in workers) >= 4 * 12 - 1
-    assert max(worker.report.longest for worker in rest) <= 3
-    # Those that are left still agree about who leads.
-    assert np.ptp(toys.stacked(rest), axis=0).max() < 5
 
 
 def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
@@ -125,12 +116,12 @@ def test_a_worker_that_comes_too_late_in_lock_step_takes_over_from_another(metho
         method, steps=50, drops={3: 6.5}, joins={3: 30.0}, timeout=4, observe=observe
     )
     assert [worker.count for worker in workers] == [50] * 4
-    assert max(np.diff(seen)) > 5  # it has skipped what the others did meanwhile
+    assert max(np.diff(seen)) > 5  # it has skipped the steps in between
     assert max(worker.report.longest for worker in workers[:3]) <= 4
 
 
 def test_a_worker_that_comes_back_after_the_others_have_finished_counts_as_done():
-    """It takes over from a finished peer, and does not begin anew for ever."""
+    """It takes over from a finished peer, once."""
     method = Pulls(lj.diloco(4, delay=1))
     workers = run(method, steps=12, drops={1: 5.5}, joins={1: 100.0}, timeout=3)
     assert [worker.count for worker in workers] == [12] * 4
@@ -158,36 +149,14 @@ def test_a_worker_that_is_not_finite_moves_no_other_and_is_restored():
         assert np.isfinite(toys.stacked(run(method, steps=16, training=task))).all()
 
 
-def test_bfloat16_and_integers_stay():
-    def with_count(training):
-        init = training.init
-
-        def begin(i):
-            params, s, own = init(i)
-            return {**params, "n": jnp.int32(2**24 + 1)}, s, own
-
-        def step(x, s, own, t):
-            rest = {k: v for k, v in x.items() if k != "n"}
-            u, s, own, loss = training.step(rest, s, own, t)
-            return {**u, "n": jnp.int32(0)}, s, own, loss
-
-        return lj.asynchronous.Training(begin, step)
-
-    for method in (SPREAD, lj.asynchronous.Pairwise(), lj.asynchronous.DiLoCo(2)):
-        training = with_count(toys.training(jnp.bfloat16))
-        workers = run(method, 1, 2, steps=8, training=training)
-        assert workers[0].params["w"].dtype == jnp.bfloat16
-        assert [int(worker.params["n"]) for worker in workers] == [2**24 + 1] * 2
-
-
-def test_all_start_from_the_same_or_the_run_says_so():
-    with pytest.raises(ValueError, match="the same parameters, but 2 different"):
+def test_different_initial_parameters_end_the_run():
+    with pytest.raises(ValueError, match="the same parameters, got 2 different"):
         run(SPREAD, 1, 2, steps=4, training=toys.resting())
 
 
-def test_a_worker_that_finds_none_to_take_over_from_says_so():
+def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
     def no_state(worker):
-        worker.transport.mailbox.serve_state(lambda own=False: None)
+        worker.transport.mailbox.state = lambda: None
 
     with pytest.raises(
         UnreachableError, match=r"none of the workers .* answered within 2 s"
@@ -202,6 +171,6 @@ def test_a_worker_that_finds_none_to_take_over_from_says_so():
         (lj.diloco(4, fragments=2), "must have no offset and no delay"),
     ],
 )
-def test_what_cannot_be_run_is_refused(method, message):
+def test_invalid_pulls_are_refused(method, message):
     with pytest.raises(ValueError, match=message):
         Pulls(method, budget=True)

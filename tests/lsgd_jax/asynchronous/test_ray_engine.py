@@ -1,4 +1,4 @@
-"""Workers in processes of their own, what befalls them, and what the others do then."""
+"""Workers on Ray: the numbers of the simulator, faults, restarts, signals."""
 
 import os
 import pathlib
@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ import ray
 from harness import METHODS
 
 import lsgd_jax as lj
-from lsgd_jax.asynchronous import Pulls, Training, simulator
+from lsgd_jax._src.asynchronous import ray_engine
+from lsgd_jax.asynchronous import Coordinator, Pulls, Report, Training, simulator
 from lsgd_jax.asynchronous.ray_engine import Options, run
 
 
@@ -31,7 +33,7 @@ TIMEOUT = 10.0
 
 
 def training(before_step=lambda i, t: None, size=3):
-    """What a worker trains: noisy squares; `before_step` may end, stop or slow it."""
+    """Noisy squares; `before_step` may end, stop or slow a worker."""
 
     def make(i):
         optimizer = optax.sgd(0.1, momentum=0.5)
@@ -63,7 +65,7 @@ def pause(i, t):
 
 
 def fault_at(step, fault, worker=1):
-    """`fault` befalls a worker once it has got there; the others take their time."""
+    """Runs `fault` when a worker reaches a step; the others take their time."""
 
     def before_step(i, t):
         time.sleep(0.02)
@@ -74,7 +76,7 @@ def fault_at(step, fault, worker=1):
 
 
 class Watching:
-    """An `on_status` that does something, and keeps what it has seen."""
+    """An `on_status` that acts, and keeps every status."""
 
     def __init__(self, act=lambda status, remote: None):
         self._act, self.seen = act, []
@@ -132,7 +134,7 @@ ROWS = [
 
 
 @pytest.mark.slow
-def test_every_method_is_what_it_is_in_the_simulator(on_ray):
+def test_every_method_equals_the_simulator(on_ray):
     """`test_pulls` compares the simulator with lock step."""
     for name in ROWS:
         method = Pulls(METHODS[name].make(2))
@@ -141,6 +143,58 @@ def test_every_method_is_what_it_is_in_the_simulator(on_ray):
         for worker, state in zip(expected, found):
             for x, y in zip(*map(jax.tree.leaves, (worker.params, state["params"]))):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# Restarts, without Ray
+
+
+class Recorded(ray_engine._Actors):
+    """The driver's view of a run whose actors are only noted, not started."""
+
+    def _begin(self, all_lost):
+        self.begun = [*getattr(self, "begun", []), all_lost]
+        self._runs, self._restarted, self._until = {}, set(), 0
+        self.coordinator = Mock()
+        for i in self._everyone:
+            self._start(i)
+
+    def _start(self, i):
+        self._runs[object()] = i
+
+    def lose(self, *workers, steps):
+        """Loses workers when all have reported these steps."""
+        status = Coordinator(2, 9)
+        for i, n in enumerate(steps):
+            status.report(i, Report(steps=n))
+        self._best = list(map(max, self._best, steps))
+        self._runs = {ref: i for ref, i in self._runs.items() if i not in workers}
+        self._restart(dict.fromkeys(workers, ValueError()), status.status())
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    return Recorded(Mock(), Options(), [None, None])
+
+
+def test_a_lost_worker_is_restarted_and_all_are_if_no_other_can_go_on(recorded):
+    recorded.lose(1, steps=[0, 0])  # worker 0 still waits for the start
+    recorded.lose(1, steps=[5, 4])
+    assert recorded.begun == [False] and recorded.remote.restarts == [0, 2]
+    recorded.lose(0, steps=[5, 0])  # worker 1 has not taken over yet
+    assert recorded.begun == [False, True] and recorded.remote.restarts == [1, 2]
+
+
+def test_workers_that_are_all_lost_before_their_first_step_begin_again(recorded):
+    recorded.lose(0, 1, steps=[0, 0])
+    assert recorded.begun == [False, False]
+
+
+def test_a_worker_that_is_lost_without_progress_ends_the_run(recorded):
+    for _ in range(2):
+        recorded.lose(1, steps=[5, 4])
+    with pytest.raises(RuntimeError, match="worker 1 was lost 3 times in a row before"):
+        recorded.lose(1, steps=[9, 3])
 
 
 # Faults
@@ -160,7 +214,7 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
             remote.stop()
 
     def make(i):
-        time.sleep(2)  # longer than from one `on_status` to the next
+        time.sleep(2)  # longer than between two calls of `on_status`
         return training(pause)(i)
 
     watching = Watching(act)
@@ -243,38 +297,27 @@ def test_a_run_that_is_stopped_while_a_worker_hangs_ends_without_it(on_ray):
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_is_lost_changes_nothing(on_ray):
-    def act(status, remote):
-        if not lost and status.reports[0].steps > 30:
-            lost.append(status)
-            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
-            ray.kill(ray.get_actor(actor), no_restart=False)
+def test_a_coordinator_that_is_lost_ends_the_run_in_one_line(on_ray):
+    """The states that the driver has seen are those to resume from."""
+    seen = []
 
-    lost, method = [], Pulls(lj.diloco(period=2))
-    expected = simulator.run(training()(0), method, 1, 2, 400).workers
-    options = Options(timeout=TIMEOUT)
-    out = run(training(pause), method, 1, 2, 400, options=options, on_status=act)
-    assert lost and out.restarts == [0, 0]
-    for worker, state in zip(expected, out.states):
-        np.testing.assert_allclose(worker.params["w"], state["params"]["w"], rtol=1e-6)
+    def act(status, remote):
+        if status.number > 5 and not seen:
+            seen.append(remote.states())
+            (name,) = (a for a in ray.util.list_named_actors() if "coordinator" in a)
+            ray.kill(ray.get_actor(name))
+
+    with pytest.raises(RuntimeError, match="its coordinator was lost: resume it"):
+        run(training(pause), BUDGET, 1, 2, 10**5, on_status=act)
+    (states,) = seen
+    steps = 50 + sum(state["count"] for state in states) // 2
+    out = run(training(), BUDGET, 1, 2, steps, states=states)
+    assert out.status.taken == 2 * steps
+    assert out.status.number > states[0]["number"] > 5
 
 
 @pytest.mark.slow
-def test_a_budget_goes_on_when_the_coordinator_is_lost(on_ray):
-    def act(status, remote):
-        if not lost and status.number > 5:
-            lost.append(status.taken)
-            actor = next(a for a in ray.util.list_named_actors() if "coordinator" in a)
-            ray.kill(ray.get_actor(actor), no_restart=False)
-
-    lost, options = [], Options(timeout=TIMEOUT)
-    out = run(training(pause), BUDGET, 1, 3, 200, options=options, on_status=act)
-    assert lost and out.restarts == [0, 0, 0] and out.status.taken == 600
-    assert sum(state["count"] for state in out.states) == 600
-
-
-@pytest.mark.slow
-def test_all_workers_are_lost_and_what_is_restored_goes_on(on_ray):
+def test_after_the_loss_of_all_workers_the_run_goes_on_from_a_checkpoint(on_ray):
     half = run(training(), BUDGET, 1, 2, 20)
 
     def act(status, remote):
@@ -314,7 +357,7 @@ def test_a_signal_stops_the_run_and_nothing_is_left_running(number):
     from lsgd_jax.asynchronous import Pulls, Training
     from lsgd_jax.asynchronous.ray_engine import run
 
-    # What a shell starts in the background ignores it.
+    # A shell makes background processes ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(i):

@@ -12,7 +12,7 @@ NEVER = 1000
 
 
 def after(steps, method, workers, seconds):
-    """Positions of all after so many own steps that add 8 each, from 0, 1, 2, …."""
+    """Positions of all after some own steps that add 8 each, from 0, 1, 2, …."""
     found = {}
 
     def note(worker):
@@ -25,7 +25,7 @@ def after(steps, method, workers, seconds):
     return [found[i] for i in sorted(found)]
 
 
-def test_the_first_one_makes_the_mean_and_a_late_one_adds_its_own(monkeypatch):
+def test_the_first_member_makes_the_mean_and_a_late_one_adds_its_parameters(monkeypatch):
     """By hand: workers start at their index, a step adds 8, and worker 0 comes first."""
     monkeypatch.setattr("zlib.crc32", lambda data: 0)  # so that they may start apart
     first, late = after(1, WAGMA(2, NEVER), 2, [1, 1.5])
@@ -54,7 +54,7 @@ def test_the_mean_of_all_makes_workers_equal_and_bounds_staleness():
     assert [worker.method.state()["rounds"] for worker in found] == [2] * 4
     # It ends with the second mean of all.
     assert np.ptp(toys.stacked(found), axis=0).max() == 0
-    assert 2 <= max(stale) <= 4 * 5  # at most as many as all take between two means
+    assert 2 <= max(stale) <= 4 * 5  # all steps between two means
 
 
 def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():

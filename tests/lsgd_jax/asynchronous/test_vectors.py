@@ -1,4 +1,4 @@
-"""Formats of vectors: what rounding does, that nothing of it is lost, bytes."""
+"""Vectors on the wire: rounding, error feedback, bytes."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 
 import lsgd_jax as lj
 from lsgd_jax._src import wire as formats
-from lsgd_jax._src.asynchronous.compression import Compression
+from lsgd_jax._src.asynchronous.vectors import nbytes, pack, unpack
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
@@ -36,6 +36,10 @@ def normal(size, seed=0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
+def rounded(vector, format, *draw):
+    return unpack(pack(vector, lj.Wire.of(format), *draw))
+
+
 # Rounding
 
 
@@ -44,14 +48,13 @@ def test_a_vector_is_rounded_as_a_leaf_is_in_lock_step(format):
     vector, wire = normal(1000), lj.Wire(format)
     coded = formats.encode(jnp.asarray(vector), wire)
     expected = formats.decode(coded, wire, (1000,))
-    found = Compression(format).rounded(vector)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(rounded(vector, format), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("format", STOCHASTIC)
 def test_draws_differ_by_turn_and_by_worker_and_repeat(format):
     vector = normal(600)
-    drawn = lambda turn, index: Compression(format, index).rounded(vector, turn)
+    drawn = lambda turn, index: rounded(vector, format, turn, index)
     np.testing.assert_array_equal(drawn(1, 0), drawn(1, 0))
     assert (drawn(1, 0) != drawn(2, 0)).any() and (drawn(1, 0) != drawn(1, 1)).any()
 
@@ -60,24 +63,24 @@ def test_draws_differ_by_turn_and_by_worker_and_repeat(format):
     "format, at_most", [("bfloat16", 0.5), ("int8", 0.27), ("int4", 0.14)]
 )
 def test_bytes(format, at_most):
-    wire, vector = Compression(format), normal(256 * 40 + 1)
-    assert wire.nbytes(wire.pack(vector)) <= (at_most + 1e-3) * vector.nbytes
-    assert Compression().nbytes(Compression().pack(vector)) == vector.nbytes
+    vector = normal(256 * 40 + 1)
+    sent = lambda format: nbytes(pack(vector, lj.Wire(format)))
+    assert sent("float32") == vector.nbytes
+    assert sent(format) <= (at_most + 1e-3) * vector.nbytes
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_arrives_as_it_is(value):
+def test_a_vector_that_is_not_finite_arrives_exactly(value):
     vector = normal(600)
     vector[300] = value
-    np.testing.assert_array_equal(Compression("int8").rounded(vector), vector)
+    np.testing.assert_array_equal(rounded(vector, "int8"), vector)
 
 
-def test_single_numbers_and_what_is_no_vector_travel_as_they_are():
-    wire, one = Compression("int4"), np.array([1 / 3], np.float32)
-    assert wire.rounded(one) == one
-    assert wire.unpack(wire.pack("gone")) == "gone" and wire.unpack(None) is None
+def test_single_numbers_and_other_contents_travel_exactly():
+    one = np.array([1 / 3], np.float32)
     codes = np.arange(9, dtype=np.uint8)  # a message that is encoded already
-    assert wire.pack(codes) is codes
+    for content in (one, "gone", None, codes):
+        assert rounded(content, "int4") is content
 
 
 # Nothing is lost
@@ -87,7 +90,7 @@ STEPS = 64
 
 
 def drifting(by):
-    """Every worker's parameters fall by as much a step, but for two that stay 1."""
+    """The parameters of every worker fall by this much per step; two of them stay 1."""
     start = jnp.full([300], 0.5).at[jnp.array([0, 256])].set(1)
     update = jnp.where(start < 1, -by, 0)
 
@@ -127,7 +130,7 @@ def with_wire(method, wire):
 
 @pytest.mark.parametrize("format", ["int8", slow("int4")])
 @pytest.mark.parametrize("name", [m if m in OFTEN else slow(m) for m in METHODS])
-def test_small_steps_add_up_whatever_rounding_takes_of_each(format, name):
+def test_small_steps_add_up_although_each_is_rounded(format, name):
     scale = 1 / {"int8": 127, "int4": 7}[format]
     training = drifting(scale / 16)
 
@@ -142,13 +145,13 @@ def test_small_steps_add_up_whatever_rounding_takes_of_each(format, name):
     assert (abs(fallen(wire) - fallen("float32")) < 0.8).all()
 
 
-def test_to_nearest_is_refused_where_small_steps_would_get_lost():
+def test_rounding_to_nearest_is_refused_where_it_would_lose_small_steps():
     with pytest.raises(ValueError, match="at random for WAGMA.*'int8-stochastic'"):
         WAGMA(wire="int8")
 
 
 @pytest.mark.parametrize("name", ["dpsgd", slow("sgp"), slow("async diloco")])
-def test_the_simulator_counts_and_times_what_travels(name):
+def test_the_simulator_counts_and_times_encoded_messages(name):
     link = Network(bandwidth=1e4, latency=0.0)
     full, narrow = (
         simulator.run(drifting(0.1), with_wire(METHODS[name], wire), 2, 2, 8, link)
