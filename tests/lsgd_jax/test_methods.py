@@ -600,9 +600,9 @@ def test_refuses(build, message):
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (lj.sgp(graph.ring(3)), "one of 4 workers"),
-        (lj.dpsgd(graph.ring(8)), "one of 4 workers"),
-        (lj.pairwise(topology=graph.exponential(8)), "one of 4 workers"),
+        (lj.sgp(graph.ring(3)), "a graph of 4 workers"),
+        (lj.dpsgd(graph.ring(8)), "a graph of 4 workers"),
+        (lj.pairwise(topology=graph.exponential(8)), "a graph of 4 workers"),
         (lj.cge(4), r"less than the number of workers \(4\)"),
     ],
 )

@@ -207,8 +207,3 @@ def test_what_is_no_scan_axis_is_refused():
         ValueError, match=r"number of leaves \(2\), got 3; `scan_axis` cuts"
     ):
         lj.diloco(3, fragments=3).init({"a": jnp.ones(2), "b": jnp.ones(2)})
-    x = {"w": jnp.ones([4, 4])}
-    mixed = [lj.Pull(lj.average(), 1, part=lj.fragment(0, 2, None, d)) for d in (0, 1)]
-    tx, workers = lj.exchange(*mixed), lj.Workers(1, 2)
-    with pytest.raises(ValueError, match="`scan_axis` must be the same for all pulls"):
-        workers.map(lambda x: tx.update(x, tx.init(x), x))(workers.replicate(x))

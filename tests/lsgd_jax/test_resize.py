@@ -97,7 +97,7 @@ def test_messages_in_flight_can_not_be_resized():
 
 def test_groups_that_are_not_all_workers_can_not_be_resized():
     _, state = state_of(lj.easgd(0.5, 2, axes="local"), 2, 2)
-    with pytest.raises(ValueError, match="the workers must stay the same if groups"):
+    with pytest.raises(ValueError, match="the workers must stay the same if a state is"):
         lj.resize(state, [0, 1])
 
 

@@ -142,7 +142,7 @@ def test_graphs_are_values():
         (lambda: topology.from_edges([[(0, 4)]], 4), r"workers in 0\.\.3"),
         (lambda: topology.from_edges([[(0, -1)]], 4), r"workers in 0\.\.3"),
         (lambda: topology.ring(4).then(0, topology.ring(4)), "`steps` must be a positive"),
-        (lambda: topology.ring(4).then(3, topology.ring(5)), "one of 4 workers"),
+        (lambda: topology.ring(4).then(3, topology.ring(5)), "a graph of 4 workers"),
         (
             lambda: topology.ring(4).then(3, topology.ring(4)).then(3, topology.ring(4)),
             "after the last change at 3",
