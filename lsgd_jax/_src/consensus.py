@@ -30,6 +30,7 @@ def _check_outside(name: str) -> None:
         )
 
 
+@jax.jit
 def is_finite(params: Tree) -> Array:
     """Returns which workers have finite parameters. Call it outside of `Workers.map`.
 
@@ -45,11 +46,6 @@ def is_finite(params: Tree) -> Array:
     [True, True, False]
     """
     _check_outside("is_finite")
-    return _is_finite(params)
-
-
-@jax.jit
-def _is_finite(params: Tree) -> Array:
     leaves = jax.tree.leaves(params)
     if not leaves:
         return jnp.ones([], bool)  # an empty tree does not tell the number of workers
@@ -117,7 +113,7 @@ def consensus(params: Tree) -> Tree:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus(params: Tree, packed: bool) -> Tree:
-    finite = _is_finite(params)
+    finite = is_finite(params)
     first = jnp.argmax(finite)
     leaves, treedef = jax.tree.flatten(params)
     means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
@@ -148,7 +144,7 @@ def consensus_distance(params: Tree) -> Array:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus_distance(params: Tree, packed: bool) -> Array:
-    finite = _is_finite(params)
+    finite = is_finite(params)
     floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
     if not floats:
         return jnp.float32(0)

@@ -47,8 +47,13 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
         )
 
     def take(x: Any) -> Any:
+        if isinstance(x, Shared) and x.axes is not None:
+            raise ValueError(
+                "the workers must stay the same if a state is shared by groups of workers, "
+                f"got a `Shared` over {' and '.join(map(repr, x.axes))} only"
+            )
         if isinstance(x, Shared):
-            return _kept(x)
+            return x
         # Indexing a jax array would clamp an index that is too large.
         if rows.min() < 0 or rows.max() >= len(x):
             raise ValueError(
@@ -67,12 +72,3 @@ def _resized(tree: Tree) -> Tree:
     tree = tree.__lsgd_resized__() if has_hook(tree) else tree
     within = lambda node: node is not tree and has_hook(node)
     return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)
-
-
-def _kept(node: Shared) -> Shared:
-    if node.axes is not None:
-        raise ValueError(
-            "the workers must stay the same if a state is shared by groups of workers, got "
-            f"a `Shared` over {' and '.join(map(repr, node.axes))} only"
-        )
-    return node

@@ -368,25 +368,19 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Round:
 
     # Edges with the same hop form a permutation. In this order they share a color.
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
-        source, destination = ends(edge)
-        chosen = free(source, destination)
-        if chosen is None:
-            a, b = free(source), free(destination)
-            assert a is not None and b is not None  # neither end has all its edges yet
-            path, node, here, other = [], destination, a, b
-            while here in at[node]:
-                step = at[node][here]
-                path.append((step, other))
-                near, far = ends(step)
-                node, here, other = (far if node == near else near), other, here
-            for step, new in path:
-                for end in ends(step):
-                    if at[end].get(a + b - new) == step:
-                        del at[end][a + b - new]
-            for step, new in path:
-                for end in ends(step):
-                    at[end][new] = step
-            chosen = a
-        at[source][chosen] = at[destination][chosen] = edge
+        source, node = ends(edge)
+        here = other = free(source, node)
+        if here is None:
+            here, other = free(source), free(node)
+        at[source][here] = edge
+        # The edge takes the color from another edge at this node, which takes the other
+        # color, and so on along the path.
+        while displaced := at[node].pop(here, None):
+            at[node][here], at[node][other] = edge, displaced
+            near, far = ends(displaced)
+            edge, node = displaced, far if node == near else near
+            del at[node][here]
+            here, other = other, here
+        at[node][here] = edge
     sent = [at["source", i] for i in range(num_workers)]
     return tuple(tuple(used[c] for used in sent if c in used) for c in range(degree))
