@@ -1,4 +1,4 @@
-"""Tests and doctests see 8 CPU devices, and a collective that hangs is ended soon."""
+"""Tests and doctests see 8 CPU devices, and a collective that hangs ends soon."""
 
 import os
 
@@ -11,14 +11,14 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=60",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-# Tests compile much and run little: cheap code is compiled three times as fast. Later
-# versions abort at the second flag, and with the first round otherwise than the references.
+# Tests compile much and run little, and unoptimized code compiles three times as fast.
+# Later versions of jax abort on the second flag, and with the first they round differently.
 if jax.__version_info__ < (0, 11):
     FLAGS += ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
-# In front, so that those of whoever calls win.
+# In front, so that flags of the caller win.
 os.environ["XLA_FLAGS"] = " ".join((*FLAGS, os.environ.get("XLA_FLAGS", "")))
 os.environ.setdefault("MPLBACKEND", "agg")
-# Nothing is kept in the cache folder of who runs the tests, not by what they start either.
+# Neither tests nor the programs that they start write to the user's compilation cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 jax.config.update("jax_enable_compilation_cache", False)
 
@@ -28,7 +28,7 @@ from lsgd_jax._src.devices import emulate_devices, tune_cpu  # noqa: E402
 emulate_devices(8)
 tune_cpu()
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.devices()  # made here and now: a command that is tested must not ask for others
+jax.devices()  # makes the devices now, because a tested command must not change them
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,7 +20,9 @@ from lsgd_jax._src.exchange import exchange as exchange
 from lsgd_jax._src.group import Group as Group
 from lsgd_jax._src.kernel import Pull as Pull
 from lsgd_jax._src.kernel import PullState as PullState
+from lsgd_jax._src.layouts import following as following
 from lsgd_jax._src.layouts import inside_axes as inside_axes
+from lsgd_jax._src.layouts import largest_dimension as largest_dimension
 from lsgd_jax._src.methods.averaging import AnchorState as AnchorState
 from lsgd_jax._src.methods.averaging import anchored as anchored
 from lsgd_jax._src.methods.averaging import average as average
@@ -63,8 +65,6 @@ from lsgd_jax._src.resize import resize as resize
 from lsgd_jax._src.rule import Rule as Rule
 from lsgd_jax._src.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax._src.shared import Shared as Shared
-from lsgd_jax._src.specs import following as following
-from lsgd_jax._src.specs import largest_dimension as largest_dimension
 from lsgd_jax._src.static_args import static_args as static_args
 from lsgd_jax._src.trees import apply_updates as apply_updates
 from lsgd_jax._src.unrolled import unrolled as unrolled

@@ -1,4 +1,4 @@
-"""What tests of several packages share."""
+"""Fixtures for the tests of several packages."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ def on_ray():
 
 @pytest.fixture
 def refusal(capsys, tmp_path, monkeypatch):
-    """What a command says of wrong usage: one line, status 2, and no file is changed."""
+    """Checks wrong usage of a command: status 2, one line on stderr, no changed file."""
     monkeypatch.chdir(tmp_path)
 
     def files():

@@ -1,4 +1,4 @@
-"""What the tests of methods share: a small problem, compiled once per method and grid."""
+"""The table of methods, and small training runs that are compiled once per method."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ class Method:
 
     Attributes:
       make: (W, **check) -> the method's transformation.
-      first: whether it stands before the base optimizer.
-      then: what stands behind both.
-      alone: whether with one worker it is exactly the base optimizer.
-      due: the steps between exchanges; 1 if there is one at every step.
-      rounds: W -> per pull, over how many rounds of a graph its exchange is compiled.
-      refuses: of the numbers of workers tested, those it refuses.
+      first: whether the method stands before the base optimizer.
+      then: a transformation at the end of the chain, or None.
+      alone: whether the method with one worker is exactly the base optimizer.
+      due: the number of steps between exchanges.
+      rounds: W -> for each pull, the number of graph rounds that are compiled.
+      refuses: the numbers of workers in the tests that the method refuses.
     """
 
     make: Callable[..., optax.GradientTransformationExtraArgs]
@@ -142,7 +142,7 @@ def over(wire, method):
     return dataclasses.replace(method, make=functools.partial(method.make, wire=wire))
 
 
-# Every method that pulls with int8, and some with each of the other formats.
+# Every method that pulls with int8, and some methods with each of the other formats.
 METHODS |= {
     f"{name}+{wire}": over(WIRES[wire], METHODS[name])
     for wire, names in {
@@ -162,12 +162,33 @@ METHODS |= {
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 
-class Run:
-    """A method over workers on devices, its step compiled ahead of time.
+def train(tx, workers, x, grads, losses=None, apply=lj.apply_updates):
+    """Returns the parameters on the host after every step, and the last state.
 
-    Each worker descends from its own start to a target of its own that changes by step:
-    f(x) = |x - target|² / 2. The compiled step refuses any argument whose shape, dtype or
-    sharding is not what it was compiled for.
+    grads: [W, ...] for each step. losses: [W] for each step; 1 by default.
+    """
+
+    def step(x, state, g, loss):
+        u, state = tx.update(g, state, x, value=loss)
+        return apply(x, u), state
+
+    x, seen = workers.put(x), []
+    state, step = workers.map(tx.init)(x), workers.map(step)
+    losses = [np.ones(workers.num_workers)] * len(grads) if losses is None else losses
+    for g, loss in zip(grads, losses):
+        loss = jnp.asarray(loss, jnp.float32)
+        x, state = step(x, state, *workers.put((g, loss)))
+        seen.append(workers.fetch(x))
+    assert step._cache_size() == 1
+    return seen, state
+
+
+class Run:
+    """A method over workers on devices, with its step compiled ahead of time.
+
+    Each worker descends from its own start to its own target, which changes on every step:
+    f(x) = |x - target|² / 2. The compiled step refuses arguments of another shape, dtype or
+    sharding than those it was compiled for.
     """
 
     def __init__(
@@ -197,7 +218,7 @@ class Run:
         self.text = self.compiled.as_text()
 
     def train(self, batches=None, start=None):
-        """The parameters (on the host) after each step, and the last state."""
+        """Returns the parameters on the host after each step, and the last state."""
         params = self.workers.put(self.start if start is None else start)
         state, seen = self.init(params), []
         for batch in self.batches if batches is None else batches:
@@ -206,7 +227,7 @@ class Run:
         return seen, state
 
     def still(self, steps, start):
-        """Where the workers stand after steps whose gradients are zero, and the state."""
+        """Returns the parameters after each step with zero gradients, and the state."""
         params = self.workers.put(start)
         state, seen = self.init(params), []
         for _ in range(steps):
@@ -217,14 +238,14 @@ class Run:
 
 @functools.cache
 def run_of(name, nodes, locals, devices, rate=0.1):
-    """In the form that README recommends: a guarded base optimizer, `lj.apply_updates`."""
+    """The form that the README recommends: a guarded base and `lj.apply_updates`."""
     tx = METHODS[name].chain(nodes * locals, GUARDED(optax.sgd(rate)))
     return Run(tx, nodes, locals, devices)
 
 
 @functools.cache
 def unguarded(name):
-    """With optax's own `apply_updates` and a base optimizer that passes on what is nan."""
+    """optax's own `apply_updates`, and a base optimizer that passes on nan."""
     tx = METHODS[name].chain(8, optax.sgd(0.1), check="every_step")
     return Run(tx, 4, 2, 8, apply=optax.apply_updates)
 
@@ -247,10 +268,10 @@ def nbytes_of(shape):
 
 
 def exchanges(text):
-    """What a compiled program communicates: (on every step, in each branch).
+    """Returns the bytes that a compiled program sends: (on every step, in each branch).
 
-    Both count the operand bytes of collectives: those reached from the entry without
-    entering a conditional, and a list of those of every branch that has any.
+    Both count the operand bytes of collectives. The first counts collectives outside of
+    conditionals. The second is a list with one sum for every branch that has collectives.
     """
     bodies, current, entry = {}, None, None
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""LSGD worker by worker in NumPy, as the paper's Algorithm 1 reads."""
+"""LSGD in NumPy, worker by worker, as in the paper's Algorithm 1."""
 
 import numpy as np
 
@@ -6,19 +6,19 @@ import numpy as np
 def lsgd(
     x, updates, losses, nodes, locals, pulls, periods, window, order="adapt_then_combine"
 ):
-    """The parameters [T, W, P] after every step.
+    """Returns the parameters [T, W, P] after every step.
 
-    x: start [W, P]; updates: what the base optimizer adds [T, W, P]; losses [T, W].
-    A worker whose step is not finite stays where it is until a leader has restored it.
+    x: the start [W, P]; updates: the base optimizer's updates [T, W, P]; losses: [T, W].
+    A worker whose step is not finite does not move until a leader restores it.
     """
     x = np.array(x, np.float64)
     workers = nodes * locals
-    sick = np.zeros(workers, bool)
+    is_stuck = np.zeros(workers, bool)
     ids = np.arange(workers).reshape(nodes, locals)
     history = []
     for t in range(1, len(updates) + 1):
         u = np.array(updates[t - 1], np.float64)
-        u[sick] = np.nan
+        u[is_stuck] = np.nan
         recent = losses[max(0, t - window) : t]
         with np.errstate(invalid="ignore"):
             score = recent.mean(axis=0)
@@ -27,20 +27,20 @@ def lsgd(
                 continue
             y = x + u
             place = y if order == "adapt_then_combine" else x
-            healthy = np.isfinite(score) & np.isfinite(y).all(axis=1)
+            finite = np.isfinite(score) & np.isfinite(y).all(axis=1)
             new = u.copy()
             for group in groups:
-                if not healthy[group].any():
+                if not finite[group].any():
                     continue
-                leader = min((i for i in group if healthy[i]), key=lambda i: (score[i], i))
+                leader = min((i for i in group if finite[i]), key=lambda i: (score[i], i))
                 for i in group:
-                    if healthy[i]:
+                    if finite[i]:
                         new[i] = u[i] - pull * (place[i] - place[leader])
                     else:
                         new[i] = place[leader] - x[i]
             u = new
-        sick = ~np.isfinite(x + u).all(axis=1)
-        u[sick] = 0
+        is_stuck = ~np.isfinite(x + u).all(axis=1)
+        u[is_stuck] = 0
         x = x + u
         history.append(x)
     return np.stack(history)

@@ -1,4 +1,4 @@
-"""What holds for all files: imports lead downwards, files are short, words agree."""
+"""Rules for all files: imports lead downwards, and every thing has one name."""
 
 import ast
 import pathlib
@@ -21,7 +21,7 @@ WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
 TOOLS = "train.compare", "train.plan", "train.simulate", "train.plots"
 
-# What a package must not import. Those of `train` that are not named may import all others.
+# The modules that a package must not import. Other packages may import everything.
 NOT_ABOVE = {
     "lsgd_jax": ("train", "paper", "configs", "flax", "orbax", "grain"),
     "train.data": ("train.run", "train.task", "train.metrics", *TOOLS),
@@ -32,7 +32,7 @@ NOT_ABOVE = {
     "train": ("paper",),
 }
 
-# What the field calls otherwise: the word that is wrong, and the right one.
+# Words for which the field has another term: the wrong word, and the right one.
 WORDS = {
     r"everybody|nobody|somebody|anybody": "all workers, no worker, any worker",
     r"signs? of life": "heartbeat",
@@ -51,7 +51,7 @@ def name_of(path):
 
 
 def imported(path):
-    """The modules that a file imports anywhere, `from a import b` as a.b."""
+    """Yields the modules that a file imports anywhere, `from a import b` as a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)

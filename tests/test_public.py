@@ -1,4 +1,4 @@
-"""What users import: the public names, their types, and imports without circles."""
+"""The public names, their types, and imports without circles."""
 
 import ast
 import pathlib
@@ -12,7 +12,7 @@ import lsgd_jax as lj
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# Changing a list here changes what users import: name it in CHANGELOG.md.
+# A change of these lists is a change of the public API and belongs in CHANGELOG.md.
 NAMES = {
     "lsgd_jax": """
         AggregateState AnchorState CenterState Diagnostics Exchange ExchangeState
@@ -52,13 +52,13 @@ def test_the_public_names_are_these(module):
         "lsgd_jax.checks": lj.checks,
         "lsgd_jax.topology": lj.topology,
     }[module]
-    # Imported when it is asked for, or already by another test.
+    # `ray_engine` is imported on demand, perhaps already by another test.
     names = set(public(found)) - {"importlib", "Any", "ray_engine", "TYPE_CHECKING"}
     assert sorted(names) == NAMES[module].split()
 
 
 def test_no_import_leads_in_a_circle():
-    """Those under `if TYPE_CHECKING` and inside of functions count, too."""
+    """Imports under `if TYPE_CHECKING` and inside functions count as well."""
     files = {}
     for path in (ROOT / "lsgd_jax").rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -113,7 +113,7 @@ WRONG = {
 }
 
 
-def test_mypy_strict_passes_a_right_program_and_finds_wrong_calls(tmp_path):
+def test_mypy_strict_accepts_a_right_program_and_finds_wrong_calls(tmp_path):
     package = pathlib.Path(lj.__file__).parent  # in this checkout, or an installed wheel
     assert (package / "py.typed").exists()
     path = {"MYPYPATH": str(ROOT)} if package.parent == ROOT else {}

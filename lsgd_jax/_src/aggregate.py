@@ -1,4 +1,4 @@
-"""aggregate: replace each worker's gradient by something made of all workers' gradients."""
+"""aggregate: replace each worker's gradient by an aggregate of all workers' gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,9 +27,9 @@ class AggregateState(NamedTuple):
         out; per worker.
       misplaced: int32 scalar, how often the aggregate itself was added to x, which means
         that it stood last in the chain; per worker.
-      expected: float32 [k], where some elements of x would then be; per worker.
+      expected: float32 [k], the values of some elements of x in that case; per worker.
       own: the rule's state; per worker.
-      traffic: what was sent, when; shared.
+      traffic: the traffic counters; shared.
     """
 
     count: Shared[Array]
@@ -46,7 +46,7 @@ def aggregate(
     init_own: Callable[[Tree], Any] = lambda params: (),
     until: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replaces each worker's gradient by something made of all workers' gradients.
+    r"""Replaces each worker's gradient by an aggregate of all workers' gradients.
 
     .. math:: g_i \leftarrow \text{rule}(g_1, \ldots, g_W) \quad \text{on the first until}
       \text{ steps}
@@ -54,12 +54,13 @@ def aggregate(
     It stands **first** in a chain, before clipping and the base optimizer.
 
     Args:
-      rule: (group, g, own, finite) -> (aggregate, own), for one worker; the one place that
-        communicates, through `group`. g: its gradients; own: its state; finite: bool
-        scalar, whether all of g is finite; aggregate: a tree like g, cast to its dtypes.
+      rule: (group, g, own, finite) -> (aggregate, own), for one worker. It is the only
+        function that communicates, through `group`. g: the worker's gradients; own: the
+        rule's state; finite: bool scalar, whether all of g is finite; aggregate: a tree
+        like g, which is cast to its dtypes.
       axes: the mesh axes of the group.
       init_own: params -> own.
-      until: the last step on which to communicate; None: on all.
+      until: the last step that communicates. Defaults to all steps.
 
     Returns:
       A gradient transformation for one worker. Its state is an `AggregateState`.
@@ -106,7 +107,7 @@ def aggregate(
             known = jnp.isfinite(expected).all()
             last = jnp.where(known, 1 - misplaced(expected, params), 0)
             after = sample_after(params, g)
-            # An aggregate that moves nothing tells nothing.
+            # An aggregate that moves nothing gives no information.
             expected = jnp.where(misplaced(after, params) == 1, after, jnp.inf)
         return g, AggregateState(
             count=Shared(jnp.asarray(optax.safe_increment(count))),

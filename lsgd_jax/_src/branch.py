@@ -13,7 +13,7 @@ from lsgd_jax._src.trees import Tree
 
 
 def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
-    """`lax.cond`, or the one branch if `due` is True itself.
+    """`lax.cond`, or one of the branches if `due` is a Python bool.
 
     An array must come from a shared count, so that all workers take the same branch and
     meet in its collectives.
@@ -33,7 +33,7 @@ def cond(due: Any, then: Callable, otherwise: Callable, *operands: Any) -> Any:
 
 
 def _typed_alike(tree: Tree, like: Tree) -> Tree:
-    """The same values, typed as varying over the axes over which `like` varies too."""
+    """Returns `tree`, typed as varying also over the axes over which `like` varies."""
 
     def cast(x, y):
         missing = tuple(_varying(y) - _varying(x))
@@ -43,16 +43,16 @@ def _typed_alike(tree: Tree, like: Tree) -> Tree:
 
 
 def _varying(x: Array) -> frozenset[str]:
-    """Over which axes x is typed to vary: none unless types are checked (`check_vma`)."""
+    """The axes over which x is typed to vary: none unless `check_vma` is on."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 @custom_vmap
 def the_same_for_all(count: Array) -> Array:
-    """A step count; under `jax.vmap` that of the first row, not one per row.
+    """Returns a step count; under `jax.vmap`, the count of the first row for all rows.
 
-    All workers count alike, so one row speaks for all. A predicate that is computed from a
-    batched count would make a `select` of a `cond`, which communicates on every step.
+    All workers have the same count, so one row represents all. With a batched count as
+    predicate, a `cond` would become a `select`, which communicates on every step.
     """
     return count
 
@@ -64,12 +64,12 @@ def _(size: int, batched: list[bool], count: Array) -> tuple[Array, bool]:
 
 
 def is_due(t: Array, every: int, at: int) -> Any:
-    """Whether t ≡ at (mod every); True itself if every is 1."""
+    """Whether t ≡ at (mod every); the Python value True if every is 1."""
     return every == 1 or t % every == at
 
 
 def any_of(*conditions: Any) -> Any:
-    """Their `or`; True itself if one of them is, which is known while tracing then."""
+    """The logical or; the Python value True if one of the conditions is True."""
     if any(condition is True for condition in conditions):
         return True
     return functools.reduce(jnp.logical_or, conditions, False)

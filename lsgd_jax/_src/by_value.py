@@ -1,7 +1,7 @@
 """Factories whose results compare, hash and pickle as the calls that made them.
 
-What a factory returns holds closures, which have no value of their own. Equal calls of one
-factory make equal things, so the call is the value.
+The result of a factory holds closures, which cannot be compared or pickled. Equal calls of
+one factory make equal results, so a result is identified by its call.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 
 class ByValue:
-    """Equal to what equal calls have made; equal to itself only if no factory made it."""
+    """An object that equals the results of equal calls, or only itself without a call."""
 
     made_by: tuple[Callable, tuple, dict[str, Any]] | None = None
 
@@ -24,7 +24,7 @@ class ByValue:
         return not self == other
 
     def __hash__(self) -> int:
-        # Arguments such as a list of paths have no hash.
+        # Some arguments, such as a list of paths, have no hash.
         return object.__hash__(self) if self.made_by is None else hash(self.made_by[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=ByValue)
 
 
 def by_value(factory: Callable[P, T]) -> Callable[P, T]:
-    """The factory, which notes each call on the `ByValue` that it returns."""
+    """Returns the factory so that it records each call on the `ByValue` it returns."""
     signature = inspect.signature(factory)
 
     @functools.wraps(factory)

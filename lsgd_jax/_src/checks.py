@@ -1,7 +1,7 @@
-"""Argument checks of factories, in one wording: the name, the rule, the value.
+"""Argument checks of factories, with uniform messages: the name, the rule, the value.
 
-Numbers that are traced have no value to check and pass: `optax.inject_hyperparams` calls
-the factories with such numbers.
+Traced numbers have no value to check, so they pass. `optax.inject_hyperparams` calls the
+factories with such numbers.
 """
 
 import operator
@@ -21,11 +21,7 @@ def check_positive_int(name: str, value: Any) -> None:
             f"{name}={value}; for `optax.inject_hyperparams(lj.lsgd, static_args=...)` "
             "`lj.static_args(lj.lsgd)` names all arguments of this kind"
         )
-    try:
-        valid = not isinstance(value, bool) and operator.index(value) >= 1
-    except TypeError:
-        valid = False
-    if not valid:
+    if _int(value) < 1:
         raise ValueError(f"`{name}` must be a positive int, got {name}={value!r}")
 
 
@@ -54,11 +50,7 @@ def check_option(name: str, value: Any, options: Sequence[str]) -> None:
 
 def check_period(name: str, value: Any, period: int) -> None:
     """Raises ValueError unless the value is an int in [0, period)."""
-    try:
-        valid = not isinstance(value, bool) and 0 <= operator.index(value) < period
-    except TypeError:
-        valid = False
-    if not valid:
+    if not 0 <= _int(value) < period:
         raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")
 
 
@@ -80,9 +72,9 @@ def check_same_tree(name: str, tree: Any, like: Any) -> None:
 
 
 def check_auto_mesh() -> None:
-    """Raises ValueError where traced on a mesh that has an `AxisType.Explicit` axis.
+    """Raises ValueError while tracing on a mesh that has an `AxisType.Explicit` axis.
 
-    Exchanges flatten leaves and join them, which has no sharding of its own to name.
+    Exchanges flatten and join leaves, and the result has no explicit sharding.
     """
     check_all_auto(jax.sharding.get_abstract_mesh())
 
@@ -97,15 +89,23 @@ def check_all_auto(mesh: Mesh | AbstractMesh) -> None:
     if explicit:
         names = ", ".join(map(repr, explicit))
         raise ValueError(
-            f"every axis of a mesh of your own must be AxisType.Auto, but {names} is "
+            f"every axis of your mesh must be AxisType.Auto, but {names} is "
             "Explicit: use `jax.make_mesh(shape, names, "
             "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`, or a "
             "`jax.shard_map` in which all axes are manual"
         )
 
 
+def _int(value: Any) -> int:
+    """The value as an int; -1 if it is a bool or no integer."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return -1
+
+
 def _holds(rule: Callable[[], Any], value: Any) -> bool:
-    """Whether the value follows the rule; a traced one is taken to."""
+    """Whether the value follows the rule; traced values are assumed to."""
     try:
         return isinstance(value, jax.core.Tracer) or bool(rule())
     except (TypeError, ValueError):

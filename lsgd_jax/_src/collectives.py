@@ -1,7 +1,7 @@
 """MeshChannel: a group's messages as collectives of one compiled program.
 
-Everything is written for ONE worker, which names its group by mesh axes. Small leaves of a
-tree travel packed into one buffer per dtype, because the cost of a collective is per call.
+All code is written for ONE worker, which names its group by mesh axes. Small leaves of a
+tree travel in one buffer per dtype, because each collective call has a fixed cost.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from lsgd_jax._src.trees import Tree, widen
 
 Permutation = Sequence[tuple[int, int]]
 
-# With several workers on a device, `Workers` may split an axis in two: the devices
-# along it, and the slots of one device (a vmapped axis).
+# With several workers on a device, `Workers` may split an axis in two: the devices along
+# it, and the slots of one device (a vmapped axis).
 DEVICE, SLOT = "{}_device", "{}_slot"
 
 
@@ -40,7 +40,7 @@ class MeshChannel:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The names under which JAX knows the axes here, without those of size 1."""
+        """The names of the axes in jax here, without axes of size 1."""
         check_auto_mesh()
         return names_here(self._axes)
 
@@ -61,8 +61,8 @@ class MeshChannel:
     def is_all(self) -> bool:
         """Whether the group is all workers of the node × local grid.
 
-        Outside of mapped functions, where no axis is bound, only the workers of a node are
-        known not to be all.
+        Outside of mapped functions, where no axis is bound, only a group along 'local' is
+        known to be a part of the workers.
         """
         if not any_bound((*WORKER_AXES, *self._axes)):
             return self._axes != WORKER_AXES[1:]
@@ -74,7 +74,7 @@ class MeshChannel:
     def gather(self, x: Array) -> Array:
         """All workers' x, stacked in the order of `index`: shape [size, ...]."""
         devices, slots = self._devices_and_slots()
-        # One axis at a time, the innermost first: vmapped axes know no other way.
+        # Vmapped axes can only be gathered one at a time: the innermost comes first.
         stacked = x
         for name in reversed(slots):
             stacked = lax.all_gather(stacked, name)
@@ -87,7 +87,7 @@ class MeshChannel:
 
         def send(tree: Tree, source: Array) -> Tree:
             mine = self.index == source
-            # `where` and not a product: 0 * nan would leak the others' nan into the sum.
+            # With a product instead of `where`, 0 * nan would leak other workers' nan.
             pick = lambda x: lax.psum(jnp.where(mine, x, 0), self._names)
             return _packed(pick, tree)
 
@@ -123,7 +123,7 @@ class MeshChannel:
         return lax.switch(r, branches, operand)
 
     def _devices_and_slots(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the axes across devices, and of those inside a device (vmapped)."""
+        """The names of the axes across devices, and of the vmapped axes inside a device."""
         across = jax.sharding.get_abstract_mesh().axis_names
         names = self._names
         return (
@@ -133,7 +133,7 @@ class MeshChannel:
 
 
 def _packed(collective: Callable[[Array], Array], tree: Tree) -> Tree:
-    """The collective, applied to a few buffers in place of the leaves."""
+    """Applies a collective to a few buffers in place of the leaves."""
     packing = Packing(tree)
     return packing.unpack([collective(buffer) for buffer in packing.pack(tree)])
 
@@ -142,30 +142,30 @@ def _packed(collective: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def names_here(axes: Sequence[str]) -> tuple[str, ...]:
-    """The names under which JAX knows the axes here, without those of size 1."""
+    """The names of the axes in jax here, without axes of size 1."""
     found = []
     for axis in axes:
         whole, *parts = parts_of(axis)
         known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
         if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
-            continue  # under a vmap over 'node' alone there is one worker along 'local'
+            continue  # under a vmap over 'node' alone, 'local' has one worker
         if not known:
             raise NameError(
                 f"no axis {axis!r} here: call this inside `Workers.map` (or "
-                f"`jax.shard_map`), on a mesh that has an axis {axis!r}"
+                f"`jax.shard_map`) on a mesh with an axis {axis!r}"
             )
         found += known
     return tuple(name for name in found if lax.axis_size(name) > 1)
 
 
 def parts_of(axis: str) -> tuple[str, str, str]:
-    """The axis itself, and its two names if it is split."""
+    """The name of an axis, and its two names if it is split."""
     axis = named(axis)
     return axis, DEVICE.format(axis), SLOT.format(axis)
 
 
 def is_bound(name: str) -> bool:
-    """Whether a name has a meaning where we are traced."""
+    """Whether an axis name is bound in the function that is being traced."""
     try:
         lax.axis_size(name)
     except NameError:
@@ -174,7 +174,7 @@ def is_bound(name: str) -> bool:
 
 
 def any_bound(axes: Sequence[str]) -> bool:
-    """Whether one of the axes is bound here, as a whole or in parts."""
+    """Whether at least one of the axes is bound here, as a whole or in parts."""
     return any(map(is_bound, itertools.chain(*map(parts_of, axes))))
 
 

@@ -1,12 +1,12 @@
-"""The one model that W workers stand for, and how far they stand apart."""
+"""The one model that W workers represent, and the distance between the workers."""
 
 import functools
-import itertools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 
 from lsgd_jax._src.collectives import any_bound
@@ -17,21 +17,22 @@ from lsgd_jax._src.trees import Tree, widened
 
 
 def _has_mean(x: Array) -> bool:
-    """Whether a leaf holds floats: counts, flags and random keys have no mean."""
+    """Whether a leaf holds floats; counts, flags and random keys have no mean."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _check_outside(name: str) -> None:
-    """Raises ValueError inside of a mapped function, where there is no axis of workers."""
+    """Raises ValueError inside a mapped function, where leaves have no axis of workers."""
     if any_bound(WORKER_AXES):
         raise ValueError(
-            f"`{name}` takes all workers' rows, so call it outside of `Workers.map`; the "
-            "mean of the workers inside is `lj.Group(('node', 'local')).masked_mean(x)`"
+            f"`{name}` takes the rows of all workers: call it outside of `Workers.map`; "
+            "inside, `lj.Group(('node', 'local')).masked_mean(x)` is the workers' mean"
         )
 
 
+@jax.jit
 def is_finite(params: Tree) -> Array:
-    """Returns which workers have finite parameters. Works outside of `Workers.map`.
+    """Returns which workers have finite parameters. Call it outside of `Workers.map`.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -45,26 +46,21 @@ def is_finite(params: Tree) -> Array:
     [True, True, False]
     """
     _check_outside("is_finite")
-    return _is_finite(params)
-
-
-@jax.jit
-def _is_finite(params: Tree) -> Array:
     leaves = jax.tree.leaves(params)
     if not leaves:
-        return jnp.ones([], bool)  # for the workers of an empty tree, however many
+        return jnp.ones([], bool)  # an empty tree does not tell the number of workers
     floats = filter(_has_mean, leaves)
     rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
     return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *rows]).all(axis=0)
 
 
 def _own_axes(x: Array) -> tuple[int, ...]:
-    """All axes but that of the workers. Flattening them would gather what is sharded."""
+    """All axes but that of the workers. Flattening them would gather a sharded leaf."""
     return tuple(range(1, x.ndim))
 
 
 def _rows(where: Array, x: Array) -> Array:
-    """The mask [W], shaped to go with x [W, ...]."""
+    """The mask [W], shaped to broadcast with x [W, ...]."""
     return where.reshape(-1, *(1,) * (x.ndim - 1))
 
 
@@ -73,20 +69,20 @@ def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
     masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
     if not packed:
         return [x.sum(axis=0) / finite.sum() for x in masked]
-    rows = [x.reshape(x.shape[0], -1) for x in masked]
-    dtype = jnp.result_type(*rows, jnp.float32)
-    together = jnp.concatenate([*rows, finite[:, None]], axis=1, dtype=dtype).sum(axis=0)
-    ends = list(itertools.accumulate(row.shape[1] for row in rows))
-    parts = jnp.split(together[:-1] / together[-1], ends[:-1])
-    return [m.reshape(x.shape[1:]).astype(x.dtype) for m, x in zip(parts, masked)]
+    rows = (masked, finite.astype(jnp.float32))
+    total = jax.vmap(lambda row: ravel_pytree(row)[0])(rows).sum(axis=0)
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
+    sums, count = unravel(total)
+    return [x / count.astype(x.dtype) for x in sums]
 
 
 def _pack(params: Tree) -> bool:
-    """Whether leaves are to be added up as one array.
+    """Whether leaves are summed as one array.
 
-    Between processes XLA runs the sums of several leaves side by side. If a process is
-    lost, some go on after others have failed, and gloo aborts on what does not match. What
-    is sharded inside a worker stays as it is: flattening would gather it.
+    Between processes XLA runs the sums of several leaves side by side. If a process fails,
+    some sums continue after others have failed, and gloo aborts on messages that do not
+    match. Leaves that are sharded inside a worker stay separate, because flattening would
+    gather them.
     """
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
     inside = (s.spec[1:] for s in shardings if isinstance(s, NamedSharding))
@@ -94,14 +90,14 @@ def _pack(params: Tree) -> bool:
 
 
 def consensus(params: Tree) -> Tree:
-    r"""The mean of the workers: x̄ = mean_{i ∈ H} x_i.
+    r"""Returns the mean of the workers: x̄ = mean_{i ∈ H} x_i.
 
-    H are the workers whose parameters are finite. For LSGD and most methods this is the
-    model to test ("the center"). Works outside of `Workers.map`, on stacked trees.
+    H is the set of workers whose parameters are finite. For LSGD and most methods this mean
+    is the model to test ("the center"). Call it outside of `Workers.map`, on stacked trees.
 
     Args:
-      params: the workers' parameters, leaves [W, ...]. Integers, bools and random keys
-        have no mean: those of the first worker in H are taken (of worker 0 if H is empty).
+      params: the workers' parameters, leaves [W, ...]. Integers, bools and random keys have
+        no mean and come from the first worker in H (from worker 0 if H is empty).
 
     Returns:
       One tree, leaves [...], in the dtypes of `params`; nan if no worker is finite.
@@ -117,7 +113,7 @@ def consensus(params: Tree) -> Tree:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus(params: Tree, packed: bool) -> Tree:
-    finite = _is_finite(params)
+    finite = is_finite(params)
     first = jnp.argmax(finite)
     leaves, treedef = jax.tree.flatten(params)
     means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
@@ -127,9 +123,9 @@ def _consensus(params: Tree, packed: bool) -> Tree:
 
 
 def consensus_distance(params: Tree) -> Array:
-    r"""How far apart the workers are: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
+    r"""Returns the relative distance of the workers: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
 
-    x̄ and H as in `consensus`; norms over all leaves of floats together.
+    x̄ and H are those of `consensus`. A norm is taken over all float leaves together.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -148,7 +144,7 @@ def consensus_distance(params: Tree) -> Array:
 
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus_distance(params: Tree, packed: bool) -> Array:
-    finite = _is_finite(params)
+    finite = is_finite(params)
     floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
     if not floats:
         return jnp.float32(0)
@@ -166,7 +162,7 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
 
 
 def center(params: Tree, opt_state: Tree) -> Tree:
-    """The model to test: the method's own center if it has one, else `consensus`.
+    """Returns the model to test: the method's own center, or else the `consensus`.
 
     Args:
       params: the workers' parameters, leaves [W, ...].
@@ -187,11 +183,11 @@ def center(params: Tree, opt_state: Tree) -> Tree:
         )
     own = lambda node: hasattr(type(node), "__lsgd_center__")
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
-        # A group that is not all workers has a center of its own: take their mean.
+        # Each group of workers has its own center: return their mean.
         shared = node.__lsgd_center__()
         value = to_device(shared.value)
         tree = value if is_shared(shared) else consensus(value)
-        # A vmap of one's own has made rows of what is equal on all workers.
+        # A user's own vmap has stacked values that are equal on all workers.
         row = lambda c, x: (c[0] if c.ndim == x.ndim else c).astype(x.dtype)
         return jax.tree.map(row, tree, params)
     return consensus(params)

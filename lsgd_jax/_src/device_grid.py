@@ -1,21 +1,44 @@
-"""Which device stands where in the node × local grid, and what its axes are called."""
+"""The grid of devices: which device holds which workers, and the names of its axes."""
 
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from lsgd_jax._src.checks import check_all_auto
+from lsgd_jax._src.checks import check_all_auto, check_positive_int
 from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.shared import WORKER_AXES
 
 
 Slots = list[tuple[str, int]]
+
+# Names that an axis inside a worker cannot have.
+RESERVED = (
+    *WORKER_AXES,
+    *(form.format(axis) for form in (DEVICE, SLOT) for axis in WORKER_AXES),
+)
+
+
+def check_inside(inside: Mapping[str, int] | None) -> dict[str, int]:
+    """Returns the sizes of the axes inside a worker, or raises ValueError."""
+    if not isinstance(inside or {}, Mapping):
+        raise ValueError(
+            "`inside` must be a dict from the names of mesh axes to their sizes, such as "
+            f"{{'fsdp': 4}}, got inside={inside!r}"
+        )
+    for name, size in (inside or {}).items():
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
+            raise ValueError(
+                "a name in `inside` must be an identifier, and none of "
+                f"{', '.join(map(repr, RESERVED))}, got {name!r}"
+            )
+        check_positive_int(f"inside[{name!r}]", size)
+    return {name: int(size) for name, size in (inside or {}).items()}
 
 
 def device_grid(
@@ -24,7 +47,7 @@ def device_grid(
     devices: Sequence[jax.Device] | None,
     inside: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """The devices as an array [node, local, *inside].
+    """Returns the devices as an array [node, local, *inside].
 
     Its first two sizes divide nodes × locals; `inside` are the sizes inside a worker.
     """
@@ -47,18 +70,18 @@ def device_grid(
 
 
 def check_no_process_is_idle(grid: np.ndarray, processes: int) -> None:
-    """Raises ValueError if a process has no device in the grid: it could not take part."""
+    """Raises ValueError if a process has no device in the grid and cannot take part."""
     busy = {device.process_index for device in grid.flat}
     idle = [str(process) for process in range(processes) if process not in busy]
     if idle:
         raise ValueError(
             f"every process must have a worker, but of {processes} processes these have "
-            f"none: {', '.join(idle)}; take more workers, or fewer processes"
+            f"none: {', '.join(idle)}; use more workers or fewer processes"
         )
 
 
 def warn_of_idle_devices(nodes: int, locals: int, grid: np.ndarray, available: int) -> None:
-    """Warns if devices idle while the others hold more workers than they would have to.
+    """Warns if some devices are idle while others hold more workers than necessary.
 
     Args:
       nodes, locals: the grid of workers.
@@ -75,24 +98,24 @@ def warn_of_idle_devices(nodes: int, locals: int, grid: np.ndarray, available: i
     warnings.warn(
         f"{workers} workers ({nodes} nodes x {locals} locals) use {grid.size} of the "
         f"{available} devices, with {workers // places} workers on each, because each must "
-        f"hold equally many: {fewer} or {fewer + most} workers{among} would use all; pass "
-        "`devices=` if this is what you want",
-        stacklevel=4,  # where `Workers` is called
+        f"hold the same number: {fewer} or {fewer + most} workers{among} would use all; "
+        "pass `devices=` if this is what you want",
+        stacklevel=4,  # the call of `Workers`
     )
 
 
 def named_mesh(
     grid: np.ndarray, nodes: int, locals: int, inside: Iterable[str] = ()
 ) -> tuple[Mesh, Slots]:
-    """The grid as a mesh, its axes named so that 'node' and 'local' mean all workers.
+    """Returns the grid as a mesh on which 'node' and 'local' mean all workers.
 
-    An axis that lies on the devices as a whole keeps its name there. One that lies
-    inside the devices as a whole is a vmapped axis of that name. One that is split
-    gets two new names, which `collectives` puts together again; a bare `lax.psum` over
-    it then fails instead of summing a part.
+    An axis that lies across devices as a whole keeps its name as a mesh axis. An axis that
+    lies inside a device as a whole becomes a vmapped axis of that name. An axis that is
+    split gets two new names, which `collectives` joins again; a bare `lax.psum` over it
+    then fails, where it would otherwise sum over a part of the workers.
 
     Returns:
-      The mesh, and the axes inside a device: their names and sizes.
+      The mesh, and the names and sizes of the axes inside a device.
     """
     device_names: list[str] = []
     slots: Slots = []
@@ -106,10 +129,10 @@ def named_mesh(
 
 
 def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
-    """The names of the workers' axes of a mesh that a user has made.
+    """Returns the names of the workers' axes of a mesh that a user has made.
 
     Raises:
-      ValueError: no mesh, one with axes that are not automatic; axes that are not one or
+      ValueError: no mesh, or one with axes that are not automatic; axes that are not one or
         two of its names.
     """
     if not isinstance(mesh, Mesh):
@@ -119,7 +142,7 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
     if not fits or not set(names) <= set(mesh.axis_names):
         known = ", ".join(map(repr, mesh.axis_names))
         raise ValueError(
-            "`axes` must name one or two axes of the mesh along which workers stand, of "
+            "`axes` must name one or two axes of the mesh for the workers, from "
             f"{known}, got axes={axes!r}"
         )
     check_all_auto(mesh)
@@ -127,7 +150,7 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
 
 
 def leading_axis_over(mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
-    """Shards the leading axis over all workers' devices, written as XLA writes it back."""
+    """The spec of a leading axis over all workers' devices, as XLA returns it."""
     names = tuple(name for name in axes if mesh.shape[name] > 1)
     if not names:
         return PartitionSpec()
@@ -135,7 +158,7 @@ def leading_axis_over(mesh: Mesh, axes: Sequence[str]) -> PartitionSpec:
 
 
 def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Device]:
-    """The devices for the grid, host by host, as many from each host if it can be."""
+    """Picks the devices for the grid, host by host, equally many from each if possible."""
     used = math.prod(shape)
     hosts: dict[Any, list[jax.Device]] = {}
     for device in devices:
@@ -147,7 +170,7 @@ def pick(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> list[jax.Devi
 
 
 def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
-    """Device grids on which every device holds workers that follow one another."""
+    """Grids of devices in which every device holds consecutive workers."""
     divisors = lambda n: [d for d in range(1, n + 1) if n % d == 0]
     grids = itertools.chain(
         ((nodes, d) for d in divisors(locals)), ((d, 1) for d in divisors(nodes))
@@ -156,10 +179,10 @@ def _grids(nodes: int, locals: int, available: int) -> list[tuple[int, int]]:
 
 
 def _host(device: jax.Device) -> int:
-    """A number that devices which are close to one another have in common.
+    """A number that is the same for devices which are close to one another.
 
     XLA numbers TPU slices, and the machines (or NVLink domains) of GPUs and CPUs by their
-    boot ids, so that processes on one machine have one number, however many there are.
+    boot ids, so that all processes on one machine have the same number.
     """
     close = getattr(device, "slice_index", None)
     return device.process_index if close is None else close

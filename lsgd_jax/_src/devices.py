@@ -16,11 +16,12 @@ PRODUCTS = "LIBRARY_FUSION_TYPE_DOT"
 def emulate_devices(count: int) -> None:
     """Emulates this machine's CPU as several devices; call it before jax uses a device.
 
-    The same as ``jax.config.update("jax_num_cpu_devices", count)``, with enough XLA threads
-    for all devices (the environment variable PJRT_NPROC, unless it is set).
+    It does the same as ``jax.config.update("jax_num_cpu_devices", count)``, and also
+    reserves XLA threads for all devices (the environment variable PJRT_NPROC, unless it is
+    set).
 
     Args:
-      count: how many devices; GPUs and TPUs are not affected.
+      count: the number of devices; GPUs and TPUs are not affected.
 
     Raises:
       ValueError: a count below 1; RuntimeError: jax has another number of devices already.

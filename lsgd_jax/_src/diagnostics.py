@@ -23,14 +23,14 @@ class Diagnostics:
 
     Attributes:
       steps: int32 scalar, steps taken.
-      restored: int32 [W], how often each worker took its target whole (of an aggregation:
-        how often its gradient was left out).
-      misplaced: int32 [W], at how many steps the parameters were not where they ought to
-        be: something else has changed the updates behind the exchange.
-      leader: int32 [W], who led each worker at the last election, an index in the group of
-        `axes`; -1 before the first; None if no leader is elected.
+      restored: int32 [W], how often each worker was reset to its target. For an
+        aggregation, how often its gradient was left out.
+      misplaced: int32 [W], the number of steps at which the parameters were not where the
+        exchange had left them, because something changed the updates behind it.
+      leader: int32 [W], the leader of each worker at the last election, an index in the
+        group of `axes`; -1 before the first election; None if no leader is elected.
       score: float [W], each worker's mean loss over its window; None likewise.
-      traffic: what was sent, as it stands in the state.
+      traffic: the traffic counters from the state.
       axes: the mesh axes of the group.
     """
 
@@ -44,27 +44,27 @@ class Diagnostics:
 
     @property
     def exchanges(self) -> int:
-        """How often the workers have communicated."""
+        """The number of times that the workers have communicated."""
         return int(self.traffic.exchanges.value)
 
     @property
     def period(self) -> int:
-        """The steps between exchanges."""
+        """The number of steps between exchanges."""
         return int(self.traffic.every.value)
 
     @property
     def sends_at(self) -> int:
-        """At which step of its period it communicates, 0 for the last one."""
+        """The step of the period at which it communicates; 0 for the last one."""
         return int(self.traffic.sends_at.value)
 
     @property
     def payload(self) -> int:
-        """Bytes that each worker sends at one exchange; 0 before a step."""
+        """The bytes that each worker sends in one exchange; 0 before the first step."""
         return traffic.total(self.traffic.bytes_each.value)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that each worker has sent so far."""
+        """The bytes that each worker has sent so far."""
         return traffic.total(self.traffic.bytes_sent.value)
 
     def is_due(self, step: int) -> bool:
@@ -73,10 +73,10 @@ class Diagnostics:
 
 
 def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
-    """Counters of each pull or aggregation of an optimizer, in the order of the chain.
+    """Returns counters of each pull or aggregation of an optimizer, in chain order.
 
-    Reads the state as `Workers.map` returns it; works under `jax.jit` as well, which
-    copies what is needed before the state's buffers are donated to the next step.
+    Reads the state that `Workers.map` returns. Under `jax.jit` the counters are copied, so
+    that the state's buffers may then be donated to the next step.
 
     Args:
       opt_state: the state of a chain with `lsgd` or other methods, leaves [W, ...].
@@ -104,7 +104,7 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
 
 def _of(node, pull, rule) -> Diagnostics:
     place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
-    # A vmap of one's own has made rows of what is equal on all workers.
+    # A user's own vmap has stacked values that are equal on all workers.
     first = (0,) * jnp.ndim(node.count.value)
     return Diagnostics(
         steps=node.count.value[first],
@@ -118,7 +118,7 @@ def _of(node, pull, rule) -> Diagnostics:
 
 
 def waiting(opt_state: Tree) -> Array:
-    """bool [W]: which workers are not finite and wait for an exchange to restore them."""
+    """Returns which workers are not finite and wait to be restored: bool [W]."""
     nodes = states_of(opt_state)
     finite = [node.is_finite for node in nodes if isinstance(node, ExchangeState)]
     return ~jnp.stack(finite).all(axis=0) if finite else jnp.zeros([], bool)
@@ -128,12 +128,12 @@ def check_not_misplaced(tree: Tree, read_all: Callable[[Tree], Tree]) -> None:
     """Raises ValueError if a state of an exchange in the tree counts misplaced parameters.
 
     Args:
-      tree: what a mapped function returned; its states of exchanges are looked at.
-      read_all: copies such leaves to the host, in every process.
+      tree: the result of a mapped function, which may contain states of exchanges.
+      read_all: copies their counters to the host, in every process.
     """
     found = [node.misplaced for node in states_of(tree)]
     if any(isinstance(x, jax.core.Tracer) for x in found):
-        return  # the call is itself traced: there is nothing to look at yet
+        return  # the call itself is being traced, so there are no values yet
     counts = read_all(found)
     workers = sorted({int(i) for count in counts for i in np.flatnonzero(count > 0)})
     if workers:

@@ -1,6 +1,6 @@
 """exchange: the kernel in lock step, as an optax transformation; every method composes it.
 
-A due step packs the parameters into a few buffers, and takes the pulls one after the other,
+A due step packs the parameters into a few buffers, and runs the pulls one after the other,
 each under a `cond` on the shared step count.
 """
 
@@ -36,11 +36,11 @@ class ExchangeState(NamedTuple):
 
     Attributes:
       count: int32 scalar, steps taken; shared.
-      is_finite: bool scalar, whether this worker was finite when it was last checked; a
-        worker that was not waits to be restored; per worker.
-      misplaced: int32 scalar, at how many steps x was not where the exchange had left it;
-        per worker.
-      expected: float32 [k], where some elements of x ought to be; per worker; () in an
+      is_finite: bool scalar, whether this worker was finite at the last check; otherwise it
+        waits to be restored; per worker.
+      misplaced: int32 scalar, the number of steps at which x was not where the exchange had
+        left it; per worker.
+      expected: float32 [k], the expected values of some elements of x; per worker; () in an
         `outer`.
       pulls: the state of each pull.
     """
@@ -53,19 +53,17 @@ class ExchangeState(NamedTuple):
 
 
 class Exchange(ByValue, optax.GradientTransformationExtraArgs):
-    """An `exchange` keeps its pulls, so that exchanges compose, and its `check`.
+    """The transformation that `exchange` returns.
 
-    Equal calls make equal exchanges, and an exchange pickles as the call that made it.
+    It keeps its pulls, so that exchanges compose, and its `check`. Equal calls make equal
+    exchanges, and an exchange pickles as the call that made it.
     """
 
     pulls: tuple[Pull, ...] = ()
     check: Check = "due"
 
     def is_due(self, step: int) -> bool:
-        """Whether anything is sent or applied at this step: for a loop on the host.
-
-        step: counted from 1, as `ExchangeState.count` is.
-        """
+        """Whether a pull sends or lands at this step, counted from 1; for host loops."""
         return any(step % p.every == at for p in self.pulls for at in _turns(p))
 
 
@@ -73,11 +71,11 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
 def exchange(
     *given: Pull | Exchange, check: Check = "due", memory: Memory | None = None
 ) -> Exchange:
-    r"""Pulls a worker towards what it agrees on with others, every so often.
+    r"""Pulls a worker periodically towards a target that a group of workers agrees on.
 
-    With x the worker's parameters, u the update that comes from the transformations before
-    this one, t = 1, 2, … the step, and for each pull in turn z its target, λ its strength,
-    τ its period `every`, o its offset, d its delay:
+    With x the worker's parameters, u the update from the transformations before this one,
+    t = 1, 2, … the step, and for each pull in turn z its target, λ its strength, τ its
+    period `every`, o its offset, d its delay:
 
     .. math::
       y &\leftarrow x + u \\
@@ -85,42 +83,43 @@ def exchange(
       y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau \\
       u &\leftarrow y - x
 
-    On all other steps u passes and nothing is communicated. A loop that counts its steps
-    may compile these by themselves: ``tx.update(grads, state, params, value=loss,
-    due=False)`` leaves the pulls out, where `Exchange.is_due` says that none is due. A pull
-    that was left out is counted as misplaced.
+    On all other steps u passes unchanged and nothing is communicated. A loop that counts
+    its steps may compile those steps separately: ``tx.update(grads, state, params,
+    value=loss, due=False)`` omits the pulls, for steps on which `Exchange.is_due` is False.
+    A due pull that was omitted is counted as misplaced.
 
-    The update sets where the worker will stand, so an exchange stands **last** in its
-    chain: if x is not there at the next step, `diagnostics` counts it as misplaced.
+    The update determines the next x, so an exchange stands **last** in its chain. If x
+    differs at the next step, `diagnostics` counts it as misplaced.
 
-    A worker whose loss or y is not finite is left out of the target and takes the target
-    whole, y ← z. If there is no target, because no worker of the group is finite, y stays;
-    where y is not finite x stays. A step whose loss is not finite moves only what stays
-    finite.
+    A worker whose loss or y is not finite does not contribute to the target and takes the
+    whole target, y ← z. Without a target, because no worker of the group is finite, y stays
+    as it is, and elements of y that are not finite stay at x. On a step whose loss is not
+    finite, only elements that stay finite move.
 
-    Leaves of integers and bools and random keys are never exchanged: their updates pass.
+    Leaves of integers, bools and random keys are never exchanged: their updates pass
+    unchanged.
 
     Args:
-      *given: what to pull to, in this order; an exchange (any method that pulls) stands for
-        its pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
-      check: when a worker looks whether all of x + u is finite. 'due': where it
-        communicates; between these a finite loss is enough, and costs nothing.
-        'every_step': always, and a step that is not finite is not taken. Needed without
-        ``optax.apply_if_finite`` around the base optimizer if updates are applied by
-        ``optax.apply_updates``, which cannot restore an x that is nan.
-      memory: the `memory` of all pulls; None: each keeps its own.
+      *given: pulls, in this order. An exchange (any method that pulls) stands for its
+        pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
+      check: when a worker checks that all of x + u is finite. 'due': on steps that
+        communicate. On other steps a finite loss is enough, and the check costs nothing.
+        'every_step': on every step, and a step that is not finite is not taken. Use it if
+        ``optax.apply_if_finite`` is not around the base optimizer and updates are applied
+        by ``optax.apply_updates``, which cannot restore an x that is nan.
+      memory: the `memory` of all pulls. Defaults to that of each pull.
 
     Returns:
-      A gradient transformation for one worker, for where the rules' axes are bound. Its
-      state, an `ExchangeState`, keeps its shapes, dtypes and shardings from `init` on. The
-      updates of parameters narrower than float32 come as float32, so that x + u rounds to
+      A gradient transformation for one worker, for functions in which the rules' axes are
+      bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
+      of parameters narrower than float32 are returned in float32, so that x + u rounds to
       the target on all workers. `update` takes the worker's loss as ``value=`` or
       ``loss=``.
 
     Raises:
-      ValueError: anything but pulls and exchanges; in `init`, a leaf to exchange that is
-        complex or narrower than 16 bits; in `update`, no parameters, updates that are not
-        like them, or a state that another method has made.
+      ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
+        that is complex or narrower than 16 bits; in `update`, no parameters, updates of
+        another structure or shape, or the state of another method.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -185,14 +184,14 @@ def advance(
     due: bool | None,
     check: Check,
 ) -> tuple[Tree, ExchangeState]:
-    """One step of the kernel: u with all that is due, and the state after it.
+    """One step of the kernel: returns u after all due pulls, and the state.
 
     Args:
-      pulls: in their order.
-      x, u: the leaves of floats, u in float32 at least.
-      state: before the step.
-      loss: at x, or None.
-      due: whether a pull is due, or None: by the count.
+      pulls: the pulls, in order.
+      x, u: the leaves of floats; u in float32 or wider.
+      state: the state before the step.
+      loss: the loss at x, or None.
+      due: whether a pull is due. With None, the step count decides.
       check: see `exchange`.
     """
     t = step_of(state)
@@ -209,7 +208,7 @@ def advance(
 
 
 def step_of(state: ExchangeState) -> Array:
-    """t of the step after this state, counted from 1."""
+    """The number t of the step that follows this state, counted from 1."""
     return jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
 
 
@@ -221,10 +220,10 @@ def when_due(
     t: Array,
     due: bool | None,
 ) -> tuple[Tree, ExchangeState]:
-    """The tree and the state after step t: those of `run` if a pull is due, else as given.
+    """Returns the tree and the state after step t, from `run` if a pull is due.
 
-    run: (tree, pulls' states, sent) -> (tree, pulls' states, is_finite); notes in `sent`
-    how many bytes each pull sends, which is known while tracing.
+    run: (tree, pulls' states, sent) -> (tree, pulls' states, is_finite). While it is
+    traced, it records in `sent` the bytes that each pull sends.
     """
     if due is not None and not isinstance(due, bool):
         raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
@@ -254,28 +253,6 @@ def when_due(
 # A due step
 
 
-class View(NamedTuple):
-    """The packed parameters as one pull sees them: the buffers of its part."""
-
-    packing: Packing
-    cuts: parts.Cuts
-    pull: int
-    owned: list[int]
-    xs: list[Array]
-
-    def of(self, buffers: list[Array]) -> list[Array]:
-        """The buffers that belong to this pull's part."""
-        return [buffers[b] for b in self.owned]
-
-    def tree(self, buffers: list[Array]) -> Tree:
-        """The leaves of its part."""
-        return self.cuts.join(self.packing.unpack(self.of(buffers), self.owned))
-
-    def pack(self, part: Tree) -> list[Array]:
-        """The buffers of a tree like its part."""
-        return self.packing.pack(self.cuts.cut_part(self.pull, part), self.owned)
-
-
 def run_pulls(
     pulls: Sequence[Pull],
     x: Tree,
@@ -286,52 +263,41 @@ def run_pulls(
     t: Array,
     sent: dict[int, float],
 ) -> tuple[Tree, tuple[PullState, ...], Array]:
-    """u, the pulls' states and whether this worker is finite, after all that is due."""
-    cuts = parts.Cuts([pull.part for pull in pulls], x)
-    packing, owned = _pack_by_part(cuts, x)
-    xs, us, after = packing.pack(cuts.cut(x)), packing.pack(cuts.cut(u)), []
-    finite_now = lambda us: trees.all_finite(packing.named(trees.plus(xs, us)))
-    is_finite &= finite_now(us)
+    """Runs the due pulls: returns u, the pulls' states, and whether y is finite."""
+    packing, after = Packing(x), []
+    xs = packing.pack(x)
+
+    def finite_now(u: Tree) -> Array:
+        return trees.all_finite(packing.named(trees.plus(xs, packing.pack(u))))
+
+    is_finite &= finite_now(u)
     for k, (pull, state) in enumerate(zip(pulls, states)):
-        view, may_count = View(packing, cuts, k, owned[k], xs), counts[k] & is_finite
-        us, state, restored, sent[k] = _run_pull(pull, view, us, state, may_count, t)
-        # A part that was restored does not restore the rest.
-        is_finite |= restored if pull.part is None else finite_now(us)
+        takes_part = counts[k] & is_finite
+        u, state, restored, sent[k] = _run_pull(pull, x, u, state, takes_part, t)
+        # Restoring a part does not restore the other leaves.
+        is_finite |= restored if pull.part is None else finite_now(u)
         after.append(state)
-    u = cuts.join(packing.unpack(kernel.stay(xs, us), t=t))
+    u = packing.unpack(kernel.stay(xs, packing.pack(u)), t=t)
     return u, tuple(after), is_finite
 
 
-def _pack_by_part(cuts: parts.Cuts, x: Tree) -> tuple[Packing, list[list[int]]]:
-    """A packing whose buffers are of the same parts throughout; each part's buffers."""
-    groups = list(zip(*cuts.owned))
-    packing = Packing(cuts.cut(x), groups)
-    group_of = [groups[members[0]] for members in packing.members]
-    count = len(cuts.owned)
-    owned = [[b for b, group in enumerate(group_of) if group[k]] for k in range(count)]
-    return packing, owned
-
-
 def _run_pull(
-    pull: Pull, view: View, us: list[Array], state: PullState, is_finite: Array, t: Array
-) -> tuple[list[Array], PullState, Array, float]:
-    """The packed u, the pull's state, whether this worker was restored, bytes sent."""
-    own_x, sent = view.of(view.xs), [0.0]
-    not_restored = jnp.asarray(False)
+    pull: Pull, x: Tree, u: Tree, state: PullState, is_finite: Array, t: Array
+) -> tuple[Tree, PullState, Array, float]:
+    """Runs one pull: returns u, its state, whether it restored the worker, bytes sent."""
+    mine, sent, not_restored = parts.select(pull.part, x), [0.0], jnp.asarray(False)
+    # Packing again what was unpacked costs nothing: XLA joins the slices.
+    packing = Packing(mine)
+    xs, us = packing.pack(mine), packing.pack(parts.select(pull.part, u))
 
     def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
-        x, y = view.tree(view.xs), view.tree(trees.plus(view.xs, us))
-        target, state, sent[0] = kernel.send(pull, None, x, y, state, is_finite, t)
+        y = packing.unpack(trees.plus(xs, us))
+        target, state, sent[0] = kernel.send(pull, None, mine, y, state, is_finite, t)
         return target, state
 
     def land(us: list[Array], target: Target, state: PullState) -> Any:
-        packed = target._replace(z=view.pack(target.z))
-        moved, state, restored = kernel.land(
-            pull, own_x, view.of(us), packed, state, is_finite, t
-        )
-        of_part = iter(moved)
-        us = [next(of_part) if b in view.owned else u for b, u in enumerate(us)]
-        return us, state, restored
+        packed = target._replace(z=packing.pack(target.z))
+        return kernel.land(pull, xs, us, packed, state, is_finite, t)
 
     def send_and_land(us: list[Array], state: PullState) -> Any:
         return land(us, *send(us, state))
@@ -346,15 +312,15 @@ def _run_pull(
 
     sends, lands = (is_due(t, pull.every, at) for at in _turns(pull))
     keep = lambda us, state: (us, state, not_restored)
-    if not pull.delay:
-        return *cond(sends, send_and_land, keep, us, state), sent[0]
-    us, state, restored = cond(lands, land_pending, keep, us, state)
-    state = cond(sends, send_pending, lambda us, state: state, us, state)
-    return us, state, restored, sent[0]
+    due, arrives = (lands, land_pending) if pull.delay else (sends, send_and_land)
+    us, state, restored = cond(due, arrives, keep, us, state)
+    if pull.delay:
+        state = cond(sends, send_pending, lambda us, state: state, us, state)
+    return parts.put_back(pull.part, packing.unpack(us), u), state, restored, sent[0]
 
 
 def _turns(pull: Pull) -> tuple[int, int]:
-    """At which steps of its period a pull sends, and lands."""
+    """The steps of its period on which a pull sends and lands."""
     return pull.sends_at, pull.offset
 
 
@@ -375,23 +341,24 @@ def _pulls_of(given: Any) -> tuple[Pull, ...]:
 
 
 def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
-    """Raises ValueError for a leaf that has no sums: complex, or narrower than 16 bits."""
+    """Raises ValueError for a leaf that is complex or narrower than 16 bits."""
     for pull in pulls:
         part = parts.select(pull.part, params)
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and not trees.is_float(leaf):
                 raise ValueError(
                     "leaves that are exchanged must be of float16, bfloat16, float32 or "
-                    f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; leave it "
-                    "out by `part=`"
+                    f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; exclude "
+                    "it with `part=`"
                 )
 
 
 @contextlib.contextmanager
 def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
-    """Raises ValueError for a state that is not like what `init` returns.
+    """Raises ValueError for a state whose structure differs from that of `init`.
 
-    Only after something else has failed, since a comparison at every call would be slow.
+    It compares the structures only after another error, because a comparison at every call
+    would be slow.
     """
     try:
         yield
@@ -406,7 +373,7 @@ def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
 
 
 def loss_of(value: Any, loss: Any) -> Any:
-    """The worker's loss, by either of its names."""
+    """Returns the worker's loss, passed by either of its names."""
     if value is not None and loss is not None and value is not loss:
         raise ValueError("pass the loss as `value=` or as `loss=`, got both")
     loss = value if loss is None else loss

@@ -1,9 +1,9 @@
-"""Group: the workers that a rule agrees with, and the channel that carries their messages.
+"""Group: the workers of one agreement, and the channel that carries their messages.
 
-Everything is written for ONE worker, which names its group by mesh axes. A channel has two
+All code is written for ONE worker, which names its group by mesh axes. A channel has two
 forms: collectives inside one compiled program (`collectives.MeshChannel`), and messages
 between asynchronous workers (`asynchronous.messages.MessageChannel`). Neither changes while
-a rule is traced; what one agreement counts and remembers is kept by its `codec.Line`.
+a rule is traced. Counters and memory of one agreement are kept by its `codec.Line`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Channel(Protocol):
     def is_all(self) -> bool: ...
 
     def gather(self, x: Array) -> Array:
-        """All workers' x, [size, ...]. A failed worker's row is nan, 0 for integers."""
+        """All workers' x, [size, ...]. A failed worker's row is nan, or 0 for integers."""
         ...
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -52,11 +52,11 @@ class Channel(Protocol):
         ...
 
     def permute(self, tree: Tree, permutation: Permutation) -> Tree:
-        """The tree of this worker's source, zeros without one."""
+        """The tree of this worker's source, or zeros without a source."""
         ...
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        """The result of branch r, which is the same for the whole group."""
+        """The result of branch r; r is the same for the whole group."""
         ...
 
 
@@ -64,7 +64,7 @@ class Group:
     """The workers along some mesh axes, as one of them sees them.
 
     Args:
-      axes: one name or several, as they are bound by `Workers.map` or `jax.shard_map`.
+      axes: one or several names that `Workers.map` or `jax.shard_map` binds.
       line: carries the messages. Defaults to collectives over the axes.
 
     >>> import jax.numpy as jnp
@@ -88,8 +88,8 @@ class Group:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the axes have a meaning here, and so the group a size."""
-        # Among workers along other axes a group of unknown ones is an error, when asked.
+        """Whether the axes are bound here, so that the group has a size."""
+        # If other worker axes are bound, asking for the size of this group raises.
         return not self.axes or any_bound((*self.axes, *WORKER_AXES))
 
     @property
@@ -107,10 +107,10 @@ class Group:
         return shared(tree, self.axes, self.channel.is_all)
 
     def start(self, params: Tree) -> Shared[Tree]:
-        """Where the group begins: the mean of the finite starts, in float32 at least.
+        """Returns the mean of the finite starts, in float32 or wider.
 
-        Outside of mapped functions, where no axis is bound, all workers start from the
-        same parameters, which are their own mean.
+        Outside of mapped functions, where no axis is bound, all workers start from the same
+        parameters, which are then the mean.
         """
         if not self.is_bound:
             return Shared(widen(params))
@@ -120,42 +120,43 @@ class Group:
     # Messages
 
     def gather(self, x: Array) -> Array:
-        """All workers' x, stacked in the order of `index`: shape [size, ...].
+        """Returns all workers' x, stacked in the order of `index`: shape [size, ...].
 
-        The row of an asynchronous worker that has failed is nan, 0 for integers.
+        The row of an asynchronous worker that has failed is nan, or 0 for integers.
         """
         return self._line.gather(x)
 
     def elect(self, score: Array) -> tuple[Array, Array]:
-        """The worker with the lowest score of the group, ties to the lowest index.
+        """Elects the worker with the lowest score; ties go to the lowest index.
 
         Args:
-          score: float scalar, varying. One that is not finite is never elected.
+          score: float scalar, varying. A worker with a score that is not finite is never
+            elected.
 
         Returns:
-          (leader, found): its index in the group (int32), and whether any worker had a
-          finite score (bool). Both are the same for the whole group.
+          (leader, found): the index of the leader in the group (int32), and whether any
+          worker had a finite score (bool). Both are the same for the whole group.
         """
         scores = self.gather(score)
-        # A nan would win: argmin returns the first one.
+        # argmin would return the index of a nan.
         finite = jnp.isfinite(scores)
         leader = jnp.argmin(jnp.where(finite, scores, jnp.inf))
         return leader.astype(jnp.int32), finite.any()
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
-        """The tree of worker `source` (an index in the group), sent to the whole group."""
+        """Sends the tree of worker `source` (an index in the group) to the whole group."""
         return self._line.broadcast(tree, source)
 
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
-        """The sum of the trees of the workers for which `where` (bool, varying) holds.
+        """Sum over the workers for which `where` (bool, varying) holds.
 
         Args:
-          tree: what to add up; varying. What is masked out may be nan or inf.
+          tree: the summands; varying. A worker that is masked out may hold nan or inf.
           where: whether this worker takes part.
 
         Returns:
-          (sums, count): a tree in float32 at least, and how many took part (float32
-          scalar). Both are the same for the whole group, and travel together.
+          (sums, count): a tree in float32 or wider, and the number of workers that took
+          part (float32 scalar). Both are the same for the whole group, and travel together.
         """
         return self._line.sum(tree, jnp.asarray(where))
 
@@ -166,29 +167,29 @@ class Group:
 
         Args:
           tree, where: as for `masked_sum`.
-          reference: a tree that is equal in the group, close to what travels, in float32
-            at least: a narrow wire format sends differences to it. Defaults to the last
-            mean.
+          reference: a tree that is equal in the group and close to `tree`, in float32 or
+            wider. A narrow wire format sends differences to it. Defaults to the last mean.
         """
         return self._line.mean(tree, jnp.asarray(where), reference)
 
     def mean(self, tree: Tree) -> Tree:
-        """The mean of all workers' trees, computed in float32 at least."""
+        """Mean over all workers' trees, computed in float32 or wider."""
         means, _ = self.masked_mean(tree)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
     def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
-        """Each worker's tree sent along a permutation of the group.
+        """Sends each worker's tree along a permutation of the group.
 
         Args:
-          tree: what to send; varying.
-          permutation: pairs (source, destination) of indices in the group, every source and
-            every destination at most once.
-          turn: which message of this exchange it is; stochastic rounding draws anew.
+          tree: the tree to send; varying.
+          permutation: pairs (source, destination) of indices in the group. Every source and
+            every destination may occur at most once.
+          turn: the number of the message in this exchange, so that each message has its own
+            draws for stochastic rounding.
 
         Returns:
-          The tree of this worker's source; zeros for a worker that is no destination. With
-          a narrow wire format in float32 at least.
+          The tree of this worker's source, or zeros for a worker that is no destination.
+          With a narrow wire format, in float32 or wider.
 
         Raises:
           ValueError: two pairs share a source or a destination, or an index is outside.
@@ -196,9 +197,9 @@ class Group:
         return self._line.permute(tree, permutation, turn)
 
     def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
-        """The error of permuting or pushing `tree`, or None if it is sent exactly.
+        """The quantization error of permuting or pushing `tree`, None if sent exactly.
 
-        A rule whose messages take something away from their sender gives this back to it.
+        A rule that subtracts its messages from the sender returns this error to the sender.
         """
         return self._line.quantization_error(tree, turn)
 
@@ -209,17 +210,17 @@ class Group:
         rounds: Sequence[Sequence[Permutation]],
         r: Array,
     ) -> tuple[Tree, Array]:
-        """Each worker's tree and weight sent to its out-neighbors in one round of a graph.
+        """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
 
         Args:
-          tree: what to send, finite; varying.
+          tree: the tree to send, finite; varying.
           weight: float scalar; varying.
-          rounds: of each round the permutations it is made of, as for `permute`.
+          rounds: for each round its permutations, as for `permute`.
           r: int32 scalar, the round; the same for the whole group.
 
         Returns:
           (sums, mass): over this worker's in-neighbors j, Σ weight_j · tree_j (in float32
-          at least) and Σ weight_j; zeros where none sends.
+          or wider) and Σ weight_j; zeros without in-neighbors.
         """
 
         def along(permutations: Sequence[Permutation]) -> Callable:
@@ -239,10 +240,11 @@ class Group:
         return self.switch(r, list(map(along, rounds)), (tree, weight))
 
     def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
-        """A rule [W, n] -> [n] over the group's W values, applied to every coordinate.
+        """Applies a rule [W, n] -> [n] to the W values of the group at every coordinate.
 
-        The rule sees float32 at least, and the scalars (what is traced cannot come in a
-        closure); the result is in the dtypes of the tree.
+        The rule is called with values in float32 or wider, and with the scalars. Traced
+        values must be passed as scalars, not in a closure. The result has the dtypes of the
+        tree.
         """
 
         def collect(tree: Tree, *scalars: Any) -> Tree:
@@ -256,10 +258,10 @@ class Group:
         return shard_by_shard(collect, tree, *scalars, out=lambda specs, *_: specs)
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        """`lax.switch` among branches that communicate; r is the same for the group."""
+        """`lax.switch` for branches that communicate; r is the same for the whole group."""
         return self._line.switch(r, branches, operand)
 
     def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
-        """This worker's draw at step t: bool scalar, varying, true with `probability`."""
+        """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         key = jax.random.fold_in(jax.random.key(seed), t)
         return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)

@@ -1,16 +1,16 @@
-"""The step of an exchange: three pure functions of one worker, and what they keep.
+"""The step of an exchange: three pure functions of one worker, and their state.
 
-With x the worker's parameters before its step, y where it stands, z the target:
+With x the worker's parameters before its own step, y its current parameters, z the target:
 
-    local   on every step: what rules do by themselves, who is finite; never communicates
-    send    the group agrees on z; the one place that communicates
-    land    y ← y + λ (z - y); a worker that is not finite takes z whole
+    local   runs on every step: rules' own steps, tests for finiteness; never communicates
+    send    the group agrees on z; the only function that communicates
+    land    y ← y + λ (z - y); a worker that is not finite takes the whole of z
 
-Two drivers call them and nothing else: `exchange` in lock step, inside one program, and
+Two drivers call them: `exchange` in lock step, inside one program, and
 `asynchronous.pulls`, which awaits the messages between `send` and `land`.
 
-Until a pull moves it, y is the pair (x, u) with y = x + u, so that an update passes
-bit-identical where nothing lands.
+Until a pull moves it, y is the pair (x, u) with y = x + u. An update is therefore
+bit-identical after a step on which nothing lands.
 """
 
 import dataclasses
@@ -44,31 +44,33 @@ Check = Literal["due", "every_step"]
 
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """One pull of an `exchange`: to what, how hard, how often, which part, how late.
+    """One pull of an `exchange`: its target, strength, period, delay, and leaves.
 
     At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
     y ← y + λ(t) (z - y).
 
     Attributes:
-      rule: to what.
-      strength: how hard, λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
-      every: how often, in steps.
-      offset: at which of these steps, 0 ≤ offset < every.
-      delay: how many steps after it was sent the target is applied, 0 ≤ delay < every.
-        Keeps a copy of the part in the state if it is not 0.
-      part: which leaves: a function from a leaf's path ('layers/0/kernel') to bool, a list
-        of paths (['head'] is all below it), a tree of bools like the parameters, or a
-        `fragment`; None: all. Frozen leaves cost no bytes and no state.
-      wire: in what form it travels: 'float32' (as it is), 'bfloat16', 'int8', 'int4', the
-        last three also with '-stochastic' for rounding at random, or a `Wire`. All but
-        'float32' keep what the rule's `keeps` says in the state.
+      rule: computes the target z.
+      strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
+      every: the period in steps.
+      offset: the step of the period on which the target is applied, 0 ≤ offset < every.
+      delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
+        A delayed pull keeps a copy of its part in the state.
+      part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
+        bool, a list of paths (['head'] includes everything below it), a tree of bools like
+        the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
+        they cost no bytes and no state.
+      wire: the format in which parameters travel: 'float32' (unchanged), 'bfloat16',
+        'int8', 'int4', the last three also with '-stochastic' for stochastic rounding, or a
+        `Wire`. For a format other than 'float32', the state includes what the rule's
+        `keeps` names.
       memory: where anchors, references, quantization errors and targets in flight are kept
         between exchanges: on the 'device', or in the memory of its 'host'. State that a
         rule's `step` reads on every step stays on the device.
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
-        outside of the period, an unknown wire format or one that the rule cannot travel in.
+        outside the period, an unknown wire format, or one that the rule does not support.
     """
 
     rule: Rule
@@ -95,12 +97,12 @@ class Pull:
         check_option("memory", self.memory, get_args(Memory))
         if self.is_narrow and self.rule.keeps is None:
             raise ValueError(
-                "`wire` must be 'float32' for a rule that does not say what it `keeps` "
-                f"(see `Rule`), got wire={self.wire!r}"
+                "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
+                f"got wire={self.wire!r}"
             )
 
     def __hash__(self) -> int:
-        # A list of paths has no hash, nor has an array of a strength.
+        # `part` and `strength` are left out: a list of paths and an array have no hash.
         return hash((self.rule, self.every, self.offset, self.delay, self.wire))
 
     @property
@@ -110,11 +112,11 @@ class Pull:
 
     @property
     def sends_at(self) -> int:
-        """At which step of its period it communicates."""
+        """The step of the period on which it communicates."""
         return (self.offset - self.delay) % self.every
 
     def weight(self, t: Array) -> Any:
-        """λ(t), within [0, 1] so that no pull goes beyond its target."""
+        """λ(t), clipped to [0, 1] so that no pull overshoots its target."""
         if callable(self.strength) or isinstance(self.strength, jax.Array):
             return jnp.clip(trees.value_at(self.strength, t), 0, 1)
         return self.strength
@@ -137,10 +139,11 @@ class PullState(NamedTuple):
 
     Attributes:
       rule: the rule's own state.
-      pending: the `Target` in flight if the pull is delayed, else (); per worker.
-      restored: int32 scalar, how often this worker took the target whole; per worker.
-      traffic: what was sent, when; shared.
-      wire: a `WireState`, or () if all travels in float32.
+      pending: the `Target` in flight if the pull is delayed, otherwise (); per worker.
+      restored: int32 scalar, how often this worker took the whole target because it was not
+        finite; per worker.
+      traffic: the traffic counters; shared.
+      wire: a `WireState`, or () if parameters travel in float32.
     """
 
     rule: Any
@@ -150,7 +153,7 @@ class PullState(NamedTuple):
     wire: Any = ()
 
     def __lsgd_resized__(self) -> "PullState":
-        """For `resize`: what is in flight was meant for the workers before."""
+        """For `resize`: discards a target in flight, which belongs to the old workers."""
         if not self.pending:
             return self
         z, found = self.pending
@@ -158,7 +161,7 @@ class PullState(NamedTuple):
 
 
 def init(pull: Pull, params: Tree) -> PullState:
-    """The state of a pull before the first step."""
+    """Returns the state of a pull before the first step."""
     part, axes = parts.select(pull.part, params), pull.rule.axes
     nothing = Target(trees.widen(part), jnp.asarray(False))
     if pull.memory == "host":
@@ -179,12 +182,12 @@ def init(pull: Pull, params: Tree) -> PullState:
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
-    """The state as it is kept between exchanges; nothing to do where it lies so already."""
+    """Moves the state to where it is kept between exchanges."""
     return _kept_in(pull, state, to_host)
 
 
 def fetched(pull: Pull, state: PullState) -> PullState:
-    """The state where it can be worked on."""
+    """Moves the state to the device, for an exchange."""
     return _kept_in(pull, state, to_device)
 
 
@@ -209,20 +212,20 @@ def local(
     t: Array,
     check: Check = "due",
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...], Array]:
-    """A step without the others: y = x + u after the rules' own steps.
+    """One step of a worker by itself: y = x + u after the rules' own steps.
 
     Args:
-      pulls: of which the last one (of the widest level) comes first.
-      x, u: the parameters and the update; u in float32 at least.
-      loss: at x, or None.
+      pulls: the pulls. Their own steps run in reverse order, the widest level first.
+      x, u: the parameters and the update; u in float32 or wider.
+      loss: the loss at x, or None.
       states: the pulls' states.
       is_finite: bool scalar, False for a worker that waits to be restored.
       t: int32 scalar, the step.
       check: see `exchange`.
 
     Returns:
-      (u, states, counts, is_finite). counts: of each pull whether this worker may count,
-      its y aside.
+      (u, states, counts, is_finite). counts: for each pull, whether loss and rule let this
+      worker take part.
     """
     u, states, counts = step_rules(pulls, x, u, loss, states, t)
     if check == "every_step":
@@ -239,18 +242,18 @@ def step_rules(
     states: Sequence[PullState],
     t: Array,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
-    """`local` but for what becomes of a step that is not finite: (u, states, counts)."""
+    """`local` without the treatment of non-finite steps: (u, states, counts)."""
     stepped, counts = [], []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
         after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
-        # A rule that is silent returns what it was given: nothing is to be put back.
+        # A silent rule returns its arguments, so there is nothing to put back.
         if not trees.is_same(after, mine):
             u = parts.put_back(pull.part, after, u)
         traffic = state.traffic.of(pull.every, pull.sends_at)
         state = state._replace(rule=rule_state, traffic=traffic)
-        stepped.append(stored(pull, state))  # a checkpoint may have been put on the device
+        stepped.append(stored(pull, state))  # a loaded checkpoint may be on the device
         counts.append(has_loss & finite)
     return u, tuple(stepped[::-1]), tuple(counts[::-1])
 
@@ -264,14 +267,14 @@ def send(
     is_finite: Array,
     t: Array,
 ) -> tuple[Target, PullState, float]:
-    """Agrees on the target with the group. The one place that communicates.
+    """Agrees on the target with the group. It is the only function that communicates.
 
     Args:
       pull: the pull.
-      channel: carries the messages. None: collectives over the rule's axes.
-      x, y: the leaves of the pull's part, before the step and as they are now.
+      channel: carries the messages. Defaults to collectives over the rule's axes.
+      x, y: the leaves of the pull's part, before the worker's own step and now.
       state: the pull's state.
-      is_finite: bool scalar, whether this worker may count.
+      is_finite: bool scalar, whether this worker takes part.
       t: int32 scalar, the step.
 
     Returns:
@@ -292,9 +295,9 @@ def send(
 
 
 def _in_the_form_of(before: Tree, after: Tree) -> Tree:
-    """The state after, with `Shared` where it stood before.
+    """Returns the state `after`, with `Shared` nodes in the places where `before` has them.
 
-    A state that began outside of mapped functions did not know which workers there are.
+    A state from an `init` outside of mapped functions did not know the number of workers.
     """
     treedef, leaves = jax.tree.structure(before), jax.tree.leaves(after)
     return treedef.unflatten(leaves) if treedef.num_leaves == len(leaves) else after
@@ -309,18 +312,18 @@ def land(
     is_finite: Array,
     t: Array,
 ) -> tuple[Tree, PullState, Array]:
-    """Moves y = x + u to the target, a worker that is not finite wholly.
+    """Moves y = x + u towards the target; a worker that is not finite takes it whole.
 
     Args:
       pull: the pull.
-      x, u: where the worker stands, in any tree like `target.z`.
+      x, u: the worker's parameters and update, as any trees like `target.z`.
       target: see `send`.
       state: the pull's state.
-      is_finite: bool scalar, whether y is, and the worker counted.
+      is_finite: bool scalar, whether y is finite and the worker took part.
       t: int32 scalar, the step.
 
     Returns:
-      (u, state, restored). restored: whether the worker took the target whole because it
+      (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
     u = move(x, u, target.z, pull.weight(t), target.found, is_finite)
@@ -333,21 +336,22 @@ def land(
 
 
 def is_finite_loss(loss: Any) -> Array:
-    """Whether the loss lets a worker take part: a bool scalar, True without a loss."""
+    """Whether the loss is finite: a bool scalar, True without a loss."""
     return jnp.asarray(True) if loss is None else jnp.isfinite(loss).all()
 
 
-# How a worker is moved, leaf by leaf: by its own step, and by a pull.
+# The motion of a worker, leaf by leaf: by its own step, and by a pull.
 #
-# Scalars that decide about a worker are multiplied in, or are filled in where something is
-# not finite: for each scalar that a `where` asks XLA's CPU compiler makes two loops of one,
-# and compile time grows by a multiple.
+# A scalar decision about a worker is a factor, or a value to fill in for elements that are
+# not finite. It is not the condition of a `where`: XLA's CPU compiler would split a loop at
+# each scalar condition, and compile time would grow several times.
 
 
 def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
-    """u; of a step that is not trusted only what is finite; 0 unless the worker is finite.
+    """Returns the u of a worker's own step, or 0 unless the worker is finite.
 
-    nan where x is not finite, so that x stays so until an exchange replaces it.
+    If the step is not trusted, elements of u that are not finite become 0. Where x is not
+    finite, u becomes nan, so that x stays not finite until an exchange replaces it.
     """
     fill = jnp.where(trusted & is_finite, jnp.nan, 0.0)
     fill, moves = trees.materialized(fill, jnp.where(is_finite, 1.0, 0.0))
@@ -360,17 +364,18 @@ def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
 
 
 def stay(x: Tree, u: Tree) -> Tree:
-    """u; where it is not finite 0, or nan if x is not finite either."""
+    """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
     keep = lambda x: trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
     leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
     return jax.tree.map(leaf, x, u)
 
 
 def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array) -> Tree:
-    """The u that takes x to y + λ (z - y), to z itself unless y is finite or if λ is 1.
+    """Returns the u that moves x to y + λ (z - y), with y = x + u.
 
-    y = x + u. Without a target, and where nothing is moved, u stays bit-identical. An x
-    that is not finite is replaced, see `apply_updates`.
+    It moves x to z itself if λ is 1 or the worker is not finite. Without a target, and for
+    elements that do not move, u is bit-identical. `apply_updates` replaces an x that is not
+    finite.
     """
     whole = found & (~is_finite | (weight == 1))
     weight = jnp.asarray(weight, jnp.result_type(float))
@@ -384,7 +389,7 @@ def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array)
         y = trees.widened((x + u).astype(x.dtype))
         near = trees.where_finite(y, y, fill.astype(y.dtype)) * keep.astype(y.dtype)
         z = trees.finite_part(z.astype(y.dtype))
-        # As the worker will hold it: what x + u rounds to is the same on all workers then.
+        # Rounded to the dtype of x, so that x + u rounds to the same value on all workers.
         to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
         step = to - trees.finite_part(trees.widened(x))
         return jnp.where(to == y, u, step.astype(u.dtype))

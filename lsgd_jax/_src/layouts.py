@@ -1,33 +1,147 @@
-"""Workers that are sharded over several devices: the layout of their leaves.
+"""Workers that are sharded over several devices: how their leaves are laid out.
 
-In `Workers.map` the axes of the workers are manual and those inside a worker automatic: a
-function of one worker sees whole arrays, and XLA decides where they lie. It decides badly
-where nothing leads it (moments that begin as zeros), and for collectives between workers of
-what was flattened or is gathered: it gathers the shards first. There the layout must be
-known while tracing, and types do not tell it. So `Workers.map` notes the layouts of its
-arguments, and a leaf is known by its shape and the end of its path: the momentum of
-``params['dense']['kernel']`` ends with ``['dense']['kernel']``, too.
+In `Workers.map` the axes of the workers are manual and those inside a worker are automatic:
+a function of one worker sees whole arrays, and XLA decides how to shard them. XLA decides
+badly where no input determines the layout (moments that begin as zeros). For a collective
+between workers, it first gathers the shards of an array that was flattened or is gathered.
+The layout must therefore be known while tracing, but types do not contain it. So
+`Workers.map` notes the layouts of its arguments, and a leaf is recognized by its shape and
+the end of its path: the momentum of ``params['dense']['kernel']`` also ends with
+``['dense']['kernel']``.
 """
 
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.shared import one_worker, shared_flags
 
 
 Tree = Any
+Specs = Any  # a prefix tree of PartitionSpec, or a function (path, leaf) -> PartitionSpec
+
+
+# Specs that a user gives
+
+
+def spread(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> list[Spec]:
+    """Returns one spec for every leaf of one worker's tree.
+
+    Args:
+      specs: a prefix tree of `PartitionSpec`s, or a function of a leaf's path ('a/b') and
+        the leaf. None: nothing is sharded.
+      tree: of `jax.ShapeDtypeStruct`.
+      sizes: the axes inside a worker and their sizes.
+
+    Raises:
+      ValueError: a spec that names another axis, is longer than the shape of its leaf, or
+        does not divide it; specs that are no prefix of the tree.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if callable(specs):
+        name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+        each = [specs(name(path), leaf) for path, leaf in leaves]
+    else:
+        each = _broadcast(specs, tree)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    for (path, leaf), spec in zip(leaves, each):
+        try:
+            sharding = NamedSharding(mesh, spec)
+            sharding.check_compatible_aval(leaf.shape)
+            sharding.shard_shape(leaf.shape)
+        except Exception as error:
+            raise ValueError(
+                f"the spec of the leaf {jax.tree_util.keystr(path) or 'at the top'}, "
+                f"{leaf.shape} for one worker, must be a PartitionSpec that divides it by "
+                f"axes inside the worker (`inside` of `Workers`), got {spec!r}: {error}"
+            ) from error
+    return each
+
+
+def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
+    is_spec = lambda x: x is None or isinstance(x, Spec)
+    try:
+        each = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(f"`specs` must be a prefix of the tree: {error}") from error
+    return [spec or Spec() for spec in jax.tree.leaves(each, is_leaf=is_spec)]
+
+
+def largest_dimension(
+    axis: str | tuple[str, ...], size: int, smallest: int = 2**12
+) -> Callable[[str, Any], Spec]:
+    """Returns specs that shard the largest dimension of each leaf that `size` divides.
+
+    Args:
+      axis: the name of the axis inside the workers, or several names.
+      size: the size of the axis, or the product of their sizes.
+      smallest: leaves with fewer elements are not sharded.
+
+    Returns:
+      A function (path, leaf) -> PartitionSpec, for `Workers.put` and its kin.
+
+    >>> import jax, lsgd_jax as lj
+    >>> from jax.sharding import PartitionSpec as P
+    >>> specs = lj.largest_dimension("fsdp", 4)
+    >>> leaf = jax.ShapeDtypeStruct((64, 256), "float32")
+    >>> specs("dense/kernel", leaf) == P(None, "fsdp")
+    True
+    """
+
+    def spec(path: str, leaf: Any) -> Spec:
+        del path
+        fitting = [d for d, n in enumerate(leaf.shape) if n % size == 0]
+        if math.prod(leaf.shape) < smallest or not fitting:
+            return Spec()
+        best = max(fitting, key=lambda d: leaf.shape[d])
+        return Spec(*[None] * best, axis)
+
+    return spec
+
+
+def following(placed: Tree) -> Callable[[str, Any], Spec]:
+    """Returns specs that lay out other trees, such as a state, like the placed one.
+
+    Args:
+      placed: arrays over all workers, as `Workers.put` returns them.
+
+    Returns:
+      A function (path, leaf) -> PartitionSpec, for `Workers.put` and its kin. It returns
+      the spec of the placed leaf of the same shape that has the longest end of the path in
+      common. A leaf without such a counterpart is not sharded.
+
+    >>> import lsgd_jax as lj, numpy as np
+    >>> from jax.sharding import PartitionSpec as P
+    >>> workers = lj.Workers(nodes=2, inside={"fsdp": 4})
+    >>> params = workers.put({"w": np.ones([2, 8])}, specs=P("fsdp"))
+    >>> momentum = workers.put({"mu": {"w": np.zeros([2, 8])}}, lj.following(params))
+    >>> momentum["mu"]["w"].sharding.spec == P("node", "fsdp")
+    True
+    """
+    rows = [0 if shared else 1 for shared in shared_flags(placed)]
+    own = [Spec(*x.sharding.spec[n:]) for x, n in zip(jax.tree.leaves(placed), rows)]
+    layouts = of_arguments((one_worker(placed),), own)
+
+    def spec(path: str, leaf: Any) -> Spec:
+        return layouts.spec(tuple(path.split("/")), leaf.shape) or Spec()
+
+    return spec
+
+
+# Layouts that are known while tracing
 
 
 class Leaf(NamedTuple):
-    """Where one leaf of a worker lies: its path, the worker's own shape, its spec."""
+    """The layout of one leaf of a worker: its path, the worker's own shape, its spec."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -35,11 +149,11 @@ class Leaf(NamedTuple):
 
 
 class Layouts:
-    """How leaves lie on the axes inside a worker, by path and shape.
+    """How leaves are laid out on the axes inside a worker, by path and shape.
 
     Args:
-      leaves: what is known. A path of one key is an argument that is a bare array: its name
-        says nothing, and its shape is enough.
+      leaves: the known leaves. A path of one key belongs to an argument that is a bare
+        array. Such a path carries no name, so the shape alone decides.
 
     >>> layouts = Layouts([Leaf(("0", "dense", "kernel"), (8, 2), Spec("fsdp"))])
     >>> layouts.spec(("mu", "dense", "kernel"), (8, 2)) == Spec("fsdp")
@@ -66,10 +180,10 @@ class Layouts:
         return self._of_piece(path, shape) if best is None else best
 
     def _of_piece(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
-        """The spec of the leaf of which fragments have cut this piece off.
+        """The spec of the leaf from which fragments have cut this piece.
 
-        It is smaller along one axis, which is not sharded. Among several pieces of one leaf
-        the path has an index at its end.
+        The piece is smaller along one axis, which is not sharded. If a leaf is cut into
+        several pieces, the path of a piece has an index at its end.
         """
         best, common = None, 0
         for known, leaves in self._by_shape.items():
@@ -90,13 +204,13 @@ class Layouts:
         return [self.spec(keys(path), np.shape(leaf)) for path, leaf in leaves]
 
     def specs(self, tree: Tree) -> Tree:
-        """The same as a tree; what is not known is not sharded."""
+        """The spec of every leaf, as a tree; leaves of unknown layout are not sharded."""
         each = [Spec() if spec is None else spec for spec in self.of_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), each)
 
 
 def of_arguments(args: Tree, specs: Iterable[Spec | None]) -> Layouts:
-    """The layouts of a function's arguments, of which each leaf's spec may be known."""
+    """The layouts of a function's arguments; a leaf whose spec is None is unknown."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(args), specs)
     return Layouts(
         Leaf(keys(path), np.shape(leaf), spec)
@@ -112,7 +226,7 @@ _KNOWN: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def known(layouts: Layouts | None) -> Iterator[None]:
-    """Makes the layouts known to what is traced in the `with` block."""
+    """Makes the layouts known to everything that is traced in the `with` block."""
     token = _KNOWN.set(layouts)
     try:
         yield
@@ -121,12 +235,12 @@ def known(layouts: Layouts | None) -> Iterator[None]:
 
 
 def on_one_device() -> contextlib.AbstractContextManager:
-    """Makes known that nothing is sharded in the `with` block."""
+    """Declares that nothing is sharded in the `with` block."""
     return known(Layouts(()))
 
 
 def inside_axes() -> tuple[str, ...]:
-    """The axes inside a worker, as a function of one worker finds them while it is traced.
+    """Returns the axes inside a worker, in a function of one worker while it is traced.
 
     Returns:
       The names of the automatic axes of the mesh that are larger than 1; none outside of
@@ -145,20 +259,20 @@ def inside_axes() -> tuple[str, ...]:
 
 
 def known_axes() -> tuple[str, ...]:
-    """The automatic axes if it is known how leaves lie on them, else none."""
+    """The automatic axes if the layout of leaves on them is known, otherwise none."""
     return inside_axes() if _KNOWN.get() else ()
 
 
 def may_be_sharded() -> bool:
-    """Whether XLA may hold an array in shards here: to join arrays may gather them."""
+    """Whether XLA may hold an array in shards here, so that joining arrays gathers them."""
     return bool(inside_axes()) or not layout_is_known()
 
 
 def layout_is_known() -> bool:
-    """Whether it is known how arrays lie on the devices.
+    """Whether the layout of arrays on the devices is known.
 
-    It is in `Workers.map`, and where all axes are manual; not under a `jax.vmap` or a
-    `jax.jit` of the user's own.
+    It is known in `Workers.map`, and where all axes are manual. It is unknown under a
+    `jax.vmap` or a `jax.jit` of the user's own.
     """
     if _KNOWN.get() is not None:
         return True
@@ -166,13 +280,13 @@ def layout_is_known() -> bool:
 
 
 def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree:
-    """fn of the trees, by each device of a worker on its own shards.
+    """Applies fn to the trees on each device of a worker, which sees its own shards.
 
     Args:
       fn: from trees of shards to trees of shards. The axes inside the worker are bound, for
-        what must go over the whole worker.
-      *trees: what is not known to be sharded comes whole.
-      out: from the specs of the trees to those of what fn returns.
+        collectives over the whole worker.
+      *trees: leaves that are not known to be sharded arrive whole.
+      out: from the specs of the trees to the specs of what fn returns.
     """
     axes, layouts = known_axes(), _KNOWN.get()
     if not axes or layouts is None:
@@ -189,7 +303,7 @@ def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree
 
 
 def shard_nbytes(tree: Tree) -> int:
-    """Bytes of a tree on each device of a worker; all of them where nothing is sharded."""
+    """The bytes of a tree on each device of a worker."""
     layouts = _KNOWN.get() if inside_axes() else None
     leaves = jax.tree.leaves(tree)
     if layouts is None:
@@ -203,13 +317,13 @@ def shard_nbytes(tree: Tree) -> int:
 
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
-    """x[index], of one that is sharded without moving more than this element."""
+    """Returns x[index]; from a sharded x it moves no more than this element."""
     axes, layouts = known_axes(), _KNOWN.get()
     spec = layouts.spec(keys(path), x.shape) if axes and layouts else None
     if spec is None or not names_of(spec):
         return x[index]
     own = [*spec, *[None] * (x.ndim - len(spec))]
-    # Of the devices that hold the same shard the first one speaks.
+    # Among the devices that hold the same shard, only the first one contributes.
     copies = tuple(name for name in axes if name not in names_of(spec))
 
     def pick(shard: jax.Array) -> jax.Array:
@@ -227,7 +341,7 @@ def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
 
 
 def keys(path: Any) -> tuple[str, ...]:
-    """The keys of a path without what kind they are of: 'w' is .w and ['w']."""
+    """The keys of a path as plain strings: both .w and ['w'] become 'w'."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 

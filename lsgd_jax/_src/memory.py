@@ -1,6 +1,7 @@
-"""Where a pull keeps its trees between exchanges: on the devices, or in host memory.
+"""Moves the trees of a pull between device memory and host memory.
 
-jax types arrays by their memory, so that a tree stays where it is until it is moved.
+The memory of an array is part of its type in jax, so a tree stays in place until it is
+moved.
 """
 
 from typing import Literal
@@ -15,12 +16,12 @@ KIND = "pinned_host"
 
 
 def to_host(tree: Tree) -> Tree:
-    """The tree in host memory; scalars stay on the device."""
+    """Moves a tree to host memory; scalars stay on the device."""
     return _moved(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Tree) -> Tree:
-    """The tree in the device's own memory."""
+    """Moves a tree to the device's own memory."""
     return _moved(tree, jax.memory.Space.Device)
 
 

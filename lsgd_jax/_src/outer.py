@@ -1,6 +1,6 @@
 """outer: the kernel in lock step, around the training step of any framework.
 
-The face of `exchange` for loops that end with new parameters in place of an update.
+It is the counterpart of `exchange` for training steps that return new parameters.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ class OuterState(NamedTuple):
     """The state of an `outer`.
 
     Attributes:
-      exchange: the pulls' states; `misplaced` counts the pulls that ``due=False`` left out.
-      before: x, where the last `step` left the worker, a tree like the parameters, if a
-        rule depends on it or every step is checked; else (); per worker.
+      exchange: the pulls' states; `misplaced` counts the due pulls that ``due=False``
+        omitted.
+      before: x, the parameters that the last `step` returned, if a rule depends on x or
+        every step is checked; otherwise (); per worker.
     """
 
     exchange: ExchangeState
@@ -30,7 +31,7 @@ class OuterState(NamedTuple):
 
 
 class Outer(ByValue):
-    """A method around a training step; `outer` makes it.
+    """A method around a training step; `outer` returns it.
 
     Attributes:
       method: the method that pulls.
@@ -48,14 +49,14 @@ class Outer(ByValue):
         return f"outer({len(self.method.pulls)} pulls: {rules})"
 
     def init(self, params: Tree) -> OuterState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
-        Inside a function of one worker, whose starts may differ, or outside of all mapped
-        functions, where all workers start from these parameters.
+        Call it inside a function of one worker, where starts may differ, or outside of all
+        mapped functions, where all workers start from these parameters.
         """
         state: Any = self.method.init(params)
         before = trees.floats(params) if self.remembers else ()
-        # () and no array of size 0: jax 0.11.2 crashes on such a one in a `shard_map`.
+        # () and not an array of size 0, on which a `shard_map` of jax 0.11.2 crashes.
         return OuterState(state._replace(expected=()), before)
 
     def step(
@@ -67,19 +68,20 @@ class Outer(ByValue):
         value: Any = None,
         due: bool | None = None,
     ) -> tuple[Tree, OuterState]:
-        """The parameters and the state after all that is due at this step.
+        """Returns the parameters and the state after the pulls that are due at this step.
 
         Args:
-          params: y, where the training step has left this worker.
-          state: from `init` or the last step.
-          loss: of this step, a scalar; for methods that elect by it, and to leave a worker
-            out whose loss is not finite. `value`: the same.
-          due: True or False compiles the step with or without the pulls (see `is_due`);
-            None: it has both, and goes by the count in the state.
+          params: y, the parameters that the training step returned.
+          state: the state from `init` or the last step.
+          loss: the loss of this step, a scalar. Methods that elect a leader need it, and a
+            worker whose loss is not finite is left out.
+          value: another name for `loss`.
+          due: True or False compiles the step with or without the pulls (see `is_due`).
+            With None, the step count in the state decides at run time.
 
         Raises:
-          ValueError: parameters or a state that are not like those of `init`; no loss for a
-            method that needs it.
+          ValueError: parameters or a state of another structure or shape than those of
+            `init`; no loss for a method that needs it.
         """
         loss = lock_step.loss_of(value, loss)
         with lock_step.naming_the_state(state, lambda: self.init(params)):
@@ -88,26 +90,26 @@ class Outer(ByValue):
             return self._from_here(params, state, loss, due)
 
     def is_due(self, step: int) -> bool:
-        """Whether anything is sent or applied at this step; counted from 1, on the host."""
+        """Whether a pull sends or lands at this step, counted from 1; for host loops."""
         return self.method.is_due(step)
 
     def _from_before(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
-        """With x known the step is one of `exchange`, of u = y - x."""
+        """With x known, the step is that of `exchange` with u = y - x."""
         x, y = state.before, trees.floats(params)
         check_same_tree("params", y, x)
-        # Where x is not finite `apply_updates` takes u for the parameter itself.
+        # Where x is not finite, `apply_updates` uses u as the parameter itself.
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
         moved, after = lock_step.advance(
             self.method.pulls, x, u, state.exchange, loss, due, self.method.check
         )
-        # x + (y - x) may round to a neighbor of y: what was not moved stays y itself.
+        # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
         y = jax.tree.map(keep, y, trees.apply_updates(x, moved), u, moved)
         return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
-        """With y alone the worker stands at x = y with u = 0, until it is moved."""
+        """With y alone, the step starts from x = y and u = 0."""
         pulls, before = self.method.pulls, state.exchange
         t, y = lock_step.step_of(before), trees.floats(params)
         still = trees.zeros(y)
@@ -127,36 +129,36 @@ class Outer(ByValue):
 
 @by_value
 def outer(method: Exchange) -> Outer:
-    r"""A method around any training step: parameters in, parameters out.
+    r"""Applies a method around any training step: parameters in, parameters out.
 
-    With y where the training step has left this worker, t = 1, 2, … the step, and for each
-    pull of the method z its target, λ its strength, τ its period, o its offset, d its delay
-    (see `exchange`):
+    With y the parameters after the training step, t = 1, 2, … the step, and for each pull
+    of the method z its target, λ its strength, τ its period, o its offset, d its delay (see
+    `exchange`):
 
     .. math::
       z &\leftarrow \text{agree}(y) && \text{if } t \equiv o - d \pmod \tau \\
       y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau
 
-    The training step may use any optimizer or none of optax. On all other steps the
-    parameters pass untouched and nothing is communicated. The numbers are those of
-    ``optax.chain(optimizer, method)``; there is no order of a chain to get wrong.
+    On all other steps the parameters pass unchanged and nothing is communicated. The
+    training step may use any optimizer, also one that is not from optax. The numbers are
+    those of ``optax.chain(optimizer, method)``, but no chain can be in the wrong order.
 
-    A method whose rule depends on x, where the worker stood before its own step
-    (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`), and one with
-    ``check="every_step"`` keep a copy of it. All others cannot undo a step: a worker that
-    is not finite goes on until the next pull restores it.
+    The state keeps a copy of x, the parameters before the training step, if the method's
+    rule depends on x (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`) or
+    with ``check="every_step"``. All other methods cannot undo a step: a worker that is not
+    finite continues until the next pull restores it.
 
     Args:
       method: any method that pulls, with all its options. With ``axes=()`` the worker is
         alone in its group, so that ``outer(diloco(axes=()))`` is an outer optimizer around
-        one worker, and needs no axis.
+        one worker and needs no axis.
 
     Returns:
       An `Outer`: ``init(params) -> state``, ``step(params, state, loss=...) -> (params,
       state)``, ``is_due(t) -> bool``.
 
     Raises:
-      ValueError: anything but a method that pulls.
+      ValueError: an argument that is no method that pulls.
 
     >>> import jax, jax.numpy as jnp
     >>> import lsgd_jax as lj

@@ -1,19 +1,17 @@
-"""Parts and fragments: the leaves that a pull takes.
+"""Parts and fragments: the leaves that a pull exchanges.
 
-A part is any choice of leaves: by path, by a mask, or by a function. A fragment is one of F
-runs of neighboring leaves of a part, which take turns. Where layers are stacked in one leaf
-for `jax.lax.scan`, a run begins and ends between layers. Leaves outside of the part (frozen
-ones) are not sent, are not moved, and have no state. Leaves that do not hold floats are
-never exchanged, whatever the part says.
+A part is a choice of leaves, by path, by a mask, or by a function. A fragment is one of F
+runs of neighboring leaves of a part; the fragments take turns. If layers are stacked in one
+leaf for `jax.lax.scan`, a run begins and ends between layers. Leaves outside the part
+(frozen leaves) are not sent, are not moved, and have no state. Leaves that do not hold
+floats are never exchanged.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,11 +23,11 @@ class Fragment(NamedTuple):
     """One of `count` runs of neighboring leaves of about the same size.
 
     Attributes:
-      index: which one.
-      count: how many there are.
-      part: the leaves that the runs divide; None: all.
+      index: the index of this run, in 0..count-1.
+      count: the number of runs.
+      part: the leaves that the runs divide. Defaults to all.
       scan_axis: the axis along which layers are stacked in a leaf, or such an axis for the
-        leaves under some paths; None: leaves stay whole.
+        leaves under some paths. With None, leaves stay whole.
     """
 
     index: int
@@ -47,17 +45,18 @@ Part = Fragment | Callable[[str], bool] | list[str] | tuple[str, ...] | Mask
 def fragment(
     index: int, count: int, part: Part | None = None, scan_axis: ScanAxis | None = None
 ) -> Fragment:
-    """The `index`-th of `count` runs of neighboring leaves of about the same size.
+    """Returns one of `count` runs of neighboring leaves of about the same size.
 
-    Leaves are taken in the order of `jax.tree.leaves`; every run has at least one. Leaves
-    with a scan axis are cut along it: first comes layer 0 of all of them, then layer 1.
+    Leaves are taken in the order of `jax.tree.leaves`, and every run has at least one leaf.
+    Leaves with a scan axis are cut along it: layer 0 of all of them comes first, then layer
+    1.
 
     Args:
-      index: which run, in 0..count-1.
-      count: how many runs.
-      part: the leaves that the runs divide, as for `Pull`; None: all.
-      scan_axis: the axis along which layers are stacked, of all leaves that have it, or by
-        path (``{"decoder/layers": 0}``, all other leaves staying whole). None: all leaves
+      index: the index of the run, in 0..count-1.
+      count: the number of runs.
+      part: the leaves that the runs divide, as for `Pull`. Defaults to all.
+      scan_axis: the axis along which layers are stacked, for all leaves that have it, or by
+        path (``{"decoder/layers": 0}``; all other leaves stay whole). With None, all leaves
         stay whole.
 
     Raises:
@@ -85,12 +84,12 @@ def fragment(
 def in_fragments(
     pull: Any, count: int, period: str = "period", scan_axis: ScanAxis | None = None
 ) -> list[Any]:
-    """A pull cut into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
+    """Cuts a pull into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
 
     Args:
       pull: the `Pull` of the whole part, at offset 0.
-      count: how many fragments, F; 1: the pull itself.
-      period: what the method calls τ.
+      count: the number of fragments, F. With 1, the result is the pull itself.
+      period: the method's name for τ.
       scan_axis: see `fragment`.
 
     Raises:
@@ -143,12 +142,12 @@ class Run(NamedTuple):
     stop: int
 
     def of(self, leaf: Any) -> Any:
-        """This run of a leaf."""
+        """Returns this run of a leaf."""
         return leaf[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
 
 def select(part: Part | None, tree: Tree) -> Tree:
-    """The tree with an empty node in place of every leaf outside of the part.
+    """Replaces every leaf outside the part by an empty node.
 
     A leaf that fragments cut is replaced by the fragment's run of it.
 
@@ -178,7 +177,7 @@ def select(part: Part | None, tree: Tree) -> Tree:
 
 
 def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
-    """The tree with the part in its place: the inverse of `select`."""
+    """Puts the part back into the tree: the inverse of `select`."""
     if part is None:
         return mine
     leaves, treedef = jax.tree.flatten(tree)
@@ -195,7 +194,7 @@ def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
 
 
 def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
-    """The run of each leaf that is in the part: all of it, none, or a `Run`.
+    """The run of each leaf that is in the part: True for the whole leaf, False, or a `Run`.
 
     Raises:
       ValueError: see `select`.
@@ -216,10 +215,10 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
 
 
 def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
-    """Leaves and layers stand in a row, and every fragment takes a run of them.
+    """Orders leaves and layers in a row, of which every fragment takes a run.
 
-    A stack of layers begins where leaves before it end. Without `scan_axis` the row is in
-    the order of the leaves.
+    A stack of layers comes after the leaves that precede it. Without `scan_axis`, the row
+    has the order of the leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     inside = runs_of(fragment.part, tree)
@@ -231,8 +230,8 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
             "`scan_axis` must be an axis of at least one leaf, got "
             f"scan_axis={fragment.scan_axis!r}"
         )
-    sizes: dict[Any, int] = {}  # of each leaf that stays whole, and of each layer
-    depth: dict[Any, float] = {}  # where it stands in the row: several stacks share it
+    sizes: dict[Any, int] = {}  # by unit: a leaf that stays whole, or a layer
+    depth: dict[Any, float] = {}  # the position in the row, which several stacks share
     for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
         layers = 1 if axis is None else leaf.shape[axis]
         is_behind = any(0 < d < 1 for d in depth.values())
@@ -269,7 +268,7 @@ def _scan_axis(
 
 
 def _taker(part: Any) -> Callable[[str], bool]:
-    """Whether a path is in the part."""
+    """Returns a function that tells whether a path is in the part."""
     if callable(part):
         return lambda path: bool(part(path))
     if _are_paths(part):
@@ -301,7 +300,7 @@ def _name(path: Any) -> str:
 
 
 def _owners(sizes: list[int], count: int) -> list[int]:
-    """The fragment of each leaf or layer: the one in which its middle lies, by size."""
+    """The fragment of each leaf or layer: the one that contains its middle, by size."""
     if len(sizes) < count:
         raise ValueError(
             f"`fragments` must be at most the number of leaves ({len(sizes)}), got {count}"
@@ -309,104 +308,9 @@ def _owners(sizes: list[int], count: int) -> list[int]:
         )
     ends = np.cumsum(sizes)
     owners = ((ends - np.array(sizes) / 2) * count / ends[-1]).astype(int)
-    # No fragment may be empty: of the leaves left each later fragment needs one.
+    # No fragment may be empty: enough leaves must remain for the later fragments.
     for i in range(len(sizes)):
         first = owners[i - 1] if i else -1
         owners[i] = min(max(owners[i], 0), first + 1)
         owners[i] = max(owners[i], count - (len(sizes) - i), first, 0)
     return owners.tolist()
-
-
-class Cuts:
-    """Where the fragments of several pulls cut leaves: between pieces that each take whole.
-
-    Args:
-      taken: the parts of the pulls.
-      tree: the leaves.
-
-    Attributes:
-      owned: for each pull a list of bools, one for each piece in the order of leaves:
-        whether the pull's part has the piece.
-
-    Raises:
-      ValueError: two parts that cut a leaf along different axes; see `select`.
-
-    >>> import numpy as np
-    >>> tree = {"b": np.zeros(2), "layers": np.zeros([3, 4])}
-    >>> cuts = Cuts([fragment(i, 3, ["layers"], scan_axis=0) for i in range(3)], tree)
-    >>> jax.tree.map(np.shape, cuts.cut(tree))
-    {'b': (2,), 'layers': ((1, 4), (1, 4), (1, 4))}
-    >>> cuts.owned[0]
-    [False, True, False, False]
-    """
-
-    def __init__(self, taken: Sequence[Part | None], tree: Tree):
-        leaves, self._treedef = jax.tree.flatten(tree)
-        self._runs = [runs_of(part, tree) for part in taken]
-        self._pieces = [_pieces(leaf, runs) for leaf, *runs in zip(leaves, *self._runs)]
-        self.owned = [
-            [
-                _is_inside(piece, run)
-                for run, own in zip(runs, self._pieces)
-                for piece in own
-            ]
-            for runs in self._runs
-        ]
-
-    def cut(self, tree: Tree) -> Tree:
-        """The tree with a tuple of pieces in place of every leaf that is cut."""
-        leaves = self._treedef.flatten_up_to(tree)
-        cut = lambda leaf, pieces: tuple(piece.of(leaf) for piece in pieces)
-        own = [cut(x, own) if own[0] else x for x, own in zip(leaves, self._pieces)]
-        return jax.tree.unflatten(self._treedef, own)
-
-    def cut_part(self, k: int, part: Tree) -> Tree:
-        """The same of a tree like the k-th part, without what lies outside of it."""
-
-        def cut(leaf: Any, run: Run | bool, pieces: list[Any]) -> Any:
-            if pieces[0] is None or run is False:
-                return leaf
-            first = run.start if isinstance(run, Run) else 0
-            inside = [piece for piece in pieces if _is_inside(piece, run)]
-            from_start = lambda p: Run(p.axis, p.start - first, p.stop - first)
-            return tuple(from_start(piece).of(leaf) for piece in inside)
-
-        leaves = self._treedef.flatten_up_to(part)
-        own = map(cut, leaves, self._runs[k], self._pieces)
-        return jax.tree.unflatten(self._treedef, own)
-
-    def join(self, pieces: Tree) -> Tree:
-        """The inverse of both: pieces side by side, an empty node where there are none."""
-
-        def joined(found: Any, own: list[Any]) -> Any:
-            if own[0] is None:
-                return found
-            present = jax.tree.leaves(found)
-            if len(present) < 2:
-                return present[0] if present else optax.MaskedNode()
-            return jnp.concatenate(present, own[0].axis)
-
-        leaves = self._treedef.flatten_up_to(pieces)
-        return jax.tree.unflatten(self._treedef, map(joined, leaves, self._pieces))
-
-
-def _pieces(leaf: Any, runs: Sequence[Run | bool]) -> list[Run | None]:
-    """The runs between all cuts of a leaf; [None] if it is not cut."""
-    cut = [run for run in runs if isinstance(run, Run)]
-    if not cut:
-        return [None]
-    axis = cut[0].axis
-    if any(run.axis != axis for run in cut):
-        raise ValueError(
-            f"`scan_axis` must be the same for all pulls of a leaf, got {axis} and "
-            f"{next(run.axis for run in cut if run.axis != axis)} for shape {leaf.shape}"
-        )
-    ends = sorted({0, leaf.shape[axis], *(end for run in cut for end in run[1:])})
-    return [Run(axis, *between) for between in itertools.pairwise(ends)]
-
-
-def _is_inside(piece: Run | None, run: Run | bool) -> bool:
-    """Whether a piece lies in a run of its leaf."""
-    if piece is None or not isinstance(run, Run):
-        return bool(run)
-    return run.start <= piece.start and piece.stop <= run.stop

@@ -1,10 +1,10 @@
-"""Whether parameters are where an exchange has left them, seen by a few of their elements.
+"""Checks on a few elements whether parameters are where an exchange has left them.
 
-An exchange sets where a worker will stand. What changes its updates afterwards (an
-optimizer or a clipping behind it in the chain) trains something else, while all else looks
-healthy. A sample of the parameters shows it at the next step at next to no cost, whatever
-changed them. No sample is taken where parameters may be sharded in a layout that is not
-known: to read one element would communicate.
+An exchange sets where a worker will stand. If something changes its updates afterwards (an
+optimizer or a clipping behind it in the chain), the worker trains another model while
+everything else looks healthy. A sample of the parameters shows this at the next step at
+next to no cost. No sample is taken where parameters may be sharded in an unknown layout,
+because reading one element would then communicate.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from lsgd_jax._src.trees import Tree
 
 
 ELEMENTS = 8  # at most
-ROUNDINGS = 4  # x + u may be compiled in other ways here and there
+ROUNDINGS = 4  # x + u may be compiled differently in different programs
 
 
 def unknown(x: Tree) -> Array:
-    """A sample that every x matches: float32 [k]."""
+    """Returns a sample that every x matches: float32 [k]."""
     return jnp.full([len(_sampled(x))], jnp.inf, jnp.float32)
 
 
 def sample_after(x: Tree, u: Tree) -> Array:
-    """The middle elements of some leaves of x + u, in the dtypes of x: float32 [k]."""
+    """Returns the middle elements of some leaves of x + u, rounded like x: float32 [k]."""
     if not layout_is_known():
         return unknown(x)
     moved = [
@@ -39,11 +39,12 @@ def sample_after(x: Tree, u: Tree) -> Array:
 
 
 def misplaced(expected: Array, x: Tree) -> Array:
-    """Whether x is somewhere else: int32 scalar, 1 or 0. What is not finite matches all."""
+    """Whether x is elsewhere: int32 scalar, 1 or 0. Elements that are not finite match."""
     if not layout_is_known():
         return jnp.int32(0)
-    found = _stack([leaf.astype(jnp.float32) for leaf in _picked(x)])
-    eps = [jnp.finfo(leaf.dtype).eps for leaf in _picked(x)]
+    elements = _picked(x)
+    found = _stack([element.astype(jnp.float32) for element in elements])
+    eps = [jnp.finfo(element.dtype).eps for element in elements]
     slack = ROUNDINGS * jnp.array(eps, jnp.float32) * jnp.maximum(abs(found), abs(expected))
     return (jnp.abs(found - expected) > slack).any().astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""resize: the state of some workers as that of others."""
+"""resize: continue the state of some workers with another number of workers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,27 +11,27 @@ from lsgd_jax._src.trees import Tree
 
 
 def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
-    r"""The state of other workers, each of which goes on from one of those before.
+    r"""Returns the state of new workers, each of which continues one of the old workers.
 
     .. math:: x_i \leftarrow x_{s(i)}
 
-    for all that a worker has of its own; what stands in a `Shared` stays as it is. A node
-    whose fields mean nothing to other workers (an index in the group, a push-sum weight)
-    has a method ``__lsgd_resized__()``. It is called once the rows are taken, and returns
-    the node for the new workers or raises.
+    for every per-worker leaf; a `Shared` stays as it is. A node whose fields mean nothing
+    to other workers (an index in the group, a push-sum weight) has a method
+    ``__lsgd_resized__()``. It is called after the rows are taken, and returns the node for
+    the new workers or raises.
 
     Args:
       tree: parameters or a state over W workers: host or device arrays, leaves [W, ...].
-      sources: s, of each new worker the worker of before, in 0..W-1; at least one, also
-        repeated.
+      sources: s(i), the old worker that each new worker continues, in 0..W-1. At least one;
+        repetitions are allowed.
 
     Returns:
       The same tree with leaves [len(sources), ...].
 
     Raises:
-      ValueError: sources that are empty, no integers or not in 0..W-1; messages in flight
-        to a worker; a `Shared` of some workers only, of whom it is not known any more
-        which of them form a group.
+      ValueError: sources that are empty, not integers or not in 0..W-1; messages in flight
+        to a worker; a `Shared` of some workers only, because the new workers do not
+        determine its groups.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -47,8 +47,13 @@ def resize(tree: Tree, sources: Sequence[int] | np.ndarray) -> Tree:
         )
 
     def take(x: Any) -> Any:
+        if isinstance(x, Shared) and x.axes is not None:
+            raise ValueError(
+                "the workers must stay the same if a state is shared by groups of workers, "
+                f"got a `Shared` over {' and '.join(map(repr, x.axes))} only"
+            )
         if isinstance(x, Shared):
-            return _kept(x)
+            return x
         # Indexing a jax array would clamp an index that is too large.
         if rows.min() < 0 or rows.max() >= len(x):
             raise ValueError(
@@ -67,12 +72,3 @@ def _resized(tree: Tree) -> Tree:
     tree = tree.__lsgd_resized__() if has_hook(tree) else tree
     within = lambda node: node is not tree and has_hook(node)
     return jax.tree.map(lambda x: _resized(x) if has_hook(x) else x, tree, is_leaf=within)
-
-
-def _kept(node: Shared) -> Shared:
-    if node.axes is not None:
-        raise ValueError(
-            "the workers must stay the same if groups of them, and not all, have something "
-            f"in common (a `Shared` over {' and '.join(map(repr, node.axes))} only)"
-        )
-    return node

@@ -21,7 +21,7 @@ Kept = Literal["reference", "error"]
 
 
 def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
-    """`Rule.step` of a rule that does nothing between its exchanges."""
+    """The `Rule.step` of a rule that does nothing between its exchanges."""
     del x, loss, t
     return u, state, True
 
@@ -30,24 +30,24 @@ def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
 class Rule(ByValue):
     """The target of a pull: three pure functions for one worker, and their group.
 
-    x are the worker's parameters, u its update, y = x + u (with the pulls before this one),
-    t = 1, 2, … the step, loss the worker's loss at x or None.
+    x are the worker's parameters, u its update, y = x + u (after the pulls before this
+    one), t = 1, 2, … the step, loss the worker's loss at x or None.
 
     Attributes:
       axes: the mesh axes of the group.
       init: params -> state.
-      agree: (group, x, y, state, is_finite, t) -> (z, found, state), on due steps; the one
-        place that communicates, through `group`. is_finite: bool scalar, whether this
-        worker may count: its loss and y are finite, and `step` says so. z: the target, a
-        tree like y; found: bool scalar, whether there is a target.
-      step: (u, x, state, loss, t) -> (u, state, is_finite), on every step; never
+      agree: (group, x, y, state, is_finite, t) -> (z, found, state), called on due steps.
+        It is the only function that communicates, through `group`. is_finite: bool scalar,
+        whether this worker takes part: its loss, its y and the result of `step` are finite.
+        z: the target, a tree like y. found: bool scalar, whether there is a target.
+      step: (u, x, state, loss, t) -> (u, state, is_finite), called on every step; never
         communicates.
-      keeps: what the kernel must remember for `agree` where the parameters travel in a
-        narrow wire format: 'reference', the last target, if it calls `broadcast`, or
-        `masked_mean` without a reference of its own; 'error' if it calls `masked_mean` or
-        `masked_sum`; () if it only permutes and pushes. None: they travel in float32 only.
-      reads_x: whether the target or `step` depends on x, where the worker stood before its
-        own step, and not only on y. `outer` then keeps a copy of it.
+      keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last
+        target, if it calls `broadcast`, or `masked_mean` without a reference of its own;
+        'error' if it calls `masked_mean` or `masked_sum`; () if it only permutes and
+        pushes. With None, parameters travel in float32 only.
+      reads_x: whether the target or `step` depends on x, the parameters before the worker's
+        own step, and not only on y. `outer` then keeps a copy of x.
     """
 
     axes: Axes
@@ -60,7 +60,7 @@ class Rule(ByValue):
 
 @by_value
 def combine_then_adapt(rule: Rule) -> Rule:
-    """The rule computed at x, with the step y - x added: z + (y - x)."""
+    """Returns the rule computed at x, with the step y - x added: z + (y - x)."""
 
     def agree(group, x, y, state, is_finite, t):
         z, found, state = rule.agree(group, x, x, state, is_finite, t)
@@ -76,6 +76,6 @@ def combine_then_adapt(rule: Rule) -> Rule:
 
 
 def in_order(rule: Rule, order: Order) -> Rule:
-    """The rule as it is, or computed at x."""
+    """Returns the rule as it is, or computed at x, as `order` says."""
     check_option("order", order, get_args(Order))
     return combine_then_adapt(rule) if order == "combine_then_adapt" else rule

@@ -5,19 +5,23 @@ import contextvars
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
+import numpy as np
+
 
 T = TypeVar("T")
+Tree = Any
 Axes = str | tuple[str, ...]
 
 WORKER_AXES = ("node", "local")
 
-# How 'node' and 'local' are called on a mesh that the user has made.
+# The names of 'node' and 'local' on a mesh that the user has made.
 _NAMES: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names")
 
 
 @contextlib.contextmanager
 def naming(axes: Mapping[str, str]) -> Iterator[None]:
-    """Gives 'node' and 'local' other names for what is traced in the `with` block."""
+    """Gives 'node' and 'local' other names while the `with` block is traced."""
     token = _NAMES.set(axes)
     try:
         yield
@@ -26,7 +30,7 @@ def naming(axes: Mapping[str, str]) -> Iterator[None]:
 
 
 def named(axis: str) -> str:
-    """The name of an axis on the mesh where we are traced."""
+    """The name of an axis on the mesh of the function that is being traced."""
     return _NAMES.get({}).get(axis, axis)
 
 
@@ -34,14 +38,14 @@ class Shared(NamedTuple, Generic[T]):
     """A tree that is equal on all workers, or on all workers of a group.
 
     Step counts, centers and anchors are shared. `Workers` stacks every leaf along a leading
-    axis of W workers, except what stands in a `Shared` of all workers: that is replicated,
-    and a predicate computed from it is the same on all workers, as collectives need it.
+    axis of W workers, except the leaves of a `Shared` of all workers. These are replicated,
+    and a predicate computed from them is the same on all workers, as collectives need it.
 
     Attributes:
       value: the tree itself; any shapes and dtypes.
-      axes: over which mesh axes it is equal; None: over all of them. Otherwise the names
-        are the keys of a dictionary without leaves, so that they are part of the tree's
-        structure, and `value` is stacked like everything that differs between workers.
+      axes: the mesh axes over which it is equal, or None if it is equal over all of them.
+        The names are the keys of a dictionary without leaves, so that they are part of the
+        tree's structure. With axes, `value` is stacked like any per-worker tree.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -61,6 +65,45 @@ def shared(tree: T, axes: Axes, everywhere: bool) -> Shared[T]:
     return Shared(tree) if everywhere else Shared(tree, dict.fromkeys(names))
 
 
+# Stacked trees: shared leaves [...], and all others [W, ...]
+
+
 def is_shared(node: Any) -> bool:
     """Whether a node is a `Shared` of all workers: the `is_leaf` of tree maps."""
     return isinstance(node, Shared) and node.axes is None
+
+
+def shared_flags(tree: Tree) -> list[bool]:
+    """Whether each leaf stands in a `Shared` of all workers."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_shared)
+    sizes = [(is_shared(node), len(jax.tree.leaves(node))) for node in nodes]
+    return [shared for shared, size in sizes for _ in range(size)]
+
+
+def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
+    """One worker's part of a tree, as a tree of `jax.ShapeDtypeStruct`.
+
+    leading_axes: how many axes are dropped from leaves that are not shared.
+    """
+
+    def one(x: Any, is_shared: bool) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        shape = np.shape(x)[0 if is_shared else leading_axes :]
+        weak = getattr(x, "weak_type", False)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(one, leaves, shared_flags(tree)))
+
+
+def check_rows(tree: Tree, rows: int, whose: str) -> None:
+    """Raises ValueError unless every leaf that is not shared has a leading axis of rows."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), shared in zip(leaves, shared_flags(tree)):
+        if not shared and np.shape(leaf)[:1] != (rows,):
+            raise ValueError(
+                f"every leaf must have a leading axis of {rows} ({whose}), got "
+                f"shape {np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
+                "; `replicate` gives every worker a copy of one tree, `share` marks "
+                "a tree without such an axis"
+            )

@@ -1,4 +1,4 @@
-"""A function written for one worker as a jitted one over the grid of workers."""
+"""Compiles a function written for one worker into one over the grid of workers."""
 
 import functools
 import inspect
@@ -13,21 +13,20 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts, uniform
 from lsgd_jax._src.device_grid import Slots, leading_axis_over
-from lsgd_jax._src.shared import WORKER_AXES, naming
-from lsgd_jax._src.transfer import check_rows, map_flagged, of_one, shared_flags
+from lsgd_jax._src.shared import WORKER_AXES, check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 
 
 class Grid(NamedTuple):
-    """Where workers stand: the mesh of devices, and the slots inside a device.
+    """The positions of workers: the mesh of devices, and the slots inside a device.
 
     Attributes:
       mesh: the devices.
-      axes: the mesh axes along which workers stand; the others are inside a worker.
-      slots: names and sizes of the vmapped axes.
+      axes: the mesh axes along which workers stand; all other axes are inside a worker.
+      slots: the names and sizes of the vmapped axes.
       nodes, locals: the sizes of the grid of workers.
-      inside: names and sizes of the axes inside a worker.
-      names: how 'node' and 'local' are called on the mesh; empty: so.
+      inside: the names and sizes of the axes inside a worker.
+      names: other names of 'node' and 'local' on the mesh, if it has any.
     """
 
     mesh: Mesh
@@ -39,7 +38,7 @@ class Grid(NamedTuple):
     names: Mapping[str, str] = {}
 
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
-        """Of leaves [W, ...], or of shared ones [...], that lie by `spec` in a worker."""
+        """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
         own, leading = spec or Spec(), leading_axis_over(self.mesh, self.axes)
         if not shared:
             own = Spec(*(leading or (None,)), *own) if own else leading
@@ -47,7 +46,7 @@ class Grid(NamedTuple):
 
     @property
     def of_workers(self) -> AbstractMesh:
-        """A mesh like this one that has a device for every worker."""
+        """A mesh like this one, with one device for every worker."""
         if self.names:
             return self.mesh.abstract_mesh
         names = (*WORKER_AXES, *self.inside)
@@ -55,12 +54,12 @@ class Grid(NamedTuple):
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
     def check(self, tree: Tree) -> None:
-        """Raises ValueError unless what is not shared has a leading axis of W."""
+        """Raises ValueError unless all leaves but shared ones have a leading axis of W."""
         workers = f"W = {self.nodes} nodes x {self.locals} locals"
         check_rows(tree, self.nodes * self.locals, workers)
 
     def spec_of(self, sharding: Any, shared: bool) -> Spec | None:
-        """How an array with that sharding lies in a worker; None if not on this mesh."""
+        """The spec in a worker of an array with that sharding; None on another mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
         return Spec(*sharding.spec[0 if shared else 1 :])
@@ -69,15 +68,14 @@ class Grid(NamedTuple):
 def compiled(
     fn: Callable, grid: Grid, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()
 ) -> Callable:
-    """The jitted function over all workers; see `Workers.map`."""
+    """Returns the jitted function over all workers; see `Workers.map`."""
 
     def over_workers(shardings, *args, **named):
         _check_context(grid.mesh)
         call, args = _without(static, fn, args, named)
         grid.check(args)
         leaves, structure = jax.tree.flatten(args)
-        one = map_flagged(lambda x, shared: of_one(x, 0 if shared else 1), args)
-        flags = shared_flags(args)
+        one, flags = one_worker(args), shared_flags(args)
         found = layouts.of_arguments(one, map(grid.spec_of, shardings, flags))
         flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
         with layouts.known(found), naming(grid.names):
@@ -96,12 +94,12 @@ def compiled(
 
 
 def _check_context(mesh: Mesh) -> None:
-    """Raises ValueError inside of a `jax.set_mesh` of another mesh."""
+    """Raises ValueError inside a `jax.set_mesh` of another mesh."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(
-            f"the mesh that `jax.set_mesh` has set, {context.axis_names}, is not that of "
-            "the workers: make them on it, `lj.Workers(mesh=mesh, axes=...)` with "
+            f"the mesh set by `jax.set_mesh`, {context.axis_names}, is not that of the "
+            "workers: build the workers on it with `lj.Workers(mesh=mesh, axes=...)` and "
             "AxisType.Auto, or call mapped functions outside of it"
         )
 
@@ -109,7 +107,7 @@ def _check_context(mesh: Mesh) -> None:
 def _without(
     static: tuple[str, ...], fn: Callable, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[Callable, tuple]:
-    """fn with its static arguments filled in, and all other arguments by position."""
+    """Returns fn with its static arguments bound, and all other arguments by position."""
     names = list(inspect.signature(fn).parameters)[: len(args)] if static else []
     fixed = {i: args[i] for i, name in enumerate(names) if name in static}
     fixed_by_name = {name: x for name, x in named.items() if name in static}
@@ -128,9 +126,9 @@ def _without(
 
 
 class _PerSharding:
-    """A jitted function that is traced anew where its arguments are sharded in other ways.
+    """A jitted function that is traced again for each sharding of its arguments.
 
-    jit does not tell a function how its arguments lie on automatic axes.
+    jit does not tell a function how its arguments are sharded on automatic axes.
     """
 
     def __init__(
@@ -143,7 +141,7 @@ class _PerSharding:
         return self._of(args, named)(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """As `jax.jit(...).lower`."""
+        """Lowers the function, as `jax.jit(...).lower` does."""
         return self._of(args, named).lower(*args, **named)
 
     def _of(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -159,17 +157,17 @@ def _spmd(
     shared_out: list[bool],
     specs_out: Sequence[Spec | None],
 ) -> Callable:
-    """fn over all workers: shard_map over the devices, vmap over a device's slots.
+    """Maps fn over all workers: shard_map over the devices, vmap over a device's slots.
 
-    Types are not checked for varying (`check_vma`): a function written for one worker
-    must not need to cast what it carries through its scans and conds.
+    Types are not checked for varying (`check_vma`), because a function written for one
+    worker must not need to cast the values that its scans and conds carry.
 
     Args:
       fn: from arrays to a list of arrays, for one worker.
-      grid: where the workers stand.
-      shared: of each argument whether it is the same for all workers.
-      shared_out: likewise of each result.
-      specs_out: of each result how it is to lie in a worker; None: as XLA likes.
+      grid: the positions of the workers.
+      shared: for each argument, whether it is the same on all workers.
+      shared_out: for each result, whether it is the same on all workers.
+      specs_out: for each result, its spec in a worker; None leaves the choice to XLA.
     """
     shapes = tuple(size for _, size in grid.slots)
     specs = lambda shared: grid.sharding(shared=shared).spec
@@ -180,8 +178,8 @@ def _spmd(
     def stack(x, shared, spec):
         if shared and not shapes and spec is None:
             return x
-        # A wrapper's `where` may have made rows of what is equal on all workers: one
-        # of them is all. XLA drops the copies of what had none.
+        # A wrapper's `where` may have stacked a value that is equal on all workers, so
+        # that one row is enough. XLA drops the copies of values that had no rows.
         rows = x.reshape((math.prod(shapes),) + x.shape[len(shapes) :])
         stacked = rows[0] if shared else rows
         if spec is None:

@@ -8,10 +8,11 @@ import optax
 
 
 def static_args(method: Callable) -> tuple[str, ...]:
-    """The names of a method's arguments that take no schedule, so that none is traced.
+    """Returns the names of a method's arguments that must not be traced.
 
-    For `optax.inject_hyperparams`, which makes a traced number of every other argument:
-    periods, windows and what switches a part of the method on must be known before.
+    Pass them to `optax.inject_hyperparams`, which makes a traced number of every other
+    argument. Periods, windows and options must be known before tracing. Only arguments that
+    take a schedule may be traced.
 
     Args:
       method: a factory of this library, such as `lsgd`.

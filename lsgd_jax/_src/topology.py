@@ -1,4 +1,4 @@
-"""Gossip graphs: who sends to whom at which step, as rounds of permutations.
+"""Gossip graphs: the messages of each step, as rounds of permutations.
 
 A graph changes from step to step: round (t - 1) mod m of its m rounds is used at step t.
 The edges of a round are colored, so that each color is a (partial) permutation: every
@@ -28,12 +28,12 @@ class Topology:
     """A directed graph over W workers, in rounds. Built and checked by the functions below.
 
     Attributes:
-      name: what to call it.
+      name: the name of the graph in its text form.
       num_workers: W.
-      rounds: of each round its permutations, and of each of these its edges
-        (source, destination). No self-loops, no edge twice in a round.
-      phases: pairs (steps before the phase, its number of rounds); one phase unless the
-        graph was put together with `then`.
+      rounds: for each round a tuple of permutations, each a tuple of edges
+        (source, destination). No self-loops, and no edge twice in a round.
+      phases: pairs (steps before the phase, its number of rounds). There is one phase
+        unless the graph was joined by `then`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Topology:
 
     @functools.cached_property
     def out_degrees(self) -> np.ndarray:
-        """int [rounds, W]: to how many workers each one sends."""
+        """The number of workers to which each worker sends: int [rounds, W]."""
         degrees = np.zeros((len(self.rounds), self.num_workers), int)
         for r, round in enumerate(self.rounds):
             for source, _ in _edges(round):
@@ -52,10 +52,11 @@ class Topology:
 
     @functools.cached_property
     def mixing(self) -> np.ndarray:
-        """float [rounds, W, W]: P[r, i, j], the share that i gets of what j holds.
+        """The mixing matrices P, float [rounds, W, W].
 
-        p = 1 / (out-degree of j + 1) for j itself and every worker it sends to: every
-        column sums to 1. Where all rows do as well the graph is `balanced`.
+        P[r, i, j] is the share of j's value that i receives in round r:
+        1 / (out-degree of j + 1) for j itself and every worker to which it sends. So every
+        column sums to 1. If all rows also sum to 1, the graph is `balanced`.
         """
         matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
         for r, round in enumerate(self.rounds):
@@ -72,7 +73,7 @@ class Topology:
 
     @property
     def paired(self) -> bool:
-        """Whether in every round each worker meets at most one other, both ways."""
+        """Whether in every round each worker exchanges with at most one other worker."""
         return all(
             len(round) <= 1 and all((j, i) in _edges(round) for i, j in _edges(round))
             for round in self.rounds
@@ -80,18 +81,19 @@ class Topology:
 
     @functools.cached_property
     def spectral_gap(self) -> float:
-        r"""How fast gossip on the graph agrees, per step.
+        r"""The rate at which gossip on the graph reaches consensus, per step.
 
         .. math:: 1 - |\lambda_2(P_m \cdots P_1)|^{1 / m}
 
-        with λ₂ the second largest eigenvalue in size. 1: the m rounds give the exact mean;
-        0: the workers never agree. With several phases: that of the last.
+        with λ₂ the eigenvalue of second largest magnitude. At 1, the m rounds compute the
+        exact mean; at 0, the workers never agree. With several phases, it is the gap of the
+        last one.
         """
         rounds = self.phases[-1][1]
         product = functools.reduce(lambda a, b: b @ a, self.mixing[-rounds:])
         sizes = np.sort(np.abs(np.linalg.eigvals(product)))
         second = sizes[-2] if self.num_workers > 1 else 0.0
-        # The mean has eigenvalues 0, which come out as up to 1e-8 and have large roots.
+        # The exact mean has eigenvalues 0, computed as up to 1e-8, whose roots are large.
         second = 0.0 if second < 1e-6 else min(second, 1.0)
         return float(1 - second ** (1 / rounds))
 
@@ -105,10 +107,11 @@ class Topology:
         return r
 
     def then(self, steps: int, other: "Topology") -> "Topology":
-        """This graph for the first `steps` steps, and another one from then on.
+        """Returns this graph for the first `steps` steps, followed by another one.
 
         Raises:
-          ValueError: not a positive number of steps, another number of workers.
+          ValueError: a number of steps that is not positive, or does not come after the
+            last change; another number of workers.
 
         >>> import lsgd_jax as lj
         >>> later = lj.topology.exponential(4, peers=2)
@@ -119,7 +122,7 @@ class Topology:
         check_size(other, self.num_workers)
         if steps <= self.phases[-1][0]:
             raise ValueError(
-                f"`steps` must lie after the last change at {self.phases[-1][0]}, "
+                f"`steps` must be after the last change at {self.phases[-1][0]}, "
                 f"got {steps=}"
             )
         later = tuple((steps + before, rounds) for before, rounds in other.phases)
@@ -151,7 +154,7 @@ Graph = Topology | Callable[[int], Topology]
 
 
 def ring(num_workers: int) -> Topology:
-    """Every worker sends to both neighbors, at every step.
+    """Returns a ring: every worker sends to both neighbors, at every step.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.ring(4))
@@ -163,14 +166,14 @@ def ring(num_workers: int) -> Topology:
 
 
 def exponential(num_workers: int, peers: int = 1) -> Topology:
-    """Worker i sends to i + hop mod W, where hop takes turns: 1, 2, 4, …, 2^(m-1).
+    """Worker i sends to i + hop mod W, where hop cycles through 1, 2, 4, …, 2^(m-1).
 
     m = max(1, ceil(log2 W)). With one peer and W = 2^m, m steps give the exact mean.
 
     Args:
       num_workers: W, any number.
-      peers: to how many workers each one sends per step: that many hops, the next ones
-        at the next step.
+      peers: the number of workers to which each worker sends per step. Each step uses that
+        many hops, and the next step continues with the following hops.
 
     Raises:
       ValueError: more peers than there are hops.
@@ -194,9 +197,9 @@ def exponential(num_workers: int, peers: int = 1) -> Topology:
 
 
 def bipartite_exponential(num_workers: int) -> Topology:
-    """Even workers meet odd ones in pairs: i with i + hop, hop = 1, 3, 5, 9, 17, ….
+    """Pairs even with odd workers: i with i + hop, where hop = 1, 3, 5, 9, 17, ….
 
-    With an odd number of workers one of them sits out in each round.
+    With an odd number of workers, one of them has no partner in each round.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.bipartite_exponential(4))
@@ -205,7 +208,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
       round 1: 0→3 1→2 2→1 3→0
     """
     check_positive_int("num_workers", num_workers)
-    even = num_workers + num_workers % 2  # with a stand-in, that meets no worker
+    even = num_workers + num_workers % 2  # the extra worker is a placeholder
     hops = [1] + [h for k in range(1, even.bit_length()) if (h := 2**k + 1) < even]
     rounds = []
     for hop in hops:
@@ -216,7 +219,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
 
 
 def complete(num_workers: int) -> Topology:
-    """Every worker sends to every other one, at every step.
+    """Returns a complete graph: every worker sends to all others, at every step.
 
     >>> import lsgd_jax as lj
     >>> lj.topology.complete(3).spectral_gap
@@ -229,12 +232,12 @@ def complete(num_workers: int) -> Topology:
 def from_edges(
     rounds: Sequence[Iterable[Edge]], num_workers: int | None = None
 ) -> Topology:
-    """A graph of your own.
+    """Returns the graph with the given edges.
 
     Args:
-      rounds: of each round its edges (source, destination), indices of workers.
-        Out-degrees may differ from worker to worker and from round to round.
-      num_workers: W; None: one more than the largest index.
+      rounds: for each round its edges (source, destination), as indices of workers.
+        Out-degrees may differ between workers and between rounds.
+      num_workers: W. Defaults to one more than the largest index.
 
     Raises:
       ValueError: no rounds, a round without edges, a self-loop, an edge twice in a round,
@@ -258,21 +261,21 @@ def from_edges(
 
 
 def check_size(topology: Topology, num_workers: int) -> None:
-    """Raises ValueError unless the topology is one of that many workers."""
+    """Raises ValueError unless the topology has that many workers."""
     if topology.num_workers != num_workers:
         raise ValueError(
-            f"`topology` must be one of {num_workers} workers, got {topology!r}"
+            f"`topology` must be a graph of {num_workers} workers, got {topology!r}"
         )
 
 
 def for_group(
     topology: Graph, check: Callable[[Topology], None] = lambda topology: None
 ) -> Callable[[int], Topology]:
-    """The graph as a function of the number of workers, which is known at trace time only.
+    """Returns the graph as a function of the number of workers, known only while tracing.
 
     Args:
-      topology: a graph, or a function that builds one for a number of workers (`ring`).
-      check: raises ValueError if the graph will not do; early for a graph that is given.
+      topology: a graph, or a function such as `ring` that builds it for W workers.
+      check: raises ValueError for a wrong graph. It runs at once if `topology` is a graph.
     """
     if isinstance(topology, Topology):
         check(topology)
@@ -290,17 +293,17 @@ def check_balanced(topology: Topology) -> None:
     """Raises ValueError unless the mixing matrices are doubly stochastic."""
     if not topology.balanced:
         raise ValueError(
-            "`topology` must be balanced (each worker sends to as many as it receives "
-            f"from, with equal weights); push-sum (`sgp`) takes any graph; got {topology!r}"
+            "`topology` must be balanced (each worker receives as many messages as it "
+            f"sends, with equal weights), got {topology!r}; `sgp` takes any graph"
         )
 
 
 def check_paired(topology: Topology) -> None:
-    """Raises ValueError unless the workers meet in pairs."""
+    """Raises ValueError unless the workers exchange in pairs."""
     if not topology.paired:
         raise ValueError(
-            "`topology` must pair the workers: in every round each meets at most one "
-            f"other, both ways; got {topology!r}"
+            "`topology` must pair the workers: in every round each worker exchanges with "
+            f"at most one other, in both directions; got {topology!r}"
         )
 
 
@@ -314,7 +317,7 @@ def check_one_peer(topology: Topology) -> None:
 
 
 def _circulant(name: str, num_workers: int, hops: Sequence[set[int]]) -> Topology:
-    """The graph where i sends to i + hop mod W for each hop of the round."""
+    """The graph in which i sends to i + hop mod W for each hop of a round."""
     rounds = [
         [(i, (i + hop) % num_workers) for hop in sorted(turn) for i in range(num_workers)]
         for turn in hops
@@ -347,12 +350,12 @@ def _edges(round: Round) -> list[Edge]:
 
 
 def _color(edges: Sequence[Edge], num_workers: int) -> Round:
-    """The edges in as few partial permutations (colors) as the largest degree (König).
+    """Colors the edges: as many partial permutations as the largest degree (König).
 
     Every edge takes the lowest color that is free at both its ends. If there is none, let
-    a be free at its source and b at its destination: exchanging a and b along the path of
-    those colors that leaves the destination frees a there, and changes nothing at the
-    source, which the path cannot reach.
+    a be free at its source and b at its destination. Swapping a and b along the path of
+    these two colors that starts at the destination frees a there. The path cannot reach the
+    source, so a stays free at the source.
     """
     nodes = [(side, i) for side in ("source", "destination") for i in range(num_workers)]
     at: dict[tuple[str, int], dict[int, Edge]] = {node: {} for node in nodes}
@@ -363,27 +366,21 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Round:
         fits = lambda c: all(c not in at[node] for node in nodes)
         return next(filter(fits, range(degree)), None)
 
-    # Edges of one hop form a permutation: taken in that order they share a color.
+    # Edges with the same hop form a permutation. In this order they share a color.
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
-        source, destination = ends(edge)
-        chosen = free(source, destination)
-        if chosen is None:
-            a, b = free(source), free(destination)
-            assert a is not None and b is not None  # neither end has all its edges yet
-            path, node, here, other = [], destination, a, b
-            while here in at[node]:
-                step = at[node][here]
-                path.append((step, other))
-                near, far = ends(step)
-                node, here, other = (far if node == near else near), other, here
-            for step, new in path:
-                for end in ends(step):
-                    if at[end].get(a + b - new) == step:
-                        del at[end][a + b - new]
-            for step, new in path:
-                for end in ends(step):
-                    at[end][new] = step
-            chosen = a
-        at[source][chosen] = at[destination][chosen] = edge
+        source, node = ends(edge)
+        here = other = free(source, node)
+        if here is None:
+            here, other = free(source), free(node)
+        at[source][here] = edge
+        # The edge takes the color from another edge at this node, which takes the other
+        # color, and so on along the path.
+        while displaced := at[node].pop(here, None):
+            at[node][here], at[node][other] = edge, displaced
+            near, far = ends(displaced)
+            edge, node = displaced, far if node == near else near
+            del at[node][here]
+            here, other = other, here
+        at[node][here] = edge
     sent = [at["source", i] for i in range(num_workers)]
     return tuple(tuple(used[c] for used in sent if c in used) for c in range(degree))

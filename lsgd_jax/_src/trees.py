@@ -1,4 +1,4 @@
-"""Arithmetic on whole pytrees, in float32 at least."""
+"""Arithmetic on whole pytrees, in float32 or wider."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ Tree = Any  # a pytree of arrays
 
 
 def widened(x: Array) -> Array:
-    """x in float32 at least: what sums run in."""
+    """x in float32 or wider, the type in which sums are computed."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def is_float(x: Any) -> bool:
-    """Whether a leaf holds real numbers that can be summed: floats of 16 bits or more."""
+    """Whether a leaf holds floats of 16 bits or more, which can be summed."""
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
@@ -31,7 +31,7 @@ def floats(tree: Tree) -> Tree:
 
 
 def refill(part: Tree, tree: Tree) -> Tree:
-    """The part, with the leaves of `tree` in place of its empty nodes."""
+    """Fills the empty nodes of `part` with the leaves of `tree`."""
     masked = lambda node: isinstance(node, optax.MaskedNode)
     return jax.tree.map(
         lambda mine, other: other if masked(mine) else mine, part, tree, is_leaf=masked
@@ -39,28 +39,28 @@ def refill(part: Tree, tree: Tree) -> Tree:
 
 
 def is_same(tree: Tree, other: Tree) -> bool:
-    """Whether two trees hold the very same arrays, so that nothing was changed."""
+    """Whether two trees hold the same array objects, so that nothing was changed."""
     return all(a is b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other)))
 
 
 def widen(tree: Tree) -> Tree:
-    """`widened` leaf by leaf."""
+    """Applies `widened` to every leaf."""
     return jax.tree.map(widened, tree)
 
 
 def zeros(tree: Tree) -> Tree:
-    """Zeros like the `widened` leaves."""
+    """A tree of zeros like the `widened` leaves."""
     wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
     return jax.tree.map(lambda x: lax.full(x.shape, 0, wide(x)), tree)
 
 
 def plus(x: Tree, u: Tree) -> Tree:
-    """y = x + u as the worker will hold it: in the dtypes of x."""
+    """y = x + u in the dtypes of x, as the worker will hold it."""
     return jax.tree.map(lambda x, u: (x + u).astype(x.dtype), x, u)
 
 
 def step_towards(y: Tree, target: Tree, weight: Numeric) -> Tree:
-    """y + weight · (target - y), worked out in float32 at least, in the dtypes of y."""
+    """y + weight · (target - y), computed in float32 or wider, in the dtypes of y."""
 
     def leaf(y: Array, z: Array) -> Array:
         wide = widened(y)
@@ -70,7 +70,7 @@ def step_towards(y: Tree, target: Tree, weight: Numeric) -> Tree:
 
 
 def where(condition: Array, tree: Tree, otherwise: Tree) -> Tree:
-    """`jnp.where` leaf by leaf, in the dtypes of `otherwise`."""
+    """Applies `jnp.where` to every leaf, in the dtypes of `otherwise`."""
     return jax.tree.map(
         lambda a, b: jnp.where(condition, a.astype(b.dtype), b), tree, otherwise
     )
@@ -81,9 +81,9 @@ def mean_of(sums: Tree, count: Array) -> Tree:
     return jax.tree.map(lambda s: s / count.astype(s.dtype), sums)
 
 
-# Called for every leaf: `lax.select` in place of `jnp.where`, which is a jitted function
-# and takes a multiple of the time to trace, to lower and to partition; `lax.full` in place
-# of `jnp.full_like`, which fails on what a user has constrained to a `NamedSharding`.
+# These run on every leaf, so they use `lax.select`: `jnp.where` is a jitted function and
+# takes several times as long to trace, lower and partition. They use `lax.full`, because
+# `jnp.full_like` fails on an array that a user has constrained to a `NamedSharding`.
 
 
 def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
@@ -94,15 +94,15 @@ def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
 
 
 def finite_part(x: Array) -> Array:
-    """x, with zeros in place of what is not finite."""
+    """x, with zeros in place of the elements that are not finite."""
     return where_finite(x, x, 0)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Adds updates to parameters, and lets an exchange replace what is not finite.
+    """Adds updates to parameters, and lets an exchange replace those that are not finite.
 
-    x ← x + u where x is finite, x ← u elsewhere; `optax.apply_updates` gives nan + u = nan
-    there. The two agree on finite parameters.
+    x ← x + u where x is finite, and x ← u elsewhere. On finite parameters this agrees with
+    `optax.apply_updates`, which elsewhere gives nan + u = nan.
 
     Args:
       params: parameters x, any shapes and dtypes.
@@ -120,7 +120,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def all_finite(tree: Tree) -> Array:
-    """Whether every element of the tree is finite, on all of a worker's devices: a bool."""
+    """Whether all elements are finite, on all of a worker's devices: a bool scalar."""
     axes = known_axes()
 
     def everywhere(tree: Tree) -> Array:
@@ -131,20 +131,20 @@ def all_finite(tree: Tree) -> Array:
 
 
 def _all_finite(tree: Tree) -> Array:
-    """1 or 0."""
+    """1 if all elements are finite, otherwise 0."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     if not finite:
         return jnp.int8(1)
-    # The lowest of them by a sort, so that they are not fused; see `materialized`.
+    # A sort finds the minimum, because XLA fuses nothing across it; see `materialized`.
     return lax.sort(jnp.stack(finite).astype(jnp.int8))[0]
 
 
 def materialized(*scalars: Any) -> list[Array]:
-    """The same scalars, worked out once.
+    """Returns the same scalars, computed only once.
 
-    XLA fuses what scalars are made of into every consumer. With n leaves in the making of a
-    scalar, and n that it is used on, compile time grows with n². It fuses nothing across a
-    sort (and removes an optimization barrier before it fuses).
+    XLA fuses the computation of a scalar into every consumer. If a scalar depends on n
+    leaves and is used on n leaves, compile time grows with n². XLA fuses nothing across a
+    sort. (An optimization barrier does not help: XLA removes it before fusion.)
     """
     values = jnp.stack([jnp.asarray(scalar) for scalar in scalars])
     return list(lax.sort((jnp.arange(len(scalars)), values), num_keys=1)[1])

@@ -1,26 +1,26 @@
-"""Which values may differ between workers: an analysis of a function of one worker.
+"""Finds the values that may differ between workers in a function of one worker.
 
-A branch that only some workers take must not contain collectives: those who are in it
-would wait for the others forever. And what stands in a `Shared` must be equal on all
-workers, since it is kept once. jax checks neither (`Workers` compiles with
-``check_vma=False``, and the types that this leaves out forget the predicate of a `cond`).
-So `Workers.map` traces the function for one worker and walks over its jaxpr once. Of every
-value it works out the worker axes over which the value may differ:
+A branch that only some workers take must not contain collectives: the workers in it would
+wait for the others forever. And a `Shared` must be equal on all workers, because it is
+stored once. jax checks neither (`Workers` compiles with ``check_vma=False``, and the types
+that this option checks ignore the predicate of a `cond`). So `Workers.map` traces the
+function for one worker and walks over its jaxpr once. For every value it computes the
+worker axes over which the value may differ:
 
-- an argument: over all axes, a `Shared` one over those that it does not name; constants
-  over none;
-- `axis_index` over its axes; what `psum`, `pmin`, `pmax` and `all_gather` return over all
-  their input differs over but their own axes; what other collectives return over
-  their axes, too;
-- what a branch or a loop returns also over the axes of its predicate;
-- all else over the axes of its inputs.
+- an argument differs over all axes, a `Shared` argument over the axes that it does not
+  name, and a constant over none;
+- `axis_index` differs over its axes; a result of `psum`, `pmin`, `pmax` and `all_gather`
+  over the axes of the input without their own; a result of another collective over the
+  axes of the input and its own;
+- a result of a branch or a loop also differs over the axes of the predicate;
+- any other value differs over the axes of its inputs.
 
-One rule is optimistic: an argument that is an integer or a bool SCALAR for each worker is
-taken to be equal on all workers. Wrappers such as `optax.MultiSteps` and
-`optax.conditionally_transform` count steps in such leaves and branch on them. Likewise the
-scalars in the `hyperparams` of `optax.inject_hyperparams`. Workers whose own counts or
-hyperparameters differ, and which branch on them around an exchange, still hang; a predicate
-computed from gradients, parameters, a loss or random keys is found.
+One rule is optimistic: an argument that is an integer or bool SCALAR for each worker is
+assumed to be equal on all workers. Wrappers such as `optax.MultiSteps` and
+`optax.conditionally_transform` count steps in such leaves and branch on them. The same
+holds for the scalars in the `hyperparams` of `optax.inject_hyperparams`. Workers whose own
+counts or hyperparameters differ, and that branch on them around an exchange, still hang. A
+predicate computed from gradients, parameters, a loss or random keys is found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,7 @@ from lsgd_jax._src.trees import Tree
 
 Axes = frozenset[str]
 
-# These return values that are equal over their axes; other collectives return others to
-# each worker.
+# The results of these are equal over their axes; those of other collectives may differ.
 UNIFYING = {
     "psum",
     "psum_invariant",
@@ -49,7 +48,7 @@ UNIFYING = {
     "all_gather_reduced",
     "pbroadcast",
 }
-# These name axes and send nothing.
+# These name axes but send nothing.
 SILENT = {"axis_index", "pvary"}
 
 
@@ -71,8 +70,8 @@ def trace(
       The tree that fn returns, of `jax.ShapeDtypeStruct`.
 
     Raises:
-      ValueError: a branch that may differ between workers which a collective inside
-        connects, or a `Shared` that may not be equal where it says so.
+      ValueError: a branch that may differ between workers that meet in one of its
+        collectives, or a `Shared` that may differ over an axis that it names.
     """
     one = jax.shard_map(
         fn,
@@ -89,10 +88,10 @@ def trace(
     for (path, _, claim), found in zip(_claims(outputs, axes), results):
         if not found <= claim:
             raise ValueError(
-                f"what stands in the `Shared` at {path} may differ between workers along "
-                f"{_quoted(found - claim)}: compute it from what is equal on them (other "
-                "`Shared` values, or the result of a collective such as `psum`), or return "
-                "it outside of `Shared`"
+                f"the value in the `Shared` at {path} may differ between workers along "
+                f"{_quoted(found - claim)}: compute it from values that are equal on them "
+                "(other `Shared` values, or the result of a collective such as `psum`), or "
+                "return it outside of `Shared`"
             )
     return outputs
 
@@ -112,14 +111,14 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
 
 
 def _of_argument(path: str, x: Any, claim: Axes, axes: Axes) -> Axes:
-    """Over which axes an argument differs; the optimistic rule of the module applies."""
+    """The axes over which an argument differs; the module's optimistic rule applies."""
     counts = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
     taken_equal = x.shape == () and (counts or ".hyperparams[" in path)
     return frozenset() if claim == axes and taken_equal else claim
 
 
 class _Analysis:
-    """One walk over a jaxpr. Every jaxpr in it is seen once for each kind of inputs."""
+    """One walk over a jaxpr that visits every inner jaxpr once for each kind of inputs."""
 
     def __init__(self, axes: Axes):
         self._axes = axes
@@ -128,7 +127,7 @@ class _Analysis:
         self._rules = {"cond": self._cond, "while": self._while, "scan": self._scan}
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
-        """Over which axes the outputs may differ if the inputs differ over theirs."""
+        """The axes over which the outputs may differ, given those of the inputs."""
         key = (jaxpr, tuple(inputs))
         if key not in self._outputs:
             self._outputs[key] = self._walk(jaxpr, inputs)
@@ -184,8 +183,8 @@ class _Analysis:
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         (body,) = jaxprs_of(eqn)
-        # The names of the parameters that count these differ between versions of jax: what
-        # is scanned over has one axis more outside than inside.
+        # Scanned arrays have one axis more outside than inside. Versions of jax differ in
+        # the names of the parameters that count them.
         kept = lambda outer, inner: sum(map(_same_rank, outer, inner))
         second = kept(eqn.invars, body.invars)
         first = second - kept(eqn.outvars, body.outvars)
@@ -198,7 +197,7 @@ class _Analysis:
         return carry + after[len(carry) :]
 
     def _check(self, predicate: Axes, bodies: Sequence[Jaxpr]) -> None:
-        """Raises ValueError if workers can part at a predicate, with collectives behind."""
+        """Raises ValueError if workers can diverge at a predicate before collectives."""
         connected = frozenset().union(*map(self._connects, bodies))
         if predicate & connected:
             raise ValueError(
@@ -206,7 +205,7 @@ class _Analysis:
                 f"{_quoted(predicate & connected)}: workers that take different branches "
                 "would wait for each other forever; put wrappers such as "
                 "`apply_if_finite` around the base optimizer, not around the exchange, and "
-                "branch on what is equal on all workers"
+                "branch on values that are equal on all workers"
             )
 
     def _connects(self, jaxpr: Jaxpr) -> Axes:
@@ -215,8 +214,8 @@ class _Analysis:
             found: Axes = frozenset()
             for eqn in jaxpr.eqns:
                 if _name(eqn) not in SILENT and (axes := self._named(eqn)):
-                    # XLA lets a permutation begin when every device of the mesh has come,
-                    # also those of other groups.
+                    # In XLA a permutation starts once every device of the mesh has
+                    # arrived, including those of other groups.
                     found |= self._axes if _name(eqn) == "ppermute" else axes
                 found = found.union(*map(self._connects, jaxprs_of(eqn)))
             self._connected[jaxpr] = found
@@ -224,9 +223,14 @@ class _Analysis:
 
     def _named(self, eqn: Any) -> Axes:
         """The worker axes that an equation names."""
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        named = named if isinstance(named, (tuple, list, set, frozenset)) else (named,)
-        return self._axes & {name for name in named if isinstance(name, str)}
+        return self._axes & axes_of(eqn)
+
+
+def axes_of(eqn: Any) -> Axes:
+    """The mesh axes and vmapped axes that an equation names."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = named if isinstance(named, (tuple, list, set, frozenset)) else (named,)
+    return frozenset(name for name in named if isinstance(name, str))
 
 
 def _name(eqn: Any) -> str:
@@ -245,6 +249,14 @@ def jaxprs_of(eqn: Any) -> list[Jaxpr]:
         inner = param if isinstance(param, (tuple, list)) else (param,)
         found += [_open(x) for x in inner if isinstance(x, (Jaxpr, ClosedJaxpr))]
     return found
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields all equations of a jaxpr and of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from equations(inner)
 
 
 def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:

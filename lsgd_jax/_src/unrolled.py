@@ -1,7 +1,7 @@
-"""Workers that share a device, one after the other where a vmapped network is slow."""
+"""Runs workers that share a device one after the other if a vmapped network is slow."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -9,32 +9,32 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from lsgd_jax._src.uniform import jaxprs_of
+from lsgd_jax._src.uniform import axes_of, equations
 
 
 T = TypeVar("T")
 
-# More workers than this on a device stay vmapped: compile time grows with their number.
+# More workers per device stay vmapped, because compile time grows with their number.
 MOST = 8
 
 
 def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
-    r"""A function of one worker, compiled for each worker apart where they share a device.
+    r"""Compiles a function of one worker separately for each worker of a device.
 
-    `Workers` vmaps what one worker computes over the workers of a device. That makes a
-    grouped convolution of a convolution whose weights differ by worker, for which XLA has
-    no fast kernels on CPUs. Around what takes a worker's gradient, this has the workers
-    come one after the other in the compiled program:
+    `Workers` vmaps the function of one worker over the workers of a device. A convolution
+    whose weights differ between workers thereby becomes a grouped convolution, for which
+    XLA has no fast kernels on CPUs. Wrapped around the function that computes a worker's
+    gradient, `unrolled` runs the workers one after the other in the compiled program:
 
     .. math::
       (f(a_1), \ldots, f(a_k)) \quad \text{in place of} \quad \text{vmap}(f)(a)
 
-    The values are the same to rounding. It changes nothing where there are no convolutions,
-    where the function communicates along the workers' axes, on a device of one worker or of
+    The values are equal up to rounding. The function stays vmapped if it has no
+    convolutions, if it communicates along the workers' axes, if a device has one worker or
     more than 8 (compile time grows with their number), and outside `Workers.map`.
 
     Args:
-      fn: a function of arrays, most often ``jax.value_and_grad(loss)``; it may close over
+      fn: a function of arrays, most often ``jax.value_and_grad(loss)``. It may close over
         traced values, and must not be differentiated.
 
     >>> import jax, jax.numpy as jnp
@@ -58,7 +58,7 @@ def unrolled(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    """A function that evaluates a jaxpr: (constants and inputs) -> outputs."""
+    """Returns a function that evaluates a jaxpr: (constants and inputs) -> outputs."""
     count = len(jaxpr.constvars)
 
     @jax.jit  # lowered once, called for each worker
@@ -76,7 +76,7 @@ def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
             results = jax.vmap(once, axes, 0, axis_size=size)(*leaves)
         else:
             of = lambda i: [x[i] if own else x for x, own in zip(leaves, batched)]
-            # Each may stand for the workers of another axis, which come one by one as well.
+            # Under two vmapped axes, each call is itself unrolled over the other axis.
             each = [evaluate(*of(i)) for i in range(size)]
             results = [jnp.stack(values) for values in zip(*each)]
         return results, [True] * len(results)
@@ -85,17 +85,7 @@ def _one_after_the_other(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
 
 
 def _gains(jaxpr: Jaxpr) -> bool:
-    """Whether there are convolutions, and nothing that needs the other workers."""
-    primitives = list(_primitives(jaxpr))
-    talks = any("axis_index" in name or axes for name, axes in primitives)
-    return not talks and any(name == "conv_general_dilated" for name, _ in primitives)
-
-
-def _primitives(jaxpr: Jaxpr) -> Iterator[tuple[str, bool]]:
-    """The name of each primitive, and whether it names axes of workers."""
-    for eqn in jaxpr.eqns:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        named = named if isinstance(named, tuple) else (named,)
-        yield eqn.primitive.name, any(isinstance(axis, str) for axis in named)
-        for inner in jaxprs_of(eqn):
-            yield from _primitives(inner)
+    """Whether there are convolutions, and no communication with other workers."""
+    eqns = list(equations(jaxpr))
+    talks = any(axes_of(eqn) for eqn in eqns)
+    return not talks and any(eqn.primitive.name == "conv_general_dilated" for eqn in eqns)

@@ -1,4 +1,4 @@
-"""An exchange that takes parts of the base optimizer's state along with the parameters."""
+"""with_state: exchange parts of the base optimizer's state with the parameters."""
 
 from typing import Any, NamedTuple
 
@@ -21,27 +21,27 @@ def with_state(
     exchange: optax.GradientTransformationExtraArgs,
     *fields: str,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""A base optimizer, and an exchange of the parameters and of fields of its state.
+    r"""A base optimizer with an exchange of the parameters and of fields of its state.
 
-    With s the fields, which are trees like the parameters x, and ŝ what the base makes of
-    them at this step:
+    With s the fields, which are trees like the parameters x, and ŝ the fields after the
+    base optimizer's step:
 
     .. math:: (u, \; s') \leftarrow \text{exchange}(x, s; \; u, \; \hat s - s), \qquad
       s \leftarrow s + s'
 
-    so that s is pulled, sent and restored as x is, by the same leader or mean. For what
-    belongs to a point in the space of parameters and must move with it (z of
-    ``optax.contrib.schedule_free``), or where momenta are to be averaged, too ("mu",
-    "trace"). Without it every worker keeps its own state.
+    so that s is pulled, sent and restored like x, by the same leader or mean. Use it for a
+    state that belongs to a point in parameter space and must move with it (z of
+    ``optax.contrib.schedule_free``), or to average momenta as well ("mu", "trace").
+    Otherwise every worker keeps its own state.
 
     Args:
       base: the base optimizer of one worker.
-      exchange: what would stand last in the chain: any method that pulls.
-      *fields: their names in the base's state, as `optax.tree.get` finds them.
+      exchange: any method that pulls, which would otherwise stand last in the chain.
+      *fields: the names of the fields in the base's state, as `optax.tree.get` finds them.
 
     Returns:
-      A gradient transformation for one worker, to stand last in its chain, in place of
-      ``optax.chain(base, exchange)``. It sends that much more.
+      A gradient transformation for one worker, the last in its chain, in place of
+      ``optax.chain(base, exchange)``. The fields are sent in addition to the parameters.
 
     Raises:
       ValueError: no fields; in `init`, a field that the base's state does not have.
@@ -70,7 +70,7 @@ def with_state(
         u, after = base.update(updates, state.base, params, **extra_args)
         before = taken(state.base)
         steps = jax.tree.map(lambda new, old: new - old, taken(after), before)
-        # Pulled as one tree, so that one leader, or one mean, is right for both.
+        # One tree, so that parameters and fields have the same leader or mean.
         moved: Any = exchange.update(
             (u, steps), state.exchange, (params, before), **extra_args
         )

@@ -1,11 +1,8 @@
-"""Workers: a node × local grid of workers over the devices at hand.
+"""Workers: a node × local grid of workers over the available devices.
 
-`Workers.map` refuses, while tracing, a function in which workers would wait for each other
-forever, and a `Shared` output that may differ between workers; `_src/uniform.py` tells
-how it knows. One of its rules is optimistic: integer and bool SCALARS that each worker has
-of its own are taken to be equal on all workers, because wrappers such as
-`optax.MultiSteps` and `optax.conditionally_transform` count their steps in such leaves; so
-are the scalars that `optax.inject_hyperparams` keeps.
+While tracing, `Workers.map` refuses a function in which workers would wait for each other
+forever, and a `Shared` output that may differ between workers. `_src/uniform.py` describes
+the analysis and its one optimistic rule.
 """
 
 import functools
@@ -19,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.device_grid import (
+    check_inside,
     check_mesh,
     check_no_process_is_idle,
     device_grid,
@@ -29,70 +26,56 @@ from lsgd_jax._src.device_grid import (
 )
 from lsgd_jax._src.devices import reserve_threads
 from lsgd_jax._src.diagnostics import check_not_misplaced
-from lsgd_jax._src.shared import WORKER_AXES, Shared
-from lsgd_jax._src.specs import Specs, check_inside, spread
+from lsgd_jax._src.layouts import Specs, spread
+from lsgd_jax._src.shared import WORKER_AXES, Shared, check_rows, one_worker, shared_flags
 from lsgd_jax._src.spmd import Grid, compiled
-from lsgd_jax._src.transfer import (
-    check_rows,
-    gathered,
-    is_key,
-    map_flagged,
-    of_one,
-    place,
-    read,
-    shared_flags,
-)
+from lsgd_jax._src.transfer import gathered, is_key, place, read
 from lsgd_jax._src.trees import Tree
 
 
-# Names that an axis inside a worker cannot have.
-RESERVED = (
-    *WORKER_AXES,
-    *(form.format(axis) for form in (DEVICE, SLOT) for axis in WORKER_AXES),
-)
-
-
 class Workers:
-    """W = nodes × locals workers, laid over the devices of all processes.
+    """W = nodes × locals workers, placed on the devices of all processes.
 
     Worker i is local worker i mod locals of node i // locals. A tree of the workers has a
-    leading axis of W on every leaf, sharded over the devices; what is equal on all
-    workers stands in a `Shared` and has none. With fewer devices than workers each device
-    holds several workers in a row, and the numbers stay the same.
+    leading axis of W on every leaf, sharded over the devices. Values that are equal on all
+    workers stand in a `Shared` and have no such axis. With fewer devices than workers, each
+    device holds several consecutive workers, and the numbers stay the same.
 
     Args:
-      nodes: how many groups of close-by workers (hosts, as a rule).
-      locals: how many workers in each; None: as many as there are devices for.
-      devices: the devices to use, all of them. None: the largest grid of all processes'
-        devices that divides nodes × locals, each node's devices on one host if possible.
-        A UserWarning names better counts if that leaves devices idle and steps slower.
-      mesh: a mesh that you have made, with automatic axes, in place of all of the above;
-        workers stand along its `axes`, and all its other axes are inside a worker.
-      axes: one axis of the mesh, or two: nodes and the workers of a node. Methods take
-        their default axes, 'node' and 'local', for these, or their own names.
-      inside: workers that are sharded: names and sizes of further mesh axes, such as
-        ``{"fsdp": 4}``; each worker then has 4 devices. These axes are automatic: the
-        function of one worker is written as for one large device, with
-        `jax.lax.with_sharding_constraint` or none, and `put` says where leaves lie.
-      debug: whether mapped functions look at the states they return, after each call, for
-        an exchange whose parameters were changed behind it (`misplaced`). It waits for
-        every step to end, so steps no longer overlap with the host's work.
+      nodes: the number of groups of workers that are close to each other, usually hosts.
+      locals: the number of workers per node. Defaults to as many as there are devices for.
+      devices: the devices to use, all of them. Defaults to the largest grid of all
+        processes' devices that divides nodes × locals, with each node's devices on one host
+        if possible. A UserWarning names better counts if devices stay idle and steps are
+        slower for it.
+      mesh: a mesh of your own with automatic axes, in place of all of the above. Workers
+        stand along its `axes`, and all its other axes are inside a worker.
+      axes: one axis of the mesh, or two: nodes, and the workers of a node. Methods accept
+        these names and the default names 'node' and 'local'.
+      inside: the names and sizes of further mesh axes over which each worker is sharded.
+        With ``{"fsdp": 4}`` each worker has 4 devices. These axes are automatic: the
+        function of one worker is written as for one large device, with or without
+        `jax.lax.with_sharding_constraint`, and `put` takes the specs of its leaves.
+      debug: whether mapped functions check the states that they return, after each call,
+        for an exchange whose parameters were changed behind it (`misplaced`). The check
+        waits for every step to end, so steps no longer overlap with the host's work.
 
     Attributes:
       nodes, locals, num_workers: the grid and W.
-      inside: names and sizes of the axes inside a worker.
-      mesh: the grid of devices, with axes 'node' and 'local' and those inside a worker; an
+      inside: the names and sizes of the axes inside a worker.
+      mesh: the grid of devices, with the axes 'node', 'local' and those inside a worker. An
         axis along which devices hold several workers is called 'node_device' or
         'local_device'.
-      sharding: of per-worker leaves (leading axis W); `replicated`: of shared ones.
+      sharding: the sharding of per-worker leaves (leading axis W).
+      replicated: the sharding of shared leaves.
       workers_per_device: how many workers each device (or group of devices) holds.
-      owned: the workers of whom a device belongs to this process, as a range.
+      owned: the workers with at least one device of this process, as a range.
 
     Raises:
-      ValueError: a mesh beside counts or devices, one that is not automatic, axes that it
-        does not have; a count below 1, devices that the workers do not divide over, a
-        process that would have no worker, an axis inside a worker with the name of
-        another one.
+      ValueError: a mesh beside counts or devices, a mesh with an axis that is not
+        automatic, axes that the mesh does not have; a count below 1, devices that the
+        workers do not divide over, a process without a worker, an axis inside a worker with
+        a reserved name.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -123,7 +106,7 @@ class Workers:
         else:
             raise ValueError(
                 "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
-                "`inside`, which follow from them"
+                "`inside`, which follow from the mesh"
             )
         self.mesh, self.inside = self._grid.mesh, dict(self._grid.inside)
         self.nodes, self.locals = self._grid.nodes, self._grid.locals
@@ -167,13 +150,14 @@ class Workers:
           stacked: arrays (host or device, any dtype) of shape [W, ...]; a `Shared`
             inside is copied to every worker whole.
           specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
-            own axes (``P(None, "fsdp")`` for one of shape [W, a, b]), a prefix tree of
-            them, or a function of (path, leaf) with the path written 'dense/kernel' and
-            the leaf of one worker, such as `largest_dimension`. None: not at all. What
-            `map` makes of the tree follows: an optimizer's moments lie as parameters do.
+            own axes (``P(None, "fsdp")`` for a leaf of shape [W, a, b]), a prefix tree of
+            such specs, or a function of (path, leaf) with the path written 'dense/kernel'
+            and the leaf of one worker, such as `largest_dimension`. None: not sharded. The
+            results of mapped functions follow: an optimizer's moments get the layout of
+            the parameters.
 
         Returns:
-          The same tree, placed on the devices; never the same buffers as the argument.
+          The same tree, placed on the devices in buffers of its own.
 
         Raises:
           ValueError: a leaf without a leading axis of W; specs that name no axis inside a
@@ -183,11 +167,11 @@ class Workers:
         return self._placed(stacked, specs, place)
 
     def put_owned(self, rows: Tree, specs: Specs = None) -> Tree:
-        """Places a tree of which each process passes only its own workers' rows.
+        """Places a tree, with each process passing the rows of its own workers only.
 
         Args:
-          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. A
-            worker that is spread over several processes comes whole from each of them.
+          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. If a
+            worker is spread over several processes, each of them passes its whole row.
           specs: as for `put`.
 
         Returns:
@@ -208,7 +192,7 @@ class Workers:
     def replicate(self, tree: Tree, specs: Specs = None) -> Tree:
         """Gives every worker a copy of one tree: leaves [...] become [W, ...].
 
-        What stands in a `Shared` stays one. `specs` as for `put`.
+        A `Shared` inside stays one. `specs` as for `put`.
         """
 
         def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -217,14 +201,14 @@ class Workers:
         return self._placed(tree, specs, place_copies, leading_axes=0)
 
     def share(self, tree: Tree, specs: Specs = None) -> Shared:
-        """Puts one tree on every worker, as it is, for all workers to read."""
+        """Puts one tree on every worker, for all workers to read."""
         return self.put(Shared(tree), specs)
 
     def fetch(self, tree: Tree) -> Tree:
-        """The tree as host arrays, all workers' rows, in every process.
+        """Returns the tree as host arrays, with all workers' rows, in every process.
 
-        Random keys come as key arrays, which `put` takes back. Communicates if there are
-        several processes, which then must all call it.
+        Random keys come as key arrays, which `put` accepts. With several processes the call
+        communicates, so all processes must make it.
         """
         if jax.process_count() > 1:
             tree = gathered(tree, self._replicate_rows)
@@ -240,19 +224,23 @@ class Workers:
     ) -> Callable:
         """Turns a function written for one worker into a jitted one over all workers.
 
+        One rule of the check for deadlocks is optimistic: it assumes that integer and bool
+        SCALARS of each worker, and the scalars of `optax.inject_hyperparams`, are equal on
+        all workers, because optax's wrappers count steps in such leaves.
+
         Args:
           fn: takes and returns trees of ONE worker's arrays. The axis names 'node' and
             'local' are bound inside, so that `lsgd_jax` transformations and collectives
             work. A `Shared` argument arrives as `Shared`.
           donate: the positions of arguments whose buffers may be reused.
-          static: the names of arguments that are no arrays but hashable Python values,
-            equal in all processes, such as ``"train"``; fn is compiled for each value.
+          static: the names of arguments that are hashable Python values instead of arrays,
+            equal in all processes, such as ``"train"``. fn is compiled for each value.
 
         Returns:
-          A `jax.jit` function of the same signature: every array has a leading axis of W,
+          A `jax.jit` function of the same signature. Every array has a leading axis of W,
           in and out, except those in a `Shared`. Python scalars that fn returns become
-          arrays. `fn` is traced twice per compilation: once for
-          one worker, to see what it returns and that it cannot hang.
+          arrays. Each compilation traces fn twice: the first time for one worker, to find
+          the structure of its results and to check that it cannot hang.
 
         Raises:
           ValueError: at the call, an argument without a leading axis of W; a branch or a
@@ -300,7 +288,7 @@ class Workers:
         place_rows: Callable[[Any, NamedSharding], jax.Array],
         leading_axes: int = 1,
     ) -> Tree:
-        """The tree on the devices, random keys by the numbers they hold."""
+        """Places the tree on the devices; random keys travel as the numbers they hold."""
 
         def place_leaf(x: Any, shared: bool, spec: Spec | None = None) -> jax.Array:
             if not is_key(x):
@@ -308,15 +296,13 @@ class Workers:
                 return place(x, sharding) if shared else place_rows(x, sharding)
             numbers = place_leaf(jax.random.key_data(x), shared)
             keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
-            # jit notes the sharding of its results' keys in a way of its own: through a
-            # jit once, so that results fed back are of the same type.
+            # The keys that a jit returns have a sharding of a special type. Passing these
+            # keys through a jit makes their type equal to that of later results.
             return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
 
         leaves, treedef = jax.tree.flatten(tree)
-        one = map_flagged(lambda x, shared: of_one(x, 0 if shared else leading_axes), tree)
-        return treedef.unflatten(
-            map(place_leaf, leaves, shared_flags(tree), spread(specs, one, self.inside))
-        )
+        each = spread(specs, one_worker(tree, leading_axes), self.inside)
+        return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
 
 
 def _over_devices(
@@ -325,9 +311,9 @@ def _over_devices(
     devices: Sequence[jax.Device] | None,
     inside: Mapping[str, int] | None,
 ) -> tuple[Grid, np.ndarray]:
-    """The grid of nodes x locals workers, and its devices: [node, local, *inside]."""
+    """The grid of nodes x locals workers, and its devices [node, local, *inside]."""
     check_positive_int("nodes", nodes)
-    inside = check_inside(inside, taken=RESERVED)
+    inside = check_inside(inside)
     each = math.prod(inside.values())
     if locals is None:
         available = len(jax.devices() if devices is None else devices)
@@ -344,7 +330,7 @@ def _over_devices(
 
 
 def _on_mesh(mesh: Any, axes: Any) -> tuple[Grid, np.ndarray]:
-    """The grid of workers along some axes of a mesh, and its devices, theirs first."""
+    """Returns the grid of workers along some axes of a mesh, and its devices."""
     names = check_mesh(mesh, axes)
     nodes, locals = mesh.shape[names[0]], mesh.shape[names[1]] if names[1:] else 1
     inside = {name: n for name, n in mesh.shape.items() if name not in names}

@@ -36,21 +36,21 @@ PULLS = [
 
 
 @pytest.mark.parametrize("made", [*METHODS, *map(lj.outer, METHODS[:1]), *PULLS])
-def test_what_is_pickled_comes_back_equal(made):
+def test_pickled_objects_compare_equal(made):
     again = pickle.loads(pickle.dumps(made))
     assert again is not made and again == made and not again != made
     assert hash(again) == hash(made)
     assert sum(other == made for other in (*METHODS, *PULLS)) <= 1
 
 
-def test_arguments_that_are_equal_make_what_is_equal():
+def test_equal_arguments_make_equal_objects():
     assert lj.local_sgd(16) == lj.local_sgd(period=16, axes=("node", "local"))
     assert lj.leader("local") == lj.leader("local", 10) != lj.leader("local", 11)
     outer = optax.sgd(0.7)
     assert lj.anchored(outer) == lj.anchored(outer) != lj.anchored(optax.sgd(0.7))
     rule = lj.Rule("local", lambda params: (), lambda *given: given)
     assert lj.Pull(rule, 1.0) == lj.Pull(rule, 1.0)
-    assert rule != lj.Rule("local", rule.init, rule.agree)  # no call to compare
+    assert rule != lj.Rule("local", rule.init, rule.agree)  # not made by a factory
 
 
 def test_a_function_that_cannot_be_pickled_is_named():

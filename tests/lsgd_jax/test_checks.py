@@ -1,4 +1,4 @@
-"""What factories refuse, and that traced values pass where their size does not matter."""
+"""Argument checks of factories, also with traced values."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_numbers_out_of_range_are_refused(value):
         checks.check_not_negative("gap", value)
 
 
-def test_only_the_lower_end_is_closed():
+def test_numbers_have_the_documented_bounds():
     checks.check_not_negative("gap", 7)
     for check, value in (
         (checks.check_not_negative, float("inf")),
@@ -34,7 +34,7 @@ def test_only_the_lower_end_is_closed():
             check("gap", value)
 
 
-def test_traced_numbers_pass_and_traced_counts_say_what_to_do():
+def test_traced_numbers_pass_and_traced_counts_are_refused_with_a_remedy():
     def factory(beta, period):
         checks.check_fraction("beta", beta)
         checks.check_not_negative("beta", beta)
@@ -42,7 +42,7 @@ def test_traced_numbers_pass_and_traced_counts_say_what_to_do():
             checks.check_positive_int("period", period)
         return beta
 
-    jax.jit(factory)(2.0, None)  # what a traced number will be is not known
+    jax.jit(factory)(2.0, None)  # a traced number has no value yet
     with pytest.raises(ValueError, match=r"known before tracing.*static_args\(lj.lsgd\)"):
         jax.jit(factory)(0.5, 2)
 
@@ -68,6 +68,6 @@ def test_a_mesh_with_explicit_axes_is_refused_where_they_are_not_manual(manual):
         trace(AxisType.Explicit)
 
 
-def test_an_outer_optimizer_that_is_none_is_named_in_one_line():
+def test_an_invalid_outer_optimizer_is_refused():
     with pytest.raises(ValueError, match="`outer` must be an optax .*got outer=0.7"):
         lj.diloco(3, outer=0.7)  # type: ignore

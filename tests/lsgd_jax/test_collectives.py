@@ -1,4 +1,4 @@
-"""elect, broadcast, mean, permute against NumPy, on every way of laying workers."""
+"""elect, broadcast, mean, permute against NumPy, with workers on 8, 4, 2, 1 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def tree(workers):
 
 
 def groups(axes):
-    """The workers of each group, in order."""
+    """Returns the workers of each group, in order."""
     ids = np.arange(8).reshape(2, 4)
     return {"local": list(ids), "node": list(ids.T), BOTH: [ids.ravel()]}[axes]
 
@@ -51,14 +51,14 @@ def test_elect_and_broadcast(workers, tree, axes):
             np.testing.assert_array_equal(np.asarray(taken[name])[group], expected)
 
 
-def test_nothing_leaks_from_others_that_are_not_finite(workers):
+def test_a_broadcast_does_not_leak_other_workers_nan(workers):
     x = np.full((8, 2), np.nan, np.float32)
     x[3] = 7
     f = lambda x: lj.Group(BOTH).broadcast(x, jnp.int32(3))
     assert workers.map(f)(workers.put(x)).tolist() == [[7, 7]] * 8
 
 
-def test_no_worker_finite(workers):
+def test_an_election_without_finite_scores_finds_no_leader(workers):
     f = lambda s: lj.Group(BOTH).elect(s)
     leader, found = workers.map(f)(workers.put(jnp.full(8, jnp.nan)))
     assert leader.tolist() == [0] * 8 and not found.any()
@@ -123,15 +123,14 @@ def test_permute(workers, tree, axes, kind):
         ([(0, 8)], r"must lie in 0..7 for a group of 8"),
     ],
 )
-def test_permute_refuses_what_is_no_permutation(permutation, message):
+def test_permute_refuses_invalid_permutations(permutation, message):
     workers = lj.Workers(2, 4)
     f = workers.map(lambda x: lj.Group(BOTH).permute(x, permutation))
     with pytest.raises(ValueError, match=message):
         f(workers.put(jnp.ones(8)))
 
 
-def test_one_collective_per_dtype():
-    """Trees travel as one buffer per dtype, however many leaves they have."""
+def test_a_tree_needs_one_collective_per_dtype():
     workers = lj.Workers(2, 4)
     tree = {str(i): jnp.ones((8, 3 + i)) for i in range(10)} | {
         f"h{i}": jnp.ones((8, 2), jnp.bfloat16) for i in range(5)
@@ -141,6 +140,6 @@ def test_one_collective_per_dtype():
     assert text.count("stablehlo.all_reduce") == 2
 
 
-def test_outside_of_any_axis_is_an_error_that_says_so():
+def test_a_collective_without_bound_axes_is_refused():
     with pytest.raises(NameError, match="call this inside `Workers.map`"):
         lj.Group("node").mean(jnp.ones(2))

@@ -1,4 +1,4 @@
-"""consensus, consensus_distance, center: on stacked trees, outside of map."""
+"""Tests of consensus, consensus_distance and center on stacked trees."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ def test_consensus_leaves_out_workers_that_are_not_finite():
         "w": np.arange(12.0, dtype=np.float32).reshape(4, 3),
         "b": np.ones(4, np.float32),
     }
-    tree["b"][2] = np.nan  # worker 2 is out with all its leaves
+    tree["b"][2] = np.nan  # excludes all leaves of worker 2
     got = lj.consensus(lj.Workers(2, 2).put(tree))
     np.testing.assert_allclose(got["w"], tree["w"][[0, 1, 3]].mean(axis=0), rtol=1e-6)
     assert float(got["b"]) == 1
@@ -27,7 +27,7 @@ def test_consensus_keeps_dtypes_and_sums_in_float32():
     assert got.dtype == jnp.bfloat16 and float(got[0]) == 1
 
 
-def test_what_has_no_mean_comes_from_the_first_healthy_worker():
+def test_leaves_without_a_mean_come_from_the_first_finite_worker():
     tree = {
         "w": jnp.array([jnp.nan, 2.0, 4.0]),
         "count": jnp.array([7, 8, 9]),
@@ -50,13 +50,13 @@ def test_consensus_distance_of_equal_workers_is_zero_even_at_the_origin():
     assert float(lj.consensus_distance({"w": jnp.zeros((4, 2))})) == 0
 
 
-def test_consensus_distance_ignores_who_is_not_finite():
+def test_consensus_distance_ignores_workers_that_are_not_finite():
     x = jnp.array([[1.0, 0.0], [3.0, 0.0], [jnp.inf, 0.0]])
     assert float(lj.consensus_distance(x)) == 0.5
 
 
 def test_center_prefers_the_center_of_the_method():
-    class Other(NamedTuple):  # a field of that name in a state of the user's own
+    class Other(NamedTuple):  # a user's own state with a field of that name
         center: lj.Shared
 
     params = jnp.array([[1.0], [3.0]])
@@ -65,7 +65,7 @@ def test_center_prefers_the_center_of_the_method():
     assert lj.center(params, (other,)).tolist() == [2.0]
 
 
-def test_swapped_arguments_and_calls_inside_of_map_are_named_in_one_line():
+def test_swapped_arguments_and_calls_inside_of_map_are_refused():
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     x = workers.put(np.ones((2, 3), np.float32))
     state = workers.map(lj.easgd().init)(x)

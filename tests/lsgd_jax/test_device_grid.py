@@ -1,4 +1,4 @@
-"""Which devices make up the grid: host by host, and none of a process left out."""
+"""The devices of the grid: host by host, with at least one from every process."""
 
 import types
 import warnings
@@ -11,7 +11,7 @@ from lsgd_jax._src.device_grid import check_no_process_is_idle, device_grid, pic
 
 
 def _hosts(*counts):
-    """Stand-ins for the devices of hosts with so many devices each."""
+    """Returns stand-ins for the devices of hosts, with the given counts per host."""
     return [
         types.SimpleNamespace(process_index=host, id=10 * host + i)
         for host, count in enumerate(counts)
@@ -41,13 +41,13 @@ def test_the_devices_of_a_slice_count_as_one_host():
     assert [d.id for d in pick(devices, (1, 2))] == [0, 1]
 
 
-def test_processes_of_one_host_stay_together_in_whatever_order_they_come():
-    """One process per device, ranks dealt out to the hosts in turn."""
+def test_processes_of_one_host_stay_together_in_any_order():
+    """One process per device; consecutive ranks are on different hosts."""
     devices = _hosts(*[1] * 6)
     for device in devices:
         device.slice_index = device.process_index % 2
     assert [d.process_index for d in pick(devices, (2, 3))] == [0, 2, 4, 1, 3, 5]
-    # Not as many from each host as from the others: still one host after another.
+    # With unequal numbers from the hosts, the order is still host by host.
     assert [d.process_index for d in pick(devices, (1, 5))] == [0, 2, 4, 1, 3]
 
 
@@ -71,14 +71,14 @@ def test_grid_shape():
         (1, 3, {"fsdp": 4}, "use 4 of the 8 devices.* 2 or 4 workers would use all"),
     ],
 )
-def test_idle_devices_that_would_make_steps_faster_are_told(nodes, locals, inside, told):
+def test_idle_devices_that_would_speed_up_steps_are_reported(nodes, locals, inside, told):
     with pytest.warns(UserWarning, match=told) as found:
         lj.Workers(nodes, locals, inside=inside)
     assert found[0].filename == __file__
 
 
 @pytest.mark.parametrize("nodes, locals", [(1, 1), (1, 7), (3, 4), (2, 8), (16, 1)])
-def test_idle_devices_that_would_not_are_not(nodes, locals):
+def test_idle_devices_that_would_not_speed_up_steps_are_not_reported(nodes, locals):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lj.Workers(nodes, locals)  # fewer workers than devices, or as few on each
+        lj.Workers(nodes, locals)

@@ -1,4 +1,4 @@
-"""Emulated devices get threads enough, whichever way they are asked for; CPUs' kernels."""
+"""Emulated devices get enough threads, however they are requested; kernels on CPUs."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ import lsgd_jax as lj
     ],
 )
 @pytest.mark.slow
-def test_threads_for_every_way_to_ask_for_devices(code, settings, expected):
+def test_every_way_to_request_devices_reserves_threads(code, settings, expected):
     names = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     show = "; import os; print(len(jax.devices()), os.environ.get('PJRT_NPROC', 0))"
@@ -65,7 +65,7 @@ def test_the_import_changes_no_environment_variable():
     )
 
 
-def test_too_late_is_an_error():
+def test_emulating_devices_too_late_is_an_error():
     lj.Workers(1, 2)
     with pytest.raises(
         RuntimeError, match=r"call `lj.emulate_devices\(3\)` before"
@@ -76,7 +76,7 @@ def test_too_late_is_an_error():
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 13), reason="the flag may be unknown")
-def test_kernels_are_chosen_unless_the_user_has_chosen(monkeypatch):
+def test_the_kernel_flag_of_the_user_wins(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
     for _ in range(2):
         lj.tune_cpu()

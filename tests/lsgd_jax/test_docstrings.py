@@ -1,4 +1,4 @@
-"""Examples in docstrings run as they are pasted: they import or define what they use."""
+"""Examples in docstrings can be pasted: they import or define every name they use."""
 
 import ast
 import builtins

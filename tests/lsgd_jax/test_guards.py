@@ -1,4 +1,4 @@
-"""docs/robustness.md: what becomes of a fault behind which guard."""
+"""The claims of docs/robustness.md about the outcome of each fault with each guard."""
 
 import functools
 import pathlib
@@ -16,7 +16,7 @@ import lsgd_jax as lj
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "robustness.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 
-W, SICK, AT, PERIOD, STEPS = 4, 1, 6, 4, 24
+W, BAD, AT, PERIOD, STEPS = 4, 1, 6, 4, 24
 SGD = optax.sgd(0.1, momentum=0.5)
 GUARDED = optax.apply_if_finite(SGD, 100)
 GUARDS = {
@@ -26,7 +26,7 @@ GUARDS = {
     '`check="every_step"`': (SGD, "every_step", optax.apply_updates),
     "`apply_if_finite` and `lj.apply_updates`": (GUARDED, "due", lj.apply_updates),
 }
-# What is not finite at the step of the fault.
+# The values that are not finite on the step of the fault.
 FAULTS = {
     "loss": ["loss"],
     "gradient, with a finite loss": ["gradient"],
@@ -37,7 +37,7 @@ FAULTS = {
 
 
 def promised():
-    """The cells of the page's table: {(workers, fault, guard): outcome}."""
+    """Reads the outcomes from the page: {(workers, fault, guard): outcome}."""
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in PAGE.read_text().splitlines()
@@ -53,7 +53,7 @@ def promised():
 
 @functools.cache
 def trained(guard, exchange):
-    """(init, run) of workers, compiled once: run takes the faults, [W, STEPS] each."""
+    """Returns (workers, init, run), compiled once; run takes faults of [W, STEPS] each."""
     base, check, apply = GUARDS[guard]
     tx = optax.chain(base, exchange(check))
     workers = lj.Workers(1, W, devices=jax.devices()[:1])
@@ -81,12 +81,12 @@ def trained(guard, exchange):
     return workers, workers.map(tx.init), workers.map(run)
 
 
-def outcomes(guard, fault, sick, value, exchange):
-    """The outcome of each worker, in the page's words."""
+def outcomes(guard, fault, bad, value, exchange):
+    """Returns the outcome for each worker."""
     workers, init, run = trained(guard, exchange)
     faults = {k: np.zeros((W, STEPS), np.float32) for f in FAULTS.values() for k in f}
     for kind in FAULTS[fault]:
-        faults[kind][sick, AT - 1] = value
+        faults[kind][bad, AT - 1] = value
     x = workers.put(np.arange(W * 3, dtype=np.float32).reshape(W, 3) / 10)
     goals = workers.put(np.arange(W, dtype=np.float32)[:, None] * np.ones(3, np.float32))
     _, finite, momentum, state = run(x, init(x), goals, workers.put(faults))
@@ -107,12 +107,12 @@ local_sgd = lambda check: lj.local_sgd(PERIOD, check=check)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("guard", GUARDS)
-def test_what_becomes_of_a_fault(guard, value):
+def test_faults_have_the_documented_outcomes(guard, value):
     said, seen = promised(), {}
     for fault in FAULTS:
-        one = outcomes(guard, fault, [SICK], value, local_sgd)
-        assert [x for i, x in enumerate(one) if i != SICK] == ["trains on"] * (W - 1)
-        seen["one worker", fault, guard] = one[SICK]
+        one = outcomes(guard, fault, [BAD], value, local_sgd)
+        assert [x for i, x in enumerate(one) if i != BAD] == ["trains on"] * (W - 1)
+        seen["one worker", fault, guard] = one[BAD]
         (seen["all workers", fault, guard],) = set(
             outcomes(guard, fault, range(W), value, local_sgd)
         )
@@ -120,7 +120,7 @@ def test_what_becomes_of_a_fault(guard, value):
     assert len(said) == 2 * len(FAULTS) * len(GUARDS)
 
 
-def test_a_method_with_a_center_brings_all_workers_back():
+def test_a_method_with_a_center_restores_all_workers():
     guard = "`apply_if_finite` and `lj.apply_updates`"
     diloco = lambda check: lj.diloco(PERIOD, check=check)
     assert set(outcomes(guard, "parameters", range(W), np.nan, diloco)) == {"recovers"}

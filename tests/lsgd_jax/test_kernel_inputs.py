@@ -1,4 +1,4 @@
-"""Leaves, losses, states and objects of every kind that an exchange is given."""
+"""Leaves, losses, states and objects of every kind as inputs of an exchange."""
 
 import functools
 
@@ -17,13 +17,14 @@ close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 def trained(tx, params, steps=4, **extra):
-    """Two workers after some steps of u = 0.5 for floats, and 1 for integers."""
+    """Returns two workers after some steps of u = 0.5 for floats and 1 for integers."""
     workers = lj.Workers(1, 2)
     x = workers.put(params)
     state = workers.map(tx.init)(x)
 
     def step(x, state):
-        u = jax.tree.map(lambda x: jnp.full_like(x, 0.5 if lj_float(x) else 1), x)
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        u = jax.tree.map(lambda x: jnp.full_like(x, 0.5 if is_float(x) else 1), x)
         u, state = tx.update(u, state, x, value=x["w"].sum(), **extra)
         return optax.apply_updates(x, u), state
 
@@ -31,10 +32,6 @@ def trained(tx, params, steps=4, **extra):
     for _ in range(steps):
         x, state = step(x, state)
     return workers.fetch(x), state
-
-
-def lj_float(x):
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 LEAVES = {
@@ -49,10 +46,10 @@ LEAVES = {
 @pytest.mark.parametrize(
     "make", [lj.local_sgd, lj.diloco, functools.partial(lj.lsgd, 0.5, 0.5, 7)]
 )
-def test_integers_and_bools_pass_to_the_bit_before_floats_too(make, period):
-    """Due or not; as the first leaves they must not be taken for misplaced parameters."""
+def test_integers_and_bools_are_bit_identical_also_before_floats(make, period):
+    """Due or not. As the first leaves, they must not be reported as misplaced."""
     x, state = trained(make(period), LEAVES)
-    # 1 for integers at each of 4 steps; a bool's update of True stays one.
+    # Integers are updated by 1 on each of 4 steps.
     np.testing.assert_array_equal(x["a_key"], LEAVES["a_key"] + 4)
     np.testing.assert_array_equal(x["count"], LEAVES["count"] + 4)
     assert x["a_key"].dtype == np.uint32 and x["count"].dtype == np.int32
@@ -60,7 +57,7 @@ def test_integers_and_bools_pass_to_the_bit_before_floats_too(make, period):
     assert not sum(level.misplaced for level in lj.diagnostics(state)).any()
 
 
-def test_trees_without_floats_and_empty_leaves_have_nothing_to_exchange():
+def test_trees_without_floats_and_empty_leaves_pass_unchanged():
     workers = lj.Workers(1, 2)
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):
         tx = lj.exchange(lj.Pull(lj.average(), 1.0))
@@ -71,7 +68,7 @@ def test_trees_without_floats_and_empty_leaves_have_nothing_to_exchange():
 
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
-def test_leaves_that_have_no_sums_are_refused_unless_they_are_left_out(dtype):
+def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
     workers = lj.Workers(1, 2)
     x = workers.put({"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)})
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
@@ -96,7 +93,7 @@ def test_the_loss_has_two_names_and_may_be_any_number(name, given):
         workers.map(lambda x, s: tx.update(x, s, x, value="low"))(x, state)
 
 
-def test_wrong_objects_are_named_in_one_line():
+def test_wrong_objects_are_refused():
     with pytest.raises(
         ValueError, match="a base optimizer or an aggregation stands before"
     ):
@@ -107,7 +104,7 @@ def test_wrong_objects_are_named_in_one_line():
         lj.Pull(lj.diloco(3), 0.5)
 
 
-def test_states_and_updates_that_do_not_belong_are_named_in_one_line():
+def test_states_and_updates_of_another_method_are_refused():
     workers = lj.Workers(1, 2)
     x = workers.put({"w": np.ones((2, 3), np.float32)})
     tx, other = lj.diloco(2), lj.exchange(lj.Pull(lj.leader("local"), 0.5))
@@ -127,8 +124,8 @@ def test_states_and_updates_that_do_not_belong_are_named_in_one_line():
         update(tx)({"v": x["w"]}, mine, x)
 
 
-def test_workers_under_a_vmap_of_ones_own_communicate_on_due_steps_only():
-    """A leading axis over a mesh axis beside another one, as MaxText runs DiLoCo."""
+def test_workers_under_a_vmap_of_the_user_communicate_on_due_steps_only():
+    """Like MaxText's DiLoCo: the leading axis is a mesh axis beside another one."""
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=types)
     layout = jax.sharding.NamedSharding(mesh, jax.P("replica"))
@@ -154,8 +151,8 @@ def test_workers_under_a_vmap_of_ones_own_communicate_on_due_steps_only():
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
-def test_a_state_begins_outside_of_mapped_functions_as_inside(name):
-    """There all workers start from the same parameters, as `nnx.Optimizer` begins."""
+def test_a_state_is_the_same_from_outside_of_mapped_functions(name):
+    """There all workers start from the same parameters, as with `nnx.Optimizer`."""
     tx, workers = METHODS[name].make(8), lj.Workers(4, 2)
     params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(4)}
     outside, inside = tx.init(params), workers.map(tx.init)(workers.replicate(params))

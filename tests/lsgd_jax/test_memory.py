@@ -1,4 +1,4 @@
-"""Trees of a pull that are kept in host memory between exchanges."""
+"""A pull may keep its trees in host memory between exchanges."""
 
 import pathlib
 import re
@@ -28,7 +28,7 @@ STEPS = 6
 
 
 def train(tx, grid, reload_at=None):
-    """Parameters, state and center after some steps; worker 1 is sick at the third."""
+    """Returns parameters, state and center after some steps, the third with a nan."""
     devices = jax.devices()[: grid["devices"]] if "devices" in grid else None
     workers = lj.Workers(**{**grid, "devices": devices})
     draw = np.random.default_rng(0).normal
@@ -57,7 +57,7 @@ def train(tx, grid, reload_at=None):
 
 
 COMBINED = [
-    # By default one method on each grid.
+    # By default, one method on each grid.
     pytest.param(name, grid, marks=[] if i % 4 == j else [pytest.mark.slow])
     for i, grid in enumerate(GRIDS)
     for j, name in enumerate(KEPT)
@@ -65,8 +65,8 @@ COMBINED = [
 
 
 @pytest.mark.parametrize("name, grid", COMBINED)
-def test_the_numbers_are_the_same_and_the_trees_lie_on_the_host(name, grid):
-    """Also after a state was loaded, which puts all of it on the devices."""
+def test_trees_in_host_memory_give_the_same_numbers(name, grid):
+    """Also after loading a state, which puts all of it on the devices."""
     method = METHODS[name].make(4)
     here, _, center = train(method, GRIDS[grid])
     on_host = lj.exchange(method, memory="host")
@@ -90,7 +90,7 @@ ROWS = re.findall(r"^\| `(lj\..*)` \| (\d+) \| (\d+) \| (\d+) \|$", TABLE.read_t
 
 
 @pytest.mark.parametrize("code, device, with_host, more", ROWS)
-def test_the_bytes_per_parameter_are_those_of_the_docs(code, device, with_host, more):
+def test_the_bytes_per_parameter_are_those_in_the_docs(code, device, with_host, more):
     params = jnp.zeros(10_000)
     method = eval(code, {"lj": lj})
 
@@ -107,7 +107,7 @@ def test_the_bytes_per_parameter_are_those_of_the_docs(code, device, with_host, 
     )
 
 
-def test_outer_keeps_its_method_there_too():
+def test_outer_keeps_trees_in_host_memory():
     o = lj.outer(lj.diloco(2, memory="host"))
     workers = lj.Workers(1, 2)
     x = workers.replicate(jnp.ones(3))
@@ -120,7 +120,7 @@ def test_outer_keeps_its_method_there_too():
     np.testing.assert_array_equal(x[0], anchor)
 
 
-def test_a_backend_without_such_memory_refuses(monkeypatch):
+def test_a_backend_without_host_memory_is_refused(monkeypatch):
     class Device:
         platform = "toy"
         addressable_memories = staticmethod(lambda: [])

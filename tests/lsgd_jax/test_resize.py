@@ -1,4 +1,4 @@
-"""Resizing: rows go along, what is shared stays, and each method's invariants hold."""
+"""Tests of resize: rows move, shared values stay, and each method's invariants hold."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import lsgd_jax as lj
 
 
 def state_of(tx, nodes, locals, steps=3):
-    """Parameters and state of workers that stand apart, on the host."""
+    """Returns parameters and state, on the host, of workers that are not equal."""
     workers = lj.Workers(nodes, locals)
     W = workers.num_workers
 
@@ -29,7 +29,7 @@ def state_of(tx, nodes, locals, steps=3):
 
 
 def settle(tx, nodes, locals, params, state, steps):
-    """Where the workers come to stand if they only exchange."""
+    """Returns parameters and state after steps that only exchange."""
     workers = lj.Workers(nodes, locals)
     params, state = workers.put((params, state))
 
@@ -43,7 +43,7 @@ def settle(tx, nodes, locals, params, state, steps):
     return workers.fetch((params, state))
 
 
-def test_rows_go_along_and_what_is_shared_stays():
+def test_rows_follow_their_worker_and_shared_values_stay():
     state = {"own": np.arange(6).reshape(3, 2), "all": lj.Shared((np.ones(3), 7))}
     other = lj.resize(state, [2, 0, 0, 2])
     assert other["own"].tolist() == [[4, 5], [0, 1], [0, 1], [4, 5]]
@@ -51,7 +51,7 @@ def test_rows_go_along_and_what_is_shared_stays():
     assert ones.tolist() == [1, 1, 1] and seven == 7
 
 
-def test_every_node_with_a_way_of_its_own_is_asked_also_inside_another():
+def test_the_hook_of_every_node_is_called_also_inside_another_node():
     class Node(NamedTuple):
         own: np.ndarray
         inside: Any = ()
@@ -66,13 +66,13 @@ def test_every_node_with_a_way_of_its_own_is_asked_also_inside_another():
     )
 
 
-# Who sends to two halves its weight differently from who sends to one: weights part.
+# Workers with different out-degrees send different shares, so that weights differ.
 UNEVEN = lj.topology.from_edges([[(0, 1), (0, 2), (1, 2), (2, 3), (3, 0)]])
 
 
 @pytest.mark.parametrize("gosgd", [False, True], ids=["sgp", "gosgd"])
-def test_weights_are_one_again_and_so_no_worker_counts_twice(gosgd):
-    """Left to themselves the workers meet in the plain mean of what they went on from."""
+def test_weights_are_reset_to_one_so_that_no_worker_counts_twice(gosgd):
+    """Without gradients, the workers agree on the plain mean of their starts."""
     before = lj.gosgd(send_probability=0.5) if gosgd else lj.sgp(UNEVEN)
     after = lj.gosgd() if gosgd else lj.sgp(lj.topology.exponential(3))
     params, state = state_of(before, 1, 4)
@@ -87,7 +87,7 @@ def test_weights_are_one_again_and_so_no_worker_counts_twice(gosgd):
     np.testing.assert_allclose(met, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_messages_in_flight_can_not_be_resized():
+def test_messages_in_flight_cannot_be_resized():
     ring = lj.topology.ring(4)
     at_once = state_of(lj.osgp(ring, staleness=1), 1, 4)
     assert lj.resize(at_once, [0, 1])[0].shape == (2, 3)
@@ -95,13 +95,13 @@ def test_messages_in_flight_can_not_be_resized():
         lj.resize(state_of(lj.osgp(ring, staleness=3), 1, 4), [0, 1])
 
 
-def test_groups_that_are_not_all_workers_can_not_be_resized():
+def test_a_state_that_is_shared_by_groups_cannot_be_resized():
     _, state = state_of(lj.easgd(0.5, 2, axes="local"), 2, 2)
-    with pytest.raises(ValueError, match="the workers must stay the same if groups"):
+    with pytest.raises(ValueError, match="the workers must stay the same if a state is"):
         lj.resize(state, [0, 1])
 
 
-def test_losses_go_along_and_the_next_leader_is_elected_among_the_new_ones():
+def test_losses_follow_their_worker_and_new_workers_elect_the_next_leader():
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3)
     params, state = state_of(tx, 2, 2, steps=2)
     params, state = lj.resize((params, state), [3, 1, 3])
@@ -113,8 +113,8 @@ def test_losses_go_along_and_the_next_leader_is_elected_among_the_new_ones():
     assert lj.diagnostics(state)[1].leader.tolist() == [best] * 3
 
 
-def test_the_last_leaders_pull_no_worker_until_new_ones_are_elected():
-    """Their parameters are kept where every step pulls to them, but they led others."""
+def test_old_leaders_pull_no_worker_until_new_ones_are_elected():
+    """Proximal steps keep the parameters of leaders, which led the old workers."""
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3, local_proximal=1.0)
     params, state = state_of(tx, 2, 2, steps=2)
     params, state = lj.resize((params, state), [3, 1])
@@ -122,8 +122,8 @@ def test_the_last_leaders_pull_no_worker_until_new_ones_are_elected():
     np.testing.assert_array_equal(stay, params)
 
 
-def test_a_shared_outer_state_moves_any_workers_the_same():
-    """Slow momentum and anchor stay: still workers are moved as by the momentum alone."""
+def test_a_shared_outer_state_continues_with_other_workers():
+    """Momentum and anchor stay, so workers without gradients move by the momentum alone."""
     tx = lj.diloco(2, optax.sgd(0.5, momentum=0.9))
     params, state = state_of(tx, 1, 4, steps=4)
     anchor, trace = (
@@ -138,7 +138,7 @@ def test_a_shared_outer_state_moves_any_workers_the_same():
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("sources", [[0, 4], [-1, 0], [], [0.0], [True], [[0]], 1])
 def test_sources_must_be_indices_of_workers(kind, sources):
-    """jax arrays would clamp an index outside, arrays of the host count from the end."""
+    """jax would clamp an index that is out of range, and NumPy counts from the end."""
     with pytest.raises(ValueError, match="`sources` must be .* got sources="):
         lj.resize({"x": kind(np.arange(4.0))}, sources)
 

@@ -1,4 +1,4 @@
-"""What steps cost: those of many leaves, and those at which nothing is due."""
+"""The cost of steps: with many leaves, and on steps without a due pull."""
 
 import functools
 import re
@@ -20,8 +20,8 @@ from lsgd_jax._src.packing import Packing
 
 
 @pytest.mark.slow
-def test_a_step_of_many_leaves_grows_in_proportion():
-    """By the size of what XLA compiles; 400 leaves took minutes when it grew with n²."""
+def test_the_compiled_step_grows_linearly_with_the_number_of_leaves():
+    """When it grew with n², 400 leaves took minutes to compile."""
 
     def instructions(leaves):
         workers = lj.Workers(1, 2, devices=jax.devices()[:1])
@@ -48,19 +48,17 @@ def test_small_leaves_travel_together_and_large_ones_alone():
     chex.assert_trees_all_equal(again, tree)
 
 
-# A loop that knows on the host when nothing is due
+# A host loop that knows when no pull is due
 
 PULLS = {
-    "lsgd": lambda: lj.lsgd(0.3, 0.2, 2, 3),
     "lsgd_delayed": lambda: lj.lsgd(0.0, 0.2, 3, 3, delay=1),
-    "diloco_streaming": lambda: lj.diloco(6, fragments=2, delay=1, mixing=0.5),
     "sgp_in_nodes": lambda: lj.exchange(lj.sgp(axes="local"), lj.local_sgd(4, axes="node")),
     "nothing": lambda: lj.lsgd(0.0, 0.0),
 }
 
 
 def stepping(pulls, workers):
-    """(step of a due, parameters, state, gradients, losses)."""
+    """Returns (due -> step, parameters, state, gradients, losses)."""
     tx, rng = optax.chain(optax.sgd(0.1), pulls), np.random.default_rng(0)
 
     def step(x, state, g, loss, due=None):
@@ -76,14 +74,8 @@ def stepping(pulls, workers):
     return of, x, workers.map(tx.init)(x), g, loss
 
 
-LIKE_ANOTHER = ("lsgd", "diloco_streaming")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in LIKE_ANOTHER)) for x in PULLS],
-)
-def test_a_step_compiled_without_pulls_is_a_step_at_which_none_is_due(name):
+@pytest.mark.parametrize("name", PULLS)
+def test_a_step_compiled_without_pulls_is_a_step_without_a_due_pull(name):
     pulls = PULLS[name]()
     of, x, state, *rest = stepping(pulls, lj.Workers(2, 2))
     usual, step = of(None), {due: of(due) for due in (True, False)}
@@ -96,7 +88,7 @@ def test_a_step_compiled_without_pulls_is_a_step_at_which_none_is_due(name):
     assert exchanges(text) == (0, []) and " conditional(" not in text
 
 
-def test_a_pull_that_was_left_out_is_reported():
+def test_a_due_pull_that_was_omitted_is_reported():
     of, x, state, *rest = stepping(lj.local_sgd(2), lj.Workers(1, 2))
     step = of(False)
     for _ in range(4):
@@ -105,7 +97,7 @@ def test_a_pull_that_was_left_out_is_reported():
     assert level.exchanges == 0 and level.misplaced.tolist() == [2, 2]
 
 
-def test_due_is_known_while_tracing():
+def test_due_must_be_known_while_tracing():
     of, *given = stepping(lj.local_sgd(2), lj.Workers(1, 2))
     with pytest.raises(ValueError, match="`due` must be a bool while tracing, or None"):
         of(jnp.asarray(True))(*given)

@@ -1,7 +1,6 @@
-"""Gossip graphs: what they join, how they are colored, what they refuse."""
+"""Gossip graphs: their edges, colors, spectral gaps and errors."""
 
 import math
-import random
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +22,7 @@ def edges(round):
 
 
 def check_round(round, num_workers):
-    """No self-loops, no edge twice, and permutations that are ones."""
+    """Asserts that there are no self-loops and no edge twice, only partial permutations."""
     joined = edges(round)
     assert len(set(joined)) == len(joined)
     assert all(i != j for i, j in joined)
@@ -41,23 +40,9 @@ def test_every_number_of_workers(name, num_workers):
         check_round(round, num_workers)
     assert graph.balanced
     np.testing.assert_allclose(graph.mixing.sum(axis=1), 1)
-    # In the long run every worker hears of every other.
+    # In the long run, every worker's value reaches every other worker.
     assert graph.spectral_gap > 0.05
     assert str(num_workers) in str(graph)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_colors_are_as_few_as_the_largest_degree(seed):
-    draw = random.Random(seed)
-    num_workers = draw.randint(2, 9)
-    possible = [(i, j) for i in range(num_workers) for j in range(num_workers) if i != j]
-    chosen = draw.sample(possible, draw.randint(1, len(possible)))
-    graph = topology.from_edges([chosen], num_workers)
-    check_round(graph.rounds[0], num_workers)
-    assert edges(graph.rounds[0]) == sorted(chosen)
-    assert topology.from_edges([chosen[::-1]], num_workers) == graph
-    degrees = [sum(e[side] == i for e in chosen) for side in (0, 1) for i in range(9)]
-    assert len(graph.rounds[0]) == max(degrees)
 
 
 def test_exponential_hops():
@@ -89,21 +74,12 @@ def test_bipartite_pairs_are_mutual_and_alternate(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [3, 4, 8])
-def test_spectral_gaps_are_the_known_ones(num_workers):
+def test_spectral_gaps_have_their_known_values(num_workers):
     known = 1 - abs(1 / 3 + 2 / 3 * math.cos(2 * math.pi / num_workers))
     assert topology.ring(num_workers).spectral_gap == pytest.approx(known)
     assert topology.complete(num_workers).spectral_gap == pytest.approx(1)
     apart = topology.from_edges([[(0, 1), (1, 0)]], num_workers)
     assert apart.spectral_gap == pytest.approx(0)
-
-
-def test_one_peer_exponential_gives_the_mean_in_m_rounds():
-    graph = topology.exponential(16)
-    product = np.eye(16)
-    for matrix in graph.mixing:
-        product = matrix @ product
-    np.testing.assert_allclose(product, 1 / 16)
-    assert graph.spectral_gap == 1
 
 
 def test_unequal_degrees():
@@ -122,7 +98,7 @@ def test_then_changes_the_graph_at_a_step():
     assert graph.spectral_gap == topology.ring(8).spectral_gap
 
 
-def test_graphs_are_values():
+def test_equal_graphs_compare_and_hash_equal():
     assert topology.ring(4) == topology.ring(4)
     assert hash(topology.ring(4)) == hash(topology.ring(4))
     assert topology.ring(4) != topology.complete(4)
@@ -142,7 +118,7 @@ def test_graphs_are_values():
         (lambda: topology.from_edges([[(0, 4)]], 4), r"workers in 0\.\.3"),
         (lambda: topology.from_edges([[(0, -1)]], 4), r"workers in 0\.\.3"),
         (lambda: topology.ring(4).then(0, topology.ring(4)), "`steps` must be a positive"),
-        (lambda: topology.ring(4).then(3, topology.ring(5)), "one of 4 workers"),
+        (lambda: topology.ring(4).then(3, topology.ring(5)), "a graph of 4 workers"),
         (
             lambda: topology.ring(4).then(3, topology.ring(4)).then(3, topology.ring(4)),
             "after the last change at 3",

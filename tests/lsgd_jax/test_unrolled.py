@@ -1,4 +1,4 @@
-"""Workers of a device one after the other: the same values, fewer grouped convolutions."""
+"""Tests of unrolled: the same values, without grouped convolutions."""
 
 import re
 
@@ -12,7 +12,7 @@ import lsgd_jax as lj
 
 
 def network(weights, images):
-    """A convolution and a sum, per image."""
+    """Returns one number per image: a convolution and a sum."""
     dimensions = ("NHWC", "HWIO", "NHWC")
     hidden = lax.conv_general_dilated(
         images, weights, (1, 1), "SAME", dimension_numbers=dimensions
@@ -30,7 +30,7 @@ def step_of(wrap, talk=lambda loss: loss):
 
 
 def compiled(workers, step):
-    """(a function of all workers, its arguments)."""
+    """Returns (a function of all workers, its arguments)."""
     rng, count = np.random.default_rng(0), workers.num_workers
     weights = rng.normal(size=(count, 3, 3, 2, 4)).astype(np.float32)
     images = rng.normal(size=(count, 5, 6, 6, 2)).astype(np.float32)
@@ -39,7 +39,7 @@ def compiled(workers, step):
 
 
 def groups(fn, arguments):
-    """The numbers of groups of the convolutions that are compiled."""
+    """Returns the numbers of groups of the compiled convolutions."""
     text = fn.lower(*arguments).as_text()
     return {int(n) for n in re.findall(r"(?:feature|batch)_group_count = (\d+)", text)}
 
@@ -48,7 +48,7 @@ def groups(fn, arguments):
     "nodes, locals, devices", [(1, 4, 1), (2, 2, 1), (2, 4, 2), (1, 9, 1)]
 )
 def test_the_values_are_those_of_vmapped_workers(nodes, locals, devices):
-    """Also with workers of two axes on one device, and with more than are unrolled."""
+    """Also with two vmapped axes on one device, and with too many workers to unroll."""
     workers = lj.Workers(nodes, locals, devices=jax.devices()[:devices])
     vmapped, arguments = compiled(workers, step_of(lambda fn: fn))
     one_by_one, _ = compiled(workers, step_of(lj.unrolled))
@@ -59,7 +59,7 @@ def test_the_values_are_those_of_vmapped_workers(nodes, locals, devices):
     assert (groups(one_by_one, arguments) == {1}) == unrolls
 
 
-def test_what_communicates_stays_vmapped():
+def test_a_function_that_communicates_stays_vmapped():
     workers = lj.Workers(1, 4, devices=jax.devices()[:1])
     mean = lambda loss: lj.Group("local").mean(loss)
     vmapped, arguments = compiled(workers, step_of(lambda fn: fn, mean))
@@ -68,7 +68,7 @@ def test_what_communicates_stays_vmapped():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_without_workers_it_is_the_function_itself():
+def test_outside_of_workers_the_function_is_unchanged():
     step, weights = step_of(lj.unrolled), jnp.ones([3, 3, 2, 4])
     arguments = weights, jnp.ones([5, 6, 6, 2]), jax.random.key(0)
     for a, b in zip(step(*arguments), step_of(lambda fn: fn)(*arguments)):

@@ -1,4 +1,4 @@
-"""with_state: fields of the base optimizer's state are exchanged as the parameters are."""
+"""Tests of with_state: fields of the base optimizer's state are exchanged, too."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ TARGETS = np.arange(1.0, W + 1, dtype=np.float32)
 
 
 def trained(tx, steps, losses=None):
-    """Gradient descent of W workers towards 1, …, W from 0."""
+    """Returns W workers after gradient descent from 0 towards 1, …, W."""
     workers = lj.Workers(1, W)
     x, targets = workers.put((np.zeros([W, 2], np.float32), TARGETS))
     state = workers.map(tx.init)(x)
@@ -42,7 +42,7 @@ def test_momentum_is_averaged_with_the_parameters():
     np.testing.assert_allclose(trace, second.mean(), rtol=1e-6)
 
 
-def test_between_exchanges_it_is_the_base_optimizer():
+def test_steps_between_exchanges_are_those_of_the_base_optimizer():
     base = optax.adam(0.1)
     x, state = trained(lj.with_state(base, lj.local_sgd(period=5), "mu", "nu"), 4)
     expected, alone = trained(optax.with_extra_args_support(base), 4)
@@ -54,7 +54,7 @@ def test_between_exchanges_it_is_the_base_optimizer():
     assert int(lj.diagnostics(state)[0].misplaced.sum()) == 0
 
 
-def test_what_is_not_finite_is_restored_with_the_leaders_momentum():
+def test_a_restored_worker_takes_the_leaders_momentum():
     tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.lsgd(0.5, 0.0, 1), "trace")
     workers = lj.Workers(1, 2)
     x, loss = workers.put((np.ones([2, 3], np.float32), np.array([1.0, 2.0], np.float32)))
@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_restored_with_the_leaders_momentum():
     np.testing.assert_allclose(lj.apply_updates(x, update), 0.9, rtol=1e-6)
 
 
-def test_fields_that_are_not_there_are_refused():
+def test_missing_fields_are_refused():
     with pytest.raises(ValueError, match="must name at least one field"):
         lj.with_state(optax.sgd(0.1), lj.local_sgd(2))
     with pytest.raises(ValueError, match="has no field 'mu'"):
