@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import shlex
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from train.task.experiment import make_optimizer
 
 
 FILE = pathlib.Path(__file__).parents[1] / "benchmarks" / "bytes_per_step.py"
+sys.path.append(str(FILE.parent))  # as when it is run
 SPEC = importlib.util.spec_from_file_location("bytes_per_step", FILE)
 assert SPEC is not None and SPEC.loader is not None
 benchmark = importlib.util.module_from_spec(SPEC)

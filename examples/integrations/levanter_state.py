@@ -1,7 +1,7 @@
 """Levanter: a toy GPT-2 in a `TrainerState`, whose optimizer ends with a method.
 
 `take_step` passes `loss=` to the optimizer, which methods with leaders need.
-Tested with marin-levanter 0.2.227.dev40316220070, jax 0.11.1 and optax 0.2.6 on Python 3.12.
+Tested with marin-levanter 0.2.227.dev40316220070, jax 0.11.1, optax 0.2.6, Python 3.12.
 """
 
 import equinox as eqx
