@@ -459,7 +459,7 @@ def draw_gain():
     axes.set_xticks(rates, ["1 Gbit/s", "100 Mbit/s", "10 Mbit/s"])
     axes.set_yticks([30, 100, 300, 700], ["30 s", "100 s", "300 s", "700 s"])
     axes.minorticks_off()
-    axes.set_title("time to a test error of 55 % on CIFAR-10, four hosts", loc="left")
+    axes.set_title("time to a test error of 55 % on CIFAR-10, four workers", loc="left")
     figure.subplots_adjust(right=0.68)
     save(figure, "gain")
 
