@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, exchanges
+from harness import METHODS
 
 import lsgd_jax as lj
 
@@ -125,32 +125,6 @@ def test_states_and_updates_of_another_method_are_refused():
         update(tx)({"w": x["w"][:, :2]}, mine, x)
     with pytest.raises(ValueError, match="`updates` must be a tree like the parameters"):
         update(tx)({"v": x["w"]}, mine, x)
-
-
-def test_workers_under_a_vmap_of_the_user_communicate_on_due_steps_only():
-    """Like MaxText's DiLoCo: the leading axis is a mesh axis beside another one."""
-    types = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("replica", "fsdp"), axis_types=types)
-    layout = jax.sharding.NamedSharding(mesh, jax.P("replica"))
-    tx = lj.diloco(3, optax.sgd(0.7), axes="node")
-    rng = np.random.default_rng(0)
-    u = jax.device_put(rng.normal(size=(4, 8)).astype(np.float32), layout)
-    x = jax.device_put(np.zeros((4, 8), np.float32), layout)
-    mapped = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="replica")
-
-    def step(x, state, u):
-        u, state = tx.update(u, state, x, loss=0.0)
-        return lj.apply_updates(x, u), state
-
-    with jax.set_mesh(mesh):
-        state = jax.jit(mapped(tx.init))(x)
-        step = jax.jit(mapped(step))
-        text = step.lower(x, state, u).compile().as_text()
-        always, in_branches = exchanges(text)
-        assert sum(in_branches) >= 8 * 4 > always
-        for _ in range(3):
-            x, state = step(x, state, u)
-    close(x, np.broadcast_to(0.7 * 3 * np.asarray(u).mean(axis=0), (4, 8)))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
