@@ -127,6 +127,20 @@ METHODS = {
 }
 
 
+# Every public factory of a method that pulls.
+FACTORIES = [
+    factory
+    for name, factory in vars(lj).items()
+    if getattr(factory, "__annotations__", {}).get("return") is lj.Exchange
+    and name != "exchange"
+]
+
+
+def needed(factory):
+    """Returns the arguments that have no default."""
+    return {"learning_rate": 0.1} if factory is lj.parle else {}
+
+
 WIRES = {
     "bfloat16": "bfloat16",
     "int8": "int8",

@@ -42,7 +42,19 @@ class MeshChannel:
     def _names(self) -> tuple[str, ...]:
         """The names of the axes in jax here, without axes of size 1."""
         check_auto_mesh()
-        return names_here(self._axes)
+        found = []
+        for axis in self._axes:
+            whole, *parts = parts_of(axis)
+            known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
+            if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
+                continue  # under a vmap over 'node' alone, 'local' has one worker
+            if not known:
+                raise NameError(
+                    f"no axis {axis!r} here: call this inside `Workers.map` (or "
+                    f"`jax.shard_map`) on a mesh with an axis {axis!r}"
+                )
+            found += known
+        return tuple(name for name in found if lax.axis_size(name) > 1)
 
     @property
     def size(self) -> int:
@@ -139,23 +151,6 @@ def _packed(collective: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 # The names of axes
-
-
-def names_here(axes: Sequence[str]) -> tuple[str, ...]:
-    """The names of the axes in jax here, without axes of size 1."""
-    found = []
-    for axis in axes:
-        whole, *parts = parts_of(axis)
-        known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
-        if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
-            continue  # under a vmap over 'node' alone, 'local' has one worker
-        if not known:
-            raise NameError(
-                f"no axis {axis!r} here: call this inside `Workers.map` (or "
-                f"`jax.shard_map`) on a mesh with an axis {axis!r}"
-            )
-        found += known
-    return tuple(name for name in found if lax.axis_size(name) > 1)
 
 
 def parts_of(axis: str) -> tuple[str, str, str]:

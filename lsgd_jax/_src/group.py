@@ -17,7 +17,7 @@ from lsgd_jax._src.codec import Line
 from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.packing import Packing
-from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared, shared
+from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
 
 
@@ -104,7 +104,8 @@ class Group:
 
     def shared(self, tree: Tree) -> Shared:
         """Marks a tree as equal in the group."""
-        return shared(tree, self.axes, self.channel.is_all)
+        is_all = self.channel.is_all
+        return Shared(tree) if is_all else Shared(tree, dict.fromkeys(self.axes))
 
     def start(self, params: Tree) -> Shared[Tree]:
         """Returns the mean of the finite starts, in float32 or wider.

@@ -13,8 +13,8 @@ the end of its path: the momentum of ``params['dense']['kernel']`` also ends wit
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
     """
     rows = [0 if shared else 1 for shared in shared_flags(placed)]
     own = [Spec(*x.sharding.spec[n:]) for x, n in zip(jax.tree.leaves(placed), rows)]
-    layouts = of_arguments((one_worker(placed),), own)
+    layouts = Layouts((one_worker(placed),), own)
 
     def spec(path: str, leaf: Any) -> Spec:
         return layouts.spec(tuple(path.split("/")), leaf.shape) or Spec()
@@ -140,63 +140,57 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
 # Layouts that are known while tracing
 
 
-class Leaf(NamedTuple):
-    """The layout of one leaf of a worker: its path, the worker's own shape, its spec."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    spec: Spec
-
-
 class Layouts:
     """How leaves are laid out on the axes inside a worker, by path and shape.
 
-    Args:
-      leaves: the known leaves. A path of one key belongs to an argument that is a bare
-        array. Such a path carries no name, so the shape alone decides.
+    A path of one key belongs to an argument that is a bare array. Such a path carries no
+    name, so the shape alone decides.
 
-    >>> layouts = Layouts([Leaf(("0", "dense", "kernel"), (8, 2), Spec("fsdp"))])
+    Args:
+      args: the arguments of a function of one worker.
+      specs: the spec of each leaf, or None if it is not known.
+
+    >>> args = ({"dense": {"kernel": np.zeros((8, 2))}},)
+    >>> layouts = Layouts(args, [Spec("fsdp")])
     >>> layouts.spec(("mu", "dense", "kernel"), (8, 2)) == Spec("fsdp")
     True
     >>> layouts.spec(("mu", "dense", "bias"), (8, 2)) is None
     True
     """
 
-    def __init__(self, leaves: Iterable[Leaf]):
-        self._by_shape: dict[tuple[int, ...], list[Leaf]] = {}
-        for leaf in leaves:
-            self._by_shape.setdefault(leaf.shape, []).append(leaf)
+    def __init__(self, args: Tree, specs: Iterable[Spec | None]):
+        self._by_shape: dict[tuple[int, ...], list[tuple[tuple[str, ...], Spec]]] = {}
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(args), specs):
+            if spec is not None:
+                same = self._by_shape.setdefault(np.shape(leaf), [])
+                same.append((keys(path), spec))
 
     def __len__(self) -> int:
         return sum(map(len, self._by_shape.values()))
 
     def spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
         """The spec of the known leaf of that shape whose path ends most alike, if any."""
-        best, common = None, 0
-        for leaf in self._by_shape.get(shape, ()):
-            alike = _common_end(leaf.path, path) or 0.5 * (len(leaf.path) == 1)
-            if alike > common:
-                best, common = leaf.spec, alike
+        alike = lambda known: _common_end(known, path) or 0.5 * (len(known) == 1)
+        found = [(alike(own), spec) for own, spec in self._by_shape.get(shape, ())]
+        best = _most_alike(found)
         return self._of_piece(path, shape) if best is None else best
 
     def _of_piece(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec | None:
         """The spec of the leaf from which fragments have cut this piece.
 
-        The piece is smaller along one axis, which is not sharded. If a leaf is cut into
-        several pieces, the path of a piece has an index at its end.
+        The piece is smaller along one axis, which is not sharded.
         """
-        best, common = None, 0
+        found = []
         for known, leaves in self._by_shape.items():
             cut = [d for d, (n, m) in enumerate(zip(known, shape)) if n != m]
             if len(known) != len(shape) or len(cut) != 1 or shape[cut[0]] > known[cut[0]]:
                 continue
-            for leaf in leaves:
-                along = leaf.spec[cut[0]] if cut[0] < len(leaf.spec) else None
-                alike = max(_common_end(leaf.path, p) for p in (path, path[:-1]))
+            for own, spec in leaves:
+                along = spec[cut[0]] if cut[0] < len(spec) else None
                 # A leaf that is not sharded says nothing about its pieces.
-                if along is None and names_of(leaf.spec) and alike > common:
-                    best, common = leaf.spec, alike
-        return best
+                if along is None and names_of(spec):
+                    found.append((_common_end(own, path), spec))
+        return _most_alike(found)
 
     def of_leaves(self, tree: Tree) -> list[Spec | None]:
         """The spec of every leaf, None where it is not known."""
@@ -207,16 +201,6 @@ class Layouts:
         """The spec of every leaf, as a tree; leaves of unknown layout are not sharded."""
         each = [Spec() if spec is None else spec for spec in self.of_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), each)
-
-
-def of_arguments(args: Tree, specs: Iterable[Spec | None]) -> Layouts:
-    """The layouts of a function's arguments; a leaf whose spec is None is unknown."""
-    leaves = zip(jax.tree_util.tree_leaves_with_path(args), specs)
-    return Layouts(
-        Leaf(keys(path), np.shape(leaf), spec)
-        for (path, leaf), spec in leaves
-        if spec is not None
-    )
 
 
 _KNOWN: contextvars.ContextVar[Layouts | None] = contextvars.ContextVar(
@@ -236,7 +220,7 @@ def known(layouts: Layouts | None) -> Iterator[None]:
 
 def on_one_device() -> contextlib.AbstractContextManager:
     """Declares that nothing is sharded in the `with` block."""
-    return known(Layouts(()))
+    return known(Layouts((), ()))
 
 
 def inside_axes() -> tuple[str, ...]:
@@ -350,6 +334,12 @@ def _common_end(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
         n += 1
     return n
+
+
+def _most_alike(found: Sequence[tuple[float, Spec]]) -> Spec | None:
+    """The spec of the highest positive score, the first one if there are several."""
+    score, best = max(found, key=lambda each: each[0], default=(0, None))
+    return best if score > 0 else None
 
 
 def names_of(spec: Spec) -> list[str]:

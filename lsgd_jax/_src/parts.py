@@ -20,15 +20,7 @@ from lsgd_jax._src.trees import Tree
 
 
 class Fragment(NamedTuple):
-    """One of `count` runs of neighboring leaves of about the same size.
-
-    Attributes:
-      index: the index of this run, in 0..count-1.
-      count: the number of runs.
-      part: the leaves that the runs divide. Defaults to all.
-      scan_axis: the axis along which layers are stacked in a leaf, or such an axis for the
-        leaves under some paths. With None, leaves stay whole.
-    """
+    """One of `count` runs of neighboring leaves; `fragment` explains the fields."""
 
     index: int
     count: int

@@ -59,12 +59,6 @@ class Shared(NamedTuple, Generic[T]):
     axes: dict[str, None] | None = None
 
 
-def shared(tree: T, axes: Axes, everywhere: bool) -> Shared[T]:
-    """Marks a tree as equal over `axes`; everywhere: whether these join all workers."""
-    names = (axes,) if isinstance(axes, str) else axes
-    return Shared(tree) if everywhere else Shared(tree, dict.fromkeys(names))
-
-
 # Stacked trees: shared leaves [...], and all others [W, ...]
 
 

@@ -76,7 +76,7 @@ def compiled(
         grid.check(args)
         leaves, structure = jax.tree.flatten(args)
         one, flags = one_worker(args), shared_flags(args)
-        found = layouts.of_arguments(one, map(grid.spec_of, shardings, flags))
+        found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
         flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
         with layouts.known(found), naming(grid.names):
             workers = tuple(grid.names.values()) or WORKER_AXES

@@ -362,16 +362,14 @@ def _color(edges: Sequence[Edge], num_workers: int) -> Round:
     ends = lambda edge: (("source", edge[0]), ("destination", edge[1]))
     degree = max((sum(end in ends(e) for e in edges) for end in nodes), default=0)
 
-    def free(*nodes: tuple[str, int]) -> int | None:
-        fits = lambda c: all(c not in at[node] for node in nodes)
-        return next(filter(fits, range(degree)), None)
+    def free(*nodes: tuple[str, int]) -> list[int]:
+        return [c for c in range(degree) if all(c not in at[node] for node in nodes)]
 
     # Edges with the same hop form a permutation. In this order they share a color.
     for edge in sorted(edges, key=lambda e: ((e[1] - e[0]) % num_workers, e)):
         source, node = ends(edge)
-        here = other = free(source, node)
-        if here is None:
-            here, other = free(source), free(node)
+        common = free(source, node)
+        here, other = (common or free(source))[0], (common or free(node))[0]
         at[source][here] = edge
         # The edge takes the color from another edge at this node, which takes the other
         # color, and so on along the path.

@@ -196,7 +196,8 @@ class Workers:
         """
 
         def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
-            return place(self._copies(x), sharding)
+            copies = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
+            return place(copies, sharding)
 
         return self._placed(tree, specs, place_copies, leading_axes=0)
 
@@ -277,9 +278,6 @@ class Workers:
         donate = (donate,) if isinstance(donate, int) else tuple(donate)
         static = (static,) if isinstance(static, str) else tuple(static)
         return compiled(fn, self._grid, donate, static)
-
-    def _copies(self, x: Any) -> np.ndarray:
-        return np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
 
     def _placed(
         self,

@@ -5,19 +5,13 @@ import pickle
 import jax.numpy as jnp
 import optax
 import pytest
+from harness import FACTORIES, needed
 
 import lsgd_jax as lj
 
 
-FACTORIES = [
-    method
-    for name, method in vars(lj).items()
-    if getattr(method, "__annotations__", {}).get("return") is lj.Exchange
-    and name not in ("parle", "exchange")
-]
 METHODS = [
-    *(method() for method in FACTORIES),
-    lj.parle(0.1),
+    *(method(**needed(method)) for method in FACTORIES),
     lj.lsgd(0.0, 0.0),
     lj.diloco(part=["head"]),
     lj.exchange(lj.lsgd(0.1, 0.0), lj.sgp(axes="node"), check="every_step"),

@@ -202,8 +202,15 @@ ON_REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("name", ON_REPLICAS)
-@pytest.mark.parametrize("face", ["outer", pytest.param("chain", marks=pytest.mark.slow)])
+FACES = [("outer", name) for name in ON_REPLICAS] + [("chain", "easgd")]
+FACES += [
+    pytest.param("chain", name, marks=pytest.mark.slow)
+    for name in ON_REPLICAS
+    if name != "easgd"
+]
+
+
+@pytest.mark.parametrize("face, name", FACES)
 def test_replicas_send_shards_and_only_when_due(name, face):
     mesh, method = mesh_of(), ON_REPLICAS[name]
     o = lj.outer(method)

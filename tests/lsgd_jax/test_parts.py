@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import FACTORIES, needed
 
 import lsgd_jax as lj
 from lsgd_jax._src import parts
@@ -40,18 +41,9 @@ def exchanged(tx, params, steps=2):
     return workers.fetch(x), state
 
 
-METHODS = [
-    method
-    for name, method in vars(lj).items()
-    if getattr(method, "__annotations__", {}).get("return") is lj.Exchange
-    and name != "exchange"
-]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", FACTORIES, ids=lambda method: method.__name__)
 def test_every_method_gives_its_part_to_its_pulls(method):
-    needed = {"learning_rate": 0.1} if method is lj.parle else {}
-    pulls = method(part=["head"], **needed).pulls
+    pulls = method(part=["head"], **needed(method)).pulls
     assert pulls and all(pull.part == ["head"] for pull in pulls)
 
 

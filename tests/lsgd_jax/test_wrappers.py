@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import FACTORIES, needed
 from jax import lax
 
 import lsgd_jax as lj
@@ -141,18 +142,9 @@ def test_a_wrapped_method_computes_the_same_on_every_layout(name):
         assert misplaced(state) == [[passed_by] * 8]
 
 
-METHODS = [
-    method
-    for name, method in vars(lj).items()
-    if getattr(method, "__annotations__", {}).get("return") is lj.Exchange
-    and name != "exchange"
-]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", FACTORIES, ids=lambda method: method.__name__)
 def test_arguments_outside_of_static_args_may_be_injected(method):
-    needed = {"learning_rate": 0.1} if method is lj.parle else {}
-    tx = optax.inject_hyperparams(method, lj.static_args(method))(**needed)
+    tx = optax.inject_hyperparams(method, lj.static_args(method))(**needed(method))
     workers = lj.Workers(nodes=1, locals=2)
     step = workers.map(lambda x: tx.update(x, tx.init(x), x, value=x.sum())[0])
     assert jax.eval_shape(step, workers.replicate(jnp.ones(3))).shape == (2, 3)
