@@ -60,7 +60,7 @@ class Mailbox:
         """Publishes the worker; the vector is made when a peer asks for it."""
         with self._lock:
             self._vector, self._flat, self._measure = vector, None, measure
-            self._lock.notify_all()
+            self._tell(None)
 
     def packed(self, vector: np.ndarray) -> Any:
         """Returns a vector as it travels. Stochastic rounding draws anew each time."""
@@ -79,7 +79,7 @@ class Mailbox:
             self._posted[key] = packed
             while len(self._posted) > KEPT:
                 self.drop(next(iter(self._posted)))
-            self._lock.notify_all()
+            self._tell(key)
 
     def drop(self, key: Hashable) -> None:
         """Forgets the vector posted under a key: a later fetch gets `GONE`."""
@@ -168,6 +168,10 @@ class Mailbox:
         """Counts the bytes of a content as sent; returns it."""
         self.bytes_sent += nbytes(content)
         return content
+
+    def _tell(self, key: Hashable | None) -> None:
+        """Wakes requests that wait for a post under a key, or for `show` (None)."""
+        self._lock.notify_all()
 
     def _contribution(self, number: int) -> Snapshot | None:
         with self._lock:

@@ -242,19 +242,14 @@ class Conversation:
     async def _sum(
         self, key: Hashable, members: list[int], tree: Tree, where: Any
     ) -> tuple[tuple[Tree, Any], list[int]]:
-        leaves, treedef = jax.tree.flatten(tree)
-        dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
-        flat = [np.ravel(x).astype(dtype) for x in leaves]
-        vector = np.concatenate(flat or [np.zeros(0, dtype)])
-        gives = bool(where)
+        dtype = np.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
+        wide = jax.tree.map(lambda x: np.asarray(x, dtype), tree)
+        vector, gives = as_bytes(wide).view(dtype), bool(where)
         sums, count, came = await all_reduce(
             self._transport, key, vector if gives else np.zeros_like(vector), gives, members
         )
-        ends = np.cumsum([0, *(x.size for x in leaves)])
-        total = treedef.unflatten(
-            sums[a:b].reshape(x.shape).astype(x.dtype)
-            for a, b, x in zip(ends, ends[1:], leaves)
-        )
+        total = of_bytes(sums.view(np.uint8), wide)
+        total = jax.tree.map(lambda s, x: s.astype(x.dtype), total, tree)
         return (total, np.float32(count)), came
 
     async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:

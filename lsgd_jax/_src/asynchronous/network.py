@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -93,17 +93,16 @@ NETWORKS: Mapping[str, Network] = {
 }
 
 
-class Transfer:
-    """Bytes in flight over one or several pairs of links.
-
-    Attributes:
-      arrived: a future of whether all of them have arrived.
-      left: number of pairs of links that still carry some of them.
-    """
-
-    def __init__(self, left: int):
-        self.arrived = asyncio.get_running_loop().create_future()
-        self.left = left
+FLOW = np.dtype(
+    [
+        ("links", int, 2),
+        ("workers", int, 2),
+        ("left", float),  # bytes
+        ("rate", float),  # bytes per second
+        ("limit", float),  # the time at which it is given up
+        ("arrived", object),  # a future of whether it has arrived
+    ]
+)
 
 
 class Links:
@@ -129,11 +128,7 @@ class Links:
         )
         self._nodes, self._workers = nodes, workers
         self.sent, self.stuck = np.zeros(nodes), set[int]()
-        self._transfers: list[Transfer] = []
-        self._ends = np.zeros([0, 2], int)  # the two links of each flow
-        self._between = np.zeros([0, 2], int)  # its two workers
-        self._remaining, self._rate, self._limit = np.zeros([3, 0])
-        self._new: list[tuple[Transfer, tuple, tuple, float, float]] = []
+        self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
         self._last, self._turn = 0.0, 0
 
     def is_inside(self, source: int, target: int) -> bool:
@@ -147,7 +142,8 @@ class Links:
                 self.sent[source // self._locals] += size
             delay = self.network.delay(self.is_inside(source, target), size)
             return await later(delay, True)
-        return await self._begin([(source, target)], size, limit)
+        (arrived,) = self._begin([(source, target)], size, limit)
+        return await arrived
 
     async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
         """Returns True once a group has summed vectors of this size; False at `limit`.
@@ -161,22 +157,22 @@ class Links:
         if each <= SMALL or math.isinf(self.network.bandwidth):
             delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
             return await later(max(rounds, 1) * delay, True)
-        return await self._begin(pairs, each, limit, rounds)
+        return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
 
     def _begin(
         self, pairs: list[tuple[int, int]], size: float, limit: float, rounds: int = 1
-    ) -> asyncio.Future:
-        transfer = Transfer(len(pairs))
-        flows = []
+    ) -> list[asyncio.Future]:
+        """Starts a flow for each (source, target), after the latency of some rounds."""
+        loop, flows = asyncio.get_running_loop(), list[tuple]()
         for source, target in pairs:
             inside = self.is_inside(source, target)
             if not inside:
                 self.sent[source // self._locals] += size
-            ends = self._links_between(source, target, inside)
-            flows.append((transfer, ends, (source, target), size, limit))
+            links = self._links_between(source, target, inside)
+            flows.append((links, (source, target), size, 0.0, limit, loop.create_future()))
         delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
-        self._after(rounds * delay, lambda: self._add(flows))
-        return transfer.arrived
+        loop.call_later(rounds * delay, self._add, flows)
+        return [arrived for *_, arrived in flows]
 
     def _links_between(self, source: int, target: int, inside: bool) -> tuple[int, int]:
         if inside:
@@ -186,68 +182,46 @@ class Links:
 
     # Flows
 
-    def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(seconds, call)
-
-    def _add(self, flows: list) -> None:
+    def _add(self, flows: list[tuple]) -> None:
         if not self._new:
             self.changed()
         self._new += flows
 
     def changed(self) -> None:
         """Recomputes the rates, once for all flows that begin at this time."""
+        self._advance_after(0.0)
+
+    def _advance_after(self, seconds: float) -> None:
         self._turn += 1
-        turn = self._turn
-        self._after(0.0, lambda: self._advance(turn))
+        asyncio.get_running_loop().call_later(seconds, self._advance, self._turn)
 
     def _advance(self, turn: int) -> None:
         """Advances the flows to this time, and waits until the next one ends."""
         if turn != self._turn:
             return
-        now = asyncio.get_running_loop().time()
-        self._remaining -= self._rate * (now - self._last)
+        now, flows = asyncio.get_running_loop().time(), self._flows
+        flows["left"] -= flows["rate"] * (now - self._last)
         self._last = now
-        arrived = self._remaining <= self._rate * SOON
-        late = ~arrived & (self._limit <= now + SOON)
-        if arrived.any() or late.any():
-            self._remove(arrived, late)
-        self._append()
-        if not self._transfers:
+        arrived = flows["left"] <= flows["rate"] * SOON
+        ended = arrived | (flows["limit"] <= now + SOON)
+        for future, has_arrived in zip(flows["arrived"][ended], arrived[ended]):
+            if not future.done():  # its worker may have failed
+                future.set_result(bool(has_arrived))
+        flows = np.concatenate([flows[~ended], np.array(self._new, FLOW)])
+        self._flows, self._new = flows, []
+        if not len(flows):
             return
         self._share()
         with np.errstate(divide="ignore"):
-            ends = np.minimum(self._remaining / self._rate, self._limit - now)
-        self._turn += 1
-        turn = self._turn
-        self._after(max(float(ends.min()), 0.0), lambda: self._advance(turn))
-
-    def _remove(self, arrived: np.ndarray, late: np.ndarray) -> None:
-        for k in np.flatnonzero(arrived | late):
-            transfer = self._transfers[k]
-            transfer.left -= 1
-            if not transfer.arrived.done() and (late[k] or not transfer.left):
-                transfer.arrived.set_result(not late[k])
-        kept = ~(arrived | late)
-        self._transfers = [self._transfers[k] for k in np.flatnonzero(kept)]
-        self._ends, self._between = self._ends[kept], self._between[kept]
-        self._remaining, self._rate = self._remaining[kept], self._rate[kept]
-        self._limit = self._limit[kept]
-
-    def _append(self) -> None:
-        if not self._new:
-            return
-        transfers, ends, between, sizes, limits = zip(*self._new)
-        self._new = []
-        self._transfers += transfers
-        self._ends = np.concatenate([self._ends, ends])
-        self._between = np.concatenate([self._between, between])
-        self._remaining = np.concatenate([self._remaining, sizes])
-        self._limit = np.concatenate([self._limit, limits])
+            ends = np.minimum(flows["left"] / flows["rate"], flows["limit"] - now)
+        self._advance_after(max(float(ends.min()), 0.0))
 
     def _share(self) -> None:
         """Sets the rates by the number of flows on each link."""
-        count = np.bincount(self._ends.ravel(), minlength=len(self._capacity))
+        links = self._flows["links"]
+        count = np.bincount(links.ravel(), minlength=len(self._capacity))
         share = self._capacity / np.maximum(count, 1)
-        self._rate = share[self._ends].min(axis=1)
+        self._flows["rate"] = share[links].min(axis=1)
         if self.stuck:
-            self._rate[np.isin(self._between, list(self.stuck)).any(axis=1)] = 0
+            is_stuck = np.isin(self._flows["workers"], list(self.stuck)).any(axis=1)
+            self._flows["rate"][is_stuck] = 0

@@ -179,8 +179,8 @@ class _Actors:
 
     def _begin(self, all_lost: bool) -> None:
         """Starts the coordinator, beside this process, and all workers."""
-        options, job = self._options, self._job
-        job = self._job = job._replace(name=f"lsgd-{uuid.uuid4().hex[:8]}")
+        options, name = self._options, f"lsgd-{uuid.uuid4().hex[:8]}"
+        job = self._job = self._job._replace(name=name)
         self._until, self._all_lost = time.monotonic() + options.start, all_lost
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
@@ -273,8 +273,13 @@ class _Actors:
 
     def _restart(self, lost: dict[int, RayActorError], status: Status) -> None:
         """Starts lost workers again; all of them if no other one can go on."""
-        for i, error in lost.items():
+        for i in lost:
             ray.kill(self.workers[i])  # frees its name
+        if self.remote.stopped:
+            self.remote.ended.update(dict.fromkeys(lost))
+            return
+        for i, error in lost.items():
+            self.remote.restarts[i] += 1
             self._losses[i] += 1
             if self._losses[i] >= self._options.vain:
                 raise RuntimeError(
@@ -282,15 +287,10 @@ class _Actors:
                     "taken a step: its process hangs or ends without an error, perhaps out "
                     "of memory; see its last output in Ray's log"
                 ) from error
-        if self.remote.stopped:
-            self.remote.ended.update(dict.fromkeys(lost))
-            return
-        for i in lost:
-            self.remote.restarts[i] += 1
-        # A restarted worker goes on only after it has taken over and taken a step.
-        first = {i for i in self._runs.values() if i not in self._restarted}
-        going = {i for i in self._runs.values() if status.reports[i].steps}
-        if not (first or going or self.remote.ended):
+        # A restarted worker can go on once it has taken over and taken a step.
+        left = self._runs.values()
+        going = [i for i in left if i not in self._restarted or status.reports[i].steps]
+        if not going and not self.remote.ended:
             self.kill()
             self._begin(all_lost=any(self._best))
             return

@@ -22,6 +22,7 @@ from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
     UnreachableError,
+    retrieved,
 )
 from lsgd_jax._src.asynchronous.vectors import nbytes
 from lsgd_jax._src.asynchronous.worker import Method, Training, Worker, work
@@ -33,14 +34,6 @@ class SimulatedMailbox(Mailbox):
     def __init__(self, wire: Any, index: int):
         super().__init__(wire, index)
         self._awaited: dict[Hashable, asyncio.Future] = {}
-
-    def show(self, *arguments: Any, **options: Any) -> None:
-        super().show(*arguments, **options)
-        self._tell(None)
-
-    def post(self, key: Hashable, vector: Any) -> None:
-        super().post(key, vector)
-        self._tell(key)
 
     def more(self, key: Hashable | None) -> asyncio.Future:
         """Returns a future of the next post under a key, or of the next `show` (None)."""
@@ -156,6 +149,8 @@ class SimulatedTransport(Transport):
         meeting = meetings.setdefault(key, Meeting({}, ended))
         meeting.values[me] = value
         result = asyncio.shield(meeting.result)  # members resume as they have arrived
+        for future in (meeting.result, result):
+            future.add_done_callback(retrieved)
         came = await coordinator.round(me, key, None, group)
         is_first = meetings.pop(key, None) is not None
         if came is None:
@@ -173,22 +168,20 @@ class SimulatedTransport(Transport):
         result: asyncio.Future,
     ) -> None:
         """Sets the result of a collective once it has traveled."""
-        simulation, came, combined = self._simulation, list(values), combine(values)
-        if combined is None:
-            return _fail(result, f"the source of {key} has failed")
-        size = nbytes(combined)
-        each = round(2 * (len(came) - 1) / len(came) * size)
-        for i in came:
-            simulation.transports[i].mailbox.bytes_sent += each
-        limit = simulation.now() + self.timeout
-        if not await simulation.links.circulate(came, size, limit):
-            return _fail(result, f"{key} did not end within {self.timeout:g} s")
-        result.set_result(combined)
-
-
-def _fail(result: asyncio.Future, reason: str) -> None:
-    result.set_exception(UnreachableError(reason))
-    result.exception()  # retrieved, also if no worker awaits it any more
+        simulation, came = self._simulation, list(values)
+        try:
+            if (combined := combine(values)) is None:
+                raise UnreachableError(f"the source of {key} has failed")
+            size = nbytes(combined)
+            each = round(2 * (len(came) - 1) / len(came) * size)
+            for i in came:
+                simulation.transports[i].mailbox.bytes_sent += each
+            limit = simulation.now() + self.timeout
+            if not await simulation.links.circulate(came, size, limit):
+                raise UnreachableError(f"{key} did not end within {self.timeout:g} s")
+            result.set_result(combined)
+        except Exception as error:
+            result.set_exception(error)
 
 
 class Meeting(NamedTuple):

@@ -54,6 +54,11 @@ class GridPosition(NamedTuple):
         return [n * self.locals + i for n in nodes for i in locals]
 
 
+def retrieved(future: asyncio.Future) -> None:
+    """Marks an exception as handled: one that no caller awaits is no error of the run."""
+    future.cancelled() or future.exception()
+
+
 class Transport(abc.ABC):
     """One worker's calls. No call blocks; awaiting it gives its result.
 
@@ -90,8 +95,7 @@ class Transport(abc.ABC):
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         """Runs a coroutine in the background, while the worker takes steps."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        # A result that no caller awaits any more is not an error of the run.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task.add_done_callback(retrieved)
         return task
 
     def ask(self, peer: int, call: str, *arguments: Any) -> asyncio.Task:
