@@ -53,8 +53,8 @@ def on_ray(config: Config, arguments: list[str]) -> int:
     from train.cluster import ray_train
 
     folder = run_folder.planned(config)
-    begun, told = folder / run_folder.CONFIG, folder / METRICS
-    return ray_train.run(config, arguments, begun, told)
+    files = folder / run_folder.CONFIG, folder / METRICS
+    return ray_train.run(config, arguments, *files)
 
 
 def train(config: Config, session: Session) -> int:

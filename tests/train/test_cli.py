@@ -221,7 +221,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, monkeypatch, capsys):
     process.send_signal(signal.SIGINT)
     output = end(process)
     assert process.returncode == 130, output
-    assert f"go on: python -m train digits --run-dir {folder} --resume" in output
+    assert f"to resume: python -m train digits --run-dir {folder} --resume" in output
     (step,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
     assert f"stopped at step {step} after" in output and ", saved;" in output
 

@@ -34,7 +34,7 @@ class Started(NamedTuple):
     local_size: int | None = None
 
 
-def find_out(config: DistributedConfig, environ: Mapping[str, str]) -> Started | None:
+def detect(config: DistributedConfig, environ: Mapping[str, str]) -> Started | None:
     """Returns how this process was started as one of several, or None if it is alone.
 
     Args:
@@ -49,7 +49,7 @@ def find_out(config: DistributedConfig, environ: Mapping[str, str]) -> Started |
     if config.cluster == "mpi4py":
         return Started("MPI", {"cluster_detection_method": "mpi4py"})
     detectors = (_mpi, _slurm, _tpu, _kubernetes)
-    found = next(filter(None, (detect(environ) for detect in detectors)), None)
+    found = next(filter(None, (detector(environ) for detector in detectors)), None)
     given = {
         "coordinator_address": config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": config.num_processes,

@@ -43,24 +43,24 @@ class Job:
 
     Attributes:
       arguments: the arguments of the trainer.
-      begun: config.json in the run folder, which exists once the run has begun.
-      told: metrics.jsonl in the run folder, which changes as long as the run progresses.
+      config_file: config.json in the run folder, which exists once the run has begun.
+      metrics_file: metrics.jsonl in the run folder, which changes while the run progresses.
       nodes: nodes of workers if all processes run.
       options: the options `--ray.*`.
       cwd: the folder that relative paths refer to.
     """
 
     arguments: tuple[str, ...]
-    begun: pathlib.Path
-    told: pathlib.Path
+    config_file: pathlib.Path
+    metrics_file: pathlib.Path
     nodes: int
     options: RayConfig
     cwd: str
 
     def command(self, coordinator: str, size: int, rank: int) -> list[str]:
         """The arguments of one of `size` processes. A run that has begun is resumed."""
-        more = ["--run-dir", str(self.begun.parent)]
-        if self.begun.exists():
+        more = ["--run-dir", str(self.config_file.parent)]
+        if self.config_file.exists():
             more.append("--resume")
         if self.options.min_processes is not None:  # each process keeps its share of nodes
             share = self.nodes // (self.options.processes or 1)
@@ -148,7 +148,7 @@ def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) ->
         time.sleep(LOOK_S)
         if not asked and (asked := ray.get(board.asked.remote())):
             child.send_signal(asked)
-        silent = time.time() - max(began, _written(job.told))
+        silent = time.time() - max(began, _written(job.metrics_file))
         if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
             ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
@@ -166,17 +166,21 @@ def _written(path: pathlib.Path) -> float:
 
 
 def run(
-    config: Config, arguments: Sequence[str], begun: pathlib.Path, told: pathlib.Path
+    config: Config,
+    arguments: Sequence[str],
+    config_file: pathlib.Path,
+    metrics_file: pathlib.Path,
 ) -> int:
     """Trains in lock step in processes that Ray Train starts. Returns the exit status.
 
     Args:
       config: the configuration of the run.
       arguments: the command line from which it was made.
-      begun, told: see `Job`.
+      config_file, metrics_file: see `Job`.
     """
     options, nodes = config.ray, config.workers.nodes
-    job = Job(tuple(arguments), begun, told, nodes, options, os.getcwd())
+    files = config_file, metrics_file
+    job = Job(tuple(arguments), *files, nodes, options, os.getcwd())
     patience = options.start_timeout
     if options.min_processes is not None:
         # Ray Train may wait for a failed host before it settles for fewer processes.
@@ -195,7 +199,7 @@ def run(
     try:
         with (
             engine.cluster(placed, options.processes or 1),
-            _storage(begun.parent) as storage,
+            _storage(config_file.parent) as storage,
         ):
             return _follow(job, storage)
     except (RuntimeError, RayError) as error:

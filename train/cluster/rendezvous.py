@@ -18,7 +18,7 @@ import jax
 
 import lsgd_jax as lj
 import train
-from train.cluster.detection import BY_ITSELF, Started, find_out
+from train.cluster.detection import BY_ITSELF, Started, detect
 from train.cluster.devices import local_device_ids, provide
 from train.cluster.exit_status import LOST, WRONG_USAGE
 from train.cluster.session import Session, gather, is_of_xla
@@ -40,7 +40,7 @@ def join(config: Config) -> Session:
         is wrong or taken, or there are no devices.
     """
     options = config.distributed
-    started = find_out(options, os.environ)
+    started = detect(options, os.environ)
     if started is None:
         provide(config.workers.devices)
         return Session()

@@ -111,7 +111,7 @@ def planned(config: Config) -> pathlib.Path:
     """
     folder = choose(config).absolute()
     if not config.resume and taken(folder):
-        raise is_taken(folder)
+        raise taken_error(folder)
     return folder
 
 
@@ -138,13 +138,13 @@ def _make(config: Config) -> pathlib.Path:
         folder = choose(config)
         check_utf8(folder)
         if taken(folder):
-            raise is_taken(folder)
+            raise taken_error(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(config, folder)
     except FileExistsError:
         if config.run_dir is None and folder.is_dir():
             return _make(config)  # another run that started now took this name
-        raise is_taken(folder) from None
+        raise taken_error(folder) from None
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"the run folder {folder} cannot be made: {reason}") from error
@@ -169,7 +169,7 @@ def _remove(folder: pathlib.Path) -> None:
         folder.rmdir()
 
 
-def is_taken(folder: pathlib.Path) -> ValueError:
+def taken_error(folder: pathlib.Path) -> ValueError:
     """The error of a new run whose folder exists."""
     return ValueError(
         f"`run_dir` must be a new folder, but {folder} exists; add --resume to resume the "

@@ -185,7 +185,7 @@ def test_methods_without_leaders(method, count, retrace, through, marks):
         folder=pathlib.Path("nowhere"),
         state=state,
         recent=np.arange(float(count)),
-        _archive=SimpleNamespace(steps=[]),
+        _steps=[],
         _began=grid,
     )
     lines = []

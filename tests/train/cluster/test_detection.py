@@ -6,7 +6,7 @@ import pytest
 
 from configs.digits import CONFIG
 from train.cluster import detection
-from train.cluster.detection import Started, find_out
+from train.cluster.detection import Started, detect
 from train.config import DistributedConfig
 
 
@@ -56,7 +56,7 @@ def plain_host(monkeypatch):
     ],
 )
 def test_a_process_that_is_alone(environ):
-    assert find_out(DistributedConfig(), environ) is None
+    assert detect(DistributedConfig(), environ) is None
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_process_that_is_alone(environ):
     ],
 )
 def test_jax_detects_the_missing_arguments(environ, started):
-    assert find_out(DistributedConfig(), environ) == started
-    assert find_out(DistributedConfig(cluster="none"), environ) is None
+    assert detect(DistributedConfig(), environ) == started
+    assert detect(DistributedConfig(cluster="none"), environ) is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_jax_detects_the_missing_arguments(environ, started):
     ],
 )
 def test_options_take_precedence_over_the_environment(options, environ, arguments):
-    found = find_out(DistributedConfig(**options), environ).arguments
+    found = detect(DistributedConfig(**options), environ).arguments
     names = ("coordinator_address", "num_processes", "process_id")
     assert tuple(found[name] for name in names) == arguments
     assert found["cluster_detection_method"] == "deactivate"
@@ -99,7 +99,7 @@ def test_options_take_precedence_over_the_environment(options, environ, argument
 def test_open_mpi_5_on_one_host_needs_no_address():
     """Every rank computes the same port, and every job another one."""
     of = lambda **others: (
-        find_out(DistributedConfig(), OPEN_MPI | ONE_HOST | others).arguments
+        detect(DistributedConfig(), OPEN_MPI | ONE_HOST | others).arguments
     )
     address = of()["coordinator_address"]
     assert address.startswith("127.0.0.1:") and 61440 <= int(address[10:]) < 65536
@@ -129,7 +129,7 @@ def test_open_mpi_5_on_one_host_needs_no_address():
 )
 def test_processes_that_cannot_find_one_another(options, environ, message):
     with pytest.raises(ValueError, match=message):
-        find_out(DistributedConfig(**options), environ)
+        detect(DistributedConfig(**options), environ)
 
 
 @pytest.mark.parametrize("process_id, count", [(2, 2), (-1, None)])
