@@ -81,8 +81,8 @@ SHARE = Rule(
 Count = Annotated[int, COUNT]
 Positive = Annotated[float, POSITIVE]
 
-# Notes for settings that may change when a run is resumed, and for settings that may also
-# differ from process to process.
+# Notes for settings that may change when a run is resumed (for its workers see
+# train.run.resharding), and for settings that may also differ from process to process.
 FREE, LOCAL = "free on resume", "free on resume and per process"
 
 CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))
@@ -324,7 +324,7 @@ class Config:
         TransformerConfig()
     )
     # The grid of workers.
-    workers: Annotated[WorkersConfig, FREE] = WorkersConfig()  # see train.run.resharding
+    workers: Annotated[WorkersConfig, FREE] = WorkersConfig()
     # The optimizer of each worker.
     optimizer: OptimizerConfig = OptimizerConfig()
     method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
@@ -464,8 +464,9 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
       ValueError: an option of Ray has no effect.
     """
     grid, net, optimizer = config.workers, config.transformer, config.optimizer
-    rule = f"at most {MOST_WORKERS:,} / workers.locals, which is {grid.locals}"
-    yield "workers.nodes", rule, grid.nodes * grid.locals <= MOST_WORKERS
+    most = MOST_WORKERS // grid.locals
+    rule = f"at most {most} with workers.locals={grid.locals}"
+    yield "workers.nodes", rule, grid.nodes <= most
     each, warmup = grid.devices_each, optimizer.warmup_steps
     rule = f"a multiple of {each}, the devices of a worker (workers.inside)"
     yield "batch_size", rule, config.batch_size % each == 0
@@ -488,7 +489,8 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
         rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
         yield "workers.nodes", rule, grid.nodes % ray.processes == 0
     if ray.address is not None:
-        _check_left_out(["ray.object_store"], "with ray.address, whose cluster has its own", values)
+        why = "with ray.address, whose cluster has its own"
+        _check_left_out(["ray.object_store"], why, values)
     fits = own.process_id is None or 0 <= own.process_id < (own.num_processes or 2**31)
     yield "distributed.process_id", "in [0, num_processes)", fits
 

@@ -19,7 +19,6 @@ from train.cluster.session import Session
 from train.config import Config
 from train.task.datasets import load_dataset
 from train.task.experiment import BaseExperiment, Task
-from train.task.forward import Source
 from train.task.state import AsynchronousState, EngineState, TrainState
 
 
@@ -127,10 +126,10 @@ class Batches:
     """The batches of one worker, which usually requests them in order.
 
     Args:
-      source: the source of the batches.
+      source: the source of the batches, see `train.task.forward.Forward`.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Any):
         self._source, self._next = source, 0
         self._reading: Generator[Any, None, None] | None = None
 

@@ -1,6 +1,6 @@
 """The interface of a task: its data, its loss and its test."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -10,32 +10,12 @@ from jax import Array
 TestResult = dict[str, float]  # see train.metrics.measures
 
 
-class Source(Protocol):
-    """A source of batches: `Resident`, `Stream` or `Windows`.
-
-    Attributes:
-      data: the data that stay on the devices.
-      test_batches: the batches for `Forward.sums`, of all workers.
-      most_in_flight: number of steps that may be in flight.
-    """
-
-    data: Any
-    most_in_flight: int
-
-    @property
-    def test_batches(self) -> Any: ...
-
-    def batches(self, steps: range) -> Generator[Any, None, None]:
-        """Yields the batches of all workers for each step (from 0)."""
-        ...
-
-
 class Forward(Protocol):
     """Applies one worker's network to a batch, for training and for testing.
 
     Attributes:
       model: the network.
-      source: the source of batches.
+      source: the source of batches: a `Resident`, a `Stream` or `Windows`.
       sizes: sizes of the data by name, such as the number of training images.
       steps_per_epoch: number of steps in which a worker sees about as much data as it has.
       kept: contents of the files in the run folder that describe the data, by name. A run

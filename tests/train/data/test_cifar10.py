@@ -17,7 +17,7 @@ SIZE = RECORDS * 3073
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of made-up files that pass for the official ones."""
+    """A folder of made-up files that have the official checksums."""
     made = tmp_path / "data" / FOLDER
     made.mkdir(parents=True)
     sums = {}
