@@ -3,8 +3,8 @@
 #
 #   examples/cluster/mpirun.sh HOSTFILE DATA
 #
-# mpirun tells every process its rank; the rendezvous is on the first host of the file. GPUs:
-# a process has all of its host (with several processes per host each has one).
+# mpirun gives every process its rank. The rendezvous is on the first host of the file. A
+# process uses all GPUs of its host; with several processes per host each uses one.
 set -eu
 hostfile=$1
 data=$2

@@ -1,14 +1,15 @@
 #!/bin/bash
 # Asynchronous LSGD over 4 nodes with 4 GPUs each: sbatch examples/cluster/ray_slurm.sh DATA
 #
-# `ray symmetric-run` runs on every node: it starts Ray there, on the first node runs the
-# command, which trains and tests, and ends Ray with it. Each worker is a process of Ray with
-# a GPU of its own; one that is lost is started again while the others go on. The nodes must
-# be for this job alone: symmetric-run refuses one where Ray runs, and ends all Ray on its own.
+# `ray symmetric-run` runs on every node. It starts Ray there, runs the command on the first
+# node, which trains and tests, and stops Ray afterwards. Each worker is a Ray process with
+# its own GPU; a lost worker is restarted while the others continue. The nodes must be
+# exclusive to this job: symmetric-run refuses a node where Ray runs, and it stops every Ray
+# process on its node.
 #
-# Two minutes before the time is up, or when the job is preempted, Slurm signals this script
-# only: it asks the trainer to save, and not Ray, whose workers it would end at once. Then the
-# job is queued again and goes on from there.
+# Two minutes before the time limit, or at a preemption, Slurm signals this script only. The
+# script asks the trainer to save; a signal to Ray would end the workers at once. Then the
+# job is requeued and resumes from there.
 #SBATCH --job-name=lsgd-async
 #SBATCH --nodes=4
 #SBATCH --exclusive
@@ -25,9 +26,9 @@ run=runs/cifar10-async-$SLURM_JOB_ID
 resume=()
 if [ -d "$run/checkpoints" ]; then resume=(--resume); fi
 
-# A head of Ray may turn token authentication on by itself, and then refuses the other nodes
-# (InvalidAuthToken) unless all of them, and the trainer, are told so and have the same token.
-# It lies in ~/.ray/auth_token: the home folder must be one that all nodes share.
+# Ray's head may enable token authentication by default. It then refuses other nodes
+# (InvalidAuthToken) unless all nodes and the trainer enable it with the same token. The
+# token is in ~/.ray/auth_token, so all nodes must share the home folder.
 export RAY_AUTH_MODE=token
 ray get-auth-token --generate > /dev/null
 
@@ -54,15 +55,15 @@ trap 'kill -TERM "$(cat "$pid")"' TERM # this script and the trainer are on the 
 wait $step
 status=$?
 while [ $status -gt 128 ] && kill -0 $step 2> /dev/null; do
-  wait $step # it was the signal that ended the wait
+  wait $step # the signal ended the previous wait
   status=$?
 done
 rm -f "$pid"
 
-# A stop by SIGTERM saves and is no failure: once more. Workers that are lost Ray starts again.
+# Requeue after a stop by SIGTERM, which saves. Ray itself restarts lost workers.
 last=$(grep -s '"kind": "end"' "$run/metrics.jsonl" | tail -1)
 if [ $status -eq 0 ] && [ -z "$last" ]; then
-  status=1 # symmetric-run says nothing if Ray does not start
+  status=1 # symmetric-run exits with 0 if Ray does not start
 fi
 if [[ $status -eq 0 && $last == *SIGTERM* ]]; then
   scontrol requeue "$SLURM_JOB_ID"

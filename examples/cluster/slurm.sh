@@ -1,10 +1,10 @@
 #!/bin/bash
 # Leader SGD over 4 nodes with 4 GPUs each: sbatch examples/cluster/slurm.sh DATA
 #
-# One process per GPU, which jax is told by Slurm. With --ntasks-per-node=1 one process has
-# a whole node; nothing else changes. When the time is up, or the job is preempted, Slurm
-# sends SIGTERM two minutes before the end: all processes save at the same step, and the
-# job is queued again and goes on from there.
+# One process per GPU; jax reads the layout from Slurm. With --ntasks-per-node=1 one process
+# has a whole node, and nothing else changes. Before the time limit or a preemption, Slurm
+# sends SIGTERM two minutes ahead: all processes save at the same step, and the job is
+# requeued and resumes from there.
 #SBATCH --job-name=lsgd
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=4
@@ -28,8 +28,8 @@ srun --kill-on-bad-exit=1 python -m train cifar10-cnn7 \
   --run-dir "$run" "${resume[@]}"
 status=$?
 
-# Once more after a lost process (75; jax aborts with 134; 137 is kill -9), but not for ever,
-# and after a stop by SIGTERM, which saves and is no failure.
+# Requeue after a lost process (75, 134 if jax aborts, 137 for kill -9), at most 20 times,
+# and after a stop by SIGTERM, which saves and is not a failure.
 last=$(grep '"kind": "end"' "$run/metrics.jsonl" | tail -1)
 if [[ $status =~ ^(75|134|137)$ && ${SLURM_RESTART_COUNT:-0} -lt 20 ]] ||
   [[ $status -eq 0 && $last == *SIGTERM* ]]; then
