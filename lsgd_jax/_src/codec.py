@@ -2,8 +2,8 @@
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
 z = r + Q(v - r). A mean: all workers' codes are gathered and added up in one order, so that
-z is bit-identical on all workers; a worker adds its quantization error to what it sends
-next (error feedback). To peers: Q(y), and the rule gives the error back to the sender.
+z is bit-identical on all workers; a worker adds its quantization error to its next message
+(error feedback). To peers: Q(y), and the rule gives the error back to the sender.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src import trees
+from lsgd_jax._src import top_k, trees
 from lsgd_jax._src.layouts import (
     known_axes,
     may_be_sharded,
@@ -25,6 +25,7 @@ from lsgd_jax._src.layouts import (
 )
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.top_k import TopK
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire import (
     Coded,
@@ -46,7 +47,8 @@ class Codec:
     Small leaves lie side by side in one buffer, each from the start of a block on, so that
     no two share a scale; the zeros between them do not travel. Leaves of integers, of
     bools and of one element travel as they are: one element and its scale are longer.
-    Where leaves may be sharded each stays by itself, and keeps its shape.
+    Where leaves may be sharded each stays by itself, and keeps its shape. With 'top-k' each
+    stays by itself, since a leaf shares neither chunks nor bins.
 
     Args:
       tree: arrays.
@@ -64,7 +66,8 @@ class Codec:
         narrow = wire.format != "float32"
         coded = [narrow and _is_coded(leaf) for leaf in jax.tree.leaves(tree)]
         align = wire.block if wire.format in ("int8", "int4") else 1
-        self._packing = Packing(tree, coded, align)
+        alone = [(i,) if is_coded else () for i, is_coded in enumerate(coded)]
+        self._packing = Packing(tree, alone if wire.is_sparse else coded, align)
         self._coded = [coded[leaves[0]] for leaves in self._packing.members]
         self.pack = self._packing.pack
 
@@ -100,9 +103,11 @@ class Codec:
     def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
         """The message for the buffers."""
 
-        def one(b: int, x: Array) -> Coded | Array:
+        def one(b: int, x: Array) -> Coded | TopK | Array:
             if not self._coded[b]:
                 return x
+            if self._wire.is_sparse:
+                return top_k.encode(x, self._wire)
             mine = key if key is None else jax.random.fold_in(key, b)
             if self._whole:
                 return encode_whole(x, self._wire, mine)
@@ -113,12 +118,24 @@ class Codec:
     def decode_buffers(self, message: Message) -> list[Array]:
         """The buffers that arrive."""
 
-        def one(b: int, sent: Coded | Array) -> Array:
+        def one(b: int, sent: Coded | TopK | Array) -> Array:
+            if isinstance(sent, TopK):
+                return top_k.decode(sent, self._wire, self._packing.shape(b))
             if not isinstance(sent, Coded):
                 return sent
             if self._whole:
                 return decode_whole(sent, self._wire, self._packing.shape(b))
             return decode(sent, self._wire, self._packing.shape(b), self._runs(b))
+
+        return [one(b, sent) for b, sent in enumerate(message)]
+
+    def senders(self, message: Message) -> list[Array]:
+        """Buffers of 1 for the entries that are in the message, of 0 for the others."""
+
+        def one(b: int, sent: TopK | Array) -> Array:
+            if not isinstance(sent, TopK):
+                return jnp.ones_like(sent)
+            return top_k.senders(sent, self._wire, self._packing.shape(b))
 
         return [one(b, sent) for b, sent in enumerate(message)]
 
@@ -277,7 +294,7 @@ class NarrowLine(Line):
         return z
 
     def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
-        if self.channel.size == 1:
+        if self._adds_exactly:
             return super().sum(tree, where)
 
         def add_up(tree: Tree, kept: WireState, where: Array) -> Any:
@@ -289,7 +306,7 @@ class NarrowLine(Line):
         return total
 
     def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
-        if self.channel.size == 1:
+        if self._adds_exactly:
             return super().mean(tree, where, reference)
 
         def average(tree: Tree, kept: WireState, where: Array, reference: Any) -> Any:
@@ -332,6 +349,11 @@ class NarrowLine(Line):
 
     # How
 
+    @property
+    def _adds_exactly(self) -> bool:
+        """Whether a sum needs no message; a worker alone holds back what 'top-k' does."""
+        return self.channel.size == 1 and not self._wire.is_sparse
+
     def _by_shard(
         self,
         fn: Callable,
@@ -357,15 +379,17 @@ class NarrowLine(Line):
     def _sums(
         self, codec: Codec, v: list[Array], kept: WireState, where: Array
     ) -> tuple[list[Array], Array, WireState]:
-        """Σ Q(v + e) over the workers for which `where` holds, their number, and the new e.
+        """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
-        A worker that does not take part owes nothing.
+        A worker that does not take part owes nothing. Where a mean is over those that have
+        sent an entry, its sum is scaled up by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
+        decay, by_senders = self._wire.decay, self._wire.aggregate == "senders"
         e = codec.pack(kept.error)
-        owed = [take_part(widened(v) + e) for v, e in zip(v, e)]
+        owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
         sent = codec.encode_buffers(owed, self._key())
         e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
         kept = kept._replace(error=codec.unpack(e, self._t))
@@ -374,18 +398,23 @@ class NarrowLine(Line):
         packing = Packing(message)
         rows = [self.gather(buffer) for buffer in packing.pack(message)]
 
-        def of_worker(i: Any) -> tuple[list[Array], Array]:
+        def of_worker(i: Any) -> tuple[list[Array], list[Array], Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
             sent, gives = packing.unpack([row(x) for x in rows])
             gives = gives == 1  # nan for a worker that has failed
             add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
-            return [add(q) for q in codec.decode_buffers(sent)], gives.astype(jnp.float32)
+            values = map(add, codec.decode_buffers(sent))
+            senders = map(add, codec.senders(sent) if by_senders else ())
+            return list(values), list(senders), gives.astype(jnp.float32)
 
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
 
         none = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_worker, 0))
-        sums, count = lax.fori_loop(0, self.channel.size, add, none)
+        sums, senders, count = lax.fori_loop(0, self.channel.size, add, none)
+        if by_senders:
+            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
+            sums = [s * share(n) for s, n in zip(sums, senders)]
         return sums, count, kept
 
     def _remembered(

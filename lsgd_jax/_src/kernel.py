@@ -98,6 +98,12 @@ class Pull:
                 "`wire` must be 'float32' for a rule that does not say what it `keeps` "
                 f"(see `Rule`), got wire={self.wire!r}"
             )
+        if Wire.of(self.wire).is_sparse and self.rule.keeps != ("error",):
+            raise ValueError(
+                "`wire` may be 'top-k' only for a rule that sends differences to an anchor "
+                "or center, such as `anchored`, and so keeps the 'error' alone (see "
+                f"`Rule`), got keeps={self.rule.keeps}"
+            )
 
     def __hash__(self) -> int:
         # A list of paths has no hash, nor has an array of a strength.

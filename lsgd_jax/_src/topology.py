@@ -226,6 +226,29 @@ def complete(num_workers: int) -> Topology:
     return _circulant("complete", num_workers, [set(range(1, num_workers))])
 
 
+def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
+    """Workers meet in random pairs, drawn anew for each of so many rounds.
+
+    With an odd number of workers one of them sits out in each round.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.matchings(4, rounds=2))
+    Topology(matchings: 4 workers, 2 rounds, 1 peer each, spectral gap 1.000)
+      round 0: 0→3 1→2 2→1 3→0
+      round 1: 0→2 1→3 2→0 3→1
+    """
+    check_positive_int("num_workers", num_workers)
+    check_positive_int("rounds", rounds)
+    rng, half = np.random.default_rng(seed), num_workers // 2
+
+    def pairs() -> list[Edge]:
+        order = rng.permutation(num_workers).tolist()
+        met = list(zip(order[:half], order[half : 2 * half]))
+        return met + [(j, i) for i, j in met]
+
+    return _build("matchings", num_workers, [pairs() for _ in range(rounds)])
+
+
 def from_edges(
     rounds: Sequence[Iterable[Edge]], num_workers: int | None = None
 ) -> Topology:

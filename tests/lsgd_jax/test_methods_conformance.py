@@ -176,14 +176,23 @@ def test_all_workers_sick_at_once_stay_and_go_on(name):
 def test_all_workers_sick_at_once_without_any_guard(name):
     """Who has a center goes back to it; what is in flight restores; others wait.
 
-    With fragments a worker goes on as soon as all of it is finite.
+    With parts a worker goes on as soon as all of it is finite.
     """
     seen, state = all_sick(unguarded(name))
-    if method_of(name) in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
+    in_parts = ("diloco_streaming", "lsgd_streaming", "desloc")
+    if method_of(name) in ("osgp_delayed", *in_parts):
         assert not lj.waiting(state).any()
         return
     close(seen[2], seen[1])
-    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle")
+    with_center = (
+        "easgd",
+        "downpour",
+        "diloco",
+        "sparse_diloco",
+        "slowmo",
+        "noloco",
+        "parle",
+    )
     if name.startswith(with_center):
         assert not lj.waiting(state).any()
         assert (sum(level.restored for level in lj.diagnostics(state)) == 1).all()

@@ -51,7 +51,7 @@ class Compression:
       index: of the worker, whose draws are its own.
 
     Raises:
-      ValueError: an unknown format.
+      ValueError: an unknown format, or 'top-k', which needs a difference to send.
 
     >>> vector = np.linspace(-1, 1, 512, dtype=np.float32)
     >>> wire = Compression("int8")
@@ -65,7 +65,11 @@ class Compression:
     index: int = 0
 
     def __post_init__(self):
-        Wire.of(self.format)
+        if self.wire.is_sparse:
+            raise ValueError(
+                "`wire` must not be 'top-k' where parameters travel whole, got "
+                f"wire={self.format!r}"
+            )
 
     @property
     def wire(self) -> Wire:
