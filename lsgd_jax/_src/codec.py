@@ -47,8 +47,8 @@ class Codec:
     Small leaves lie side by side in one buffer, each from the start of a block on, so that
     no two share a scale; the zeros between them do not travel. Leaves of integers, of
     bools and of one element travel as they are: one element and its scale are longer.
-    Where leaves may be sharded each stays by itself, and keeps its shape. With 'top-k' each
-    stays by itself, since a leaf shares neither chunks nor bins.
+    Where leaves may be sharded each stays by itself, and keeps its shape. With 'top-k' the
+    leaves of a buffer are of one size and form the rows of a matrix, encoded row by row.
 
     Args:
       tree: arrays.
@@ -66,8 +66,10 @@ class Codec:
         narrow = wire.format != "float32"
         coded = [narrow and _is_coded(leaf) for leaf in jax.tree.leaves(tree)]
         align = wire.block if wire.format in ("int8", "int4") else 1
-        alone = [(i,) if is_coded else () for i, is_coded in enumerate(coded)]
-        self._packing = Packing(tree, alone if wire.is_sparse else coded, align)
+        sizes = [
+            leaf.size * is_coded for leaf, is_coded in zip(jax.tree.leaves(tree), coded)
+        ]
+        self._packing = Packing(tree, sizes if wire.is_sparse else coded, align)
         self._coded = [coded[leaves[0]] for leaves in self._packing.members]
         self.pack = self._packing.pack
 
@@ -107,7 +109,8 @@ class Codec:
             if not self._coded[b]:
                 return x
             if self._wire.is_sparse:
-                return top_k.encode(x, self._wire)
+                rows = x.reshape(len(self._packing.members[b]), -1)
+                return jax.vmap(lambda row: top_k.encode(row, self._wire))(rows)
             mine = key if key is None else jax.random.fold_in(key, b)
             if self._whole:
                 return encode_whole(x, self._wire, mine)
@@ -120,7 +123,7 @@ class Codec:
 
         def one(b: int, sent: Coded | TopK | Array) -> Array:
             if isinstance(sent, TopK):
-                return top_k.decode(sent, self._wire, self._packing.shape(b))
+                return self._of_rows(b, top_k.decode, sent)
             if not isinstance(sent, Coded):
                 return sent
             if self._whole:
@@ -135,9 +138,16 @@ class Codec:
         def one(b: int, sent: TopK | Array) -> Array:
             if not isinstance(sent, TopK):
                 return jnp.ones_like(sent)
-            return top_k.senders(sent, self._wire, self._packing.shape(b))
+            return self._of_rows(b, top_k.senders, sent)
 
         return [one(b, sent) for b, sent in enumerate(message)]
+
+    def _of_rows(self, b: int, read: Callable, sent: TopK) -> Array:
+        """The buffer of what `read` makes of the message of each of its leaves."""
+        shape = self._packing.shape(b)
+        size = math.prod(shape) // len(self._packing.members[b])
+        rows = jax.vmap(lambda row: read(row, self._wire, size))(sent)
+        return rows.reshape(shape)
 
     def _runs(self, b: int) -> Runs | None:
         """The parts of a buffer that travel: leaves of whole blocks touch, as one run."""

@@ -1,6 +1,5 @@
-"""Top-k messages: the largest entries of every chunk of an array, a few bits for each."""
+"""Top-k messages: the largest entries of every chunk of a leaf, a few bits for each."""
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ SIGMAS = 6  # the bins span so many standard deviations
 
 
 class TopK(NamedTuple):
-    """An array as it travels with the format 'top-k'.
+    """A leaf as it travels with the format 'top-k'.
 
     Attributes:
       indices: uint8 bytes, the place of each entry in its chunk, packed without gaps; None
@@ -29,7 +28,7 @@ class TopK(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The numbers of a message that its array's size and the format decide.
+    """The numbers of a message, which the size of its leaf and the format decide.
 
     Attributes:
       chunk: elements in a chunk, C; the last one may have fewer.
@@ -45,7 +44,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, size: int, wire: Wire) -> "Shape":
-        """The message of an array of `size` elements.
+        """The message of a leaf of `size` elements.
 
         >>> Shape.of(10, Wire("top-k", density=0.5, chunk=4))
         Shape(chunk=4, kept=2, count=6, index_bits=2)
@@ -58,21 +57,21 @@ class Shape(NamedTuple):
 
 
 def encode(x: Array, wire: Wire) -> TopK:
-    """An array of floats of any shape as it travels.
+    """A leaf of floats as it travels.
 
     Args:
-      x: the array, cut into chunks in row-major order.
+      x: the leaf, flat, [n]; what is not finite counts as 0.
       wire: a format 'top-k'.
 
     >>> wire = Wire("top-k", density=0.5, chunk=4, bits=None)
     >>> encode(jnp.array([0.5, -3.0, 1.0, 2.0]), wire).values.tolist()
     [-3.0, 2.0]
     """
-    flat = finite_part(widened(x).ravel())
+    flat = finite_part(widened(x))
     shape = Shape.of(flat.size, wire)
     indices = None
     if shape.count < flat.size:
-        # Behind the end of the array nothing is large enough to be sent.
+        # Behind the end of the leaf nothing is large enough to be sent.
         gap = -flat.size % shape.chunk
         sizes = jnp.pad(jnp.abs(flat), (0, gap), constant_values=-1)
         _, found = lax.top_k(sizes.reshape(-1, shape.chunk), shape.kept)
@@ -85,25 +84,25 @@ def encode(x: Array, wire: Wire) -> TopK:
     return TopK(indices, _to_bytes(codes, wire.bits), values)
 
 
-def decode(message: TopK, wire: Wire, shape: tuple[int, ...]) -> Array:
-    """The array that arrives, 0 where nothing was sent, of an x of this shape.
+def decode(message: TopK, wire: Wire, size: int) -> Array:
+    """The flat leaf that arrives, [size], 0 where nothing was sent.
 
     >>> wire = Wire("top-k", density=0.5, chunk=4, bits=None)
-    >>> decode(encode(jnp.array([0.5, -3.0, 1.0, 2.0]), wire), wire, (4,)).tolist()
+    >>> decode(encode(jnp.array([0.5, -3.0, 1.0, 2.0]), wire), wire, 4).tolist()
     [0.0, -3.0, 0.0, 2.0]
     """
     values = message.values
     if wire.bits is not None:
         assert message.codes is not None
-        count = Shape.of(math.prod(shape), wire).count
+        count = Shape.of(size, wire).count
         values = values[_out_of_bytes(message.codes, wire.bits, count)]
-    return _spread(values, message, wire, shape)
+    return _spread(values, message, wire, size)
 
 
-def senders(message: TopK, wire: Wire, shape: tuple[int, ...]) -> Array:
-    """1 for the entries of an x of this shape that are in the message, 0 for the others."""
-    count = Shape.of(math.prod(shape), wire).count
-    return _spread(jnp.ones([count], message.values.dtype), message, wire, shape)
+def senders(message: TopK, wire: Wire, size: int) -> Array:
+    """1 for the entries of a leaf that are in the message, 0 for the others: [size]."""
+    count = Shape.of(size, wire).count
+    return _spread(jnp.ones([count], message.values.dtype), message, wire, size)
 
 
 def quantize(v: Array, bits: int) -> tuple[Array, Array]:
@@ -134,15 +133,14 @@ def quantize(v: Array, bits: int) -> tuple[Array, Array]:
     return codes, shift + sums / counts
 
 
-def _spread(values: Array, message: TopK, wire: Wire, shape: tuple[int, ...]) -> Array:
-    """The values at their places in an array of zeros."""
+def _spread(values: Array, message: TopK, wire: Wire, size: int) -> Array:
+    """The values at their places in a flat array of zeros."""
     if message.indices is None:
-        return values.reshape(shape)
-    size = math.prod(shape)
-    cut = Shape.of(size, wire)
-    found = _out_of_bytes(message.indices, cut.index_bits, cut.count)
+        return values
+    shape = Shape.of(size, wire)
+    found = _out_of_bytes(message.indices, shape.index_bits, shape.count)
     nothing = jnp.zeros([size], values.dtype)
-    return nothing.at[_positions(found, cut)].set(values).reshape(shape)
+    return nothing.at[_positions(found, shape)].set(values)
 
 
 def _positions(found: Array, shape: Shape) -> Array:
