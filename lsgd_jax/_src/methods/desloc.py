@@ -7,9 +7,10 @@ import jax
 import optax
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import exchange
+from lsgd_jax._src.exchange import NO_PARAMS, exchange
 from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.methods.averaging import average
+from lsgd_jax._src.parts import Fragment, Part, runs_of
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.wire import Wire, WireFormat
 from lsgd_jax._src.with_state import with_state
@@ -26,6 +27,7 @@ def desloc(
     check: Check = "due",
     axes: Axes = ("node", "local"),
     wire: Wire | WireFormat = "float32",
+    part: Part | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DES-LOC: local Adam whose parameters and moments are averaged at different periods.
 
@@ -52,14 +54,15 @@ def desloc(
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`. Moments travel as they are,
         since a second moment must not be rounded below 0.
+      part: the leaves to exchange, with their moments, as for `Pull`; None: all.
 
     Returns:
       An optax transformation for one worker, the last in its chain, which contains the base
       optimizer.
 
     Raises:
-      ValueError: a period below 1; in `init`, a field that the base's state does not have,
-        or none that it has by default.
+      ValueError: a period below 1, a `fragment` that cuts leaves; in `init`, a field that
+        the base's state does not have, or none that it has by default.
 
     Reference: Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for
     Training Foundation Models, 2025, arXiv:2505.22549. The periods are those of a write-up.
@@ -70,6 +73,8 @@ def desloc(
     check_positive_int("period", period)
     for name, steps in (moments or {}).items():
         check_positive_int(f"moments[{name!r}]", steps)
+    if isinstance(part, Fragment) and part.scan_axis is not None:
+        raise ValueError(f"`part` must not cut leaves for `desloc`, got {part=}")
     base = optax.with_extra_args_support(base)
 
     def periods_of(state: Any) -> Mapping[str, int]:
@@ -85,21 +90,24 @@ def desloc(
             )
         return found
 
-    def around(state: Any) -> optax.GradientTransformationExtraArgs:
-        """The exchange with the base optimizer that has this state."""
+    def around(params: Any, state: Any) -> optax.GradientTransformationExtraArgs:
+        """The exchange, with the base optimizer that has this state."""
         periods, mean = periods_of(state), average(axes)
+        taken = jax.tree.unflatten(jax.tree.structure(params), runs_of(part, params))
+        others = dict.fromkeys(periods, False)
         # `with_state` exchanges the tree (parameters, {field: tree}).
-        params = Pull(mean, 1.0, every=period, part=["0"], wire=wire)
-        fields = [
-            Pull(mean, 1.0, every=steps, part=[f"1/{name}"])
+        pulls = [Pull(mean, 1.0, every=period, part=(taken, others), wire=wire)] + [
+            Pull(mean, 1.0, every=steps, part=(False, others | {name: taken}))
             for name, steps in periods.items()
         ]
-        return with_state(base, exchange(params, *fields, check=check), *periods)
+        return with_state(base, exchange(*pulls, check=check), *periods)
 
     def init(params: Any) -> Any:
-        return around(jax.eval_shape(base.init, params)).init(params)
+        return around(params, jax.eval_shape(base.init, params)).init(params)
 
     def update(updates, state, params=None, **extra_args):
-        return around(state.base).update(updates, state, params, **extra_args)
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        return around(params, state.base).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
