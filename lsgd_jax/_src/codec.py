@@ -42,11 +42,11 @@ Message = Any  # a tree of the arrays that travel
 
 
 class Codec:
-    """Encodes trees like this one, a few buffers at a time in place of many leaves.
+    """Encodes trees of one structure, packed into a few buffers.
 
     Small leaves lie side by side in one buffer, each from the start of a block on, so that
     no two share a scale; the zeros between them do not travel. Leaves of integers, of
-    bools and of one element travel as they are: one element and its scale are longer.
+    bools and of one element travel as they are: a code and its scale would be longer.
     Where leaves may be sharded each stays by itself, and keeps its shape. With 'top-k' the
     leaves of a buffer are of one size and form the rows of a matrix, encoded row by row.
 
@@ -80,8 +80,9 @@ class Codec:
 
         Args:
           tree: arrays of floats count as 0 where they are not finite.
-          error: what was not sent before, which is sent with it; None: is not kept.
-          key: of the draws of stochastic rounding.
+          error: the quantization error of earlier messages, which is added to the tree.
+            None: no error is kept.
+          key: random key for stochastic rounding.
         """
         owed = self.pack(tree)
         if error is not None:
@@ -150,7 +151,10 @@ class Codec:
         return rows.reshape(shape)
 
     def _runs(self, b: int) -> Runs | None:
-        """The parts of a buffer that travel: leaves of whole blocks touch, as one run."""
+        """The runs of a buffer that travel, or None if all of it does.
+
+        Leaves without a gap between them form one run.
+        """
         runs: list[tuple[int, int]] = []
         for _, start, size in self._packing.runs(b):
             if runs and sum(runs[-1]) == start:
@@ -181,7 +185,7 @@ class WireState(NamedTuple):
     def zero(
         cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
     ) -> "WireState":
-        """Before the first exchange; `share` is `Group.shared`."""
+        """Returns the memory before the first exchange; `share` is `Group.shared`."""
         nothing = trees.zeros(part)
         shared = share(nothing)
         reference = shared if shared.axes is None else nothing
@@ -191,12 +195,12 @@ class WireState(NamedTuple):
         )
 
     def without_error(self, restored: Array) -> "WireState":
-        """The same for a worker that was restored, which owes nothing any more."""
+        """Clears the error of a worker that was restored."""
         forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
         return self._replace(error=jax.tree.map(forget, self.error))
 
     def __lsgd_resized__(self) -> "WireState":
-        """For `resize`: groups other than that of all workers have nothing in common."""
+        """For `resize`: keeps a reference that all workers share, and nothing else."""
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         kept = isinstance(self.reference, Shared)
         reference = self.reference if kept else nothing(self.reference)
@@ -204,16 +208,17 @@ class WireState(NamedTuple):
 
 
 class Line:
-    """A rule's line to its group during one agreement; all digits travel.
+    """Carries the messages of one agreement between a rule and its group, unrounded.
 
-    It is made anew each time an agreement is traced, so that the channel itself does not
-    change; `kernel.send` reads off it what the agreement has sent.
+    A line is made whenever an agreement is traced, so that the channel itself never
+    changes. `kernel.send` reads from it how many bytes the agreement has sent.
 
     Args:
       channel: the group's `Channel`.
 
     Attributes:
-      bytes_sent: by this worker so far; of the branches of a `switch` their mean.
+      bytes_sent: bytes that this worker has sent so far; a `switch` counts as the mean of
+        its branches.
       kept: the `WireState` as it is now, () without one.
     """
 
@@ -279,13 +284,13 @@ class NarrowLine(Line):
       channel: the group's `Channel`.
       kept: the pull's `WireState`.
       wire: the format, not 'float32'.
-      t: int32 scalar, the step; keys of the draws are made of it.
+      t: int32 scalar, the step, from which random keys are derived.
     """
 
     def __init__(self, channel: Any, kept: WireState, wire: Wire, t: Array):
         super().__init__(channel, kept)
         self._wire, self._t = wire, t
-        self._shard: Array | None = None  # of a worker of several devices, where known
+        self._shard: Array | None = None  # the device's index in a sharded worker
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         if self.channel.size == 1:
@@ -371,7 +376,7 @@ class NarrowLine(Line):
         *others: Any,
         out: Callable = lambda specs, *_: specs,
     ) -> Any:
-        """fn(tree, *others) shard by shard; keys are made of the step and the shard."""
+        """Runs fn(tree, *others) shard by shard; random keys depend on step and shard."""
         axes, before = known_axes(), (self._t, self._shard)
 
         def on_shard(tree: Tree, t: Array, *others: Any) -> Any:
@@ -391,8 +396,8 @@ class NarrowLine(Line):
     ) -> tuple[list[Array], Array, WireState]:
         """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
-        A worker that does not take part owes nothing. Where a mean is over those that have
-        sent an entry, its sum is scaled up by the number of workers over theirs.
+        The error of a worker that does not take part becomes 0. If an entry is averaged
+        over its senders, its sum is multiplied by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
@@ -430,7 +435,7 @@ class NarrowLine(Line):
     def _remembered(
         self, codec: Codec, z: list[Array], r: list[Array], kept: WireState
     ) -> tuple[Tree, WireState]:
-        """The target z, which becomes the reference in place of r."""
+        """Returns the tree of z, and the memory with z as its reference in place of r."""
         renew = lambda z, r: z.astype(r.dtype) if _is_float(z) else r
         r = codec.unpack(list(map(renew, z, r)), self._t)
         shared = kept.reference
@@ -438,7 +443,7 @@ class NarrowLine(Line):
         return codec.unpack(z), kept._replace(reference=reference)
 
     def _key(self, turn: int = 0) -> Array | None:
-        """The key of this worker's draws at this step."""
+        """Returns this worker's random key for a message of this step."""
         if self._wire.rounding == "nearest":
             return None
         shard = () if self._shard is None else (self._shard,)
@@ -446,14 +451,14 @@ class NarrowLine(Line):
 
 
 def draws(wire: Wire, *numbers: Any) -> Array:
-    """The key of a message's draws, made of the format's seed and of numbers."""
+    """Returns the random key of a message, from the format's seed and some numbers."""
     fold = jax.random.fold_in
     return functools.reduce(fold, numbers, jax.random.key(wire.seed, impl="threefry2x32"))
 
 
 _KEEPS = (
-    "for a narrow wire format a rule that calls `broadcast` keeps the 'reference', one "
-    "that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
+    "with a narrow wire format a rule that calls `broadcast` must keep the 'reference', "
+    "and one that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
 )
 
 
@@ -474,10 +479,10 @@ def _is_float(x: Array) -> bool:
 
 
 def _minus(v: Array, r: Array) -> Array:
-    """v - r of floats; integers have no difference worth sending and stay."""
+    """v - r where v holds floats, otherwise v."""
     return widened(v) - r if _is_float(v) else v
 
 
 def _plus(v: Array, r: Array, q: Array) -> Array:
-    """r + q, of v in place of which it stands."""
+    """r + q where v holds floats, otherwise q."""
     return r + q if _is_float(v) else q

@@ -260,8 +260,8 @@ def from_edges(
       num_workers: W; None: one more than the largest index.
 
     Raises:
-      ValueError: no rounds, a round without edges, a self-loop, an edge twice in a round,
-        an index outside 0..W-1.
+      ValueError: no rounds, a round without edges for more than one worker, a self-loop,
+        an edge twice in a round, an index outside 0..W-1.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
@@ -272,7 +272,7 @@ def from_edges(
     if not edges:
         raise ValueError(f"`rounds` must hold at least one round, got {rounds=}")
     for r, round in enumerate(edges):
-        if not round:
+        if not round and num_workers != 1:
             raise ValueError(f"every round must have an edge, got none in round {r}")
     if num_workers is None:
         num_workers = 1 + max(index for round in edges for edge in round for index in edge)

@@ -112,7 +112,7 @@ class Wire:
 
     @classmethod
     def of(cls, wire: "Wire | WireFormat") -> "Wire":
-        """A `Wire`, also by its name: its format, or its format and rounding.
+        """Returns the `Wire` of a name: a format, or a format and its rounding.
 
         >>> import lsgd_jax as lj
         >>> lj.Wire.of("int8-stochastic") == lj.Wire("int8", rounding="stochastic")
@@ -144,14 +144,14 @@ class Coded(NamedTuple):
 def encode(
     x: Array, wire: Wire, key: Array | None = None, runs: Runs | None = None
 ) -> Coded:
-    """An array of floats of any shape as it travels.
+    """Encodes an array of floats of any shape.
 
     Args:
       x: the array, flattened in row-major order.
       wire: a format of integers, or 'bfloat16'.
-      key: random key of the draws; None with rounding to nearest.
-      runs: (start, size) of several leaves that lie side by side in a flat x, each from the
-        start of a block on: what is between them does not travel. None: all of x does.
+      key: random key for stochastic rounding; None rounds to nearest.
+      runs: (start, size) of each leaf in a flat x. Leaves begin where a block begins, and
+        the gaps between them do not travel. None: all of x travels.
 
     >>> import jax.numpy as jnp
     >>> encode(jnp.array([0.5, -1.0, 0.1]), Wire("int8")).codes.tolist()
@@ -173,7 +173,7 @@ def encode(
 def decode(
     coded: Coded, wire: Wire, shape: tuple[int, ...], runs: Runs | None = None
 ) -> Array:
-    """The array Q(x), in float32, of what `encode` made of an x of this shape.
+    """Decodes the message of an array x of this shape: Q(x) in float32.
 
     >>> import jax.numpy as jnp
     >>> coded = encode(jnp.array([0.5, -1.0, 0.1]), Wire("bfloat16"))
@@ -194,7 +194,7 @@ def decode(
 
 
 def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
-    """`encode` of an array that may be sharded, and so must not be flattened.
+    """Encodes an array that may be sharded, without flattening it.
 
     Blocks lie along one axis and divide it. The codes keep the other axes.
 
@@ -216,7 +216,7 @@ def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
 
 
 def decode_whole(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
-    """The array Q(x), in float32, of what `encode_whole` made of an x of this shape.
+    """Decodes a message of `encode_whole` for an array x of this shape: Q(x) in float32.
 
     >>> import jax.numpy as jnp
     >>> coded = encode_whole(jnp.array([[7.0, -2.0, 4.0]]), Wire("int4"))
@@ -260,7 +260,7 @@ def _only(x: Array, runs: Runs | None) -> Array:
 
 
 def _spread(x: Array, runs: Runs | None, align: int) -> Array:
-    """The flat array that `_only` made x of, with zeros where nothing has traveled."""
+    """The inverse of `_only`, with zeros in the gaps."""
     if runs is None:
         return x
     ends = np.cumsum([size for _, size in runs])
@@ -277,7 +277,7 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
     largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
     x = jnp.clip(x, -largest, largest)
     if key is not None:
-        # The upper half of the bits stays; the lower one, by chance, carries into it.
+        # Random bits are added to the lower half, which is cut off: its carry rounds up.
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         bits += jax.random.bits(key, x.shape, jnp.uint16)
         x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -285,7 +285,10 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
 
 
 def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
-    """Codes from -8 to 7 as bytes: the first half of the axis below, the second above."""
+    """Packs codes from -8 to 7 into bytes, two halves of the axis side by side.
+
+    The first half fills the lower four bits, the second half the upper ones.
+    """
     size = codes.shape[axis]
     half = -(-size // 2)
     missing = [(0, 2 * half - size if i == axis else 0) for i in range(codes.ndim)]
