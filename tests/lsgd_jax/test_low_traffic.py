@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import Run
 
 import lsgd_jax as lj
 from lsgd_jax._src.top_k import quantize
@@ -203,3 +204,27 @@ def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
         return float(lj.consensus_distance(x))
 
     assert spread(0.7) < 0.4 * spread(0.0)
+
+
+RESUMED = {
+    "sparse_diloco": lambda: lj.sparse_diloco(4, 0.7, 0.5, 4, fragments=2, delay=1),
+    "noloco": lambda: lj.noloco(4, topology=lj.topology.matchings(4, 2), fragments=2),
+    "sparta": lambda: lj.sparta(0.3),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_bit_identical_from_what_was_saved(name):
+    """In fragments and with a delay; errors, slow weights and draws go along."""
+    run = Run(optax.chain(optax.sgd(0.1), RESUMED[name]()), 2, 2, 2)
+    seen, last = run.train()
+    params = run.workers.put(run.start)
+    state = run.init(params)
+    for t, batch in enumerate(run.batches):
+        if t == 5:
+            saved = run.workers.fetch((params, state))
+            params, state = run.workers.put(saved)
+        params, state = run.compiled(params, state, run.workers.put(batch))
+        jax.tree.map(np.testing.assert_array_equal, run.workers.fetch(params), seen[t])
+    fetched = map(run.workers.fetch, (state, last))
+    jax.tree.map(np.testing.assert_array_equal, *fetched)
