@@ -29,6 +29,7 @@ from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
 from lsgd_jax._src.methods.averaging import slowmo as slowmo
+from lsgd_jax._src.methods.desloc import desloc as desloc
 from lsgd_jax._src.methods.easgd import CenterState as CenterState
 from lsgd_jax._src.methods.easgd import downpour as downpour
 from lsgd_jax._src.methods.easgd import easgd as easgd
@@ -41,6 +42,8 @@ from lsgd_jax._src.methods.group import wagma as wagma
 from lsgd_jax._src.methods.lsgd import LeaderState as LeaderState
 from lsgd_jax._src.methods.lsgd import leader as leader
 from lsgd_jax._src.methods.lsgd import lsgd as lsgd
+from lsgd_jax._src.methods.noloco import NoLoCoState as NoLoCoState
+from lsgd_jax._src.methods.noloco import noloco as noloco
 from lsgd_jax._src.methods.pairwise import PairwiseState as PairwiseState
 from lsgd_jax._src.methods.pairwise import SumWeightState as SumWeightState
 from lsgd_jax._src.methods.pairwise import gosgd as gosgd
@@ -56,6 +59,8 @@ from lsgd_jax._src.methods.robust import allreduce as allreduce
 from lsgd_jax._src.methods.robust import cge as cge
 from lsgd_jax._src.methods.robust import coordinate_median as coordinate_median
 from lsgd_jax._src.methods.robust import licm as licm
+from lsgd_jax._src.methods.sparse_diloco import sparse_diloco as sparse_diloco
+from lsgd_jax._src.methods.sparta import sparta as sparta
 from lsgd_jax._src.outer import Outer as Outer
 from lsgd_jax._src.outer import OuterState as OuterState
 from lsgd_jax._src.outer import outer as outer

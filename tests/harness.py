@@ -25,6 +25,7 @@ class Method:
     Attributes:
       make: (W, **check) -> the method's transformation.
       first: whether the method stands before the base optimizer.
+      around: whether the method takes the base optimizer as a second argument of `make`.
       then: a transformation at the end of the chain, or None.
       alone: whether the method with one worker is exactly the base optimizer.
       due: the number of steps between exchanges.
@@ -34,6 +35,7 @@ class Method:
 
     make: Callable[..., optax.GradientTransformationExtraArgs]
     first: bool = False
+    around: bool = False
     then: optax.GradientTransformationExtraArgs | None = None
     alone: bool = True
     due: int = 1
@@ -41,6 +43,8 @@ class Method:
     refuses: tuple[int, ...] = ()
 
     def chain(self, W, base, **check):
+        if self.around:
+            return self.make(W, base, **check)
         tx = self.make(W, **check)
         chain = [tx, base] if self.first else [base, tx]
         return optax.chain(*chain, *([self.then] if self.then else []))
@@ -56,6 +60,7 @@ def median_worker():
     return module.median_worker()
 
 
+SGD = optax.sgd(0.1)
 hops = lambda W: (len(graph.exponential(W).rounds),)
 pairs = lambda W: (len(graph.bipartite_exponential(W).rounds),)
 
@@ -81,6 +86,25 @@ METHODS = {
         alone=False,
         rounds=lambda W: (1, 1),
     ),
+    "sparse_diloco": Method(
+        lambda W, **k: lj.sparse_diloco(2, density=0.5, chunk=4, **k), due=2, alone=False
+    ),
+    "desloc": Method(
+        lambda W, base=SGD, **k: lj.desloc(
+            optax.chain(optax.trace(0.5), base), 2, {"trace": 4}, **k
+        ),
+        around=True,
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "noloco": Method(
+        lambda W, **k: lj.noloco(2, topology=graph.matchings(W, rounds=2), **k),
+        due=2,
+        alone=False,
+        rounds=lambda W: (2,),
+    ),
+    "sparta": Method(lambda W, **k: lj.sparta(0.5, **k)),
     "lsgd_streaming": Method(
         lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, scan_axis=0, **k),
         due=2,
@@ -156,15 +180,16 @@ def over(wire, method):
     return dataclasses.replace(method, make=functools.partial(method.make, wire=wire))
 
 
+# Methods with one wire format: a sparse one of their own, or float32.
+ONE_WIRE = ("sparse_diloco", "sparta", "median_worker")
+
 # Every method that pulls with int8, and some methods with each of the other formats.
 METHODS |= {
     f"{name}+{wire}": over(WIRES[wire], METHODS[name])
     for wire, names in {
         "bfloat16": ("lsgd", "easgd", "sgp"),
         "int8": [
-            n
-            for n, m in METHODS.items()
-            if (not m.first or m.then) and n != "median_worker"  # float32 only
+            n for n, m in METHODS.items() if (not m.first or m.then) and n not in ONE_WIRE
         ],
         "int4": ("lsgd", "diloco", "sgp", "wagma"),
         "stochastic": ("local_sgd", "osgp_delayed", "wagma"),

@@ -193,17 +193,22 @@ def test_every_line_that_builds_a_method_builds_it():
 
 
 def test_the_table_gives_the_bytes_of_an_exchange():
-    """4P per exchange and peer, up to 8 bytes of scores and counts."""
+    """The coefficient of P per exchange and peer, up to 8 bytes of scores and counts.
+
+    A sparse message also has a table of values, and indices of whole bits.
+    """
     page = (DOCS / "methods/index.md").read_text()
     rows = re.findall(r"\| ([^|]*) \| `(lj\.[^`]*)`", page)
-    workers = lj.Workers(2, 4)
-    params = workers.put({"w": np.ones((8, 1000), np.float32)})
-    assert len(rows) >= 18
+    workers, P = lj.Workers(2, 4), 10 * 4096
+    params = workers.put({"w": np.ones((8, P), np.float32)})
+    assert len(rows) >= 22
     for written, line in rows:
         tx = eval(line, dict(NAMES))
         step = lambda x, tx=tx: tx.update(x, tx.init(x), x, value=x["w"].sum())[1]
         levels = lj.diagnostics(workers.map(step)(params))
         neighbors = 2 if "neighbor" in written else 1
+        each = float(re.match(r"[\d.]+", written)[0]) * neighbors
+        more = 0.04 * each * P if "sparse" in line else 8 * neighbors
         for level in levels:
-            assert 0 <= level.payload - 4 * 1000 * neighbors <= 8 * neighbors, line
+            assert 0 <= level.payload - each * P <= more, line
         assert ("/τ" in written) == any(level.period > 1 for level in levels), line

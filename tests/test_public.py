@@ -16,15 +16,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = {
     "lsgd_jax": """
         AggregateState AnchorState CenterState Diagnostics Exchange ExchangeState
-        Fragment Group LeaderState Outer OuterState PairwiseState ParleState Pull
+        Fragment Group LeaderState NoLoCoState
+        Outer OuterState PairwiseState ParleState Pull
         PullState PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd
         aggregate allreduce anchored apply_updates asynchronous average butterfly center
         cge checks
-        combine_then_adapt consensus consensus_distance coordinate_median diagnostics
+        combine_then_adapt consensus consensus_distance coordinate_median
+        desloc diagnostics
         diloco downpour dpsgd easgd emulate_devices exchange following fragment gosgd
         inside_axes is_finite largest_dimension leader licm local_sgd lsgd moving_center
-        neighbors osgp outer pairwise parle push_sum resize scoping sgp slowmo static_args
-        topology tune_cpu unrolled wagma waiting with_state
+        neighbors noloco osgp outer pairwise parle push_sum resize scoping sgp slowmo
+        sparse_diloco sparta static_args topology tune_cpu unrolled wagma waiting with_state
     """,
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DiLoCo GridPosition LSGD Method NETWORKS Network Pairwise
@@ -35,7 +37,8 @@ NAMES = {
         check_fraction check_not_negative check_option check_period check_positive_int
     """,
     "lsgd_jax.topology": """
-        Graph Topology bipartite_exponential complete exponential from_edges ring
+        Graph Topology bipartite_exponential complete exponential from_edges
+        matchings ring
     """,
 }
 

@@ -175,6 +175,11 @@ def method(config: Config) -> lj.asynchronous.Method:
             "`method` must not aggregate gradients other than by their mean (allreduce) "
             f"to be simulated, got method={chosen.name}"
         )
+    if chosen.row.around is not None:
+        raise ValueError(
+            "`method` must not exchange the base optimizer's state to be simulated, got "
+            f"method={chosen.name}"
+        )
     is_plain = optimizer.name == "sgd" and optimizer.clip is None
     if chosen.name == "allreduce" and not is_plain:
         raise ValueError(

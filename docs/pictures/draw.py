@@ -289,6 +289,35 @@ def draw_robust():
     save(figure, "robust")
 
 
+def draw_low_traffic():
+    """Bytes per parameter and step, as counted, and the parameters under NoLoCo."""
+    noloco = lj.noloco(12)
+    methods = {
+        "all-reduce": lj.allreduce(),
+        "DES-LOC, τ = 32": lj.desloc(optax.adam(RATE), 32),
+        "NoLoCo, τ = 50": lj.noloco(50),
+        "DiLoCo, τ = 30": lj.diloco(30),
+        "SPARTA, 0.5 %": lj.sparta(0.005),
+        "SparseLoCo, τ = 30": lj.sparse_diloco(30),
+    }
+    workers, size = lj.Workers(nodes=1, locals=2), 2**16
+    x = workers.replicate(np.ones(size, np.float32))
+
+    def sent(tx):
+        state = workers.map(lambda x: tx.update(x, tx.init(x), x)[1])(x)
+        return sum(each.payload / each.period for each in lj.diagnostics(state)) / size
+
+    figure, (bars, panel) = plt.subplots(1, 2, figsize=(6.6, 2.6), width_ratios=[1.2, 1])
+    bars.barh(list(methods), list(map(sent, methods.values())), color=COLORS[0])
+    bars.set(xscale="log", xlabel="bytes per parameter and step")
+    bars.invert_yaxis()
+    path, _ = trained(optax.chain(optax.sgd(RATE), noloco), gradients())
+    draw_curves(panel, path, "noloco, τ = 12", 12)
+    panel.set_ylabel("parameter")
+    figure.tight_layout()
+    save(figure, "low_traffic")
+
+
 def draw_families():
     ring, hops = lj.topology.ring(8), lj.topology.exponential(8)
     lsgd = lj.lsgd(0.3, 0.3, local_period=6, global_period=12)
@@ -328,6 +357,7 @@ def draw_families():
     of_family("group", draw_groups, ("wagma, S = 2, τ = 12", lj.wagma(2, 12), 12))
     parle = lj.parle(RATE, period=12, anchor_pull=2.0, outer_learning_rate=0.6)
     of_family("parle", draw_parle, ("parle, L = 12", parle, 12))
+    draw_low_traffic()
     draw_robust()
 
 

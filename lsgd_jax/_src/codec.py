@@ -2,8 +2,8 @@
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
 z = r + Q(v - r). A mean: all workers' codes are gathered and added up in one order, so that
-z is bit-identical on all workers; a worker adds its quantization error to what it sends
-next (error feedback). To peers: Q(y), and the rule gives the error back to the sender.
+z is bit-identical on all workers; a worker adds its quantization error to its next message
+(error feedback). To peers: Q(y), and the rule gives the error back to the sender.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src import trees
+from lsgd_jax._src import top_k, trees
 from lsgd_jax._src.layouts import (
     known_axes,
     may_be_sharded,
@@ -25,6 +25,7 @@ from lsgd_jax._src.layouts import (
 )
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.top_k import TopK
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire import (
     Coded,
@@ -41,12 +42,13 @@ Message = Any  # a tree of the arrays that travel
 
 
 class Codec:
-    """Encodes trees like this one, a few buffers at a time in place of many leaves.
+    """Encodes trees of one structure, packed into a few buffers.
 
     Small leaves lie side by side in one buffer, each from the start of a block on, so that
     no two share a scale; the zeros between them do not travel. Leaves of integers, of
-    bools and of one element travel as they are: one element and its scale are longer.
-    Where leaves may be sharded each stays by itself, and keeps its shape.
+    bools and of one element travel as they are: a code and its scale would be longer.
+    Where leaves may be sharded each stays by itself, and keeps its shape. With 'top-k' the
+    leaves of a buffer are of one size and form the rows of a matrix, encoded row by row.
 
     Args:
       tree: arrays.
@@ -64,7 +66,10 @@ class Codec:
         narrow = wire.format != "float32"
         coded = [narrow and _is_coded(leaf) for leaf in jax.tree.leaves(tree)]
         align = wire.block if wire.format in ("int8", "int4") else 1
-        self._packing = Packing(tree, coded, align)
+        sizes = [
+            leaf.size * is_coded for leaf, is_coded in zip(jax.tree.leaves(tree), coded)
+        ]
+        self._packing = Packing(tree, sizes if wire.is_sparse else coded, align)
         self._coded = [coded[leaves[0]] for leaves in self._packing.members]
         self.pack = self._packing.pack
 
@@ -75,8 +80,9 @@ class Codec:
 
         Args:
           tree: arrays of floats count as 0 where they are not finite.
-          error: what was not sent before, which is sent with it; None: is not kept.
-          key: of the draws of stochastic rounding.
+          error: the quantization error of earlier messages, which is added to the tree.
+            None: no error is kept.
+          key: random key for stochastic rounding.
         """
         owed = self.pack(tree)
         if error is not None:
@@ -100,9 +106,12 @@ class Codec:
     def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
         """The message for the buffers."""
 
-        def one(b: int, x: Array) -> Coded | Array:
+        def one(b: int, x: Array) -> Coded | TopK | Array:
             if not self._coded[b]:
                 return x
+            if self._wire.is_sparse:
+                rows = x.reshape(len(self._packing.members[b]), -1)
+                return jax.vmap(lambda row: top_k.encode(row, self._wire))(rows)
             mine = key if key is None else jax.random.fold_in(key, b)
             if self._whole:
                 return encode_whole(x, self._wire, mine)
@@ -113,7 +122,9 @@ class Codec:
     def decode_buffers(self, message: Message) -> list[Array]:
         """The buffers that arrive."""
 
-        def one(b: int, sent: Coded | Array) -> Array:
+        def one(b: int, sent: Coded | TopK | Array) -> Array:
+            if isinstance(sent, TopK):
+                return self._of_rows(b, top_k.decode, sent)
             if not isinstance(sent, Coded):
                 return sent
             if self._whole:
@@ -122,8 +133,28 @@ class Codec:
 
         return [one(b, sent) for b, sent in enumerate(message)]
 
+    def senders(self, message: Message) -> list[Array]:
+        """Buffers of 1 for the entries that are in the message, of 0 for the others."""
+
+        def one(b: int, sent: TopK | Array) -> Array:
+            if not isinstance(sent, TopK):
+                return jnp.ones_like(sent)
+            return self._of_rows(b, top_k.senders, sent)
+
+        return [one(b, sent) for b, sent in enumerate(message)]
+
+    def _of_rows(self, b: int, read: Callable, sent: TopK) -> Array:
+        """The buffer of what `read` makes of the message of each of its leaves."""
+        shape = self._packing.shape(b)
+        size = math.prod(shape) // len(self._packing.members[b])
+        rows = jax.vmap(lambda row: read(row, self._wire, size))(sent)
+        return rows.reshape(shape)
+
     def _runs(self, b: int) -> Runs | None:
-        """The parts of a buffer that travel: leaves of whole blocks touch, as one run."""
+        """The runs of a buffer that travel, or None if all of it does.
+
+        Leaves without a gap between them form one run.
+        """
         runs: list[tuple[int, int]] = []
         for _, start, size in self._packing.runs(b):
             if runs and sum(runs[-1]) == start:
@@ -154,7 +185,7 @@ class WireState(NamedTuple):
     def zero(
         cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
     ) -> "WireState":
-        """Before the first exchange; `share` is `Group.shared`."""
+        """Returns the memory before the first exchange; `share` is `Group.shared`."""
         nothing = trees.zeros(part)
         shared = share(nothing)
         reference = shared if shared.axes is None else nothing
@@ -164,12 +195,12 @@ class WireState(NamedTuple):
         )
 
     def without_error(self, restored: Array) -> "WireState":
-        """The same for a worker that was restored, which owes nothing any more."""
+        """Clears the error of a worker that was restored."""
         forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
         return self._replace(error=jax.tree.map(forget, self.error))
 
     def __lsgd_resized__(self) -> "WireState":
-        """For `resize`: groups other than that of all workers have nothing in common."""
+        """For `resize`: keeps a reference that all workers share, and nothing else."""
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         kept = isinstance(self.reference, Shared)
         reference = self.reference if kept else nothing(self.reference)
@@ -177,16 +208,17 @@ class WireState(NamedTuple):
 
 
 class Line:
-    """A rule's line to its group during one agreement; all digits travel.
+    """Carries the messages of one agreement between a rule and its group, unrounded.
 
-    It is made anew each time an agreement is traced, so that the channel itself does not
-    change; `kernel.send` reads off it what the agreement has sent.
+    A line is made whenever an agreement is traced, so that the channel itself never
+    changes. `kernel.send` reads from it how many bytes the agreement has sent.
 
     Args:
       channel: the group's `Channel`.
 
     Attributes:
-      bytes_sent: by this worker so far; of the branches of a `switch` their mean.
+      bytes_sent: bytes that this worker has sent so far; a `switch` counts as the mean of
+        its branches.
       kept: the `WireState` as it is now, () without one.
     """
 
@@ -252,13 +284,13 @@ class NarrowLine(Line):
       channel: the group's `Channel`.
       kept: the pull's `WireState`.
       wire: the format, not 'float32'.
-      t: int32 scalar, the step; keys of the draws are made of it.
+      t: int32 scalar, the step, from which random keys are derived.
     """
 
     def __init__(self, channel: Any, kept: WireState, wire: Wire, t: Array):
         super().__init__(channel, kept)
         self._wire, self._t = wire, t
-        self._shard: Array | None = None  # of a worker of several devices, where known
+        self._shard: Array | None = None  # the device's index in a sharded worker
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         if self.channel.size == 1:
@@ -277,7 +309,7 @@ class NarrowLine(Line):
         return z
 
     def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
-        if self.channel.size == 1:
+        if self._adds_exactly:
             return super().sum(tree, where)
 
         def add_up(tree: Tree, kept: WireState, where: Array) -> Any:
@@ -289,7 +321,7 @@ class NarrowLine(Line):
         return total
 
     def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
-        if self.channel.size == 1:
+        if self._adds_exactly:
             return super().mean(tree, where, reference)
 
         def average(tree: Tree, kept: WireState, where: Array, reference: Any) -> Any:
@@ -332,6 +364,11 @@ class NarrowLine(Line):
 
     # How
 
+    @property
+    def _adds_exactly(self) -> bool:
+        """Whether a sum needs no message; a worker alone holds back what 'top-k' does."""
+        return self.channel.size == 1 and not self._wire.is_sparse
+
     def _by_shard(
         self,
         fn: Callable,
@@ -339,7 +376,7 @@ class NarrowLine(Line):
         *others: Any,
         out: Callable = lambda specs, *_: specs,
     ) -> Any:
-        """fn(tree, *others) shard by shard; keys are made of the step and the shard."""
+        """Runs fn(tree, *others) shard by shard; random keys depend on step and shard."""
         axes, before = known_axes(), (self._t, self._shard)
 
         def on_shard(tree: Tree, t: Array, *others: Any) -> Any:
@@ -357,15 +394,17 @@ class NarrowLine(Line):
     def _sums(
         self, codec: Codec, v: list[Array], kept: WireState, where: Array
     ) -> tuple[list[Array], Array, WireState]:
-        """Σ Q(v + e) over the workers for which `where` holds, their number, and the new e.
+        """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
-        A worker that does not take part owes nothing.
+        The error of a worker that does not take part becomes 0. If an entry is averaged
+        over its senders, its sum is multiplied by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
+        decay, by_senders = self._wire.decay, self._wire.aggregate == "senders"
         e = codec.pack(kept.error)
-        owed = [take_part(widened(v) + e) for v, e in zip(v, e)]
+        owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
         sent = codec.encode_buffers(owed, self._key())
         e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
         kept = kept._replace(error=codec.unpack(e, self._t))
@@ -374,24 +413,29 @@ class NarrowLine(Line):
         packing = Packing(message)
         rows = [self.gather(buffer) for buffer in packing.pack(message)]
 
-        def of_worker(i: Any) -> tuple[list[Array], Array]:
+        def of_worker(i: Any) -> tuple[list[Array], list[Array], Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
             sent, gives = packing.unpack([row(x) for x in rows])
             gives = gives == 1  # nan for a worker that has failed
             add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
-            return [add(q) for q in codec.decode_buffers(sent)], gives.astype(jnp.float32)
+            values = map(add, codec.decode_buffers(sent))
+            senders = map(add, codec.senders(sent) if by_senders else ())
+            return list(values), list(senders), gives.astype(jnp.float32)
 
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
 
         none = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_worker, 0))
-        sums, count = lax.fori_loop(0, self.channel.size, add, none)
+        sums, senders, count = lax.fori_loop(0, self.channel.size, add, none)
+        if by_senders:
+            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
+            sums = [s * share(n) for s, n in zip(sums, senders)]
         return sums, count, kept
 
     def _remembered(
         self, codec: Codec, z: list[Array], r: list[Array], kept: WireState
     ) -> tuple[Tree, WireState]:
-        """The target z, which becomes the reference in place of r."""
+        """Returns the tree of z, and the memory with z as its reference in place of r."""
         renew = lambda z, r: z.astype(r.dtype) if _is_float(z) else r
         r = codec.unpack(list(map(renew, z, r)), self._t)
         shared = kept.reference
@@ -399,7 +443,7 @@ class NarrowLine(Line):
         return codec.unpack(z), kept._replace(reference=reference)
 
     def _key(self, turn: int = 0) -> Array | None:
-        """The key of this worker's draws at this step."""
+        """Returns this worker's random key for a message of this step."""
         if self._wire.rounding == "nearest":
             return None
         shard = () if self._shard is None else (self._shard,)
@@ -407,14 +451,14 @@ class NarrowLine(Line):
 
 
 def draws(wire: Wire, *numbers: Any) -> Array:
-    """The key of a message's draws, made of the format's seed and of numbers."""
+    """Returns the random key of a message, from the format's seed and some numbers."""
     fold = jax.random.fold_in
     return functools.reduce(fold, numbers, jax.random.key(wire.seed, impl="threefry2x32"))
 
 
 _KEEPS = (
-    "for a narrow wire format a rule that calls `broadcast` keeps the 'reference', one "
-    "that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
+    "with a narrow wire format a rule that calls `broadcast` must keep the 'reference', "
+    "and one that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
 )
 
 
@@ -435,10 +479,10 @@ def _is_float(x: Array) -> bool:
 
 
 def _minus(v: Array, r: Array) -> Array:
-    """v - r of floats; integers have no difference worth sending and stay."""
+    """v - r where v holds floats, otherwise v."""
     return widened(v) - r if _is_float(v) else v
 
 
 def _plus(v: Array, r: Array, q: Array) -> Array:
-    """r + q, of v in place of which it stands."""
+    """r + q where v holds floats, otherwise q."""
     return r + q if _is_float(v) else q

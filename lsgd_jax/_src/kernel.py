@@ -100,6 +100,12 @@ class Pull:
                 "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
                 f"got wire={self.wire!r}"
             )
+        if Wire.of(self.wire).is_sparse and self.rule.keeps != ("error",):
+            raise ValueError(
+                "`wire` may be 'top-k' only for a rule that sends differences to an anchor "
+                "or center, such as `anchored`, and so keeps the 'error' alone (see "
+                f"`Rule`), got keeps={self.rule.keeps}"
+            )
 
     def __hash__(self) -> int:
         # `part` and `strength` are left out: a list of paths and an array have no hash.

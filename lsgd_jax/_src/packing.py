@@ -1,7 +1,7 @@
 """Small leaves of a tree side by side in a few flat buffers.
 
-A collective costs by the call, and XLA compiles a kernel per leaf for each thing that is
-done to a tree: both are better done to a few buffers.
+Every call of a collective has a fixed cost, and XLA compiles one kernel per leaf for each
+operation on a tree. Both are cheaper on a few buffers.
 """
 
 import itertools
@@ -17,21 +17,21 @@ from lsgd_jax._src.layouts import may_be_sharded
 from lsgd_jax._src.trees import Tree
 
 
-# Leaves of more elements stay as they are: copying them takes longer than what it saves.
+# Larger leaves stay as they are, because copying them would cost more than it saves.
 PACKED_BELOW = 2**17
 
 
 class Packing:
-    """Which leaves of trees like this one lie in which buffer.
+    """Assigns the leaves of trees like this one to buffers.
 
     Args:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
         Where arrays may be sharded, they stay as they are.
-      groups: of each leaf its group; None: all are of one.
+      groups: the group of each leaf. Defaults to one group for all leaves.
       align: leaves that share a buffer start at multiples of this, with zeros in between.
 
     Attributes:
-      members: of each buffer the indices of its leaves.
+      members: for each buffer the indices of its leaves.
 
     >>> import jax.numpy as jnp
     >>> from lsgd_jax._src.layouts import on_one_device
@@ -47,7 +47,7 @@ class Packing:
         leaves, self._treedef = jax.tree.flatten(tree)
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
-        # Where XLA shards leaves as it sees fit, flattening one would gather its shards.
+        # Flattening a leaf that XLA has sharded would gather its shards.
         whole = may_be_sharded()
         self._align = align
         buffers: dict[Any, list[int]] = {}
@@ -58,7 +58,7 @@ class Packing:
         self.members = list(buffers.values())
 
     def pack(self, tree: Tree, chosen: Iterable[int] | None = None) -> list[Array]:
-        """The buffers of a tree of the same shapes; of a part of it those chosen."""
+        """Returns the buffers of a tree, or the chosen buffers of a part of a tree."""
         chosen = range(len(self.members)) if chosen is None else list(chosen)
         present = sorted(i for buffer in chosen for i in self.members[buffer])
         leaves = dict(zip(present, jax.tree.leaves(tree), strict=True))
@@ -70,10 +70,11 @@ class Packing:
         chosen: Iterable[int] | None = None,
         t: Array | None = None,
     ) -> Tree:
-        """The tree of the buffers; with only some of them, the other leaves are empty.
+        """Returns the tree of the buffers. Leaves in no chosen buffer are empty nodes.
 
-        With t, a step count that is the same on all workers, leaves of one shape are taken
-        by one kernel, so that many of them compile fast. Without, packing again is free.
+        With t, a step count that is equal on all workers, one kernel takes all leaves of
+        one shape, so that many leaves compile fast. Without t, packing the result again is
+        free.
         """
         leaves: list[Any] = [optax.MaskedNode()] * len(self._sizes)
         chosen = list(range(len(self.members)) if chosen is None else chosen)
@@ -87,7 +88,7 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def named(self, buffers: Sequence[Array]) -> Tree:
-        """The buffers, in the tree that they come from if each of them is one leaf."""
+        """Returns the buffers as the packed tree if each is one leaf, otherwise a list."""
         return self.unpack(buffers) if len(buffers) == len(self._sizes) else buffers
 
     def runs(self, b: int) -> list[tuple[int, int, int]]:
@@ -105,11 +106,11 @@ class Packing:
         return (start + size + -size % self._align,)
 
     def _starts(self, chosen: list[int], t: Array | None) -> dict[int, Any]:
-        """Where each leaf begins in its buffer."""
+        """Returns where each leaf begins in its buffer."""
         known = {i: start for b in chosen for i, start, _ in self.runs(b)}
         if t is None or not known:
             return known
-        # XLA compiles a kernel for every constant, but it does not know that t > 0.
+        # XLA compiles one kernel per constant start. It cannot know that t > 0.
         zeros = dict.fromkeys(known, jnp.int32(0))
         return lax.cond(t > 0, lambda: jax.tree.map(jnp.int32, known), lambda: zeros)
 
@@ -120,7 +121,7 @@ class Packing:
 
 
 def joined(runs: Sequence[Array], align: int = 1) -> Array:
-    """Flat arrays one after the other, each followed by zeros up to a multiple of align."""
+    """Concatenates flat arrays, each padded with zeros to a multiple of align."""
     gaps = [jnp.zeros([-run.size % align], run.dtype) for run in runs]
     pieces = itertools.chain(*zip(runs, gaps))
     return jnp.concatenate([piece for piece in pieces if piece.size])

@@ -229,6 +229,29 @@ def complete(num_workers: int) -> Topology:
     return _circulant("complete", num_workers, [set(range(1, num_workers))])
 
 
+def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
+    """Workers meet in random pairs, drawn anew for each of so many rounds.
+
+    With an odd number of workers one of them sits out in each round.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.matchings(4, rounds=2))
+    Topology(matchings: 4 workers, 2 rounds, 1 peer each, spectral gap 1.000)
+      round 0: 0→3 1→2 2→1 3→0
+      round 1: 0→2 1→3 2→0 3→1
+    """
+    check_positive_int("num_workers", num_workers)
+    check_positive_int("rounds", rounds)
+    rng, half = np.random.default_rng(seed), num_workers // 2
+
+    def pairs() -> list[Edge]:
+        order = rng.permutation(num_workers).tolist()
+        met = list(zip(order[:half], order[half : 2 * half]))
+        return met + [(j, i) for i, j in met]
+
+    return _build("matchings", num_workers, [pairs() for _ in range(rounds)])
+
+
 def from_edges(
     rounds: Sequence[Iterable[Edge]], num_workers: int | None = None
 ) -> Topology:
@@ -240,8 +263,8 @@ def from_edges(
       num_workers: W. Defaults to one more than the largest index.
 
     Raises:
-      ValueError: no rounds, a round without edges, a self-loop, an edge twice in a round,
-        an index outside 0..W-1.
+      ValueError: no rounds, a round without edges for more than one worker, a self-loop,
+        an edge twice in a round, an index outside 0..W-1.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
@@ -252,7 +275,7 @@ def from_edges(
     if not edges:
         raise ValueError(f"`rounds` must hold at least one round, got {rounds=}")
     for r, round in enumerate(edges):
-        if not round:
+        if not round and num_workers != 1:
             raise ValueError(f"every round must have an edge, got none in round {r}")
     if num_workers is None:
         num_workers = 1 + max(index for round in edges for edge in round for index in edge)

@@ -15,10 +15,10 @@ class Traffic(NamedTuple):
     """Traffic counters of one pull, identical on all workers.
 
     Attributes:
-      exchanges: int32 scalar, how often.
+      exchanges: int32 scalar, the number of exchanges so far.
       bytes_sent: int32 [2], bytes that each worker has sent: 2**30 times the first plus
-        the second; bytes_each: the same of one exchange, 0 before the first.
-      every, sends_at: int32 scalars: it communicates at t = sends_at (mod every).
+        the second; bytes_each: likewise for one exchange, 0 before the first.
+      every, sends_at: int32 scalars; workers communicate at t ≡ sends_at (mod every).
       axes: the mesh axes of the group, as the keys of a dictionary without leaves.
     """
 
@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def zero(cls, axes: Axes, every: int, sends_at: int) -> "Traffic":
-        """Before the first step."""
+        """Returns the counters before the first step."""
         names = (axes,) if isinstance(axes, str) else axes
         return cls(
             exchanges=Shared(jnp.int32(0)),
@@ -43,13 +43,13 @@ class Traffic(NamedTuple):
         )
 
     def of(self, every: int, sends_at: int) -> "Traffic":
-        """The same of a pull with this period, whatever it was when the state was made."""
+        """Returns the counters of a pull whose period may have changed since `init`."""
         return self._replace(
             every=Shared(jnp.int32(every)), sends_at=Shared(jnp.int32(sends_at))
         )
 
     def sent(self, bytes_each: float) -> "Traffic":
-        """After one more exchange of so many bytes."""
+        """Returns the counters after one more exchange of so many bytes."""
         high, low = self.bytes_sent.value + _limbs(bytes_each)
         return self._replace(
             exchanges=Shared(self.exchanges.value + jnp.int32(1)),
@@ -57,7 +57,7 @@ class Traffic(NamedTuple):
         ).each(bytes_each)
 
     def each(self, bytes_each: float) -> "Traffic":
-        """The same of a pull that sends so many bytes at an exchange."""
+        """Returns the counters of a pull that sends so many bytes per exchange."""
         return self._replace(bytes_each=Shared(_limbs(bytes_each)))
 
 
@@ -66,7 +66,7 @@ def _limbs(count: float) -> Array:
 
 
 def total(limbs: Any) -> int:
-    """The number that two limbs stand for.
+    """Returns the number that two limbs represent.
 
     >>> total([3, 5])
     3221225477

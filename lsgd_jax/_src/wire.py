@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.packing import joined
 
 
 Bits = Literal["float32", "bfloat16", "int8", "int4"]
+Format = Literal[Bits, "top-k"]
 # A `Wire` by name, with the defaults for the rest.
 WireFormat = Literal[Bits, "bfloat16-stochastic", "int8-stochastic", "int4-stochastic"]
 Rounding = Literal["nearest", "stochastic"]
+Aggregate = Literal["mean", "senders"]
 
 LEVELS = {"int8": 127, "int4": 7}  # codes are integers from -levels to levels
 
@@ -36,34 +38,81 @@ class Wire:
     block with another one. What is not finite counts as 0. 'bfloat16' has no scales. Leaves
     of one element, of integers and of bools travel as they are.
 
+    'top-k' sends the k entries of largest magnitude of every chunk of C entries of a leaf,
+    and 0 for the others. Each costs an index of ceil(log2 C) bits and a code of `bits`
+    bits: the values of one leaf fall into 2^bits bins over six of their standard
+    deviations, and each arrives as the mean of its bin. It is a format for differences with
+    error feedback: for `diloco`, `slowmo`, `easgd`, `downpour`, `parle` and other rules
+    whose `keeps` is ``("error",)``. `sparse_diloco` has the defaults of SparseLoCo.
+
+    With e the quantization error of earlier messages of this worker and Δ what it has to
+    send now, the message of a mean or a sum is :math:`Q(\beta e + Δ)`, and
+    :math:`e \leftarrow \beta e + Δ - Q(\beta e + Δ)`.
+
     Args:
-      format: 'float32' (the parameters as they are), 'bfloat16', 'int8' or 'int4'.
+      format: 'float32' (the parameters as they are), 'bfloat16', 'int8', 'int4' or
+        'top-k'.
       rounding: 'nearest' (ties to even), or 'stochastic': up or down at random, so that
         the mean of Q(x) is x. Draws depend on seed, step, worker and leaf only, so that
-        they are the same on every layout of devices.
+        they are the same on every layout of devices. 'top-k' rounds to nearest.
       seed: seed of the draws.
       block: elements that share a scale, b.
+      density: with 'top-k' the share of the entries that is sent, k / C, in (0, 1]; at
+        least one entry of each chunk.
+      chunk: with 'top-k' the entries from which k are chosen, C, along a leaf in row-major
+        order; the last chunk of a leaf may be shorter. Ties go to the first entry.
+      bits: with 'top-k' the bits of a value, from 1 to 8; None: values are not rounded.
+      decay: how much of the error is kept until the next message, β in [0, 1].
+      aggregate: with 'top-k' what a sum of W messages is divided by for their mean: by W
+        ('mean'), or entry by entry by the number of workers that have sent it ('senders').
 
     Raises:
-      ValueError: an unknown format or rounding, a block below 1.
+      ValueError: an unknown format, rounding or aggregate, a block or chunk below 1, a
+        density or decay out of range, bits outside 1 to 8, 'top-k' with stochastic
+        rounding.
 
     >>> import lsgd_jax as lj
     >>> tx = lj.local_sgd(period=8, wire=lj.Wire("int8", rounding="stochastic", seed=1))
     """
 
-    format: Bits = "float32"
+    format: Format = "float32"
     rounding: Rounding = "nearest"
     seed: int = 0
     block: int = 256
+    density: float = 1 / 64
+    chunk: int = 4096
+    bits: int | None = 2
+    decay: float = 1.0
+    aggregate: Aggregate = "mean"
 
     def __post_init__(self):
-        check_option("wire", self.format, get_args(Bits))
+        check_option("wire", self.format, get_args(Format))
         check_option("rounding", self.rounding, get_args(Rounding))
         check_positive_int("block", self.block)
+        check_positive_int("chunk", self.chunk)
+        check_fraction("density", self.density)
+        check_fraction("decay", self.decay)
+        check_option("aggregate", self.aggregate, get_args(Aggregate))
+        if self.density == 0:
+            raise ValueError("`density` must be above 0, got density=0")
+        if self.bits is not None:
+            check_positive_int("bits", self.bits)
+            if self.bits > 8:
+                raise ValueError(f"`bits` must be at most 8, got bits={self.bits}")
+        if self.is_sparse and self.rounding != "nearest":
+            raise ValueError(
+                "`rounding` must be 'nearest' with the format 'top-k', got "
+                f"rounding={self.rounding!r}"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only some entries travel."""
+        return self.format == "top-k"
 
     @classmethod
     def of(cls, wire: "Wire | WireFormat") -> "Wire":
-        """A `Wire`, also by its name: its format, or its format and rounding.
+        """Returns the `Wire` of a name: a format, or a format and its rounding.
 
         >>> import lsgd_jax as lj
         >>> lj.Wire.of("int8-stochastic") == lj.Wire("int8", rounding="stochastic")
@@ -95,14 +144,14 @@ class Coded(NamedTuple):
 def encode(
     x: Array, wire: Wire, key: Array | None = None, runs: Runs | None = None
 ) -> Coded:
-    """An array of floats of any shape as it travels.
+    """Encodes an array of floats of any shape.
 
     Args:
       x: the array, flattened in row-major order.
-      wire: any format but 'float32'.
-      key: random key of the draws; None with rounding to nearest.
-      runs: (start, size) of several leaves that lie side by side in a flat x, each from the
-        start of a block on: what is between them does not travel. None: all of x does.
+      wire: a format of integers, or 'bfloat16'.
+      key: random key for stochastic rounding; None rounds to nearest.
+      runs: (start, size) of each leaf in a flat x. Leaves begin where a block begins, and
+        the gaps between them do not travel. None: all of x travels.
 
     >>> import jax.numpy as jnp
     >>> encode(jnp.array([0.5, -1.0, 0.1]), Wire("int8")).codes.tolist()
@@ -124,7 +173,7 @@ def encode(
 def decode(
     coded: Coded, wire: Wire, shape: tuple[int, ...], runs: Runs | None = None
 ) -> Array:
-    """The array Q(x), in float32, of what `encode` made of an x of this shape.
+    """Decodes the message of an array x of this shape: Q(x) in float32.
 
     >>> import jax.numpy as jnp
     >>> coded = encode(jnp.array([0.5, -1.0, 0.1]), Wire("bfloat16"))
@@ -145,7 +194,7 @@ def decode(
 
 
 def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
-    """`encode` of an array that may be sharded, and so must not be flattened.
+    """Encodes an array that may be sharded, without flattening it.
 
     Blocks lie along one axis and divide it. The codes keep the other axes.
 
@@ -167,7 +216,7 @@ def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
 
 
 def decode_whole(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
-    """The array Q(x), in float32, of what `encode_whole` made of an x of this shape.
+    """Decodes a message of `encode_whole` for an array x of this shape: Q(x) in float32.
 
     >>> import jax.numpy as jnp
     >>> coded = encode_whole(jnp.array([[7.0, -2.0, 4.0]]), Wire("int4"))
@@ -211,7 +260,7 @@ def _only(x: Array, runs: Runs | None) -> Array:
 
 
 def _spread(x: Array, runs: Runs | None, align: int) -> Array:
-    """The flat array that `_only` made x of, with zeros where nothing has traveled."""
+    """The inverse of `_only`, with zeros in the gaps."""
     if runs is None:
         return x
     ends = np.cumsum([size for _, size in runs])
@@ -228,7 +277,7 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
     largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
     x = jnp.clip(x, -largest, largest)
     if key is not None:
-        # The upper half of the bits stays; the lower one, by chance, carries into it.
+        # Random bits are added to the lower half, which is cut off: its carry rounds up.
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         bits += jax.random.bits(key, x.shape, jnp.uint16)
         x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -236,7 +285,10 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
 
 
 def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
-    """Codes from -8 to 7 as bytes: the first half of the axis below, the second above."""
+    """Packs codes from -8 to 7 into bytes, two halves of the axis side by side.
+
+    The first half fills the lower four bits, the second half the upper ones.
+    """
     size = codes.shape[axis]
     half = -(-size // 2)
     missing = [(0, 2 * half - size if i == axis else 0) for i in range(codes.ndim)]

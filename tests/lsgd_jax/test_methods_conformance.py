@@ -180,11 +180,20 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
     With fragments, a worker continues as soon as all its parameters are finite.
     """
     seen, state = all_bad(unguarded(name))
-    if method_of(name) in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
+    in_fragments = ("diloco_streaming", "lsgd_streaming", "desloc")
+    if method_of(name) in ("osgp_delayed", *in_fragments):
         assert not lj.waiting(state).any()
         return
     close(seen[2], seen[1])
-    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle")
+    with_center = (
+        "easgd",
+        "downpour",
+        "diloco",
+        "sparse_diloco",
+        "slowmo",
+        "noloco",
+        "parle",
+    )
     if name.startswith(with_center):
         assert not lj.waiting(state).any()
         assert (sum(level.restored for level in lj.diagnostics(state)) == 1).all()

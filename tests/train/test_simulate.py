@@ -104,6 +104,7 @@ def test_options_after_a_method_belong_to_it():
     [
         ("--method nonsense", "`method` must be one of"),
         ("--method cge", "`method` must not aggregate gradients"),
+        ("--method desloc", "`method` must not exchange the base optimizer"),
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
         ("--slow 4 2", "`slow` must be workers from 0 to 3 with nonneg"),

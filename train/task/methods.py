@@ -22,12 +22,12 @@ from train.task import asynchronous_methods, hybrids
 Factory = Callable[..., optax.GradientTransformation]
 
 # Parameters that are not options: the trainer sets them, or leaves them at their defaults.
-GIVEN = {"axes", "learning_rate", "part"}
+GIVEN = {"axes", "base", "learning_rate", "moments", "part"}
 
 # Topologies by their names on the command line.
 TOPOLOGIES = {
     name.replace("_", "-"): getattr(lj.topology, name)
-    for name in ("ring", "exponential", "bipartite_exponential", "complete")
+    for name in ("ring", "exponential", "bipartite_exponential", "complete", "matchings")
 }
 
 
@@ -40,6 +40,7 @@ class Row(NamedTuple):
         parameters, or None.
       first: the factory of the transformation before the base optimizer, which aggregates
         gradients, or None.
+      around: the factory of a transformation that contains the base optimizer, or None.
       made: functions that build parameters of the factories from options of their own.
       asynchronous: the factory of a method for asynchronous workers, or None. Such a row
         has no other factory.
@@ -50,6 +51,7 @@ class Row(NamedTuple):
     name: str
     last: Factory | None = None
     first: Factory | None = None
+    around: Factory | None = None
     made: Mapping[str, Callable[..., Any]] = {}
     asynchronous: Callable[..., lj.asynchronous.Method] | None = None
     delay: int | None = None
@@ -65,6 +67,15 @@ def outer_sgd(
       outer_momentum: momentum of the outer optimizer, in [0, 1).
     """
     return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+
+
+def anchor_rate(outer_learning_rate: float = 1.0) -> float:
+    """The learning rate of SparseLoCo's anchor.
+
+    Args:
+      outer_learning_rate: learning rate of the anchor.
+    """
+    return outer_learning_rate
 
 
 def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
@@ -84,8 +95,12 @@ ROWS = (
     Row("post-local-sgd", lj.local_sgd, first=allreduce_until),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
+    Row("sparse-diloco", lj.sparse_diloco, made={"learning_rate": anchor_rate}),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
     Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
+    Row("desloc", around=lj.desloc),
+    Row("noloco", lj.noloco),
+    Row("sparta", lj.sparta),
     Row("parle", lj.parle),
     Row("dpsgd", lj.dpsgd),
     Row("sgp", lj.sgp),
@@ -140,6 +155,8 @@ class Method:
         """
         made = lambda factory: [self._made(factory, learning_rate)] if factory else []
         last = None if self.is_asynchronous else self.row.last
+        if self.row.around is not None:
+            base = self._made(self.row.around, learning_rate, base=base)
         return optax.chain(*made(self.row.first), base, *made(last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
@@ -166,9 +183,8 @@ class Method:
         return functools.partial(make, self.name, **vars(self)), ()
 
     def _made(
-        self, factory: Factory, learning_rate: optax.ScalarOrSchedule
+        self, factory: Factory, learning_rate: optax.ScalarOrSchedule, **given: Any
     ) -> optax.GradientTransformation:
-        given: dict[str, Any] = {}
         for name in inspect.signature(factory).parameters:
             if name in self.row.made:
                 make = self.row.made[name]
@@ -226,7 +242,7 @@ def _kind(name: str, hint: Any) -> Any:
 
 def _class(row: Row) -> type[Method]:
     # --help lists the options in reverse order.
-    functions = (*row.made.values(), row.asynchronous, row.last, row.first)
+    functions = (*row.made.values(), row.asynchronous, row.last, row.around, row.first)
     options = [_options(x, row) for x in functions if x is not None]
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),

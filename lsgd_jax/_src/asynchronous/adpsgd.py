@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.asynchronous.vectors import finite
+from lsgd_jax._src.asynchronous.vectors import check_wire, finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -56,7 +56,7 @@ class ADPSGD:
     period = None
 
     def __post_init__(self):
-        Wire.of(self.wire)
+        check_wire(self.wire)
         check_positive_int("window", self.window)
 
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":

@@ -11,7 +11,7 @@ import numpy as np
 
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.vectors import finite
+from lsgd_jax._src.asynchronous.vectors import check_wire, finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -95,7 +95,7 @@ class DiLoCo:
     period = None
 
     def __post_init__(self):
-        Wire.of(self.wire)
+        check_wire(self.wire)
         check_positive_int("local_steps", self.local_steps)
         check_not_negative("learning_rate", self.learning_rate)
         check_fraction("momentum", self.momentum)

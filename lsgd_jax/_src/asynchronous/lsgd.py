@@ -8,6 +8,7 @@ import optax
 
 from lsgd_jax._src.asynchronous.coordinator import Status
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.vectors import check_wire
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.trees import value_at
@@ -63,7 +64,7 @@ class LSGD:
     period = None
 
     def __post_init__(self):
-        Wire.of(self.wire)
+        check_wire(self.wire)
         check_positive_int("loss_window", self.loss_window)
         for name in ("local", "global"):
             check_positive_int(f"{name}_period", getattr(self, f"{name}_period"))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.vectors import check_wire
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -72,7 +73,7 @@ class Pairwise:
     period = None
 
     def __post_init__(self):
-        Wire.of(self.wire)
+        check_wire(self.wire)
         check_option("interpolation", self.interpolation, get_args(Interpolation))
         for name in ("value", "fetch_probability"):
             if not callable(given := getattr(self, name)):

@@ -18,7 +18,7 @@ import numpy as np
 from lsgd_jax._src.codec import Codec, draws
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.trees import Tree, floats
-from lsgd_jax._src.wire import Wire
+from lsgd_jax._src.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,15 @@ def flat_of(tree: Tree) -> Flat:
 def _joined(tree: Tree) -> Any:
     flat = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
     return jnp.concatenate(flat) if flat else jnp.zeros([0])
+
+
+def check_wire(wire: Wire | WireFormat) -> None:
+    """Raises ValueError for a wire format in which whole vectors cannot travel."""
+    if Wire.of(wire).is_sparse:
+        raise ValueError(
+            "`wire` must not be 'top-k' where parameters travel whole, because it sends "
+            f"differences only, got wire={wire!r}"
+        )
 
 
 def finite(vector: np.ndarray) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from lsgd_jax._src.asynchronous.collective import all_reduce
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.vectors import finite
+from lsgd_jax._src.asynchronous.vectors import check_wire, finite
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.methods.group import check_group_size, hops_of
@@ -62,6 +62,7 @@ class WAGMA:
     wire: Wire | WireFormat = "float32"
 
     def __post_init__(self):
+        check_wire(self.wire)
         wire = Wire.of(self.wire)
         if wire.format != "float32" and wire.rounding == "nearest":
             raise ValueError(

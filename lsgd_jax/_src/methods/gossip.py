@@ -36,11 +36,11 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
 
     with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
     is not finite is left out, and its share stays with the receiver. With a narrow wire
-    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which keeps the sum over all workers.
+    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which conserves the sum over all workers.
 
     Args:
-      topology: the graph, or a function of W that builds it; every worker sends to as
-        many as it receives from.
+      topology: the graph, or a function of W that builds it; every worker must send to as
+        many workers as it receives from.
       axes: the mesh axes of the group, whose W workers the graph joins.
 
     Raises:
@@ -63,7 +63,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
 
 
 def weight_dtype(params: Tree) -> Any:
-    """The dtype of weights that are as exact as the parameters they weigh."""
+    """Returns a dtype for weights that is as exact as the parameters they weigh."""
     dtypes = [x.dtype for x in jax.tree.leaves(params)]
     return functools.reduce(jnp.promote_types, dtypes, jnp.dtype("float32"))
 
@@ -71,10 +71,12 @@ def weight_dtype(params: Tree) -> Any:
 def send(
     group: Group, y: Tree, weight: Array, is_finite: Array, topology: Topology, t: Array
 ) -> tuple[Tree, Array, Tree | None]:
-    """Sends y with a share of the weight; returns what arrives, Σ m_j y_j and Σ m_j.
+    """Sends y with a share of the weight along the edges of the step's round.
 
-    m_j = p_j · weight_j with p_j as in `Topology.mixing`, and 0 for a worker that is not
-    finite. The third is the quantization error of this worker's own y, or None.
+    Returns:
+      (sums, mass, error): Σ m_j y_j and Σ m_j over this worker's in-neighbors j, and the
+      quantization error of its own y, or None. m_j = p_j · weight_j with p_j as in
+      `Topology.mixing`, and 0 for a worker that is not finite.
     """
     r = topology.round_at(t)
     given = jnp.where(is_finite, share(group, topology, r, weight.dtype) * weight, 0)
@@ -93,12 +95,12 @@ def blend(
 ) -> Tree:
     """(own · y + sums + given · error) / (own + mass), in float32 at least.
 
-    y does not count if own = 0. The error of the weight that was given away stays with its
-    sender, so that the sum over all workers is what it was.
+    y is ignored if own = 0. A sender keeps the quantization error of the weight that it
+    gave away, so that the sum over all workers is conserved.
     """
 
     def leaf(y: Array, sent: Array, *error: Array) -> Array:
-        # The weights may be wider than y: a worker that counts for nothing may hold nan.
+        # Weights may have a wider dtype than y. A worker of weight 0 may hold nan.
         mine = own.astype(sent.dtype) * jnp.where(own > 0, widened(y), 0)
         for rest in error:
             mine += given.astype(sent.dtype) * jnp.where(own > 0, rest, 0)
@@ -123,8 +125,8 @@ def dpsgd(
 
     with x the parameters before the step, u the update and P the doubly stochastic mixing
     matrix of the step's round; on a ring 1/3 for a worker and each of its neighbors. A
-    neighbor whose x + u or loss is not finite is left out, its share staying with the
-    receiver; it takes the mean of its own neighbors whole.
+    neighbor whose x + u or loss is not finite is left out, and its share stays with the
+    receiver. Such a worker takes the mean of its own neighbors whole.
 
     Args:
       topology: a graph with equal degrees, or a function of W that builds it.
@@ -166,8 +168,9 @@ def adpsgd(
       x_i \leftarrow \tfrac{1}{2} (x_i + x_j) + u_i
 
     with j the worker that i meets in the step's round of the graph, x the parameters
-    before the step and u the update, whose gradient was taken before the exchange. Who
-    meets no other keeps x + u. Workers that are not finite are treated as in `dpsgd`.
+    before the step and u the update, whose gradient was taken before the exchange. A
+    worker that meets no other keeps x + u. Workers that are not finite are treated as in
+    `dpsgd`.
 
     Args:
       topology: a graph of pairs in each round, or a function of W that builds it.
@@ -181,8 +184,9 @@ def adpsgd(
       An optax transformation for one worker, the last in its chain.
 
     Raises:
-      ValueError: a graph in which some worker meets two others in a round or is not met
-        by whom it meets, an unknown order; in `update`, a graph of another size.
+      ValueError: a graph in which a worker meets two others in a round, or sends to a
+        worker that does not send back, an unknown order; in `update`, a graph of another
+        size.
 
     Reference: Lian, Zhang, Zhang, Liu, Asynchronous Decentralized Parallel Stochastic
     Gradient Descent, ICML 2018, arXiv:1710.06952.

@@ -20,18 +20,19 @@ from lsgd_jax._src.wire import Wire, WireFormat
 def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
     r"""The mean of a group of S workers that changes every step, as a rule of a pull.
 
-    The group of worker i at step t are the workers whose number agrees with i outside of
-    the bits from r log2 S to (r + 1) log2 S, r = (t - 1) mod ceil(log2 W / log2 S). Who
-    is not finite is left out. The sum is worked out in log2 S exchanges with one partner
-    each. With W = S^k, k steps give the exact mean. With a narrow wire format a worker
-    keeps what rounding took away of what it sent, so that the sum of all stays the same.
+    At step t worker i is in one group with the workers whose index differs from i in the
+    bits from r log2 S to (r + 1) log2 S only, r = (t - 1) mod ceil(log2 W / log2 S).
+    Workers that are not finite are left out. The sum takes log2 S exchanges with one
+    partner each. With W = S^k, k steps give the exact mean. With a narrow wire format a
+    worker keeps the quantization error of its messages, so that the sum over all workers
+    is conserved.
 
     Args:
-      group_size: S, a power of two; the last of the r rounds may have smaller groups.
+      group_size: S, a power of two; the groups of the last round may be smaller.
       axes: the mesh axes of all W workers.
 
     Raises:
-      ValueError: a size that is no power of two; in `init`, W is none.
+      ValueError: a size that is not a power of two; in `init`, a W that is not one.
 
     >>> import lsgd_jax as lj
     >>> lj.butterfly(2).axes
@@ -41,7 +42,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
 
     def init(params: Tree) -> tuple:
         if (group := Group(axes)).is_bound:
-            hops_of(group_size, group.size)  # refused early if it will not do
+            hops_of(group_size, group.size)  # raises early if W is not a power of two
         return ()
 
     def agree(group, x, y, state, is_finite, t):
@@ -54,7 +55,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
                         group.quantization_error(tree, hop),
                     )
                     tree = jax.tree.map(jnp.add, tree, arrived)
-                    if error is not None:  # taken from this worker and given to no other
+                    if error is not None:  # the partner did not receive it
                         tree = jax.tree.map(jnp.add, tree, error)
                 return tree
 
@@ -82,7 +83,7 @@ def hops_of(group_size: int, workers: int) -> list[list[int]]:
     """Partner distances for each round, given as bit masks of the worker index.
 
     Raises:
-      ValueError: the number of workers is no power of two.
+      ValueError: the number of workers is not a power of two.
 
     >>> hops_of(4, workers=8)
     [[1, 2], [4]]
@@ -128,8 +129,8 @@ def wagma(
       An optax transformation for one worker, the last in its chain.
 
     Raises:
-      ValueError: a size that is no power of two, a period below 1; in `init`, a
-        number of workers that is no power of two.
+      ValueError: a size that is not a power of two, a period below 1; in `init`, a
+        number of workers that is not a power of two.
 
     Reference: Li et al., Breaking (Global) Barriers in Parallel Stochastic Optimization
     with Wait-Avoiding Group Averaging, TPDS 2021, arXiv:2005.00124.
@@ -138,7 +139,7 @@ def wagma(
     >>> tx = optax.chain(optax.sgd(0.1), lj.wagma(group_size=2, sync_period=10))
     """
     check_positive_int("sync_period", sync_period)
-    # The mean of the groups' means is the mean: both pulls together are the second one.
+    # Where both are due the first changes nothing: the mean of group means is the mean.
     groups = Pull(butterfly(group_size, axes), 1.0, wire=wire, part=part)
     everyone = Pull(average(axes), 1.0, every=sync_period, wire=wire, part=part)
     return exchange(groups, everyone, check=check)

@@ -63,13 +63,14 @@ def pairwise(
       takes more. If :math:`v_i < \theta`, the `divergence_threshold`, then
       :math:`f \leftarrow f v_i / \theta`.
 
-    0 / 0 is 1/2, and f is kept within [0, 1]. If the peer's y or loss is not finite a
-    worker keeps its own y; if its own is not, it takes the peer's whole.
+    0 / 0 is 1/2, and f is clipped to [0, 1]. If the peer's y or loss is not finite, a
+    worker keeps its own y. If its own y or loss is not finite, it takes the peer's y whole.
 
     Args:
-      interpolation: how the weight f of the peer is found.
+      interpolation: how the peer's weight f is computed.
       value: the peer's weight with 'constant', f in [0, 1], or a schedule of t.
-      divergence_threshold: loss below which less is taken from the peer with 'loss', θ ≥ 0.
+      divergence_threshold: with 'loss', the loss below which a worker takes less from its
+        peer, θ ≥ 0.
       topology: a graph in which each worker sends to one, or a function of W that builds
         it; with `exponential` i takes from i - hop.
       fetch_probability: probability p of taking from the peer, in [0, 1], or a schedule
@@ -151,7 +152,7 @@ def part_taken(
     value: Numeric,
     divergence_threshold: float,
 ) -> Numeric:
-    """The weight f of the peer in `pairwise`, from the measures of the two.
+    """The peer's weight f in `pairwise`, from the measures of both workers.
 
     >>> part_taken("loss", jnp.float32(3), jnp.float32(1), 0.5, 6.0).item()
     0.375
@@ -200,10 +201,10 @@ def gosgd(
       y_i \leftarrow \frac{w_i y_i + (w_j / 2) y_j}{w_i + w_j / 2}, \qquad
       w_i \leftarrow w_i + w_j / 2,
 
-    with y = x + u, w the weight (1 at first) as it stands after i's own sending, j the
-    one worker that sends to i in the step's round of the graph and p the
-    `send_probability`. Σ w and Σ w y are conserved. A worker whose y or loss is not
-    finite sends nothing, takes what arrives whole and keeps its weight.
+    with y = x + u, w the weight (1 at first) after i's own message has left, j the one
+    worker that sends to i in the step's round of the graph and p the `send_probability`.
+    Σ w and Σ w y are conserved. A worker whose y or loss is not finite sends nothing, takes
+    what arrives whole and keeps its weight.
 
     Args:
       topology: a graph in which each worker sends to one, or a function of W that builds
@@ -251,6 +252,6 @@ def gosgd(
 
 
 def _part(a: Array, whole: Array) -> Array:
-    """a / whole within [0, 1]; 0 / 0 is 1/2."""
+    """a / whole, clipped to [0, 1]; 0 / 0 is 1/2."""
     part = a / jnp.where(whole == 0, 1, whole)
     return jnp.where(whole == 0, 0.5, jnp.clip(part, 0, 1))

@@ -1,4 +1,4 @@
-"""Parle: every worker smooths its own loss, and all are pulled together now and then.
+"""Parle: every worker smooths its own loss, and the workers are pulled together at times.
 
 Chaudhari, Baldassi, Zecchina, Soatto, Talwalkar, Oberman. Parle: parallelizing stochastic
 gradient descent. 2017, arXiv:1707.00424.
@@ -72,10 +72,10 @@ def parle(
 
     η is the `learning_rate`, η' the `outer_learning_rate`, L the `period`, γ⁻¹ and ρ⁻¹
     `anchor_pull` and `center_pull` (`scoping` makes schedules of them), β the `decay`.
-    ρ⁻¹ = 0 is Entropy-SGD; L = 1, γ⁻¹ = 0 is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD, of
-    steps η' (1 - β) u, as u is seen through z. The mean of the anchors, which
+    ρ⁻¹ = 0 is Entropy-SGD; L = 1, γ⁻¹ = 0 is elastic SGD; L = 1, γ⁻¹ = ρ⁻¹ = 0 is SGD with
+    steps η' (1 - β) u, since u acts through z. The mean of the anchors, which
     `lsgd_jax.center` returns, is the model to test. A worker whose y or loss is not finite
-    is left out of the mean and takes it.
+    is left out of the mean and takes it whole.
 
     Args:
       learning_rate: η, that of the base optimizer, or a schedule of t.
@@ -128,7 +128,7 @@ def parle(
         return u, state._replace(average=average), True
 
     def agree(group, x, y, state, is_finite, t):
-        del y  # the inner loop's last point counts through its average only
+        del y  # the anchor follows the inner loop's average, not its last point
         old = state.center.value
         eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
@@ -146,17 +146,19 @@ def parle(
 def scoping(
     initial: float, batches_per_epoch: int, period: int = 25, largest: float = 1.0
 ) -> optax.Schedule:
-    r"""Parle's scoping: pulls that grow as training goes on.
+    r"""Parle's scoping: a pull that grows during training.
 
     .. math::
       \gamma^{-1}(t) = \min\bigl(\gamma_0^{-1} (1 - 1 / (2 B))^{-\lfloor t / L \rfloor},
       \, \gamma_{\min}^{-1}\bigr)
 
     Args:
-      initial: the pull at first; the paper: 0.01 for the anchor, 1 for the center.
+      initial: the pull at the first step; 0.01 for the anchor and 1 for the center in the
+        paper.
       batches_per_epoch: B.
       period: steps of the inner loop, L.
-      largest: where it stops; the paper: 1 for the anchor, 10 for the center.
+      largest: the upper bound of the pull; 1 for the anchor and 10 for the center in the
+        paper.
 
     Returns:
       A schedule of t for `anchor_pull` or `center_pull`.

@@ -1,4 +1,4 @@
-"""Push-sum: gossip on any directed graph, with weights that take the bias out again."""
+"""Push-sum: gossip on any directed graph, with weights that remove its bias."""
 
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ class PushSumState(NamedTuple):
 
     Attributes:
       weight: w, scalar in float32 at least, its push-sum weight; 1 at first; per worker.
-      in_flight: what was sent to it and has not arrived, the next to arrive first: pairs
-        of a numerator (a tree like the parameters, in float32 at least) and a weight; per
-        worker; empty if nothing is delayed.
+      in_flight: messages on their way to this worker, the next one first: pairs of a
+        numerator (a tree like the parameters, in float32 at least) and a weight; per
+        worker; empty without a delay.
     """
 
     weight: Array
@@ -59,10 +59,10 @@ def sgp(
     with u the update, w the push-sum weight (1 at first), s the numerator and
     P_ij = 1 / (out-degree of j + 1) for i = j and every i that j sends to. The parameters
     x that a user sees are the de-biased ones. Out-degrees may differ between workers and
-    from step to step (`Topology.then`): Σ s and Σ w are conserved.
+    between steps (`Topology.then`). Σ s and Σ w are conserved.
 
-    From a worker whose x + u or loss is not finite neither numerator nor weight arrives.
-    It takes what its neighbors sent whole and keeps its weight.
+    A worker whose x + u or loss is not finite sends neither numerator nor weight. It takes
+    what its neighbors sent whole and keeps its weight.
 
     Args:
       topology: any graph, or a function of W that builds it.
@@ -97,7 +97,7 @@ def osgp(
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
 ) -> Exchange:
-    r"""Overlap SGP: what travels is older than the step, so it can travel beside it.
+    r"""Overlap SGP: messages carry older parameters, so they can travel during a step.
 
     .. math::
       s_i \leftarrow P_{ii}(t) w_i x_i + u_i
@@ -105,9 +105,9 @@ def osgp(
 
     and likewise for the weights without u; then x = s / w. x and w are those before the
     step, u is the update and σ the `staleness`: with σ = 1 messages carry the parameters
-    before this step's gradient, with σ = 2 those of the step before, …. What is in flight
-    carries numerator and weight: counted in, Σ s and Σ w are conserved. All else as in
-    `sgp`.
+    before this step's gradient, with σ = 2 those of the step before, …. Messages in flight
+    carry numerator and weight. Σ s and Σ w, these included, are conserved. Everything else
+    is as in `sgp`.
 
     Args:
       topology: any graph, or a function of W that builds it.
@@ -138,13 +138,13 @@ def osgp(
 def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     """The de-biased push-sum estimate, as a rule of a pull; see `osgp` and `sgp`.
 
-    A message is the de-biased x in the parameters' dtype and a weight, so that numerators
-    are formed by the receiver, in float32 at least. With a narrow wire format the sender
-    keeps what rounding took away of the mass that it sent, so that Σ s is conserved.
+    A message is the de-biased x in the parameters' dtype and a weight, so that the receiver
+    forms the numerators, in float32 at least. With a narrow wire format the sender keeps
+    the quantization error of its message, so that Σ s is conserved.
 
     Args:
       topology: any graph, or a function of W that builds it.
-      staleness: σ; 0: the step travels as well.
+      staleness: σ; with 0 a message contains its sender's step as well.
       axes: the mesh axes of the group.
     """
     graph = for_group(topology)

@@ -180,7 +180,7 @@ def check_resized(method, before, restored):
     assert before.keys() == after.keys()
     kept = shared = 0
     for path, (is_shared, x) in before.items():
-        if path == ".key" or path.endswith((".weight", ".leader")):
+        if path == ".key" or path.endswith((".weight", ".leader")) or ".error" in path:
             continue  # new, see below
         expected = x if is_shared else x[sources]
         np.testing.assert_array_equal(after[path][1], expected, err_msg=path)
@@ -193,6 +193,8 @@ def check_resized(method, before, restored):
             assert x.sum() == W and method in ("sgp", "osgp", "gosgd")
         if path.endswith(".leader"):
             assert (x == -1).all()
+        if ".error" in path:
+            assert not x.any() and method == "sparse-diloco"
     if method in ("easgd", "downpour", "parle"):  # they test the center
         center = lambda state: on_host(lj.center(state.params, state.opt_state))
         for path, (_, x) in center(old).items():
@@ -202,6 +204,7 @@ def check_resized(method, before, restored):
 # The state of each is like that of a method that is tested by default.
 ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm independent".split()
 ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
+ALIKE += "desloc sparta sparse-diloco".split()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_a_method_resumes_with_more_workers_and_with_fewer(name, tmp_path):
     assert np.isfinite(losses).all()
     # Equal workers stay equal; others are equal if the last step exchanged everything.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
-    whole += ("diloco-leader",)
+    whole += ("diloco-leader", "sparse-diloco", "desloc")
     equal = float(lj.consensus_distance(state.params)) < 1e-6
     assert equal == (method.first or name in whole)
     many.save(tmp_path / "many", state, losses)

@@ -30,7 +30,7 @@ def factories():
 
 
 def test_the_table_holds_every_factory_of_the_library():
-    listed = {factory for row in ROWS for factory in (row.first, row.last)}
+    listed = {factory for row in ROWS for factory in (row.first, row.last, row.around)}
     found = dict(factories())
     assert len(found) >= 17 and set(found.values()) <= listed
 
@@ -39,7 +39,7 @@ def test_the_table_holds_every_factory_of_the_library():
 def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     method, row = methods.make(name), METHODS[name].row
     expected = {}
-    for function in (row.first, row.last, row.asynchronous, *row.made.values()):
+    for function in (row.first, row.last, row.around, row.asynchronous, *row.made.values()):
         parameters = inspect.signature(function).parameters if function else {}
         for parameter in parameters.values():
             if parameter.name not in methods.GIVEN | row.made.keys():

@@ -1,0 +1,113 @@
+"""SPARTA: a few random entries of the parameters are averaged at every step."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import by_value
+from lsgd_jax._src.checks import check_fraction
+from lsgd_jax._src.exchange import Exchange, exchange
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.layouts import shard_by_shard
+from lsgd_jax._src.parts import Part
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import Tree, widened
+
+
+@by_value
+def sparta(
+    density: float = 0.005,
+    seed: int = 0,
+    check: Check = "due",
+    axes: Axes = ("node", "local"),
+    part: Part | None = None,
+) -> Exchange:
+    r"""SPARTA: the mean of a random fraction of the entries, at every step.
+
+    .. math::
+      y_i[k] \leftarrow \frac{1}{|H|} \sum_{j \in H} y_j[k] \quad \text{for } k \in M_t
+
+    with y = x + u the worker's parameters after its own step t, H the workers whose y and
+    loss are finite, and :math:`M_t` the entries drawn at step t: one from every cell of
+    c = round(1 / p) neighboring entries of a leaf, p the `density`. Each entry is drawn
+    with probability 1 / c, and the number of bytes is the same at all steps. The draws
+    depend on the seed and the step alone, so that all workers draw the same entries and
+    only their values travel: 4 p P bytes per step and worker for P parameters.
+
+    A worker whose y or loss is not finite goes back to its x, and takes the mean of the
+    entries drawn. There is no whole target to restore a worker whose x is not finite, too:
+    it waits (`lsgd_jax.waiting`).
+
+    Args:
+      density: fraction of the entries that are averaged at a step, p in (0, 1]; 1 / p is
+        rounded to a whole number.
+      seed: seed of the draws.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
+      axes: the mesh axes of the group.
+      part: the leaves to exchange, as for `Pull`; None: all.
+
+    Returns:
+      An optax transformation for one worker, the last in its chain. Its values travel in
+      float32 at least.
+
+    Raises:
+      ValueError: a density outside (0, 1].
+
+    Reference: the SPARTA strategy of EXO Gym, whose released code draws every entry by
+    itself.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(optax.adamw(1e-3), lj.sparta(density=0.005))
+    """
+    check_fraction("density", density)
+    if density == 0:
+        raise ValueError("`density` must be above 0, got density=0")
+    cell = round(1 / density)
+
+    def agree(group, x, y, state, is_finite, t):
+        own = trees.where(is_finite, y, x)
+        z, count = _averaged(group, own, is_finite, cell, seed, t)
+        found = (count > 0) & (is_finite | trees.all_finite(x))
+        return z, found, state
+
+    return exchange(Pull(Rule(axes, lambda params: (), agree), 1.0, part=part), check=check)
+
+
+def _averaged(
+    group: Group, tree: Tree, where: Array, cell: int, seed: int, t: Array
+) -> tuple[Tree, Array]:
+    """The tree with means at one random entry of every cell, and how many took part.
+
+    A worker of several devices draws the same entries in each shard of a leaf, and in each
+    copy of one that is not sharded.
+    """
+
+    def average(tree: Tree, where: Array, t: Array) -> tuple[Tree, Array]:
+        leaves, treedef = jax.tree.flatten(tree)
+        key = jax.random.fold_in(jax.random.key(seed), t)
+        drawn = _drawn([leaf.size for leaf in leaves], cell, key)
+        flat = [widened(leaf).ravel() for leaf in leaves]
+        # The last cell of a leaf may reach beyond its end, where there is nothing to draw.
+        mine = [x.at[k].get(mode="fill", fill_value=0) for x, k in zip(flat, drawn)]
+        means, count = group.masked_mean(mine, where)
+        flat = [x.at[k].set(m, mode="drop") for x, k, m in zip(flat, drawn, means)]
+        shaped = [x.reshape(leaf.shape) for x, leaf in zip(flat, leaves)]
+        return jax.tree.unflatten(treedef, shaped), count
+
+    return shard_by_shard(average, tree, where, t, out=lambda specs, *_: (specs, Spec()))
+
+
+def _drawn(sizes: Sequence[int], cell: int, key: Array) -> list[Array]:
+    """One entry of every cell of flat arrays of these sizes: int32 [cells] each."""
+    counts = [-(-size // cell) for size in sizes]
+    offsets = jax.random.randint(key, [sum(counts)], 0, cell)
+    ends = list(itertools.accumulate(counts))
+    first = lambda count: cell * jnp.arange(count, dtype=jnp.int32)
+    return [first(n) + offsets[end - n : end] for n, end in zip(counts, ends)]
