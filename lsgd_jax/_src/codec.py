@@ -402,7 +402,8 @@ class NarrowLine(Line):
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
-        decay, by_senders = self._wire.decay, self._wire.aggregate == "senders"
+        decay = self._wire.decay
+        by_senders = self._wire.is_sparse and self._wire.aggregate == "senders"
         e = codec.pack(kept.error)
         owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
         sent = codec.encode_buffers(owed, self._key())

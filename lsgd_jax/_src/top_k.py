@@ -111,7 +111,7 @@ def quantize(v: Array, bits: int) -> tuple[Array, Array]:
     B = 2^bits bins of equal width lie over six standard deviations σ around the mean s:
 
     .. math::
-      c_k = \text{clip}\bigl(\text{round}(\tfrac{B}{2} - (v_k - s) \tfrac{B}{6 σ}), 0,
+      c_k = \text{clip}\bigl(\text{round}(\tfrac{B}{2} - (v_k - s) \tfrac{B}{6 \sigma}), 0,
         B - 1\bigr)
 
     Bins count downwards because the released code rounds a - y, which is -v.

@@ -45,9 +45,9 @@ class Wire:
     error feedback: for `diloco`, `slowmo`, `easgd`, `downpour`, `parle` and other rules
     whose `keeps` is ``("error",)``. `sparse_diloco` has the defaults of SparseLoCo.
 
-    With e the quantization error of earlier messages of this worker and Δ what it has to
-    send now, the message of a mean or a sum is :math:`Q(\beta e + Δ)`, and
-    :math:`e \leftarrow \beta e + Δ - Q(\beta e + Δ)`.
+    Means and sums have error feedback. With e the error of this worker's earlier messages
+    (0 at first) and v what it has to send now, it sends :math:`s = Q(\beta e + v)` and keeps
+    :math:`e \leftarrow \beta e + v - s`, with β the `decay`.
 
     Args:
       format: 'float32' (the parameters as they are), 'bfloat16', 'int8', 'int4' or

@@ -34,9 +34,9 @@ def sparse_diloco(
     If t mod τ = 0, with y = x + u the worker's parameters after its own step t = 1, 2, …:
 
     .. math::
-      e_i \leftarrow \beta e_i + (a - y_i), \qquad
-      s_i = Q(\text{TopK}(e_i)), \qquad e_i \leftarrow e_i - s_i, \\
-      a \leftarrow a - \alpha \frac{1}{|H|} \sum_{j \in H} s_j, \qquad y_i \leftarrow a
+      e_i &\leftarrow \beta e_i + (a - y_i), \qquad
+        s_i = Q(\text{TopK}(e_i)), \qquad e_i \leftarrow e_i - s_i \\
+      a &\leftarrow a - \alpha \frac{1}{|H|} \sum_{j \in H} s_j, \qquad y_i \leftarrow a
 
     a is the anchor (the mean of the starts at first), e the error of a worker (0 at first),
     s its message, H the workers whose y and loss are finite. TopK keeps the k entries of
