@@ -65,6 +65,7 @@ class Outer(ByValue):
         *,
         loss: Any = None,
         value: Any = None,
+        grad: Tree | None = None,
         due: bool | None = None,
     ) -> tuple[Tree, OuterState]:
         """The parameters and the state after all that is due at this step.
@@ -74,6 +75,8 @@ class Outer(ByValue):
           state: from `init` or the last step.
           loss: of this step, a scalar; for methods that elect by it, and to leave a worker
             out whose loss is not finite. `value`: the same.
+          grad: the gradient of this step, a tree like the parameters, for methods that
+            read it.
           due: True or False compiles the step with or without the pulls (see `is_due`);
             None: it has both, and goes by the count in the state.
 
@@ -82,16 +85,19 @@ class Outer(ByValue):
             method that needs it.
         """
         loss = lock_step.loss_of(value, loss)
+        grad = lock_step.gradient_of(self.method.pulls, grad, params)
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             if self.remembers:
-                return self._from_before(params, state, loss, due)
-            return self._from_here(params, state, loss, due)
+                return self._from_before(params, state, loss, grad, due)
+            return self._from_here(params, state, loss, grad, due)
 
     def is_due(self, step: int) -> bool:
         """Whether anything is sent or applied at this step; counted from 1, on the host."""
         return self.method.is_due(step)
 
-    def _from_before(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+    def _from_before(
+        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+    ) -> Any:
         """With x known the step is one of `exchange`, of u = y - x."""
         x, y = state.before, trees.floats(params)
         check_same_tree("params", y, x)
@@ -99,19 +105,21 @@ class Outer(ByValue):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
         moved, after = lock_step.advance(
-            self.method.pulls, x, u, state.exchange, loss, due, self.method.check
+            self.method.pulls, x, u, state.exchange, loss, due, self.method.check, grad
         )
         # x + (y - x) may round to a neighbor of y: what was not moved stays y itself.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
         y = jax.tree.map(keep, y, trees.apply_updates(x, moved), u, moved)
         return trees.refill(y, params), OuterState(after, y)
 
-    def _from_here(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+    def _from_here(
+        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+    ) -> Any:
         """With y alone the worker stands at x = y with u = 0, until it is moved."""
         pulls, before = self.method.pulls, state.exchange
         t, y = lock_step.step_of(before), trees.floats(params)
         still = trees.zeros(y)
-        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t)
+        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t, grad)
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
 
