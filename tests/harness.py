@@ -30,6 +30,8 @@ class Method:
       due: the steps between exchanges; 1 if there is one at every step.
       rounds: W -> per pull, over how many rounds of a graph its exchange is compiled.
       refuses: of the numbers of workers tested, those it refuses.
+      unsaid: bytes of branches that its payload does not count.
+      wires: whether its parameters may travel in a narrow format.
     """
 
     make: Callable[..., optax.GradientTransformationExtraArgs]
@@ -39,6 +41,8 @@ class Method:
     due: int = 1
     rounds: Callable[[int], tuple[int, ...]] = lambda W: (1,)
     refuses: tuple[int, ...] = ()
+    unsaid: tuple[int, ...] = ()
+    wires: bool = True
 
     def chain(self, W, base, **check):
         tx = self.make(W, **check)
@@ -58,6 +62,9 @@ def median_worker():
 
 hops = lambda W: (len(graph.exponential(W).rounds),)
 pairs = lambda W: (len(graph.bipartite_exponential(W).rounds),)
+
+# Soon warm, and with a threshold that some norms pass.
+GUARD = lj.Guard(warmup=2, threshold=0.5, decay=0.3, clip=0.5)
 
 METHODS = {
     "lsgd": Method(
@@ -90,6 +97,44 @@ METHODS = {
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
     ),
+    "grawa": Method(lambda W, **k: lj.grawa(0.4, 2, decay=0.3, **k), due=2),
+    "grawa+layers": Method(
+        lambda W, **k: lj.grawa(
+            0.4, 4, layerwise=True, fragments=2, delay=1, scan_axis=0, **k
+        ),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "edit": Method(lambda W, **k: lj.diloco(2, guard=GUARD, **k), due=2, alone=False),
+    "edit+layers": Method(
+        lambda W, **k: lj.diloco(
+            4,
+            guard=dataclasses.replace(GUARD, layerwise=True),
+            fragments=2,
+            delay=1,
+            mixing=0.3,
+            restart=2,
+            **k,
+        ),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "decoupled": Method(
+        lambda W, **k: lj.diloco(
+            2, merge="radial", weights=range(1, W + 1), restart=2, **k
+        ),
+        due=2,
+        alone=False,
+        unsaid=(44,),  # the mean, where directions cancel
+        wires=False,
+    ),
+    "robust_mean": Method(
+        lambda W, **k: lj.exchange(lj.Pull(lj.robust_mean("krum"), 0.5, every=2), **k),
+        due=2,
+        wires=False,
+    ),
     "parle": Method(lambda W, **k: lj.parle(0.1, 2, decay=0.5, **k), due=2, alone=False),
     "dpsgd": Method(lambda W, **k: lj.dpsgd(graph.ring(W), **k)),
     "adpsgd": Method(
@@ -110,7 +155,9 @@ METHODS = {
         lambda W, **k: lj.wagma(2, 3, **k), rounds=lambda W: (3, 1), refuses=(5,)
     ),
     "median_worker": Method(
-        lambda W, **k: lj.exchange(lj.Pull(median_worker(), 0.5, every=2), **k), due=2
+        lambda W, **k: lj.exchange(lj.Pull(median_worker(), 0.5, every=2), **k),
+        due=2,
+        wires=False,
     ),
     "allreduce": Method(lambda W: lj.allreduce(), first=True),
     "post_local_sgd": Method(
@@ -122,6 +169,9 @@ METHODS = {
     ),
     "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
     "licm": Method(lambda W: lj.licm(0.5), first=True),
+    "krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
+    "robust+geometric_median": Method(lambda W: lj.geometric_median(), first=True),
+    "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
     "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),
     "cge_decay": Method(lambda W: lj.cge(int(W > 1), decay=0.5), first=True, alone=False),
 }
@@ -147,11 +197,7 @@ METHODS |= {
     f"{name}+{wire}": over(WIRES[wire], METHODS[name])
     for wire, names in {
         "bfloat16": ("lsgd", "easgd", "sgp"),
-        "int8": [
-            n
-            for n, m in METHODS.items()
-            if (not m.first or m.then) and n != "median_worker"  # float32 only
-        ],
+        "int8": [n for n, m in METHODS.items() if (not m.first or m.then) and m.wires],
         "int4": ("lsgd", "diloco", "sgp", "wagma"),
         "stochastic": ("local_sgd", "osgp_delayed", "wagma"),
     }.items()
