@@ -44,7 +44,7 @@ def test_the_table_gives_the_bytes_of_an_exchange():
     rows = re.findall(r"\| ([^|]*) \| `(lj\.[^`]*)`", README.read_text())
     workers = lj.Workers(2, 4)
     params = workers.put({"w": np.ones((8, 1000), np.float32)})
-    assert len(rows) == 18
+    assert len(rows) == 23
     for written, line in rows:
         tx = eval(line, {"lj": lj, "optax": optax})
         step = lambda x, tx=tx: tx.update(x, tx.init(x), x, value=x["w"].sum())[1]

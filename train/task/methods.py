@@ -22,7 +22,7 @@ from train.task import asynchronous_methods, hybrids
 Factory = Callable[..., optax.GradientTransformation]
 
 # What the trainer gives a factory, or leaves to it, so that it is no option.
-GIVEN = {"axes", "learning_rate", "part"}
+GIVEN = {"axes", "learning_rate", "part", "guard", "weights"}
 
 # Graphs by their names on the command line.
 TOPOLOGIES = {
@@ -66,6 +66,28 @@ def outer_sgd(
     return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
 
 
+def edit_guard(
+    temperature: float = 1.0,
+    threshold: float = 3.0,
+    warmup: int = 120,
+    decay: float = 0.02,
+    clip: float | None = None,
+    layerwise: bool = False,
+) -> lj.Guard:
+    """EDiT's guard of the pseudo-gradients.
+
+    Args:
+      temperature: in units of their norms; a norm larger than the smallest one by several
+        temperatures has practically no weight.
+      threshold: the z-score from which on a norm is anomalous.
+      warmup: exchanges before the first test, at least 2.
+      decay: weight of the newest norm in the running mean and variance, in [0, 1].
+      clip: the largest norm of the merged pseudo-gradient; None: no limit.
+      layerwise: whether each leaf is judged, weighed and rolled back by itself.
+    """
+    return lj.Guard(temperature, threshold, warmup, decay, clip, layerwise)
+
+
 def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
     """The first part of post-local SGD.
 
@@ -83,6 +105,8 @@ ROWS = (
     Row("post-local-sgd", lj.local_sgd, first=allreduce_until),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
+    Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": edit_guard}),
+    Row("grawa", lj.grawa),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
     Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
     Row("parle", lj.parle),
@@ -97,6 +121,9 @@ ROWS = (
     Row("coordinate-median", first=lj.coordinate_median),
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
+    Row("krum", first=lj.krum),
+    Row("geometric-median", first=lj.geometric_median),
+    Row("trimmed-mean", first=lj.trimmed_mean),
     Row("independent"),
     Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
     Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),
