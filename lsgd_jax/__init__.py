@@ -21,8 +21,8 @@ from lsgd_jax._src.group import Group as Group
 from lsgd_jax._src.kernel import Pull as Pull
 from lsgd_jax._src.kernel import PullState as PullState
 from lsgd_jax._src.layouts import inside_axes as inside_axes
-from lsgd_jax._src.methods.averaging import AnchorState as AnchorState
-from lsgd_jax._src.methods.averaging import anchored as anchored
+from lsgd_jax._src.methods.anchored import AnchorState as AnchorState
+from lsgd_jax._src.methods.anchored import anchored as anchored
 from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd

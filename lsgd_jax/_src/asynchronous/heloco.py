@@ -67,7 +67,12 @@ def heloco_correct(
 
 
 def heloco_step(
-    anchor: Array, m: Array, delta: Array, rate: float, momentum: float, rho: float = 1.0
+    anchor: Array,
+    m: Array,
+    delta: Array,
+    rate: float | Array,
+    momentum: float | Array,
+    rho: float | Array = 1.0,
 ) -> tuple[Array, Array]:
     r"""The outer step after the correction, whose momentum is an average.
 
@@ -89,8 +94,8 @@ def heloco_step(
     ([-1.25], [0.5])
     """
     given = rho * delta
-    m = momentum * m + (1 - momentum) * given
-    return anchor - rate * (given + momentum * m), m
+    renewed = momentum * m + (1 - momentum) * given
+    return anchor - rate * (given + momentum * renewed), renewed
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

@@ -1,32 +1,25 @@
 """Averaging methods: the workers' mean every τ steps, as it is or through an outer step."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax import Array
 
-from lsgd_jax._src import trees
-from lsgd_jax._src.branch import any_of
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_fraction,
     check_not_negative,
-    check_option,
     check_positive_int,
 )
 from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.memory import Memory
-from lsgd_jax._src.methods.guard import Detector, Guard, weigh
-from lsgd_jax._src.methods.merging import MERGES, Merge
+from lsgd_jax._src.methods.anchored import anchored
+from lsgd_jax._src.methods.guard import Guard
+from lsgd_jax._src.methods.merging import Merge
 from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
 from lsgd_jax._src.rule import Rule
-from lsgd_jax._src.shared import Axes, Shared
-from lsgd_jax._src.trees import Tree, value_at, widened
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import value_at
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
@@ -52,202 +45,6 @@ def average(axes: Axes = ("node", "local")) -> Rule:
         return mean, count > 0, state
 
     return Rule(axes, lambda params: (), agree, keeps=("reference", "error"), reads_x=False)
-
-
-class AnchorState(NamedTuple):
-    """The state of `anchored`.
-
-    Attributes:
-      anchor: a, where the workers stood together after the last exchange; a tree like the
-        parameters, in float32 at least; shared.
-      outer: the outer optimizer's state, a tuple of one per leaf with a layerwise guard;
-        shared.
-      exchanges: int32 scalar, those that moved the anchor, or () without restarts; shared.
-      detector: the guard's `Detector`, or () without one; per worker.
-    """
-
-    anchor: Shared[Tree]
-    outer: Shared[Any]
-    exchanges: Shared[Array] | tuple[()] = ()
-    detector: Any = ()
-
-
-@by_value
-def anchored(
-    outer: optax.GradientTransformation,
-    axes: Axes = ("node", "local"),
-    guard: Guard | None = None,
-    restart: int | None = None,
-    merge: Merge = "mean",
-    weights: Sequence[float] | None = None,
-) -> Rule:
-    r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
-
-    .. math::
-      \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
-      a \leftarrow a + \text{outer}(\Delta), \qquad z = a
-
-    with H the workers of the group whose y and loss are finite. The anchor starts as the
-    mean of the workers' starts.
-
-    With `weights` or a `guard` Δ is the weighted mean of :math:`\Delta_i = a - y_i`. With
-    ``merge="radial"`` it has, leaf by leaf, the mean norm and the mean direction of the
-    workers' Δ_i, so that its norm does not shrink with the number of workers:
-
-    .. math::
-      \Delta = \Bigl( \sum_i w_i |\Delta_i| \Bigr) \, \text{dir} \Bigl( \sum_i w_i \,
-      \text{dir}(\Delta_i) \Bigr), \qquad \sum_i w_i = 1,
-
-    with dir(v) = v / |v|, dir(0) = 0. A leaf whose directions cancel takes the weighted
-    mean. The radial merge travels in float32 only.
-
-    Args:
-      outer: any optax transformation; its learning rate counts exchanges, not steps.
-      axes: the mesh axes of the group.
-      guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
-      restart: S, every S-th exchange sets the outer momentum to 0 before it moves the
-        anchor: the outer state starts anew, but for the step counts of schedules. None:
-        never.
-      merge: 'mean', or 'radial' as in Decoupled DiLoCo.
-      weights: w ≥ 0 of every worker of the group, in any unit, such as its tokens² / steps;
-        None: equal.
-
-    Raises:
-      ValueError: no optax transformation, a restart below 1, an unknown merge, weights
-        that are negative or all 0, weights beside a guard; in `update`, another number of
-        weights than workers.
-
-    Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428 (radial merge and weights), and the
-    restart of the outer momentum, 2026, arXiv:2605.28585.
-
-    >>> import optax
-    >>> import lsgd_jax as lj
-    >>> lj.anchored(optax.sgd(0.7)).axes
-    ('node', 'local')
-    """
-    if not isinstance(outer, optax.GradientTransformation):
-        raise ValueError(
-            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
-            f"outer={outer!r}"
-        )
-    if guard is not None and not isinstance(guard, Guard):
-        raise ValueError(f"`guard` must be a Guard or None, got guard={guard!r}")
-    if restart is not None:
-        check_positive_int("restart", restart)
-    check_option("merge", merge, get_args(Merge))
-    _check_weights(weights, guard)
-    outer = optax.with_extra_args_support(outer)
-    is_plain = guard is None and weights is None and merge == "mean"
-    layerwise = guard is not None and guard.layerwise
-
-    def init(params: Tree) -> AnchorState:
-        group = Group(axes)
-        anchor = group.start(params)
-        blocks = _blocks(anchor.value) if layerwise else [anchor.value]
-        states = tuple(map(outer.init, blocks))
-        return AnchorState(
-            anchor,
-            anchor._replace(value=states if layerwise else states[0]),
-            anchor._replace(value=jnp.int32(0)) if restart else (),
-            Detector.start(guard, params) if guard else (),
-        )
-
-    def merged(group, y, state, is_finite):
-        """The pseudo-gradient, whether it moves each block, and the detector."""
-        anchor = state.anchor.value
-        if is_plain:
-            mean, count = group.masked_mean(y, is_finite, reference=anchor)
-            return jax.tree.map(jnp.subtract, anchor, mean), [count > 0], ()
-        deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
-        if guard is None:
-            shares, detector = _shares(group, weights, is_finite), ()
-        else:
-            shares, detector = weigh(guard, group, deltas, state.detector, is_finite)
-        delta = MERGES[merge](group, deltas, shares, is_finite)
-        moves = trees.materialized(*shares.sum(axis=0))
-        return guard.clipped(delta) if guard else delta, [m > 0 for m in moves], detector
-
-    def moved(delta, anchor, outer_state, begins_anew, moves):
-        """A block's anchor and outer state after the outer step."""
-        before = outer_state
-        if restart:
-            fresh = _restarted(outer.init(anchor), outer_state)
-            before = trees.where(begins_anew, fresh, outer_state)
-        step, after = outer.update(delta, before, anchor)
-        renewed = optax.apply_updates(anchor, step), after
-        return trees.where(moves, renewed, (anchor, outer_state))
-
-    def agree(group, x, y, state, is_finite, t):
-        anchor, outer_state = state.anchor.value, state.outer.value
-        delta, moves, detector = merged(group, y, state, is_finite)
-        exchanges, begins_anew = (), False
-        if restart:
-            count = state.exchanges.value + any_of(*moves).astype(jnp.int32)
-            exchanges, begins_anew = group.shared(count), count % restart == 0
-        if not layerwise:
-            after = moved(delta, anchor, outer_state, begins_anew, moves[0])
-        else:
-            blocks = zip(_blocks(delta), _blocks(anchor), outer_state, moves)
-            each = [moved(d, a, s, begins_anew, m) for d, a, s, m in blocks]
-            leaves = [jax.tree.leaves(a)[0] for a, _ in each]
-            anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
-            after = anchor, tuple(s for _, s in each)
-        # The anchor is there to be pulled to even if no worker is finite.
-        state = AnchorState(*map(group.shared, after), exchanges, detector)
-        return after[0], jnp.asarray(True), state
-
-    keeps = None if merge == "radial" else ("error",)
-    return Rule(axes, init, agree, keeps=keeps, reads_x=False)
-
-
-def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None:
-    """Raises ValueError for weights that are no weights, or stand beside a guard."""
-    if weights is None:
-        return
-    if guard is not None:
-        raise ValueError("`weights` must be None with a guard, which weighs by itself")
-    valid = [isinstance(w, int | float) and 0 <= w < float("inf") for w in weights]
-    if not all(valid) or not sum(weights) > 0:
-        raise ValueError(
-            "`weights` must be finite numbers of at least 0, not all 0, got "
-            f"weights={weights!r}"
-        )
-
-
-def _shares(group: Group, weights: Sequence[float] | None, is_finite: Array) -> Array:
-    """What the finite workers weigh: float [W, 1], equal on all workers."""
-    given = [1.0] * group.size if weights is None else weights
-    if len(given) != group.size:
-        raise ValueError(
-            f"`weights` must have one number per worker ({group.size}), got {len(given)}"
-        )
-    counts = group.gather(is_finite.astype(jnp.float32)) == 1
-    given = jnp.asarray(given, float)
-    mine = jnp.where(counts, given, 0)
-    total = mine.sum()
-    return jnp.where(total > 0, mine / jnp.where(total > 0, total, 1), 0)[:, None]
-
-
-def _blocks(tree: Tree) -> list[Tree]:
-    """For each leaf the tree with nothing else in it, so that the paths stay."""
-    leaves, treedef = jax.tree.flatten(tree)
-    nothing = optax.MaskedNode()
-    only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
-    return [treedef.unflatten(only(i)) for i in range(len(leaves))]
-
-
-def _restarted(fresh: Any, state: Any) -> Any:
-    """A fresh outer state in which schedules go on from where they are."""
-    counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
-    injects = lambda node: hasattr(node, "hyperparams")
-
-    def pick(new: Any, old: Any) -> Any:
-        if injects(old):
-            return old._replace(inner_state=_restarted(new.inner_state, old.inner_state))
-        return old if counts(old) else new
-
-    is_leaf = lambda node: counts(node) or injects(node)
-    return jax.tree.map(pick, fresh, state, is_leaf=is_leaf)
 
 
 @by_value
