@@ -121,7 +121,7 @@ METHODS = {
         alone=False,
         rounds=lambda W: (1, 1),
     ),
-    "decoupled": Method(
+    "diloco+radial": Method(
         lambda W, **k: lj.diloco(
             2, merge="radial", weights=range(1, W + 1), restart=2, **k
         ),
@@ -130,7 +130,7 @@ METHODS = {
         unsaid=(44,),  # the mean, where directions cancel
         wires=False,
     ),
-    "robust_mean": Method(
+    "robust+pull": Method(
         lambda W, **k: lj.exchange(lj.Pull(lj.robust_mean("krum"), 0.5, every=2), **k),
         due=2,
         wires=False,
@@ -169,7 +169,7 @@ METHODS = {
     ),
     "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
     "licm": Method(lambda W: lj.licm(0.5), first=True),
-    "krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
+    "robust+krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
     "robust+geometric_median": Method(lambda W: lj.geometric_median(), first=True),
     "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
     "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),

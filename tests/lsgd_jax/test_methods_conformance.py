@@ -189,7 +189,7 @@ def test_all_workers_sick_at_once_without_any_guard(name):
         assert not lj.waiting(state).any()
         return
     close(seen[2], seen[1])
-    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle", "edit", "decoupled")
+    with_center = ("easgd", "downpour", "diloco", "slowmo", "parle", "edit")
     if name.startswith(with_center):
         assert not lj.waiting(state).any()
         assert (sum(level.restored for level in lj.diagnostics(state)) == 1).all()

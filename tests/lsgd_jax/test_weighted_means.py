@@ -72,7 +72,12 @@ def inputs(case):
     return np.tile(given["start"], (case["workers"], 1)), gradients
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = "mgrawa-4 lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3 decoupled_avg-3".split()
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_oracle(name):
     case = CASES[name]
     start, gradients = inputs(case)

@@ -72,12 +72,12 @@ def anchored(
       outer: any optax transformation; its learning rate counts exchanges, not steps.
       axes: the mesh axes of the group.
       guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
-      restart: S, every S-th exchange sets the outer momentum to 0 before it moves the
-        anchor: the outer state starts anew, but for the step counts of schedules. None:
-        never.
+      restart: S; every S-th exchange sets the outer momentum to 0 before it moves the
+        anchor. The outer state starts anew, but for the step counts of schedules. Defaults
+        to never.
       merge: 'mean', or 'radial' as in Decoupled DiLoCo.
-      weights: w ≥ 0 of every worker of the group, in any unit, such as its tokens² / steps;
-        None: equal.
+      weights: w ≥ 0 of every worker of the group, in any unit, such as its tokens² / steps.
+        Defaults to equal weights.
 
     Raises:
       ValueError: no optax transformation, a restart below 1, an unknown merge, weights
@@ -173,7 +173,7 @@ def anchored(
 
 
 def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None:
-    """Raises ValueError for weights that are no weights, or stand beside a guard."""
+    """Raises ValueError unless the weights are valid and no guard stands beside them."""
     if weights is None:
         return
     if guard is not None:
@@ -187,7 +187,7 @@ def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None
 
 
 def _shares(group: Group, weights: Sequence[float] | None, is_finite: Array) -> Array:
-    """What the finite workers weigh: float [W, 1], equal on all workers."""
+    """The weights of the finite workers, which sum to 1: float [W, 1], equal on all."""
     given = [1.0] * group.size if weights is None else weights
     if len(given) != group.size:
         raise ValueError(

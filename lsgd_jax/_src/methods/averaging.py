@@ -1,4 +1,4 @@
-"""Averaging methods: the workers' mean every τ steps, as it is or through an outer step."""
+"""Averaging methods: every τ steps the workers' mean, or an outer step towards it."""
 
 from collections.abc import Sequence
 
@@ -70,7 +70,7 @@ def local_sgd(
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -128,24 +128,24 @@ def diloco(
 
     Args:
       period: steps between exchanges of a fragment, τ; 500 in the paper.
-      outer: any optax transformation; None: ``optax.sgd(0.7, momentum=0.9,
+      outer: any optax transformation. Defaults to ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)``.
-      fragments: how many fragments take turns, F; must divide the period.
-      delay: steps that a fragment has to travel, d < τ / F.
-      mixing: how much of its own parameters a worker keeps, m in [0, 1).
+      fragments: number of fragments that take turns, F; must divide the period.
+      delay: steps between sending and applying a fragment, d < τ / F.
+      mixing: the share of its own parameters that a worker keeps, m in [0, 1).
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      scan_axis: the axis along which layers are stacked, of all leaves or by path. There
-        fragments cut leaves, see `fragment`; None: leaves stay whole.
-      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path.
+        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
+      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
       guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
-        With fragments every fragment has its own; None: all finite workers count alike.
-      restart: every so many exchanges the outer momentum is set to 0; None: never.
+        Each fragment has its own. By default all finite workers count alike.
+      restart: exchanges after which the outer momentum is set to 0. Defaults to never.
       merge: how pseudo-gradients become one: their 'mean', or 'radial', which keeps their
         norm. See `anchored`.
-      weights: of every worker of the group, in any unit; None: equal.
+      weights: one number per worker of the group, in any unit. Defaults to equal weights.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -208,15 +208,15 @@ def slowmo(
       period: steps between exchanges, τ.
       alpha: the slow learning rate, α.
       beta: the slow momentum, β in [0, 1].
-      learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
-        one cancels. Schedules of optax count from 0: for s(step) of the base pass
+      learning_rate: η of the base optimizer, or a schedule of t = 1, 2, …. A constant rate
+        cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
-      restart: S, every S-th exchange sets m to 0 before it renews it; None: never.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
+      restart: S; every S-th exchange sets m to 0 before it renews it. Defaults to never.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum

@@ -195,9 +195,9 @@ def grawa(
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      fragments: how many fragments take turns, F; must divide the period. Each has weights
-        of its own.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      fragments: number of fragments that take turns, F; must divide the period. Each has
+        its own weights.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, see `fragment`.
 
     Returns:

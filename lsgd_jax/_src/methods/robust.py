@@ -1,4 +1,4 @@
-"""Aggregations of gradients, first in a chain: the mean, and what withstands attackers."""
+"""Aggregations of gradients, first in a chain: the mean and robust means."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def allreduce(
 
     Args:
       axes: the mesh axes of the group.
-      until: the last step on which it works; None: on all.
+      until: the last step on which gradients are averaged. Defaults to all steps.
 
     Returns:
       An optax transformation for one worker, the first in its chain.
@@ -79,7 +79,7 @@ def coordinate_median(
 def licm(
     gamma: float = 0.5, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""LICM-SGD: the mean of what lies near the coordinate-wise median.
+    r"""LICM-SGD: the mean of the values near the coordinate-wise median.
 
     .. math::
       g_i[k] \leftarrow \text{mean} \{ g_j[k] : |g_j[k] - m[k]| \le \gamma |m[k]| \}, \qquad
@@ -137,8 +137,8 @@ def cge(
     enter h. If K is empty the gradients stay as they are.
 
     Args:
-      faulty: how many workers may send anything, 0 ≤ f < W.
-      decay: weight of the earlier gradients, β in [0, 1); if not 0 each worker keeps
+      faulty: number of workers that may send anything, 0 ≤ f < W.
+      decay: weight of the earlier gradients, β in [0, 1). If it is not 0, each worker keeps
         its h.
       axes: the mesh axes of the group.
 
@@ -200,8 +200,8 @@ def krum(
     stay as they are. Each worker holds all W gradients for a moment.
 
     Args:
-      faulty: how many workers may send anything, f ≥ 0.
-      keep: how many of the best gradients to average, m ≥ 1.
+      faulty: number of workers that may send anything, f ≥ 0.
+      keep: number of best gradients to average, m ≥ 1.
       axes: the mesh axes of the group.
 
     Returns:
