@@ -150,7 +150,7 @@ def outer(method: Exchange) -> Outer:
     ``optax.chain(optimizer, method)``; there is no order of a chain to get wrong.
 
     A method whose rule depends on x, where the worker stood before its own step
-    (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`), and one with
+    (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`, `grawa`), and one with
     ``check="every_step"`` keep a copy of it. All others cannot undo a step: a worker that
     is not finite goes on until the next pull restores it.
 

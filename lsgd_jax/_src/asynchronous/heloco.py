@@ -24,8 +24,10 @@ def heloco_correct(
 ) -> Array:
     r"""A pseudo-gradient after HeLoCo's correction, for one tensor.
 
-    With û = Δ / |Δ|, v̂ = m / |m|, c = û · v̂ and
-    :math:`\text{conf} = |\Delta| / (|\Delta| + \kappa |m| + \epsilon)`:
+    .. math::
+      \hat u = \frac{\Delta}{|\Delta|}, \qquad \hat v = \frac{m}{|m|}, \qquad
+      c = \hat u \cdot \hat v, \qquad
+      \text{conf} = \frac{|\Delta|}{|\Delta| + \kappa |m| + \epsilon}
 
     .. math::
       \hat\Delta = \begin{cases}

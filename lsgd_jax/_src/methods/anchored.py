@@ -65,8 +65,8 @@ def anchored(
       \Delta = \Bigl( \sum_i w_i |\Delta_i| \Bigr) \, \text{dir} \Bigl( \sum_i w_i \,
       \text{dir}(\Delta_i) \Bigr), \qquad \sum_i w_i = 1,
 
-    with dir(v) = v / |v|, dir(0) = 0. A leaf whose directions cancel takes the weighted
-    mean. The radial merge travels in float32 only.
+    with :math:`\text{dir}(v) = v / |v|` and dir(0) = 0. A leaf whose directions cancel
+    takes the weighted mean. The radial merge travels in float32 only.
 
     Args:
       outer: any optax transformation; its learning rate counts exchanges, not steps.

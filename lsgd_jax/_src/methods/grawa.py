@@ -58,7 +58,7 @@ def gradient_weighted(
     .. math::
       n_i &\leftarrow \rho n_i + (1 - \rho) \, s_i, \qquad
       \hat n_i = n_i / (1 - \rho^k) \\
-      w_i &= \hat n_i^{-p} \, \Big/ \, \sum_{j \in H} \hat n_j^{-p}, \qquad
+      w_i &= \frac{\hat n_i^{-p}}{\sum_{j \in H} \hat n_j^{-p}}, \qquad
       z = \sum_{i \in H} w_i y_i
 
     with s_i the sum over the leaves of the norms of worker i's gradient, k the number of

@@ -225,7 +225,7 @@ def geometric_median(
     r"""The geometric median of all gradients: fewer than half of them cannot move it far.
 
     .. math::
-      g_i \leftarrow z, \qquad z \leftarrow \sum_j w_j g_j \Big/ \sum_j w_j, \qquad
+      g_i \leftarrow z, \qquad z \leftarrow \frac{\sum_j w_j g_j}{\sum_j w_j}, \qquad
       w_j = 1 / \max(10^{-6}, |g_j - z|)
 
     over the workers whose gradients are finite, from their mean; if there are none the

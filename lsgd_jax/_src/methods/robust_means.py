@@ -147,15 +147,15 @@ KINDS: dict[str, Callable[..., Mean]] = {
 def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int) -> Rule:
     r"""A mean that a few workers cannot move, as a rule of a pull.
 
-    Over the workers H of the group whose y and loss are finite:
+    Over the n workers of the group whose y and loss are finite:
 
     - 'krum': the mean of the `keep` (1) workers of the lowest score. A worker's score is
-      the sum of the |H| - f - 2 smallest :math:`|y_i - y_j|^2`, with f the `faulty` (1)
-      workers. Needs |H| ≥ 2 f + 3.
+      the sum of the n - f - 2 smallest :math:`|y_i - y_j|^2`, with f the `faulty` (1)
+      workers. Needs n ≥ 2 f + 3.
     - 'geometric_median': the z of the smallest :math:`\sum_i |y_i - z|`, by `iterations`
       (32) steps of Weiszfeld's iteration.
     - 'trimmed_mean': for each coordinate the mean without the `cut` (1) smallest and
-      largest values. Needs |H| > 2 cut.
+      largest values. Needs n > 2 cut.
 
     With fewer workers than a kind needs the target is their coordinate-wise median. Each
     worker holds the parameters of all W workers for a moment. They travel in float32 only.
