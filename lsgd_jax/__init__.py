@@ -23,8 +23,8 @@ from lsgd_jax._src.kernel import PullState as PullState
 from lsgd_jax._src.layouts import following as following
 from lsgd_jax._src.layouts import inside_axes as inside_axes
 from lsgd_jax._src.layouts import largest_dimension as largest_dimension
-from lsgd_jax._src.methods.averaging import AnchorState as AnchorState
-from lsgd_jax._src.methods.averaging import anchored as anchored
+from lsgd_jax._src.methods.anchored import AnchorState as AnchorState
+from lsgd_jax._src.methods.anchored import anchored as anchored
 from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
@@ -37,8 +37,13 @@ from lsgd_jax._src.methods.easgd import moving_center as moving_center
 from lsgd_jax._src.methods.gossip import adpsgd as adpsgd
 from lsgd_jax._src.methods.gossip import dpsgd as dpsgd
 from lsgd_jax._src.methods.gossip import neighbors as neighbors
+from lsgd_jax._src.methods.grawa import GradientNormState as GradientNormState
+from lsgd_jax._src.methods.grawa import gradient_weighted as gradient_weighted
+from lsgd_jax._src.methods.grawa import grawa as grawa
 from lsgd_jax._src.methods.group import butterfly as butterfly
 from lsgd_jax._src.methods.group import wagma as wagma
+from lsgd_jax._src.methods.guard import Detector as Detector
+from lsgd_jax._src.methods.guard import Guard as Guard
 from lsgd_jax._src.methods.lsgd import LeaderState as LeaderState
 from lsgd_jax._src.methods.lsgd import leader as leader
 from lsgd_jax._src.methods.lsgd import lsgd as lsgd
@@ -58,7 +63,11 @@ from lsgd_jax._src.methods.push_sum import sgp as sgp
 from lsgd_jax._src.methods.robust import allreduce as allreduce
 from lsgd_jax._src.methods.robust import cge as cge
 from lsgd_jax._src.methods.robust import coordinate_median as coordinate_median
+from lsgd_jax._src.methods.robust import geometric_median as geometric_median
+from lsgd_jax._src.methods.robust import krum as krum
 from lsgd_jax._src.methods.robust import licm as licm
+from lsgd_jax._src.methods.robust import trimmed_mean as trimmed_mean
+from lsgd_jax._src.methods.robust_means import robust_mean as robust_mean
 from lsgd_jax._src.methods.sparse_diloco import sparse_diloco as sparse_diloco
 from lsgd_jax._src.methods.sparta import sparta as sparta
 from lsgd_jax._src.outer import Outer as Outer

@@ -31,6 +31,8 @@ class Method:
       due: the number of steps between exchanges.
       rounds: W -> for each pull, the number of graph rounds that are compiled.
       refuses: the numbers of workers in the tests that the method refuses.
+      unsaid: bytes of branches that the payload does not count.
+      wires: whether the parameters may travel in a narrow format.
     """
 
     make: Callable[..., optax.GradientTransformationExtraArgs]
@@ -41,6 +43,8 @@ class Method:
     due: int = 1
     rounds: Callable[[int], tuple[int, ...]] = lambda W: (1,)
     refuses: tuple[int, ...] = ()
+    unsaid: tuple[int, ...] = ()
+    wires: bool = True
 
     def chain(self, W, base, **check):
         if self.around:
@@ -63,6 +67,9 @@ def median_worker():
 SGD = optax.sgd(0.1)
 hops = lambda W: (len(graph.exponential(W).rounds),)
 pairs = lambda W: (len(graph.bipartite_exponential(W).rounds),)
+
+# Soon warm, and with a threshold that some norms pass.
+GUARD = lj.Guard(warmup=2, threshold=0.5, decay=0.3, clip=0.5)
 
 METHODS = {
     "lsgd": Method(
@@ -87,7 +94,10 @@ METHODS = {
         rounds=lambda W: (1, 1),
     ),
     "sparse_diloco": Method(
-        lambda W, **k: lj.sparse_diloco(2, density=0.5, chunk=4, **k), due=2, alone=False
+        lambda W, **k: lj.sparse_diloco(2, density=0.5, chunk=4, **k),
+        due=2,
+        alone=False,
+        wires=False,
     ),
     "desloc": Method(
         lambda W, base=SGD, **k: lj.desloc(
@@ -104,7 +114,7 @@ METHODS = {
         alone=False,
         rounds=lambda W: (2,),
     ),
-    "sparta": Method(lambda W, **k: lj.sparta(0.5, **k)),
+    "sparta": Method(lambda W, **k: lj.sparta(0.5, **k), wires=False),
     "lsgd_streaming": Method(
         lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, scan_axis=0, **k),
         due=2,
@@ -113,6 +123,44 @@ METHODS = {
     ),
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
+    ),
+    "grawa": Method(lambda W, **k: lj.grawa(0.4, 2, decay=0.3, **k), due=2),
+    "grawa+layers": Method(
+        lambda W, **k: lj.grawa(
+            0.4, 4, layerwise=True, fragments=2, delay=1, scan_axis=0, **k
+        ),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "edit": Method(lambda W, **k: lj.diloco(2, guard=GUARD, **k), due=2, alone=False),
+    "edit+layers": Method(
+        lambda W, **k: lj.diloco(
+            4,
+            guard=dataclasses.replace(GUARD, layerwise=True),
+            fragments=2,
+            delay=1,
+            mixing=0.3,
+            restart=2,
+            **k,
+        ),
+        due=2,
+        alone=False,
+        rounds=lambda W: (1, 1),
+    ),
+    "diloco+radial": Method(
+        lambda W, **k: lj.diloco(
+            2, merge="radial", weights=range(1, W + 1), restart=2, **k
+        ),
+        due=2,
+        alone=False,
+        unsaid=(44,),  # the mean, where directions cancel
+        wires=False,
+    ),
+    "robust+pull": Method(
+        lambda W, **k: lj.exchange(lj.Pull(lj.robust_mean("krum"), 0.5, every=2), **k),
+        due=2,
+        wires=False,
     ),
     "parle": Method(lambda W, **k: lj.parle(0.1, 2, decay=0.5, **k), due=2, alone=False),
     "dpsgd": Method(lambda W, **k: lj.dpsgd(graph.ring(W), **k)),
@@ -134,7 +182,9 @@ METHODS = {
         lambda W, **k: lj.wagma(2, 3, **k), rounds=lambda W: (3, 1), refuses=(5,)
     ),
     "median_worker": Method(
-        lambda W, **k: lj.exchange(lj.Pull(median_worker(), 0.5, every=2), **k), due=2
+        lambda W, **k: lj.exchange(lj.Pull(median_worker(), 0.5, every=2), **k),
+        due=2,
+        wires=False,
     ),
     "allreduce": Method(lambda W: lj.allreduce(), first=True),
     "post_local_sgd": Method(
@@ -146,6 +196,9 @@ METHODS = {
     ),
     "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
     "licm": Method(lambda W: lj.licm(0.5), first=True),
+    "robust+krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
+    "robust+geometric_median": Method(lambda W: lj.geometric_median(), first=True),
+    "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
     "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),
     "cge_decay": Method(lambda W: lj.cge(int(W > 1), decay=0.5), first=True, alone=False),
 }
@@ -180,17 +233,12 @@ def over(wire, method):
     return dataclasses.replace(method, make=functools.partial(method.make, wire=wire))
 
 
-# Methods with one wire format: a sparse one of their own, or float32.
-ONE_WIRE = ("sparse_diloco", "sparta", "median_worker")
-
 # Every method that pulls with int8, and some methods with each of the other formats.
 METHODS |= {
     f"{name}+{wire}": over(WIRES[wire], METHODS[name])
     for wire, names in {
         "bfloat16": ("lsgd", "easgd", "sgp"),
-        "int8": [
-            n for n, m in METHODS.items() if (not m.first or m.then) and n not in ONE_WIRE
-        ],
+        "int8": [n for n, m in METHODS.items() if (not m.first or m.then) and m.wires],
         "int4": ("lsgd", "diloco", "sgp", "wagma"),
         "stochastic": ("local_sgd", "osgp_delayed", "wagma"),
     }.items()

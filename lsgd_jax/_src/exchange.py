@@ -114,7 +114,7 @@ def exchange(
       bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
       of parameters narrower than float32 are returned in float32, so that x + u rounds to
       the target on all workers. `update` takes the worker's loss as ``value=`` or
-      ``loss=``.
+      ``loss=``, and its gradient as ``grad=`` for the methods that read it.
 
     Raises:
       ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
@@ -151,20 +151,28 @@ def exchange(
         )
 
     def update(
-        updates, state, params=None, *, value=None, loss=None, due=None, **extra_args
+        updates,
+        state,
+        params=None,
+        *,
+        value=None,
+        loss=None,
+        grad=None,
+        due=None,
+        **extra_args,
     ) -> Any:
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
         check_same_tree("updates", updates, params)
-        loss = loss_of(value, loss)
+        loss, grad = loss_of(value, loss), gradient_of(pulls, grad, params)
         with naming_the_state(state, lambda: init(params)):
-            return step(updates, state, params, loss, due)
+            return step(updates, state, params, loss, grad, due)
 
-    def step(updates, state, params, loss, due) -> Any:
+    def step(updates, state, params, loss, grad, due) -> Any:
         x, u = trees.floats(params), trees.widen(trees.floats(updates))
         wrong = misplaced(state.expected, x)
-        u, after = advance(pulls, x, u, state, loss, due, check)
+        u, after = advance(pulls, x, u, state, loss, due, check, grad)
         return trees.refill(u, updates), after._replace(
             misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
             expected=sample_after(x, u),
@@ -183,6 +191,7 @@ def advance(
     loss: Any,
     due: bool | None,
     check: Check,
+    grad: Tree | None = None,
 ) -> tuple[Tree, ExchangeState]:
     """One step of the kernel: returns u after all due pulls, and the state.
 
@@ -193,10 +202,11 @@ def advance(
       loss: the loss at x, or None.
       due: whether a pull is due. With None, the step count decides.
       check: see `exchange`.
+      grad: the gradient at x, the leaves of floats, or None.
     """
     t = step_of(state)
     u, states, counts, is_finite = kernel.local(
-        pulls, x, u, loss, state.pulls, state.is_finite, t, check
+        pulls, x, u, loss, state.pulls, state.is_finite, t, check, grad
     )
 
     def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
@@ -370,6 +380,14 @@ def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
             "`state` must be what the `init` of this exchange returned for these "
             f"parameters, {expected}, got {jax.tree.structure(state)}"
         ) from error
+
+
+def gradient_of(pulls: Sequence[Pull], grad: Tree | None, params: Tree) -> Tree | None:
+    """The leaves of floats of the gradient, None without one and where no rule reads it."""
+    if grad is None or not any(pull.rule.reads_gradient for pull in pulls):
+        return None
+    check_same_tree("grad", grad, params)
+    return trees.floats(grad)
 
 
 def loss_of(value: Any, loss: Any) -> Any:

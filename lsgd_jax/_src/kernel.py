@@ -217,6 +217,7 @@ def local(
     is_finite: Array,
     t: Array,
     check: Check = "due",
+    grad: Tree | None = None,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...], Array]:
     """One step of a worker by itself: y = x + u after the rules' own steps.
 
@@ -228,12 +229,13 @@ def local(
       is_finite: bool scalar, False for a worker that waits to be restored.
       t: int32 scalar, the step.
       check: see `exchange`.
+      grad: the gradient at x, for rules that read it, or None.
 
     Returns:
       (u, states, counts, is_finite). counts: for each pull, whether loss and rule let this
       worker take part.
     """
-    u, states, counts = step_rules(pulls, x, u, loss, states, t)
+    u, states, counts = step_rules(pulls, x, u, loss, states, t, grad)
     if check == "every_step":
         is_finite &= trees.all_finite(trees.plus(x, u))
     u = settle(x, u, is_finite_loss(loss) & (check == "due"), is_finite)
@@ -247,13 +249,17 @@ def step_rules(
     loss: Any,
     states: Sequence[PullState],
     t: Array,
+    grad: Tree | None = None,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
     """`local` without the treatment of non-finite steps: (u, states, counts)."""
     stepped, counts = [], []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
-        after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t)
+        more = {}
+        if pull.rule.reads_gradient:
+            more["grad"] = None if grad is None else parts.select(pull.part, grad)
+        after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t, **more)
         # A silent rule returns its arguments, so there is nothing to put back.
         if not trees.is_same(after, mine):
             u = parts.put_back(pull.part, after, u)

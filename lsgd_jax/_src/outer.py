@@ -66,6 +66,7 @@ class Outer(ByValue):
         *,
         loss: Any = None,
         value: Any = None,
+        grad: Tree | None = None,
         due: bool | None = None,
     ) -> tuple[Tree, OuterState]:
         """Returns the parameters and the state after the pulls that are due at this step.
@@ -76,6 +77,8 @@ class Outer(ByValue):
           loss: the loss of this step, a scalar. Methods that elect a leader need it, and a
             worker whose loss is not finite is left out.
           value: another name for `loss`.
+          grad: the gradient of this step, a tree like the parameters, for methods that
+            read it.
           due: True or False compiles the step with or without the pulls (see `is_due`).
             With None, the step count in the state decides at run time.
 
@@ -84,16 +87,19 @@ class Outer(ByValue):
             `init`; no loss for a method that needs it.
         """
         loss = lock_step.loss_of(value, loss)
+        grad = lock_step.gradient_of(self.method.pulls, grad, params)
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             if self.remembers:
-                return self._from_before(params, state, loss, due)
-            return self._from_here(params, state, loss, due)
+                return self._from_before(params, state, loss, grad, due)
+            return self._from_here(params, state, loss, grad, due)
 
     def is_due(self, step: int) -> bool:
         """Whether a pull sends or lands at this step, counted from 1; for host loops."""
         return self.method.is_due(step)
 
-    def _from_before(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+    def _from_before(
+        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+    ) -> Any:
         """With x known, the step is that of `exchange` with u = y - x."""
         x, y = state.before, trees.floats(params)
         check_same_tree("params", y, x)
@@ -101,19 +107,21 @@ class Outer(ByValue):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
         moved, after = lock_step.advance(
-            self.method.pulls, x, u, state.exchange, loss, due, self.method.check
+            self.method.pulls, x, u, state.exchange, loss, due, self.method.check, grad
         )
         # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
         y = jax.tree.map(keep, y, trees.apply_updates(x, moved), u, moved)
         return trees.refill(y, params), OuterState(after, y)
 
-    def _from_here(self, params: Tree, state: OuterState, loss: Any, due: Any) -> Any:
+    def _from_here(
+        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+    ) -> Any:
         """With y alone, the step starts from x = y and u = 0."""
         pulls, before = self.method.pulls, state.exchange
         t, y = lock_step.step_of(before), trees.floats(params)
         still = trees.zeros(y)
-        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t)
+        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t, grad)
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
 
@@ -144,8 +152,8 @@ def outer(method: Exchange) -> Outer:
     those of ``optax.chain(optimizer, method)``, but no chain can be in the wrong order.
 
     The state keeps a copy of x, the parameters before the training step, if the method's
-    rule depends on x (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`) or
-    with ``check="every_step"``. All other methods cannot undo a step: a worker that is not
+    rule depends on x (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`,
+    `grawa`) or with ``check="every_step"``. All other methods cannot undo a step: a worker that is not
     finite continues until the next pull restores it.
 
     Args:

@@ -46,6 +46,8 @@ class Rule(ByValue):
         target, if it calls `broadcast`, or `masked_mean` without a reference of its own;
         'error' if it calls `masked_mean` or `masked_sum`; () if it only permutes and
         pushes. With None, parameters travel in float32 only.
+      reads_gradient: whether `step` also takes ``grad=``, the worker's gradient: a tree
+        like x, or None if `update` was called without one.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
     """
@@ -53,9 +55,10 @@ class Rule(ByValue):
     axes: Axes
     init: Callable[[Tree], Any]
     agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
-    step: Callable[[Tree, Tree, Any, Array | None, Array], tuple[Tree, Any, Any]] = silent
+    step: Callable[..., tuple[Tree, Any, Any]] = silent
     keeps: tuple[Kept, ...] | None = None
     reads_x: bool = True
+    reads_gradient: bool = False
 
 
 @by_value

@@ -8,6 +8,8 @@ from lsgd_jax._src.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax._src.asynchronous.coordinator import Report as Report
 from lsgd_jax._src.asynchronous.coordinator import Status as Status
 from lsgd_jax._src.asynchronous.diloco import DiLoCo as DiLoCo
+from lsgd_jax._src.asynchronous.heloco import heloco_correct as heloco_correct
+from lsgd_jax._src.asynchronous.heloco import heloco_step as heloco_step
 from lsgd_jax._src.asynchronous.lsgd import LSGD as LSGD
 from lsgd_jax._src.asynchronous.network import NETWORKS as NETWORKS
 from lsgd_jax._src.asynchronous.network import Network as Network

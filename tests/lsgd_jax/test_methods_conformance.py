@@ -15,7 +15,8 @@ import lsgd_jax as lj
 from lsgd_jax._src.uniform import equations
 
 
-# By default only these methods are tested with a narrow wire format ("method+format").
+# By default only these methods are tested with a narrow wire format or as a variant
+# ("method+format").
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
 
 
@@ -28,6 +29,12 @@ def rows_of(names, fast=None):
 
 def method_of(name):
     return name.partition("+")[0]
+
+
+def arrives_late(name):
+    """Whether targets are in flight between the steps that communicate."""
+    late = ("osgp_delayed", "diloco_streaming", "lsgd_streaming")
+    return method_of(name) in late or "+layers" in name
 
 
 every_method = pytest.mark.parametrize("name", rows_of(METHODS))
@@ -168,7 +175,7 @@ def test_workers_lose_a_step_that_is_finite_on_none(name):
     """Only targets in flight still move them."""
     seen, state = all_bad(run_of(name, 4, 2, 8))
     assert not lj.waiting(state).any()
-    if method_of(name) not in ("osgp_delayed", "diloco_streaming", "lsgd_streaming"):
+    if not arrives_late(name):
         close(seen[2], seen[1])
     assert np.abs(seen[4]["w"] - seen[2]["w"]).max() > 1e-4
 
@@ -180,8 +187,7 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
     With fragments, a worker continues as soon as all its parameters are finite.
     """
     seen, state = all_bad(unguarded(name))
-    in_fragments = ("diloco_streaming", "lsgd_streaming", "desloc")
-    if method_of(name) in ("osgp_delayed", *in_fragments):
+    if arrives_late(name) or method_of(name) == "desloc":
         assert not lj.waiting(state).any()
         return
     close(seen[2], seen[1])
@@ -189,6 +195,7 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
         "easgd",
         "downpour",
         "diloco",
+        "edit",
         "sparse_diloco",
         "slowmo",
         "noloco",
@@ -242,6 +249,7 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     ]
     if method.due > 1:
         assert always == 0
+    said += method.unsaid
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
 
 

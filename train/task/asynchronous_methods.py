@@ -41,6 +41,7 @@ def diloco(
     weights: Literal["steps", "equal"] = "steps",
     delay: int = 0,
     wire: lj.WireFormat = "float32",
+    correction: Literal["none", "heloco"] = "none",
 ) -> lj.asynchronous.Method:
     """Asynchronous DiLoCo: each worker sends its pseudo-gradient as soon as it has one.
 
@@ -56,6 +57,11 @@ def diloco(
       weights: weight of a pseudo-gradient: its number of steps, or equal weights.
       delay: maximum number of steps that a worker takes before it waits for the answer.
       wire: the format in which parameters travel.
+      correction: 'heloco' turns each tensor of a pseudo-gradient towards the outer momentum
+        as far as it points away from it; 'none' is delayed Nesterov.
     """
     outer = outer_learning_rate, outer_momentum, momentum_every
-    return lj.asynchronous.DiLoCo(local_steps, *outer, together, weights, delay, wire=wire)
+    options = together, weights, delay
+    return lj.asynchronous.DiLoCo(
+        local_steps, *outer, *options, wire=wire, correction=correction
+    )

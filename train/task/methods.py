@@ -22,7 +22,7 @@ from train.task import asynchronous_methods, hybrids
 Factory = Callable[..., optax.GradientTransformation]
 
 # Parameters that are not options: the trainer sets them, or leaves them at their defaults.
-GIVEN = {"axes", "base", "learning_rate", "moments", "part"}
+GIVEN = {"axes", "base", "guard", "learning_rate", "moments", "part", "weights"}
 
 # Topologies by their names on the command line.
 TOPOLOGIES = {
@@ -78,6 +78,28 @@ def anchor_rate(outer_learning_rate: float = 1.0) -> float:
     return outer_learning_rate
 
 
+def edit_guard(
+    temperature: float = 1.0,
+    threshold: float = 3.0,
+    warmup: int = 120,
+    decay: float = 0.02,
+    clip: float | None = None,
+    layerwise: bool = False,
+) -> lj.Guard:
+    """EDiT's guard of the pseudo-gradients.
+
+    Args:
+      temperature: in units of their norms; a norm larger than the smallest one by several
+        temperatures has practically no weight.
+      threshold: the z-score from which on a norm is anomalous.
+      warmup: exchanges before the first test, at least 2.
+      decay: weight of the newest norm in the running mean and variance, in [0, 1].
+      clip: the largest norm of the merged pseudo-gradient; None: no limit.
+      layerwise: whether each leaf is judged, weighed and rolled back by itself.
+    """
+    return lj.Guard(temperature, threshold, warmup, decay, clip, layerwise)
+
+
 def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
     """The first part of post-local SGD.
 
@@ -96,6 +118,8 @@ ROWS = (
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
     Row("sparse-diloco", lj.sparse_diloco, made={"learning_rate": anchor_rate}),
+    Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": edit_guard}),
+    Row("grawa", lj.grawa),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
     Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
     Row("desloc", around=lj.desloc),
@@ -113,6 +137,9 @@ ROWS = (
     Row("coordinate-median", first=lj.coordinate_median),
     Row("licm", first=lj.licm),
     Row("cge", first=lj.cge),
+    Row("krum", first=lj.krum),
+    Row("geometric-median", first=lj.geometric_median),
+    Row("trimmed-mean", first=lj.trimmed_mean),
     Row("independent"),
     Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
     Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),

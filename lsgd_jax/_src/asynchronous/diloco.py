@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous import heloco
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.vectors import check_wire, finite
@@ -23,6 +25,7 @@ from lsgd_jax._src.wire import Wire, WireFormat
 
 
 Weights = Literal["steps", "equal"]
+Correction = Literal["none", "heloco"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,11 @@ class DiLoCo:
     from the anchor. If the anchor itself is not finite, training has diverged, and all
     workers that receive it report a loss that is not finite.
 
+    With ``correction="heloco"`` every tensor of a pseudo-gradient is turned towards the
+    outer momentum as far as it points away from it. The momentum is then the average
+    :math:`m \leftarrow \beta m + (1 - \beta) g` and is renewed on every turn, see
+    `heloco_correct` and `heloco_step`.
+
     Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
     step, and smaller the shorter H is: docs/asynchronous.md has a table.
 
@@ -69,13 +77,15 @@ class DiLoCo:
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
       wire: the format in which vectors travel, or a `Wire`.
+      correction: 'heloco', or 'none' for delayed Nesterov.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
-        [0, 1], unknown weights.
+        [0, 1], unknown weights, an unknown correction, N above 1 with HeLoCo.
 
     Reference: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam, Ranzato, Asynchronous
-    Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135.
+    Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135; HeLoCo, 2026,
+    arXiv:2606.00271.
 
     >>> import lsgd_jax as lj
     >>> lj.asynchronous.DiLoCo(local_steps=32, momentum_every=1).learning_rate
@@ -91,6 +101,7 @@ class DiLoCo:
     delay: int = 0
     window: int = 10
     wire: Wire | WireFormat = "float32"
+    correction: Correction = "none"
 
     period = None
 
@@ -102,6 +113,12 @@ class DiLoCo:
         if self.momentum_every is not None:
             check_positive_int("momentum_every", self.momentum_every)
         check_option("weights", self.weights, get_args(Weights))
+        check_option("correction", self.correction, get_args(Correction))
+        if self.correction == "heloco" and self.momentum_every not in (None, 1):
+            raise ValueError(
+                "`momentum_every` must be 1 with correction='heloco', whose momentum every "
+                f"turn renews, got momentum_every={self.momentum_every}"
+            )
         check_not_negative("delay", self.delay)
         check_positive_int("window", self.window)
 
@@ -125,7 +142,8 @@ class DiLoCoWorker(FreeRunningWorker):
         super().__init__(worker)
         workers = worker.transport.position.workers
         self._method = method
-        self._every = method.momentum_every or (1 if method.together else workers)
+        at_once = method.together or method.correction == "heloco"
+        self._every = method.momentum_every or (1 if at_once else workers)
         start = worker.vector()
         rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
         self._set(0, np.concatenate([start, rest]))
@@ -254,9 +272,15 @@ class DiLoCoWorker(FreeRunningWorker):
         given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
         if not given:
             return outer
+        if method.correction == "heloco":
+            sizes = tuple(map(math.prod, self.worker.flat.shapes))
+            given = {i: heloco.corrected(outer, g, sizes) for i, g in given.items()}
         total = sum(came[i] * g for i, g in given.items())
         if method.together:
             total = total / sum(came[i] for i in given)
+        if method.correction == "heloco":
+            rate, momentum = method.learning_rate, method.momentum
+            return np.asarray(heloco.moved(outer, total, rate, momentum))
         return np.asarray(
             delayed_nesterov(
                 outer, total, number, method.learning_rate, method.momentum, self._every

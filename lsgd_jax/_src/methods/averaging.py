@@ -1,12 +1,9 @@
-"""Averaging methods: the workers' mean every τ steps, as it is or through an outer step."""
+"""Averaging methods: every τ steps the workers' mean, or an outer step towards it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -14,13 +11,15 @@ from lsgd_jax._src.checks import (
     check_positive_int,
 )
 from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.group import Group
 from lsgd_jax._src.kernel import Check, Pull
 from lsgd_jax._src.memory import Memory
+from lsgd_jax._src.methods.anchored import anchored
+from lsgd_jax._src.methods.guard import Guard
+from lsgd_jax._src.methods.merging import Merge
 from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
 from lsgd_jax._src.rule import Rule
-from lsgd_jax._src.shared import Axes, Shared
-from lsgd_jax._src.trees import Tree, value_at
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import value_at
 from lsgd_jax._src.wire import Wire, WireFormat
 
 
@@ -48,63 +47,6 @@ def average(axes: Axes = ("node", "local")) -> Rule:
     return Rule(axes, lambda params: (), agree, keeps=("reference", "error"), reads_x=False)
 
 
-class AnchorState(NamedTuple):
-    """The state of `anchored`.
-
-    Attributes:
-      anchor: a, where the workers stood together after the last exchange; a tree like the
-        parameters, in float32 at least; shared.
-      outer: the outer optimizer's state; shared.
-    """
-
-    anchor: Shared[Tree]
-    outer: Shared[Any]
-
-
-@by_value
-def anchored(outer: optax.GradientTransformation, axes: Axes = ("node", "local")) -> Rule:
-    r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
-
-    .. math::
-      \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
-      a \leftarrow a + \text{outer}(\Delta), \qquad z = a
-
-    with H the workers of the group whose y and loss are finite. The anchor starts as the
-    mean of the workers' starts.
-
-    Args:
-      outer: any optax transformation; its learning rate counts exchanges, not steps.
-      axes: the mesh axes of the group.
-
-    >>> import optax
-    >>> import lsgd_jax as lj
-    >>> lj.anchored(optax.sgd(0.7)).axes
-    ('node', 'local')
-    """
-    if not isinstance(outer, optax.GradientTransformation):
-        raise ValueError(
-            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
-            f"outer={outer!r}"
-        )
-    outer = optax.with_extra_args_support(outer)
-
-    def init(params: Tree) -> AnchorState:
-        anchor = Group(axes).start(params)
-        return AnchorState(anchor, anchor._replace(value=outer.init(anchor.value)))
-
-    def agree(group, x, y, state, is_finite, t):
-        anchor, outer_state = state.anchor.value, state.outer.value
-        mean, count = group.masked_mean(y, is_finite, reference=anchor)
-        pseudo_gradient = jax.tree.map(jnp.subtract, anchor, mean)
-        step, moved = outer.update(pseudo_gradient, outer_state, anchor)
-        renewed = (optax.apply_updates(anchor, step), moved)
-        renewed = trees.where(count > 0, renewed, (anchor, outer_state))
-        # The anchor is there to be pulled to even if no worker is finite.
-        return renewed[0], jnp.asarray(True), AnchorState(*map(group.shared, renewed))
-
-    return Rule(axes, init, agree, keeps=("error",), reads_x=False)
-
-
 @by_value
 def local_sgd(
     period: int = 16,
@@ -128,7 +70,7 @@ def local_sgd(
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -162,6 +104,10 @@ def diloco(
     part: Part | None = None,
     scan_axis: ScanAxis | None = None,
     memory: Memory = "device",
+    guard: Guard | None = None,
+    restart: int | None = None,
+    merge: Merge = "mean",
+    weights: Sequence[float] | None = None,
 ) -> Exchange:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
@@ -177,20 +123,29 @@ def diloco(
     fragments, each with an anchor and an outer state of its own. Fragment i is sent at
     steps t ≡ (i + 1) τ / F - d (mod τ) and taken d steps later.
 
+    With a `guard` it is EDiT: pseudo-gradients weigh by their norms, and anomalous ones are
+    dropped. ``merge="radial"`` and `weights` are Decoupled DiLoCo's merge in lock step.
+
     Args:
       period: steps between exchanges of a fragment, τ; 500 in the paper.
-      outer: any optax transformation; None: ``optax.sgd(0.7, momentum=0.9,
+      outer: any optax transformation. Defaults to ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)``.
-      fragments: how many fragments take turns, F; must divide the period.
-      delay: steps that a fragment has to travel, d < τ / F.
-      mixing: how much of its own parameters a worker keeps, m in [0, 1).
+      fragments: number of fragments that take turns, F; must divide the period.
+      delay: steps between sending and applying a fragment, d < τ / F.
+      mixing: the share of its own parameters that a worker keeps, m in [0, 1).
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      scan_axis: the axis along which layers are stacked, of all leaves or by path. There
-        fragments cut leaves, see `fragment`; None: leaves stay whole.
-      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path.
+        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
+      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
+      guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
+        Each fragment has its own. By default all finite workers count alike.
+      restart: exchanges after which the outer momentum is set to 0. Defaults to never.
+      merge: how pseudo-gradients become one: their 'mean', or 'radial', which keeps their
+        norm. See `anchored`.
+      weights: one number per worker of the group, in any unit. Defaults to equal weights.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -198,10 +153,12 @@ def diloco(
 
     Raises:
       ValueError: a period below 1, fragments that do not divide it or are more than the
-        leaves, a delay of τ / F or more, a mixing outside [0, 1].
+        leaves, a delay of τ / F or more, a mixing outside [0, 1], a radial merge in a
+        narrow wire format, and what `anchored` refuses.
 
     Reference: Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Douillard et al.,
-    Streaming DiLoCo with overlapping communication, 2025, arXiv:2501.18512.
+    Streaming DiLoCo with overlapping communication, 2025, arXiv:2501.18512; for the
+    options see `Guard` and `anchored`.
 
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.diloco(period=500))
@@ -211,7 +168,7 @@ def diloco(
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     check_fraction("mixing", mixing)
     pull = Pull(
-        anchored(outer, axes),
+        anchored(outer, axes, guard, restart, merge, weights),
         1 - mixing,
         period,
         delay=delay,
@@ -233,6 +190,7 @@ def slowmo(
     wire: Wire | WireFormat = "float32",
     part: Part | None = None,
     memory: Memory = "device",
+    restart: int | None = None,
 ) -> Exchange:
     r"""SlowMo: averaging with a slow momentum.
 
@@ -250,21 +208,22 @@ def slowmo(
       period: steps between exchanges, τ.
       alpha: the slow learning rate, α.
       beta: the slow momentum, β in [0, 1].
-      learning_rate: η, that of the base optimizer, or a schedule of t = 1, 2, …; a constant
-        one cancels. Schedules of optax count from 0: for s(step) of the base pass
+      learning_rate: η of the base optimizer, or a schedule of t = 1, 2, …. A constant rate
+        cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      memory: where anchor and outer state are kept between exchanges, 'device' or 'host'.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
+      restart: S; every S-th exchange sets m to 0 before it renews it. Defaults to never.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum
       are kept once, in float32 at least.
 
     Raises:
-      ValueError: a period below 1, a momentum outside [0, 1].
+      ValueError: a period or a restart below 1, a momentum outside [0, 1].
 
     Reference: Wang, Tantia, Ballas, Rabbat, SlowMo, ICLR 2020, arXiv:1910.00643.
 
@@ -282,6 +241,6 @@ def slowmo(
         optax.trace(decay=beta),
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
-    rule = anchored(outer, axes)
+    rule = anchored(outer, axes, restart=restart)
     pull = Pull(rule, 1.0, every=period, wire=wire, part=part, memory=memory)
     return exchange(pull, check=check)

@@ -49,7 +49,7 @@ def moving_center(
 
     Args:
       strength: α, or a schedule of t.
-      renewed: whether the target is the new center; otherwise it is the old one.
+      renewed: whether the target is the new center and not the old one.
       axes: the mesh axes of the group.
 
     >>> import lsgd_jax as lj
@@ -103,14 +103,15 @@ def easgd(
     center) and takes the center whole.
 
     Args:
-      beta: how far the center moves to the workers' mean, β in [0, 1] or a schedule of t.
+      beta: the share of the way to the workers' mean that the center moves, β in [0, 1],
+        or a schedule of t.
       period: steps between exchanges, τ.
-      order: 'combine_then_adapt' is the paper's form: x in place of y, and u added after.
+      order: 'combine_then_adapt' is the paper's form: x in place of y, and u is added last.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      memory: where the center is kept between exchanges, 'device' or 'host'.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      memory: 'device' or 'host', where the center is kept between exchanges.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -143,7 +144,7 @@ def downpour(
     part: Part | None = None,
     memory: Memory = "device",
 ) -> Exchange:
-    r"""DOWNPOUR, synchronous: the center adds all workers' moves, and all take the center.
+    r"""Synchronous DOWNPOUR: the center adds all workers' moves, and all take the center.
 
     With y = x + u the worker's parameters after its own step t = 1, 2, …, if t mod τ = 0:
 
@@ -160,8 +161,8 @@ def downpour(
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
       wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      memory: where the center is kept between exchanges, 'device' or 'host'.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      memory: 'device' or 'host', where the center is kept between exchanges.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept

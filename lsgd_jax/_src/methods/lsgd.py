@@ -24,15 +24,15 @@ from lsgd_jax._src.wire import Wire, WireFormat
 
 
 class LeaderState(NamedTuple):
-    """A worker's knowledge of its group's leader.
+    """The state of `leader`.
 
     Attributes:
       losses: float [window], the last losses, a ring; per worker.
       score: float scalar, the mean of the losses measured so far; per worker.
-      leader: int32 scalar, who led at the last election, an index in the group; -1 before
-        the first; per worker, equal within the group.
-      elected: the leader's parameters at the last election, or None if no pull needs them;
-        per worker, equal within the group.
+      leader: int32 scalar, the leader that was elected last, an index in the group; -1
+        before the first election; per worker, equal within the group.
+      elected: that leader's parameters at the election, or None if no pull needs them; per
+        worker, equal within the group.
     """
 
     losses: Array
@@ -53,15 +53,15 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
       \text{score}_i(t) = \frac{1}{\min(t, w)} \sum_{s > t - w} f_i(x_i(s)), \qquad
       z = y_l, \quad l = \arg\min_i \text{score}_i
 
-    with w the window and f_i(x_i(s)) the loss (`value`) of worker i at step s, before
-    that step. Ties go to the lowest index; a worker whose score or y is not finite is
+    with w the window and f_i(x_i(s)) the loss (`value`) of worker i before its step
+    s. Ties go to the lowest index; a worker whose score or y is not finite is
     never elected.
 
     Args:
       axes: the mesh axes of the group that elects.
       window: w, the number of losses that a score is the mean of.
-      proximal: how hard every step pulls towards the leader elected last. Keeps a copy of
-        its parameters if it is not 0.
+      proximal: the strength with which every step pulls towards the leader elected last.
+        Keeps a copy of its parameters if it is not 0.
 
     Raises:
       ValueError: a window below 1; in `update`, no `value`, or one that is no scalar.
@@ -144,7 +144,8 @@ def lsgd(
     so that its momentum stays finite as well, and use `apply_updates`.
 
     With F fragments the parameters are cut into F parts that take turns: part i is pulled
-    at steps t ≡ (i + 1) τ / F (mod τ) and t ≡ (i + 1) τ_G / F (mod τ_G), to who leads then.
+    at steps t ≡ (i + 1) τ / F (mod τ) and t ≡ (i + 1) τ_G / F (mod τ_G), towards the leader
+    at that step.
 
     Args:
       local_pull: pull towards the leader of the node, λ in [0, 1] or a schedule of t; 0
@@ -154,25 +155,26 @@ def lsgd(
       local_period: steps between pulls towards the node's leader, τ.
       global_period: steps between pulls towards the leader of all, τ_G; need not be a
         multiple of τ.
-      loss_window: how many of the last losses a worker is judged by (the paper: 10 on
-        CIFAR-10, 64 on ImageNet).
+      loss_window: number of losses by which a worker is judged, the last ones (the paper:
+        10 on CIFAR-10, 64 on ImageNet).
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
-        equation (2): both pulls are worked out at x, before the step, and added.
-      local_proximal: p; if not 0, every step also pulls towards the node's leader as it
-        was elected last, y ← y - (p / τ) (y - x̃ʲ). Keeps a copy of the parameters.
-      global_proximal: p_G; if not 0, every step also pulls towards the leader of all as it
-        was elected last, y ← y - (p_G / τ_G) (y - x̃), before the local one. Keeps a copy of
+        equation (2): both pulls are computed at x, before the step, and added.
+      local_proximal: p. If it is not 0, every step also pulls towards the parameters that
+        the node's leader had when it was elected, y ← y - (p / τ) (y - x̃ʲ). Keeps a copy of
         the parameters.
-      delay: how many steps before a pull the leaders send, so that their parameters can
-        travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the parameters per
-        level.
+      global_proximal: p_G. If it is not 0, every step also pulls towards the parameters
+        that the leader of all had when it was elected, y ← y - (p_G / τ_G) (y - x̃), before
+        the local pull. Keeps a copy of the parameters.
+      delay: number of steps before a pull at which the leaders send, so that their
+        parameters travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the
+        parameters per level.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
       wire: the format in which parameters travel, or a `Wire`.
-      fragments: how many fragments take turns, F; must divide both periods.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      scan_axis: the axis along which layers are stacked, of all leaves or by path. There
-        fragments cut leaves, see `fragment`; None: leaves stay whole.
+      fragments: number of fragments that take turns, F; must divide both periods.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path.
+        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs

@@ -1,4 +1,4 @@
-"""Aggregations of gradients, first in a chain: the mean, and what withstands attackers."""
+"""Aggregations of gradients, first in a chain: the mean and robust means."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.aggregate import aggregate
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.group import Group
+from lsgd_jax._src.methods import robust_means
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 
@@ -26,7 +27,7 @@ def allreduce(
 
     Args:
       axes: the mesh axes of the group.
-      until: the last step on which it works; None: on all.
+      until: the last step on which gradients are averaged. Defaults to all steps.
 
     Returns:
       An optax transformation for one worker, the first in its chain.
@@ -78,7 +79,7 @@ def coordinate_median(
 def licm(
     gamma: float = 0.5, axes: Axes = ("node", "local")
 ) -> optax.GradientTransformationExtraArgs:
-    r"""LICM-SGD: the mean of what lies near the coordinate-wise median.
+    r"""LICM-SGD: the mean of the values near the coordinate-wise median.
 
     .. math::
       g_i[k] \leftarrow \text{mean} \{ g_j[k] : |g_j[k] - m[k]| \le \gamma |m[k]| \}, \qquad
@@ -136,8 +137,8 @@ def cge(
     enter h. If K is empty the gradients stay as they are.
 
     Args:
-      faulty: how many workers may send anything, 0 ≤ f < W.
-      decay: weight of the earlier gradients, β in [0, 1); if not 0 each worker keeps
+      faulty: number of workers that may send anything, 0 ≤ f < W.
+      decay: weight of the earlier gradients, β in [0, 1). If it is not 0, each worker keeps
         its h.
       axes: the mesh axes of the group.
 
@@ -181,6 +182,113 @@ def cge(
         return trees.zeros(params) if decay else ()
 
     return aggregate(rule, axes, init)
+
+
+def krum(
+    faulty: int = 1, keep: int = 1, axes: Axes = ("node", "local")
+) -> optax.GradientTransformationExtraArgs:
+    r"""Krum: the gradient that is nearest to its neighbors, or the mean of the m best.
+
+    .. math::
+      g_i \leftarrow \frac{1}{m} \sum_{j \in K} g_j, \qquad
+      \text{score}_j = \sum_{k \in N_j} |g_j - g_k|^2
+
+    with N_j the W - f - 2 other workers nearest to worker j, and K the m workers of the
+    lowest score, ties to the lowest index. m = 1 is Krum, m > 1 Multi-Krum. Workers whose
+    gradients are not finite are left out and not counted in W. If fewer than 2 f + 3 are
+    left, the aggregate is their coordinate-wise median, and if none is left the gradients
+    stay as they are. Each worker holds all W gradients for a moment.
+
+    Args:
+      faulty: number of workers that may send anything, f ≥ 0.
+      keep: number of best gradients to average, m ≥ 1.
+      axes: the mesh axes of the group.
+
+    Returns:
+      An optax transformation for one worker, the first in its chain.
+
+    Raises:
+      ValueError: f below 0, m below 1.
+
+    Reference: Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries:
+    Byzantine Tolerant Gradient Descent, NeurIPS 2017, arXiv:1703.02757.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(lj.krum(faulty=2, keep=3), optax.sgd(0.1))
+    """
+    return _robust(robust_means.krum(faulty, keep), axes)
+
+
+def geometric_median(
+    iterations: int = 32, axes: Axes = ("node", "local")
+) -> optax.GradientTransformationExtraArgs:
+    r"""The geometric median of all gradients: fewer than half of them cannot move it far.
+
+    .. math::
+      g_i \leftarrow z, \qquad z \leftarrow \frac{\sum_j w_j g_j}{\sum_j w_j}, \qquad
+      w_j = 1 / \max(10^{-6}, |g_j - z|)
+
+    over the workers whose gradients are finite, from their mean; if there are none the
+    gradients stay as they are. Each worker holds all W gradients for a moment.
+
+    Args:
+      iterations: of z, at least 1.
+      axes: the mesh axes of the group.
+
+    Returns:
+      An optax transformation for one worker, the first in its chain.
+
+    Raises:
+      ValueError: less than one iteration.
+
+    Reference: Pillutla, Kakade, Harchaoui, Robust Aggregation for Federated Learning, 2019,
+    arXiv:1912.13445 (RFA, the smoothed Weiszfeld iteration).
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(lj.geometric_median(), optax.sgd(0.1))
+    """
+    return _robust(robust_means.geometric_median(iterations), axes)
+
+
+def trimmed_mean(
+    cut: int = 1, axes: Axes = ("node", "local")
+) -> optax.GradientTransformationExtraArgs:
+    r"""The coordinate-wise mean without the b smallest and the b largest values.
+
+    .. math:: g_i[k] \leftarrow \frac{1}{W - 2 b} \sum_{j = b + 1}^{W - b} g_{(j)}[k]
+
+    with :math:`g_{(j)}[k]` the j-th smallest value of coordinate k. Workers whose gradients
+    are not finite are left out and not counted in W. If 2 b of them or fewer are left, the
+    aggregate is their coordinate-wise median, and if none is left the gradients stay as
+    they are. Each worker holds all W gradients for a moment.
+
+    Args:
+      cut: b ≥ 0; 0 is the mean.
+      axes: the mesh axes of the group.
+
+    Returns:
+      An optax transformation for one worker, the first in its chain.
+
+    Raises:
+      ValueError: b below 0.
+
+    Reference: Yin, Chen, Kannan, Bartlett, Byzantine-Robust Distributed Learning, ICML
+    2018, arXiv:1803.01498.
+
+    >>> import optax, lsgd_jax as lj
+    >>> tx = optax.chain(lj.trimmed_mean(cut=2), optax.sgd(0.1))
+    """
+    return _robust(robust_means.trimmed_mean(cut), axes)
+
+
+def _robust(mean: robust_means.Mean, axes: Axes) -> optax.GradientTransformationExtraArgs:
+    """The aggregate that is a robust mean of the finite gradients."""
+
+    def rule(group, g, own, finite):
+        z, found = robust_means.agreed(group, g, finite, mean)
+        return jax.tree.map(lambda z, g: jnp.where(found, z, g.astype(z.dtype)), z, g), own
+
+    return aggregate(rule, axes)
 
 
 def _mean_or(g: Tree, mean: Tree, count: Array) -> Tree:

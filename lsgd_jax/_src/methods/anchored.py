@@ -1,0 +1,222 @@
+"""anchored: an anchor that an outer optimizer moves by the workers' pseudo-gradients."""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.branch import any_of
+from lsgd_jax._src.by_value import by_value
+from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.methods.guard import Detector, Guard, weigh
+from lsgd_jax._src.methods.merging import MERGES, Merge
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.trees import Tree, widened
+
+
+class AnchorState(NamedTuple):
+    """The state of `anchored`.
+
+    Attributes:
+      anchor: a, where the workers stood together after the last exchange; a tree like the
+        parameters, in float32 at least; shared.
+      outer: the outer optimizer's state, a tuple of one per leaf with a layerwise guard;
+        shared.
+      exchanges: int32 scalar, those that moved the anchor, or () without restarts; shared.
+      detector: the guard's `Detector`, or () without one; per worker.
+    """
+
+    anchor: Shared[Tree]
+    outer: Shared[Any]
+    exchanges: Shared[Array] | tuple[()] = ()
+    detector: Any = ()
+
+
+@by_value
+def anchored(
+    outer: optax.GradientTransformation,
+    axes: Axes = ("node", "local"),
+    guard: Guard | None = None,
+    restart: int | None = None,
+    merge: Merge = "mean",
+    weights: Sequence[float] | None = None,
+) -> Rule:
+    r"""An anchor that an outer optimizer moves by the pseudo-gradient, as a rule of a pull.
+
+    .. math::
+      \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
+      a \leftarrow a + \text{outer}(\Delta), \qquad z = a
+
+    with H the workers of the group whose y and loss are finite. The anchor starts as the
+    mean of the workers' starts.
+
+    With `weights` or a `guard` Δ is the weighted mean of :math:`\Delta_i = a - y_i`. With
+    ``merge="radial"`` it has, leaf by leaf, the mean norm and the mean direction of the
+    workers' Δ_i, so that its norm does not shrink with the number of workers:
+
+    .. math::
+      \Delta = \Bigl( \sum_i w_i |\Delta_i| \Bigr) \, \text{dir} \Bigl( \sum_i w_i \,
+      \text{dir}(\Delta_i) \Bigr), \qquad \sum_i w_i = 1,
+
+    with :math:`\text{dir}(v) = v / |v|` and dir(0) = 0. A leaf whose directions cancel
+    takes the weighted mean. The radial merge travels in float32 only.
+
+    Args:
+      outer: any optax transformation; its learning rate counts exchanges, not steps.
+      axes: the mesh axes of the group.
+      guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
+      restart: S; every S-th exchange sets the outer momentum to 0 before it moves the
+        anchor. The outer state starts anew, but for the step counts of schedules. Defaults
+        to never.
+      merge: 'mean', or 'radial' as in Decoupled DiLoCo.
+      weights: w ≥ 0 of every worker of the group, in any unit, such as its tokens² / steps.
+        Defaults to equal weights.
+
+    Raises:
+      ValueError: no optax transformation, a restart below 1, an unknown merge, weights
+        that are negative or all 0, weights beside a guard; in `update`, another number of
+        weights than workers.
+
+    Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428 (radial merge and weights), and the
+    restart of the outer momentum, 2026, arXiv:2605.28585.
+
+    >>> import optax
+    >>> import lsgd_jax as lj
+    >>> lj.anchored(optax.sgd(0.7)).axes
+    ('node', 'local')
+    """
+    if not isinstance(outer, optax.GradientTransformation):
+        raise ValueError(
+            "`outer` must be an optax transformation such as optax.sgd(0.7), got "
+            f"outer={outer!r}"
+        )
+    if guard is not None and not isinstance(guard, Guard):
+        raise ValueError(f"`guard` must be a Guard or None, got guard={guard!r}")
+    if restart is not None:
+        check_positive_int("restart", restart)
+    check_option("merge", merge, get_args(Merge))
+    _check_weights(weights, guard)
+    outer = optax.with_extra_args_support(outer)
+    is_plain = guard is None and weights is None and merge == "mean"
+    layerwise = guard is not None and guard.layerwise
+
+    def init(params: Tree) -> AnchorState:
+        anchor = Group(axes).start(params)
+        like_anchor = lambda tree: anchor._replace(value=tree)
+        states = tuple(map(outer.init, blocks_of(anchor.value)))
+        return AnchorState(
+            anchor,
+            like_anchor(states if layerwise else states[0]),
+            like_anchor(jnp.int32(0)) if restart else (),
+            Detector.start(guard, params) if guard else (),
+        )
+
+    def blocks_of(tree: Tree) -> list[Tree]:
+        return _leaf_by_leaf(tree) if layerwise else [tree]
+
+    def merged(group, y, state, is_finite):
+        """The pseudo-gradient, whether there is one in each block, and the detector."""
+        anchor = state.anchor.value
+        if is_plain:
+            mean, count = group.masked_mean(y, is_finite, reference=anchor)
+            return jax.tree.map(jnp.subtract, anchor, mean), [count > 0], ()
+        deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
+        if guard is None:
+            shares, detector = _shares(group, weights, is_finite), ()
+        else:
+            shares, detector = weigh(guard, group, deltas, state.detector, is_finite)
+        delta = MERGES[merge](group, deltas, shares, is_finite)
+        found = [total > 0 for total in trees.materialized(*shares.sum(axis=0))]
+        return guard.clipped(delta) if guard else delta, found, detector
+
+    def moved(delta, anchor, outer_state, found, begins_anew):
+        """A block's anchor and outer state, both as they were without a pseudo-gradient."""
+        before = outer_state
+        if restart:
+            fresh = _restarted(outer.init(anchor), outer_state)
+            before = trees.where(begins_anew, fresh, outer_state)
+        step, after = outer.update(delta, before, anchor)
+        renewed = optax.apply_updates(anchor, step), after
+        return trees.where(found, renewed, (anchor, outer_state))
+
+    def agree(group, x, y, state, is_finite, t):
+        anchor, outer_state = state.anchor.value, state.outer.value
+        delta, found, detector = merged(group, y, state, is_finite)
+        exchanges, begins_anew = (), False
+        if restart:
+            count = state.exchanges.value + any_of(*found).astype(jnp.int32)
+            exchanges, begins_anew = group.shared(count), count % restart == 0
+        states = outer_state if layerwise else (outer_state,)
+        blocks = zip(blocks_of(delta), blocks_of(anchor), states, found)
+        after = [moved(*block, begins_anew) for block in blocks]
+        leaves = [leaf for a, _ in after for leaf in jax.tree.leaves(a)]
+        anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
+        states = tuple(s for _, s in after)
+        state = AnchorState(
+            group.shared(anchor),
+            group.shared(states if layerwise else states[0]),
+            exchanges,
+            detector,
+        )
+        # The anchor is there to be pulled to even if no worker is finite.
+        return anchor, jnp.asarray(True), state
+
+    keeps = None if merge == "radial" else ("error",)
+    return Rule(axes, init, agree, keeps=keeps, reads_x=False)
+
+
+def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None:
+    """Raises ValueError unless the weights are valid and no guard stands beside them."""
+    if weights is None:
+        return
+    if guard is not None:
+        raise ValueError("`weights` must be None with a guard, which weighs by itself")
+    valid = [isinstance(w, numbers.Real) and 0 <= w < float("inf") for w in weights]
+    if not all(valid) or not sum(weights) > 0:
+        raise ValueError(
+            "`weights` must be finite numbers of at least 0, not all 0, got "
+            f"weights={weights!r}"
+        )
+
+
+def _shares(group: Group, weights: Sequence[float] | None, is_finite: Array) -> Array:
+    """The weights of the finite workers, which sum to 1: float [W, 1], equal on all."""
+    given = [1.0] * group.size if weights is None else weights
+    if len(given) != group.size:
+        raise ValueError(
+            f"`weights` must have one number per worker ({group.size}), got {len(given)}"
+        )
+    counts = group.gather(is_finite.astype(jnp.float32)) == 1
+    given = jnp.asarray(given, float)
+    mine = jnp.where(counts, given, 0)
+    total = mine.sum()
+    return jnp.where(total > 0, mine / jnp.where(total > 0, total, 1), 0)[:, None]
+
+
+def _leaf_by_leaf(tree: Tree) -> list[Tree]:
+    """For each leaf the tree with nothing else in it, so that its path stays the same."""
+    leaves, treedef = jax.tree.flatten(tree)
+    nothing = optax.MaskedNode()
+    only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
+    return [treedef.unflatten(only(i)) for i in range(len(leaves))]
+
+
+def _restarted(fresh: Any, state: Any) -> Any:
+    """A fresh outer state in which schedules go on from where they are."""
+    counts = lambda node: isinstance(node, optax.ScaleByScheduleState)
+    injects = lambda node: hasattr(node, "hyperparams")
+
+    def pick(new: Any, old: Any) -> Any:
+        if injects(old):
+            return old._replace(inner_state=_restarted(new.inner_state, old.inner_state))
+        return old if counts(old) else new
+
+    is_leaf = lambda node: counts(node) or injects(node)
+    return jax.tree.map(pick, fresh, state, is_leaf=is_leaf)

@@ -1,0 +1,74 @@
+"""Merges of several pseudo-gradients into one: the weighted mean and the radial one."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.methods.blocks import leaf_norms, times
+from lsgd_jax._src.trees import Tree
+
+
+Merge = Literal["mean", "radial"]
+
+CANCELS = 1e-6  # a mean of unit vectors this short is the rounding error of 0
+
+
+def weighted_mean(group: Group, deltas: Tree, weights: Array, is_finite: Array) -> Tree:
+    r"""The weighted mean :math:`\sum_i w_i \Delta_i`.
+
+    Args:
+      group: the workers.
+      deltas: this worker's Δ.
+      weights: float [W, B], equal on all workers, with columns that sum to 1; B is 1 or the
+        number of leaves.
+      is_finite: bool scalar, whether this worker counts.
+    """
+    mean, _ = group.masked_sum(times(deltas, weights[group.index]), is_finite)
+    return mean
+
+
+def radial_directional_mean(
+    group: Group, deltas: Tree, weights: Array, is_finite: Array
+) -> Tree:
+    r"""The mean norm along the mean direction, leaf by leaf.
+
+    .. math::
+      \Bigl( \sum_i w_i |\Delta_i| \Bigr) \, \text{dir} \Bigl( \sum_i w_i \,
+      \text{dir}(\Delta_i) \Bigr), \qquad \text{dir}(v) = v / |v|, \; \text{dir}(0) = 0
+
+    A leaf in which the directions cancel takes the weighted mean. Only then a second round
+    of messages is sent, which the bytes of `diagnostics` do not count.
+
+    Args:
+      group, deltas, weights, is_finite: as for `weighted_mean`.
+
+    Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428.
+    """
+    mine, norms = weights[group.index], leaf_norms(deltas)
+    scaled = times(deltas, mine)
+    inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+    given = times(scaled, inverse), mine * norms
+    (sums, radius), _ = group.masked_sum(given, is_finite)
+    lengths = leaf_norms(sums)
+    cancels = (lengths <= CANCELS) & (radius > 0)
+    factors = jnp.where(cancels, 0, radius / jnp.where(lengths > 0, lengths, 1))
+    merged = times(sums, factors)
+
+    def mean_where_they_cancel(operand: tuple[Tree, Tree, Array]) -> Tree:
+        merged, scaled, where = operand
+        means, _ = group.channel.sum(scaled, where, False)
+        leaves, treedef = jax.tree.flatten(merged)
+        chosen = map(jnp.where, cancels, jax.tree.leaves(means), leaves)
+        return treedef.unflatten(chosen)
+
+    return group.channel.switch(
+        cancels.any().astype(jnp.int32),
+        [lambda operand: operand[0], mean_where_they_cancel],
+        (merged, scaled, is_finite),
+    )
+
+
+MERGES = {"mean": weighted_mean, "radial": radial_directional_mean}

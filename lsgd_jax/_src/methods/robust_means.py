@@ -1,0 +1,220 @@
+"""Robust means of the workers of a group: Krum, the geometric and the trimmed mean.
+
+Each is a function of the rows of all workers, which every worker gathers. The functions
+serve as aggregates of gradients (`robust.py`) and as the target of a pull (`robust_mean`).
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.by_value import by_value
+from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.group import Group
+from lsgd_jax._src.layouts import known_axes, shard_by_shard
+from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import Tree, widened
+
+
+Rows = Sequence[Array]  # buffers [W, ...]; zeros in the rows that do not count
+Total = Callable[[Sequence[Array]], Array]  # one partial sum per buffer -> their sum
+Mean = Callable[[Rows, Array, Total], Sequence[Array]]  # (rows, counts [W], total) -> mean
+
+RobustMean = Literal["krum", "geometric_median", "trimmed_mean"]
+
+
+def agreed(group: Group, tree: Tree, is_finite: Array, mean: Mean) -> tuple[Tree, Array]:
+    """The mean of the trees of the workers that are finite, and whether there are any.
+
+    Every worker holds the trees of all W workers for a moment.
+
+    Args:
+      group: the workers.
+      tree: of this worker; varying.
+      is_finite: bool scalar, whether this worker counts; varying.
+      mean: what is computed of all rows.
+
+    Returns:
+      (mean, found): a tree in float32 at least, nan if no worker is finite; a bool scalar.
+    """
+    axes = known_axes()
+    sizes = jax.sharding.get_abstract_mesh().shape
+    devices = math.prod(sizes[name] for name in axes)
+    whole = [max(leaf.size, 1) for leaf in jax.tree.leaves(tree)]
+
+    def of_shards(tree: Tree, is_finite: Array) -> tuple[Tree, Array]:
+        counts = group.gather(is_finite.astype(jnp.float32)) == 1
+        shards = jax.tree.leaves(tree)
+        # A leaf that is not sharded lies on all devices of a worker, and counts once.
+        copies = [max(devices * x.size // n, 1) for x, n in zip(shards, whole)]
+        packing = Packing(tree, copies)
+        shares = [1 / copies[leaves[0]] for leaves in packing.members]
+
+        def total(partial: Sequence[Array]) -> Array:
+            here = sum(share * x for share, x in zip(shares, partial))
+            return lax.psum(here, axes) if axes else jnp.asarray(here)
+
+        gathered = (widened(group.gather(x)) for x in packing.pack(tree))
+        rows = [jnp.where(_column(counts, x), x, 0) for x in gathered]
+        return packing.unpack(list(mean(rows, counts, total))), counts.any()
+
+    return shard_by_shard(of_shards, tree, is_finite, out=lambda specs, _: (specs, Spec()))
+
+
+def krum(faulty: int = 1, keep: int = 1) -> Mean:
+    """The mean of the `keep` rows whose W - f - 2 nearest other rows are nearest.
+
+    Raises:
+      ValueError: f below 0, less than one row to keep.
+    """
+    _check_count("faulty", faulty)
+    check_positive_int("keep", keep)
+
+    def best(rows: Rows, counts: Array, total: Total) -> list[Array]:
+        apart = lambda x: jnp.square(x[:, None] - x[None]).sum(axis=_beyond(2, x))
+        gaps = total([apart(x) for x in rows])  # [W, W]
+        workers = jnp.arange(len(counts))
+        is_other = counts[None] & (workers[None] != workers[:, None])
+        nearest = jnp.sort(jnp.where(is_other, gaps, jnp.inf), axis=1)
+        are_summed = workers[None] < counts.sum() - faulty - 2
+        scores = jnp.where(are_summed, nearest, 0).sum(axis=1)
+        rank = jnp.argsort(jnp.argsort(jnp.where(counts, scores, jnp.inf)))
+        return _mean(rows, counts & (rank < keep))
+
+    return lambda rows, counts, total: lax.cond(
+        counts.sum() >= 2 * faulty + 3,
+        lambda: best(rows, counts, total),
+        lambda: _median(rows, counts),
+    )
+
+
+def geometric_median(iterations: int = 32) -> Mean:
+    """The point with the smallest sum of distances to the rows, by Weiszfeld's iteration.
+
+    Raises:
+      ValueError: less than one iteration.
+    """
+    check_positive_int("iterations", iterations)
+
+    def median(rows: Rows, counts: Array, total: Total) -> list[Array]:
+        def closer(_: Any, z: list[Array]) -> list[Array]:
+            apart = lambda x, z: jnp.square(x - z[None]).sum(axis=_beyond(1, x))
+            gaps = jnp.sqrt(total(list(map(apart, rows, z))))
+            return _mean(rows, jnp.where(counts, 1 / jnp.maximum(gaps, 1e-6), 0))
+
+        return lax.fori_loop(0, iterations, closer, _mean(rows, counts))
+
+    return median
+
+
+def trimmed_mean(cut: int = 1) -> Mean:
+    """For each coordinate the mean without the `cut` smallest and largest values.
+
+    Raises:
+      ValueError: a cut below 0.
+    """
+    _check_count("cut", cut)
+
+    def inner(rows: Rows, counts: Array) -> list[Array]:
+        rank, number = jnp.arange(len(counts)), counts.sum()
+        stays = (rank >= cut) & (rank < number - cut)
+        ordered = (
+            jnp.sort(jnp.where(_column(counts, x), x, jnp.inf), axis=0) for x in rows
+        )
+        return _mean([jnp.where(_column(stays, x), x, 0) for x in ordered], stays)
+
+    return lambda rows, counts, total: lax.cond(
+        counts.sum() > 2 * cut, inner, _median, rows, counts
+    )
+
+
+KINDS: dict[str, Callable[..., Mean]] = {
+    "krum": krum,
+    "geometric_median": geometric_median,
+    "trimmed_mean": trimmed_mean,
+}
+
+
+@by_value
+def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int) -> Rule:
+    r"""A mean that a few workers cannot move, as a rule of a pull.
+
+    Over the n workers of the group whose y and loss are finite:
+
+    - 'krum': the mean of the `keep` (1) workers of the lowest score. A worker's score is
+      the sum of the n - f - 2 smallest :math:`|y_i - y_j|^2`, with f the `faulty` (1)
+      workers. Needs n ≥ 2 f + 3.
+    - 'geometric_median': the z of the smallest :math:`\sum_i |y_i - z|`, by `iterations`
+      (32) steps of Weiszfeld's iteration.
+    - 'trimmed_mean': for each coordinate the mean without the `cut` (1) smallest and
+      largest values. Needs n > 2 cut.
+
+    With fewer workers than a kind needs the target is their coordinate-wise median. Each
+    worker holds the parameters of all W workers for a moment. They travel in float32 only.
+
+    Args:
+      kind: which mean.
+      axes: the mesh axes of the group.
+      **options: those of the kind, see `krum`, `geometric_median` and `trimmed_mean`, which
+        are the same means of gradients.
+
+    Raises:
+      ValueError: an unknown kind, or an option that the kind does not have.
+
+    >>> import lsgd_jax as lj
+    >>> pull = lj.Pull(lj.robust_mean("krum", faulty=2, keep=3), 1.0, every=16)
+    """
+    check_option("kind", kind, get_args(RobustMean))
+    known = inspect.signature(KINDS[kind]).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(
+            f"{kind!r} takes {', '.join(f'`{name}`' for name in known)}, got "
+            f"{unknown[0]}={options[unknown[0]]!r}"
+        )
+    mean = KINDS[kind](**options)
+
+    def agree(group, x, y, state, is_finite, t):
+        z, found = agreed(group, y, is_finite, mean)
+        return z, found, state
+
+    return Rule(axes, lambda params: (), agree, reads_x=False)
+
+
+def _mean(rows: Rows, weights: Array) -> list[Array]:
+    """The weighted mean of the rows; weights: [W], bools or floats."""
+
+    def one(x: Array) -> Array:
+        each = weights.astype(x.dtype)
+        return (_column(each, x) * x).sum(axis=0) / each.sum()
+
+    return [one(x) for x in rows]
+
+
+def _median(rows: Rows, counts: Array) -> list[Array]:
+    """The coordinate-wise median of the rows that count."""
+    median = lambda x: jnp.nanmedian(jnp.where(_column(counts, x), x, jnp.nan), axis=0)
+    return [median(x) for x in rows]
+
+
+def _column(row: Array, x: Array) -> Array:
+    """[W], shaped to go with x [W, ...]."""
+    return row.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _beyond(first: int, x: Array) -> tuple[int, ...]:
+    """The axes from `first` on that belong to one row of x [W, ...]."""
+    return tuple(range(first, first + x.ndim - 1))
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is an int of at least 0."""
+    if not (isinstance(value, int) and value == 0):
+        check_positive_int(name, value)
