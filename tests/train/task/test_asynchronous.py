@@ -29,6 +29,7 @@ def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeyp
         tiny.SMALL,
         data=dataclasses.replace(tiny.SMALL.data, shard=shard),
         model="digits-bn",
+        batch_statistics="keep",
         method=methods.make("overlapped-lsgd", **LSGD, delay=delay),
         optimizer=dataclasses.replace(tiny.SMALL.optimizer, **rate),
     )
