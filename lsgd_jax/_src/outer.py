@@ -153,8 +153,8 @@ def outer(method: Exchange) -> Outer:
 
     The state keeps a copy of x, the parameters before the training step, if the method's
     rule depends on x (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`,
-    `grawa`) or with ``check="every_step"``. All other methods cannot undo a step: a worker that is not
-    finite continues until the next pull restores it.
+    `grawa`) or with ``check="every_step"``. All other methods cannot undo a step: a worker
+    that is not finite continues until the next pull restores it.
 
     Args:
       method: any method that pulls, with all its options. With ``axes=()`` the worker is

@@ -46,7 +46,7 @@ class Wire:
     whose `keeps` is ``("error",)``. `sparse_diloco` has the defaults of SparseLoCo.
 
     Means and sums have error feedback. With e the error of this worker's earlier messages
-    (0 at first) and v what it has to send now, it sends :math:`s = Q(\beta e + v)` and keeps
+    (0 at first) and v the value to send now, it sends :math:`s = Q(\beta e + v)` and keeps
     :math:`e \leftarrow \beta e + v - s`, with β the `decay`.
 
     Args:
