@@ -4,14 +4,14 @@ import asyncio
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.coordinator import Report, Score, Status
+from lsgd_jax._src.asynchronous.coordinator import Claim, Report, Score, Status
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
@@ -112,6 +112,7 @@ class Worker:
         self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
+        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
         self.method = method.bind(self, steps)
@@ -130,6 +131,28 @@ class Worker:
         """Shows the present parameters to peers."""
         params = self.params
         self.transport.mailbox.show(lambda: self.flat.vector(params), self.measure)
+
+    async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
+        """Returns whether the next step is granted; joins the rounds that are due first.
+
+        Args:
+          join: takes part in the coordinator's round with this number.
+          ahead: whether to claim the step after it already, so that no step waits for the
+            coordinator.
+        """
+        while True:
+            step = self.count + 1
+            asked, self._asked = self._asked, None
+            if asked is None or asked[0] != step:  # it has taken over another count
+                asked = step, self.transport.tell("claim", step)
+            claim = await self.wait(asked[1])
+            self.number = claim.number
+            if claim.go != "join":
+                break
+            await join(claim.number)
+        if ahead and claim.go == "step":
+            self._asked = step + 1, self.transport.tell("claim", step + 1)
+        return claim.go == "step"
 
     async def step(self) -> None:
         """Takes one local step and measures its speed."""
