@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import zlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.coordinator import Claim, Report, Score, Status
+from lsgd_jax._src.asynchronous.coordinator import Claim, Report, Status
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
@@ -108,7 +109,8 @@ class Worker:
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
-        self.flat, self.score = flat_of(self.params), Score(method.window)
+        self.flat = flat_of(self.params)
+        self._losses: deque[float] = deque(maxlen=method.window)
         self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
@@ -122,6 +124,12 @@ class Worker:
     def index(self) -> int:
         """The worker's index."""
         return self.transport.position.index
+
+    @property
+    def score(self) -> float:
+        """The mean of the last losses; inf without any, or if one is not finite."""
+        mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
+        return mean if math.isfinite(mean) else math.inf
 
     def vector(self) -> np.ndarray:
         """The parameters as one vector."""
@@ -172,7 +180,7 @@ class Worker:
         self.x = self.params
         self.params = self.method.step(self.x, u, loss, t)
         self.count, self.loss, self._has_stepped = t, float(loss), True
-        self.score.add(self.loss)
+        self._losses.append(self.loss)
 
     async def wait(self, call: asyncio.Task) -> Any:
         """Returns the result of a call; counts its time as waiting."""
@@ -193,7 +201,7 @@ class Worker:
         report.steps = self.count
         if self._has_stepped:
             report.loss = self.loss if self.is_finite else math.nan
-        report.score = self.score.value if self.is_finite else math.inf
+        report.score = self.score if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:
             if not self._told.done():
