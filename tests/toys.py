@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from lsgd_jax._src.asynchronous.network import NETWORKS
 from lsgd_jax._src.asynchronous.speeds import Speeds
@@ -16,6 +17,11 @@ from lsgd_jax.asynchronous import simulator
 BASE = optax.sgd(0.05, momentum=0.5)
 PLACES = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
 NOISE = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
+
+
+def slow(*values):
+    """A parameter of a test that is only run with `-m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def start(dtype=jnp.float32):

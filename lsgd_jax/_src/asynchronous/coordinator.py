@@ -4,49 +4,15 @@ Engines call it on one event loop. Only `Coordinator.round` waits: for a round t
 """
 
 import asyncio
-import collections
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import Any, Literal, NamedTuple
 
 
 KEPT = 256  # rounds that are remembered for late workers,
 KEPT_EACH = 8  # or this many per worker, since each of many groups has its own
-
-
-def lowest(scores: Mapping[int, float]) -> int | None:
-    """Returns the index with the lowest finite score (ties: the lowest index), or None.
-
-    >>> lowest({2: 1.5, 0: float("nan"), 1: 1.5})
-    1
-    """
-    finite = [(score, i) for i, score in scores.items() if math.isfinite(score)]
-    return min(finite)[1] if finite else None
-
-
-class Score:
-    """The mean of a worker's last losses, or inf unless all of them are finite.
-
-    >>> score = Score(window=2)
-    >>> [score.add(loss) for loss in (4.0, 2.0, 1.0)]
-    [4.0, 3.0, 1.5]
-    """
-
-    def __init__(self, window: int):
-        self.losses: collections.deque[float] = collections.deque(maxlen=window)
-
-    def add(self, loss: float) -> float:
-        """Adds a loss; returns the score."""
-        self.losses.append(loss)
-        return self.value
-
-    @property
-    def value(self) -> float:
-        """The score; inf before the first loss."""
-        mean = sum(self.losses) / len(self.losses) if self.losses else math.inf
-        return mean if math.isfinite(mean) else math.inf
 
 
 class Claim(NamedTuple):
@@ -97,6 +63,7 @@ class Member:
     granted: int = 0  # its highest step number so far
     entered: bool = False  # whether its earlier steps are counted
     finished: bool = False  # whether it has taken its last step
+    report: Report = dataclasses.field(default_factory=Report)  # its last one
 
 
 class Status(NamedTuple):
@@ -117,9 +84,13 @@ class Status(NamedTuple):
     reports: dict[int, Report]
 
     def leader(self, among: Iterable[int]) -> int | None:
-        """Returns the present worker with the lowest finite score among some, or None."""
-        present = set(self.present)
-        return lowest({i: self.reports[i].score for i in among if i in present})
+        """Returns the present worker with the lowest finite score among some, or None.
+
+        Ties go to the lowest index.
+        """
+        scores = [(self.reports[i].score, i) for i in set(among).intersection(self.present)]
+        finite = [(score, i) for score, i in scores if math.isfinite(score)]
+        return min(finite)[1] if finite else None
 
 
 @dataclasses.dataclass
@@ -181,7 +152,6 @@ class Coordinator:
         start: float | None = None,
     ):
         self.members = [Member() for _ in range(workers)]
-        self._reports = {i: Report() for i in range(workers)}
         self.taken, self.number, self.begun = 0, 0, False
         self._all, self._period = workers * steps, period
         self._timeout, self._start = timeout, timeout if start is None else start
@@ -228,7 +198,7 @@ class Coordinator:
 
     def lost(self, i: int) -> None:
         """Notes that the process of worker i has failed, and with it its progress."""
-        self._reports[i] = Report()
+        self.members[i].report = Report()
         self.leave(i)
 
     def missed(self, i: int, peer: int) -> None:
@@ -240,9 +210,8 @@ class Coordinator:
 
         report: its last one.
         """
-        if report is not None:
-            self._reports[i] = report
-        self.members[i].finished = True
+        member = self.members[i]
+        member.finished, member.report = True, report or member.report
         self.leave(i)
 
     def claim(self, i: int, step: int) -> Claim:
@@ -347,11 +316,11 @@ class Coordinator:
 
     def report(self, i: int, report: Report) -> Status:
         """Notes the progress of worker i; returns the status of all."""
-        self.members[i].present, self._reports[i] = True, report
+        self.members[i].present, self.members[i].report = True, report
         return self.status()
 
     def status(self) -> Status:
         """Returns the status of all workers."""
         finished = [i for i, member in enumerate(self.members) if member.finished]
-        reports = dict(self._reports)
+        reports = {i: member.report for i, member in enumerate(self.members)}
         return Status(self.present, finished, self.taken, self.number, reports)

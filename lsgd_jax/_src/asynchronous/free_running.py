@@ -2,14 +2,13 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.coordinator import Claim
 from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Flat, finite
 from lsgd_jax._src.asynchronous.worker import Worker
@@ -25,40 +24,6 @@ from lsgd_jax._src.trees import (
 
 
 MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
-
-
-class Claims:
-    """A worker's claims to its next steps.
-
-    Args:
-      worker: the worker.
-      ahead: whether to claim a step while the previous one is computed, so that no step
-        waits for the coordinator.
-    """
-
-    def __init__(self, worker: Worker, ahead: bool):
-        self._worker, self._ahead = worker, ahead
-        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
-
-    async def step(self, join: Callable[[int], Awaitable[None]]) -> bool:
-        """Returns whether the next step is granted; joins the rounds that are due first.
-
-        join: takes part in a round of the coordinator with this number.
-        """
-        while (claim := await self._next()).go == "join":
-            await join(claim.number)
-        return claim.go == "step"
-
-    async def _next(self) -> Claim:
-        worker, step = self._worker, self._worker.count + 1
-        asked, self._asked = self._asked, None
-        if asked is None or asked[0] != step:  # it has taken over another worker's count
-            asked = step, worker.transport.tell("claim", step)
-        claim = await worker.wait(asked[1])
-        worker.number = claim.number
-        if self._ahead and claim.go == "step":
-            self._asked = step + 1, worker.transport.tell("claim", step + 1)
-        return claim
 
 
 class Peers:
@@ -138,7 +103,7 @@ class FreeRunningWorker:
       worker: the worker.
       peers: workers that it may ask.
       seed: seed of the choice among them.
-      ahead: see `Claims`.
+      ahead: see `Worker.granted`.
     """
 
     kept: tuple[str, ...] = ()
@@ -153,7 +118,7 @@ class FreeRunningWorker:
         self.worker, self.transport = worker, worker.transport
         self.peers = Peers(list(peers), seed)
         self.in_flight: dict[int, InFlight] = {}
-        self._claims = Claims(worker, ahead)
+        self._ahead = ahead
 
     @property
     def is_finite(self) -> bool:
@@ -168,7 +133,7 @@ class FreeRunningWorker:
 
     async def before_step(self) -> bool:
         """Returns whether there is another step to take, after any barrier that is due."""
-        return await self._claims.step(self.join)
+        return await self.worker.granted(self.join, self._ahead)
 
     async def join(self, number: int) -> None:
         """Takes part in barrier `number` of the coordinator, in methods that have any."""

@@ -136,7 +136,7 @@ class LSGDWorker(FreeRunningWorker):
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Pulls the worker towards a leader's snapshot."""
-        is_finite = self.is_finite and bool(jnp.isfinite(self.worker.score.value))
+        is_finite = self.is_finite and bool(jnp.isfinite(self.worker.score))
         weight = value_at(self._levels[slot].pull, jnp.int32(self.worker.count))
         z = answer.vector + request.quantization_error
         if self.pull(z, jnp.clip(weight, 0, 1), is_finite):

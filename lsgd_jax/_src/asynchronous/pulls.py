@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import kernel, parts, trees
-from lsgd_jax._src.asynchronous.free_running import Claims
 from lsgd_jax._src.asynchronous.messages import Conversation, alone
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
@@ -84,8 +83,6 @@ class PullsWorker:
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
         self._period, self._rounds = method.period, 0
-        # A step claimed ahead would keep all other workers waiting at the next round.
-        self._claims = Claims(worker, ahead=False)
         position = worker.transport.position
         self._everyone = list(range(position.workers))
         self._conversations = [
@@ -110,7 +107,8 @@ class PullsWorker:
         """Returns whether there is another step to take, after any round that is due."""
         if self._period is None:
             return self._worker.count < self._steps
-        return await self._claims.step(self._join)
+        # A step claimed ahead would keep all other workers waiting at the next round.
+        return await self._worker.granted(self._join, ahead=False)
 
     async def after_step(self) -> None:
         """Sends and lands the pulls that are due by the worker's own count."""

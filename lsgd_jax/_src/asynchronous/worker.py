@@ -4,14 +4,15 @@ import asyncio
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.coordinator import Report, Score, Status
+from lsgd_jax._src.asynchronous.coordinator import Claim, Report, Status
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
@@ -108,10 +109,12 @@ class Worker:
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
-        self.flat, self.score = flat_of(self.params), Score(method.window)
+        self.flat = flat_of(self.params)
+        self._losses: deque[float] = deque(maxlen=method.window)
         self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
+        self._asked: tuple[int, asyncio.Task[Claim]] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
         self.method = method.bind(self, steps)
@@ -122,6 +125,12 @@ class Worker:
         """The worker's index."""
         return self.transport.position.index
 
+    @property
+    def score(self) -> float:
+        """The mean of the last losses; inf without any, or if one is not finite."""
+        mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
+        return mean if math.isfinite(mean) else math.inf
+
     def vector(self) -> np.ndarray:
         """The parameters as one vector."""
         return self.flat.vector(self.params)
@@ -130,6 +139,28 @@ class Worker:
         """Shows the present parameters to peers."""
         params = self.params
         self.transport.mailbox.show(lambda: self.flat.vector(params), self.measure)
+
+    async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
+        """Returns whether the next step is granted; joins the rounds that are due first.
+
+        Args:
+          join: takes part in the coordinator's round with this number.
+          ahead: whether to claim the step after it already, so that no step waits for the
+            coordinator.
+        """
+        while True:
+            step = self.count + 1
+            asked, self._asked = self._asked, None
+            if asked is None or asked[0] != step:  # it has taken over another count
+                asked = step, self.transport.tell("claim", step)
+            claim = await self.wait(asked[1])
+            self.number = claim.number
+            if claim.go != "join":
+                break
+            await join(claim.number)
+        if ahead and claim.go == "step":
+            self._asked = step + 1, self.transport.tell("claim", step + 1)
+        return claim.go == "step"
 
     async def step(self) -> None:
         """Takes one local step and measures its speed."""
@@ -149,7 +180,7 @@ class Worker:
         self.x = self.params
         self.params = self.method.step(self.x, u, loss, t)
         self.count, self.loss, self._has_stepped = t, float(loss), True
-        self.score.add(self.loss)
+        self._losses.append(self.loss)
 
     async def wait(self, call: asyncio.Task) -> Any:
         """Returns the result of a call; counts its time as waiting."""
@@ -170,7 +201,7 @@ class Worker:
         report.steps = self.count
         if self._has_stepped:
             report.loss = self.loss if self.is_finite else math.nan
-        report.score = self.score.value if self.is_finite else math.inf
+        report.score = self.score if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
         if self._told is not None:
             if not self._told.done():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys import slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.clock import run_virtual
@@ -43,10 +44,6 @@ def simulate(method=LSGD, nodes=2, locals=2, steps=8, network=NETWORK, **options
 
 def vectors(workers):
     return np.stack([worker.vector() for worker in workers])
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from toys import slow
 
 import lsgd_jax as lj
 from lsgd_jax._src import wire as formats
-from lsgd_jax._src.asynchronous.vectors import nbytes, pack, unpack
+from lsgd_jax._src.asynchronous.vectors import pack, unpack
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
@@ -26,10 +27,6 @@ from lsgd_jax.asynchronous import (
 
 NARROW = ["bfloat16", "int8", "int4"]
 STOCHASTIC = [f"{format}-stochastic" for format in NARROW]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def normal(size, seed=0):
@@ -57,16 +54,6 @@ def test_draws_differ_by_turn_and_by_worker_and_repeat(format):
     drawn = lambda turn, index: rounded(vector, format, turn, index)
     np.testing.assert_array_equal(drawn(1, 0), drawn(1, 0))
     assert (drawn(1, 0) != drawn(2, 0)).any() and (drawn(1, 0) != drawn(1, 1)).any()
-
-
-@pytest.mark.parametrize(
-    "format, at_most", [("bfloat16", 0.5), ("int8", 0.27), ("int4", 0.14)]
-)
-def test_bytes(format, at_most):
-    vector = normal(256 * 40 + 1)
-    sent = lambda format: nbytes(pack(vector, lj.Wire(format)))
-    assert sent("float32") == vector.nbytes
-    assert sent(format) <= (at_most + 1e-3) * vector.nbytes
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
