@@ -255,7 +255,11 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
 
 @a_method_of_each_kind
 def test_predicates_of_communication_are_the_same_on_all_workers(name):
-    """By jax's types, which also prove that shared state is equal on all workers."""
+    """By jax's types, which also prove that shared state is equal on all workers.
+
+    The types of gathered values do not prove this, so the state is left out of the check
+    for narrow wire formats and for rules that gather.
+    """
     tx = METHODS[name].chain(8, optax.sgd(0.1))
     run = run_of(name, 4, 2, 8)
     axes = ("node", "local")
@@ -275,11 +279,13 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
     )
 
     def update(params, state, value):
-        updates = tx.update(one(params), one(state), one(params), value=value[0])
-        return stack(updates)
+        updates, state = tx.update(one(params), one(state), one(params), value=value[0])
+        return stack((updates, state if proves_state else ()))
 
+    proves_state = name in KINDS and "+" not in name
+    after = specs if proves_state else ()
     update = jax.shard_map(
-        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=(P(axes), specs)
+        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=(P(axes), after)
     )
     program = jax.make_jaxpr(update)(params, state, jnp.ones(8))
     decided = 0
