@@ -1,5 +1,6 @@
 """Checkpoints of a run: written asynchronously, and restored whole or not at all."""
 
+import functools
 import json
 import logging
 import pathlib
@@ -380,11 +381,11 @@ def _silence() -> None:
     """Stops Orbax and TensorStore from printing errors that they also raise."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _show_unless_noise
+    if getattr(sys.unraisablehook, "func", None) is not _show_unless_noise:
+        sys.unraisablehook = functools.partial(_show_unless_noise, sys.unraisablehook)
 
 
-def _show_unless_noise(unraisable: Any) -> None:
+def _show_unless_noise(show: Callable[[Any], object], unraisable: Any) -> None:
     """Drops TensorStore's calls to an event loop that closed at an earlier failure."""
     if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+        show(unraisable)
