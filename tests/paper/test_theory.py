@@ -36,10 +36,9 @@ def all_hold(outcome):
 def test_stationary_points():
     outcome = stationary_points.check(seed=3, landscapes=20)
     assert all_hold(outcome)
+    # The gradient at a leader that is not held fixed.
     literal = float(re.findall(r"≥ ([\d.]+)", outcome.remarks[0])[0])
-    assert (
-        literal > stationary_points.PULL
-    )  # the gradient at a leader that is not held fixed
+    assert literal > stationary_points.PULL
 
 
 def test_moving_workers_fail_the_check():
