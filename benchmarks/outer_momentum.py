@@ -10,6 +10,8 @@ turns is linear, and stable if no eigenvalue has a modulus above 1. The script p
 largest outer momentum up to which it is stable, in steps of 0.05.
 """
 
+import argparse
+
 import numpy as np
 
 
@@ -58,6 +60,9 @@ def largest(local_steps, workers, curvatures):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     limit = max(q for q in np.arange(0.001, 4, 0.001) if radius(inner(q)) <= 1 + 1e-9)
     # Within 2 % of the limit the inner optimizer itself is hardly stable.
     curvatures = 0.98 * limit * np.geomspace(1e-4, 1, 150)

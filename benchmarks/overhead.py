@@ -11,7 +11,6 @@ Prints:    milliseconds per step of both arms, and the median of their ratios
 """
 
 import argparse
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ class ConstantBatch(Arm):
     def __init__(self, batch_size: int):
         real = transforms.cifar10()
         batch = np.asarray(real.test(made_up(batch_size).images))
-        constant = dataclasses.replace(real, train=lambda key, images: jnp.asarray(batch))
+        constant = real._replace(train=lambda key, images: jnp.asarray(batch))
         super().__init__(constant, batch_size=batch_size)
         self._batch = self.experiment.batch(0)
 

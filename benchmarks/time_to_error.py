@@ -28,6 +28,7 @@ import tempfile
 from limited_hosts import add_options, join, limited_hosts
 from side_by_side import Arm, longest_period
 from torch_peers import Peers
+from usage import one_line_errors
 
 from train import compilation_cache
 from train import config as configuration
@@ -174,7 +175,9 @@ def main():
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     out = pathlib.Path(options.races)
-    needed = steps_to(options.error, out)
+    with one_line_errors():
+        needed = steps_to(options.error, out)
+        configs_of(out)  # before any host is started
     found = {rate: measure(rate, needed, options) for rate in options.rates}
     for title, index, unit in (("a step, ms", 0, 1e3), ("to the error, s", 1, 1)):
         print(f"| {title} | {' | '.join(found)} |\n| --- |{' --- |' * len(found)}")

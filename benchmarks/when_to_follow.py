@@ -35,7 +35,7 @@ from train.metrics import tables
 
 
 WORKERS, BATCH, WIDTH, RATE, PERIOD = 8, 32, 64, 0.1, 8
-SGD = optax.sgd(1.0)  # gradients are multiplied by each worker's learning rate before
+SGD = optax.sgd(1.0)  # the gradients are already scaled by the worker's learning rate
 METHODS = {
     "lsgd, λ = 0.1": optax.chain(SGD, lj.lsgd(0.1, 0.0, local_period=PERIOD)),
     "lsgd, λ = 1": optax.chain(SGD, lj.lsgd(1.0, 0.0, local_period=PERIOD)),

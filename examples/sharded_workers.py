@@ -44,9 +44,8 @@ def main():
     }
     start = jax.tree.map(np.float32, start)
     params = workers.replicate(start, lj.largest_dimension("fsdp", 4, smallest=1))
-    state = workers.map(tx.init)(
-        params
-    )  # moments and anchor are sharded like the parameters
+    # Moments and anchor are sharded like the parameters.
+    state = workers.map(tx.init)(params)
     step = workers.map(train_step, donate=(0, 1))
     losses = []
     for key in jax.random.split(jax.random.key(0), STEPS):

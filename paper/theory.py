@@ -4,17 +4,24 @@
 
 They are about the stationary points of LSGD and EASGD, descent in one step, with a noisy
 leader and with decreasing steps, the direction of the step on a quadratic, and the
-stability of EASGD in round robin. Each module in `paper.statements` gives one statement and
-how it is checked. DIR gets a table (`theory.md`, `theory.csv`: the computed value, the
+stability of EASGD in round robin. The modules in `paper.statements` give the statements and
+how they are checked. DIR gets a table (`theory.md`, `theory.csv`: the computed value, the
 bound, the tolerance) and figures of the last two. The exit status is 1 if a statement does
 not hold. Half a minute on a CPU, in float64.
 """
 
 import dataclasses
-import importlib
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal
 
 from paper import output
+from paper.statements import (
+    newton_direction,
+    noisy_leader,
+    one_step,
+    round_robin,
+    stationary_points,
+)
 from paper.statements.claim import Claim, Outcome
 from train.metrics import tables
 
@@ -27,7 +34,14 @@ Statement = Literal[
     "newton-direction",
     "round-robin",
 ]
-STATEMENTS: tuple[Statement, ...] = get_args(Statement)
+CHECKS: dict[Statement, Callable[..., Outcome]] = {
+    "stationary-points": stationary_points.check,
+    "one-step": one_step.check,
+    "noisy-leader": noisy_leader.check,
+    "decreasing-steps": noisy_leader.check_decreasing,
+    "newton-direction": newton_direction.check,
+    "round-robin": round_robin.check,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +49,7 @@ class Options(output.Options):
     """The options of the checks."""
 
     # The statements to check.
-    only: tuple[Statement, ...] = STATEMENTS
-
-
-def check(name: str, seed: int) -> Outcome:
-    """Checks the statement with this name."""
-    module = importlib.import_module(f"paper.statements.{name.replace('-', '_')}")
-    return module.check(seed=seed)
+    only: tuple[Statement, ...] = tuple(CHECKS)
 
 
 def table(claims: list[Claim], remarks: list[str]) -> str:
@@ -55,7 +63,7 @@ def run(options: Options) -> output.Results:
     """Checks the statements."""
     outcomes = {}
     for name in dict.fromkeys(options.only):
-        outcomes[name] = check(name, options.seed)
+        outcomes[name] = CHECKS[name](seed=options.seed)
         print("\n".join(claim.lines() for claim in outcomes[name].claims), flush=True)
     claims = [claim for found in outcomes.values() for claim in found.claims]
     remarks = [remark for found in outcomes.values() for remark in found.remarks]

@@ -17,17 +17,6 @@ CENTER, ALONG = "the center", "along "
 Candidate = tuple[str, np.ndarray]
 
 
-def worst(scores: np.ndarray, among: np.ndarray) -> int:
-    """Returns the worker with the worst score in a mask, a finite score if there is one.
-
-    >>> worst(np.array([1.0, 3.0, np.inf, 9.0]), np.array([True, True, True, False]))
-    1
-    """
-    judged = among & np.isfinite(scores)
-    chosen = np.flatnonzero(judged if judged.any() else among)
-    return int(chosen[np.argmax(scores[chosen])])
-
-
 def role_of(pull: lj.Diagnostics, worker: int, nodes: int, locals: int) -> str:
     """Returns the name of the leader of a worker's group."""
     if nodes == 1 or locals == 1:
@@ -103,7 +92,10 @@ class Points:
             raise ValueError(f"no worker has finite parameters {at}")
         if worker is None:
             led = finite & ~np.isin(np.arange(len(finite)), leading)
-            return worst(scores, led if led.any() else finite)
+            among = led if led.any() else finite
+            judged = among & np.isfinite(scores)
+            chosen = np.flatnonzero(judged if judged.any() else among)
+            return int(chosen[np.argmax(scores[chosen])])
         if not 0 <= worker < len(scores):
             raise ValueError(f"`worker` must be in 0..{len(scores) - 1}, got {worker=}")
         if not finite[worker]:

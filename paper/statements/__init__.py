@@ -1,1 +1,1 @@
-"""The statements of the theory: one module each, with a function `check`."""
+"""The statements of the theory, and functions that check them."""

@@ -33,7 +33,7 @@ METHODS = {
 }
 
 
-def wells(x: jax.Array, tilt: jax.Array) -> jax.Array:
+def wells(x: jax.Array | np.ndarray, tilt: jax.Array | np.ndarray) -> jax.Array:
     """Returns f [...] at x [..., 2] with the tilt a [..., 2]."""
     return jnp.sum(jnp.square(jnp.square(x) - 1) / 4 + tilt * x, axis=-1)
 

@@ -12,7 +12,6 @@ from matplotlib import pyplot as plt
 from paper import __main__ as paper
 from paper import theory
 from paper.statements import (
-    decreasing_steps,
     newton_direction,
     noisy_leader,
     one_step,
@@ -37,10 +36,9 @@ def all_hold(outcome):
 def test_stationary_points():
     outcome = stationary_points.check(seed=3, landscapes=20)
     assert all_hold(outcome)
+    # The gradient at a leader that is not held fixed.
     literal = float(re.findall(r"≥ ([\d.]+)", outcome.remarks[0])[0])
-    assert (
-        literal > stationary_points.PULL
-    )  # the gradient at a leader that is not held fixed
+    assert literal > stationary_points.PULL
 
 
 def test_moving_workers_fail_the_check():
@@ -85,8 +83,8 @@ def test_without_a_pull_the_variance_is_that_of_sgd():
 
 def test_constant_steps_have_no_rate(monkeypatch):
     constant = lambda row: noisy_leader.Setting(0.05, 0.5, 3.0, row[0])
-    monkeypatch.setattr(decreasing_steps, "setting_of", constant)
-    assert not all_hold(decreasing_steps.check(groups=10, steps=2000))
+    monkeypatch.setattr(noisy_leader, "decreasing", constant)
+    assert not all_hold(noisy_leader.check_decreasing(groups=10, steps=2000))
 
 
 def test_shares_by_hand():
@@ -126,11 +124,12 @@ def test_a_round_by_hand():
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    for module, sizes in (
-        (stationary_points, {"landscapes": 20, "steps": 2500}),
-        (round_robin, {"grid": 31, "workers": 3}),
+    for name, sizes in (
+        ("stationary-points", {"landscapes": 20, "steps": 2500}),
+        ("round-robin", {"grid": 31, "workers": 3}),
     ):
-        monkeypatch.setattr(module, "check", functools.partial(module.check, **sizes))
+        small = functools.partial(theory.CHECKS[name], **sizes)
+        monkeypatch.setitem(theory.CHECKS, name, small)
     arguments = ["theory", "--seed", "1", "--only", "stationary-points", "round-robin"]
     assert paper.main([*arguments, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -145,11 +144,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 
 def test_a_statement_that_fails_is_status_1(tmp_path, capsys, monkeypatch):
-    def check(name, seed):
-        wrong = Claim("one is at most zero", "1", 1.0)
-        return Outcome([wrong])
-
-    monkeypatch.setattr(theory, "check", check)
+    wrong = Outcome([Claim("one is at most zero", "1", 1.0)])
+    monkeypatch.setitem(theory.CHECKS, "one-step", lambda seed: wrong)
     assert paper.main(["theory", "--only", "one-step", "--out", str(tmp_path)]) == 1
     assert "FAILS: one is at most zero" in capsys.readouterr().out
     assert "| NO |" in (tmp_path / "theory.md").read_text(encoding="utf-8")

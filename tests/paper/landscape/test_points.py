@@ -42,7 +42,7 @@ def test_leaders_by_the_last_election_or_by_scores():
 
 def test_the_worst_worker_that_does_not_lead_is_shown(saved, monkeypatch):
     """Worker 1 still leads its node, although its losses are now the worst."""
-    scores = np.array([2.0, 9.0, 3.0, 1.0])
+    scores = np.array([np.inf, 9.0, 3.0, 1.0])
     node, everyone = lj.diagnostics(saved.state.opt_state)
     pulls = [
         dataclasses.replace(node, leader=np.array([1, 1, 1, 1]), score=scores),
