@@ -46,8 +46,8 @@ class Wire:
     whose `keeps` is ``("error",)``. `sparse_diloco` has the defaults of SparseLoCo.
 
     Means and sums have error feedback. With e the error of this worker's earlier messages
-    (0 at first) and v the value to send now, it sends :math:`s = Q(\beta e + v)` and keeps
-    :math:`e \leftarrow \beta e + v - s`, with β the `decay`.
+    (0 at first), v what it has to send now and β the `decay`, it sends
+    :math:`s = Q(\beta e + v)` and keeps :math:`e \leftarrow \beta e + v - s`.
 
     Args:
       format: 'float32' (the parameters as they are), 'bfloat16', 'int8', 'int4' or

@@ -100,8 +100,8 @@ def path_of(tx, start, gradients):
     return np.array(seen)
 
 
-def test_desloc_takes_the_moments_that_there_are_and_leaves_out_what_is_not_in_its_part():
-    """Of Adam and of SGD with momentum; leaf "b" and its moments stay with their worker."""
+def test_desloc_averages_the_moments_of_its_part_whatever_the_base():
+    """Adam, and SGD with momentum. Leaf "b" and its moments stay with their worker."""
     x = {"a": np.ones((2, 3), np.float32), "b": np.ones((2, 4), np.float32)}
     apart = jax.tree.map(lambda x: x * np.array([[1], [3]], np.float32), x)
     for base, periods in (
@@ -141,7 +141,7 @@ def test_top_k_is_refused_where_parameters_travel_whole():
             lj.Wire("top-k", **options)
 
 
-def test_a_worker_that_is_not_finite_sends_nothing_and_owes_nothing():
+def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     """It takes the anchor, which the others' messages alone have moved; |H| is theirs."""
     tx = lj.sparse_diloco(1, density=0.25, chunk=4, bits=None)
     workers, start = lj.Workers(1, 3), np.zeros((3, 8), np.float32)

@@ -1,4 +1,4 @@
-"""Wire formats: the codec, what is conserved, what travels, how far training comes."""
+"""Wire formats: the codec, invariants, bytes that travel, and the effect on training."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def there_and_back(x, wire, seed=None):
 
 
 def quantum(x, wire):
-    """Of each element of a flat x the distance between two values that it may take."""
+    """The distance between neighboring values of the format at each element of a flat x."""
     if wire.format == "bfloat16":
         return np.abs(x) * 2.0**-7
     top = [np.abs(x[k : k + wire.block]).max() for k in range(0, len(x), wire.block)]
@@ -77,7 +77,7 @@ def test_stochastic_rounding_has_no_bias(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_zeros_stay_and_what_is_not_finite_counts_as_zero(format):
+def test_zeros_stay_and_non_finite_values_count_as_zero(format):
     wire = lj.Wire(format, block=4)
     zeros = jnp.zeros(6)
     assert there_and_back(zeros, wire).tolist() == [0] * 6
@@ -89,7 +89,7 @@ def test_zeros_stay_and_what_is_not_finite_counts_as_zero(format):
 
 
 def test_leaves_share_no_scale_and_gaps_do_not_travel():
-    """Small leaves lie in one buffer; the result is that of each leaf alone."""
+    """Small leaves share a buffer, with the results of each leaf alone."""
     draw = np.random.default_rng(0).normal
     tree = {"a": draw(size=(3, 100)), "b": draw(size=5) * 1e3, "c": draw(size=512) / 1e3}
     tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
@@ -123,7 +123,7 @@ def _once(rule, wire, tree, strength=1.0):
 # Errors
 
 
-def test_what_is_no_wire_format_is_refused():
+def test_unknown_wire_formats_are_refused():
     with pytest.raises(
         ValueError, match="`wire` must be one of .*'int4', .*, got wire='int9'"
     ):
@@ -141,14 +141,14 @@ def test_what_is_no_wire_format_is_refused():
 
 
 @pytest.mark.parametrize("missing", ["reference", "error"])
-def test_a_rule_that_keeps_too_little_is_told(missing):
+def test_a_rule_that_keeps_too_little_raises(missing):
     keeps = {"reference": (), "error": ("reference",)}[missing]
     rule = dataclasses.replace(lj.average(), keeps=keeps)
     with pytest.raises(ValueError, match=f"must have '{missing}'"):
         _once(rule, "int8", jnp.ones(3))
 
 
-# What is conserved
+# Invariants
 
 
 def states_of(state):
@@ -208,7 +208,7 @@ def _train(tx, start, steps, losses):
 
 
 def sums_over(name, wire, steps=4):
-    """Of each step of a gossip method Σ w x, without any gradient, and Σ w."""
+    """Σ w x and Σ w after each step of a gossip method without gradients."""
     tx, workers = GOSSIP[name](wire), lj.Workers(1, 8)
     x = workers.put(np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32))
     state, found = workers.map(tx.init)(x), []
@@ -241,7 +241,7 @@ SLOWLY = [n if n == "sgp" else pytest.param(n, marks=pytest.mark.slow) for n in 
 
 
 @pytest.mark.parametrize("name", SLOWLY)
-def test_gossip_conserves_the_sum_whatever_rounding_takes_away(name):
+def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
     wire = lj.Wire("int4", "stochastic", seed=3)
     found, distance = sums_over(name, wire)
     for total, mass in found[1:]:
@@ -250,8 +250,8 @@ def test_gossip_conserves_the_sum_whatever_rounding_takes_away(name):
     assert distance < 0.7 * np.sqrt(7)  # they do come together
 
 
-def test_what_is_sent_and_the_error_are_what_should_be_sent():
-    """Over many exchanges: Σ sent + e = Σ what was to be sent, for each worker of EASGD."""
+def test_messages_and_errors_add_up_to_the_exact_messages():
+    """Over many exchanges of EASGD: Σ Q(v + e) + e = Σ v."""
     tx, workers = lj.easgd(0.5, 1, wire="int4"), lj.Workers(1, 4)
     rng = np.random.default_rng(0)
     x = workers.put(rng.normal(size=(4, 50)).astype(np.float32))
@@ -271,13 +271,13 @@ def test_what_is_sent_and_the_error_are_what_should_be_sent():
     np.testing.assert_allclose(moved + rest, owed, rtol=1e-4, atol=1e-5)
 
 
-# Who holds what
+# Where references and errors are kept
 
 
 @pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("method", ["source", "mean"])
-def test_targets_are_the_same_to_the_bit_on_all_workers(method, devices):
-    """From x = 0 to the target whole, so that the update is the target."""
+def test_targets_are_bit_identical_on_all_workers(method, devices):
+    """Workers at x = 0 take the target whole, so that the update is the target."""
     rule = {"source": lj.leader(("node", "local")), "mean": lj.average()}[method]
     tx = lj.exchange(lj.Pull(rule, 1.0, wire=lj.Wire("int8", "stochastic")))
     workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
@@ -308,7 +308,7 @@ def test_float32_adds_nothing():
     assert texts[0] == texts[1]
 
 
-def test_a_worker_that_was_restored_late_owes_nothing():
+def test_a_worker_restored_after_a_delay_has_no_error():
     tx, workers = lj.diloco(4, delay=1, wire="int4"), lj.Workers(1, 2)
     x = workers.put(np.random.default_rng(0).normal(size=(2, 9)).astype(np.float32))
     state, errors = workers.map(tx.init)(x), []
@@ -326,7 +326,7 @@ def test_a_worker_that_was_restored_late_owes_nothing():
     assert errors[3][0] == errors[2][0] and errors[3][1] == 0
 
 
-def test_other_workers_owe_nothing_and_keep_what_all_had():
+def test_resized_workers_keep_the_shared_reference_and_no_error():
     tx = lj.exchange(
         lj.Pull(lj.average(), 1.0, wire="int4"),
         lj.Pull(lj.leader("local"), 0.5, wire="int8"),
@@ -346,7 +346,7 @@ def test_other_workers_owe_nothing_and_keep_what_all_had():
     assert not other.pulls[1].wire.reference.any()
 
 
-# What travels, and what becomes of training
+# Bytes that travel, and the effect on training
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     assert shares["bfloat16"] < 0.51 and shares["int8"] < 0.27 and shares["int4"] < 0.14
 
 
-def test_a_quadratic_is_solved_as_far_as_without_rounding():
+def test_a_quadratic_is_solved_up_to_the_rounding():
     """f(x) = |x - a_i|² / 2 with another a_i for each worker; the mean is the solution."""
     rng = np.random.default_rng(0)
     goals = rng.normal(size=(4, 64)).astype(np.float32)
@@ -401,7 +401,7 @@ def test_a_quadratic_is_solved_as_far_as_without_rounding():
         return np.abs(center - goals.mean(axis=0)).max()
 
     assert distance("float32") < 1e-3
-    # The differences to a worker's own goal do not vanish, and nor does their rounding.
+    # Workers' differences to the mean do not vanish, and neither does their rounding.
     spread = np.abs(goals - goals.mean(axis=0)).max()
     assert distance("int8") < spread / 127
     assert distance("int4") < spread / 7
