@@ -81,9 +81,9 @@ class RayTransport(Transport):
         try:
             ref = getattr(self._actor(name), call).remote(*arguments)
             answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
-        except (RayError, TimeoutError, ValueError) as error:
+        except (RayError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            if not isinstance(cause, RayError | TimeoutError | ValueError):
+            if not isinstance(cause, RayError | TimeoutError):
                 raise cause from None
             self._actors.pop(name, None)  # the peer may be restarted as another actor
             raise UnreachableError(
@@ -100,11 +100,13 @@ class RayTransport(Transport):
             if self._status is not None and time.monotonic() - self._reported < EVERY:
                 return self._status
             self._reported = time.monotonic()
-        actor = self._actor(self._job.coordinator)
-        ref = getattr(actor, call).remote(self.position.index, *arguments)
         try:
+            actor = self._actor(self._job.coordinator)
+            ref = getattr(actor, call).remote(self.position.index, *arguments)
             answer = await asyncio.wrap_future(ref.future())
-        except RayError as error:
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayError, UnreachableError) as error:
             raise ConnectionError(f"{LOST} ({type(error).__name__})") from None
         if call == "report":
             self._status = answer
@@ -112,7 +114,10 @@ class RayTransport(Transport):
 
     def _actor(self, name: str) -> Any:
         if name not in self._actors:
-            self._actors[name] = ray.get_actor(name)
+            try:
+                self._actors[name] = ray.get_actor(name)
+            except ValueError:
+                raise UnreachableError(f"there is no actor {name}") from None
         return self._actors[name]
 
 

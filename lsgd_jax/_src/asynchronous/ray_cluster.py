@@ -38,7 +38,7 @@ class Options:
         which they wait for each other to begin.
       stall: seconds after which a worker that takes no step is started again; must be more
         than the time to compile the first step.
-      vain: number of times in a row that a worker may be lost before it takes a step.
+      vain: the run ends when a worker is lost this many times in a row before a new step.
       env: environment variables of the workers, such as XLA_FLAGS.
       log: whether the output of workers and of Ray is also written here.
     """

@@ -305,7 +305,8 @@ class _Actors:
         try:
             status: Status = ray.get(self.coordinator.status.remote(), timeout=limit)
         except RayError as error:
-            raise RuntimeError(f"{LOST} ({type(error).__name__})") from error
+            reason = " ".join(str(error).split())[:300]
+            raise RuntimeError(f"{LOST} ({type(error).__name__}: {reason})") from error
         for i, report in status.reports.items():
             if report.steps > self._best[i]:  # steps that are taken again are no progress
                 self._best[i], self._losses[i] = report.steps, 0
