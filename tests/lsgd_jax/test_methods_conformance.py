@@ -16,11 +16,14 @@ import lsgd_jax as lj
 
 # Of the wire formats ("method+format") a few methods are tested by default.
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
+COMPOSED = ("desloc",)  # of `with_state` and `average`, which have tests of their own
 
 
 def rows_of(names, fast=None):
     if fast is None:
-        fast = [name for name in names if "+" not in name or name in FAST_WIRES]
+        names = list(names)
+        fast = [name for name in names if "+" not in name and name not in COMPOSED]
+        fast += FAST_WIRES
     marked = lambda name: pytest.param(name, marks=pytest.mark.slow)
     return [name if name in fast else marked(name) for name in names]
 
