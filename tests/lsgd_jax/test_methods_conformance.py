@@ -18,11 +18,14 @@ from lsgd_jax._src.uniform import equations
 # By default only these methods are tested with a narrow wire format or as a variant
 # ("method+format").
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
+COMPOSED = ("desloc",)  # of `with_state` and `average`, which have tests of their own
 
 
 def rows_of(names, fast=None):
     if fast is None:
-        fast = [name for name in names if "+" not in name or name in FAST_WIRES]
+        names = list(names)
+        fast = [name for name in names if "+" not in name and name not in COMPOSED]
+        fast += FAST_WIRES
     marked = lambda name: pytest.param(name, marks=pytest.mark.slow)
     return [name if name in fast else marked(name) for name in names]
 
