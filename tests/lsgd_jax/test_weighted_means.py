@@ -1,5 +1,6 @@
 """Methods that weigh workers: GRAWA, EDiT's guard, and the merge of Decoupled DiLoCo."""
 
+import functools
 import json
 import pathlib
 
@@ -22,12 +23,14 @@ CASES = {
 
 
 def method_of(case):
+    """The method of an oracle's settings."""
     settings = dict(case["settings"])
     period = settings.pop("period")
     if case["method"] == "grawa":
         layerwise = settings.pop("level") == "layer"
         return lj.grawa(settings.pop("strength"), period, layerwise, **settings)
-    outer = optax.sgd(settings.pop("rate", 0.7), settings.pop("momentum", 0.9), True)
+    rate, momentum = settings.pop("rate", 0.7), settings.pop("momentum", 0.9)
+    outer = optax.sgd(rate, momentum, nesterov=True)
     if case["method"] == "edit":
         layerwise = settings.pop("level", "model") == "layer"
         decay = settings.pop("alpha")
@@ -44,23 +47,30 @@ def tree(rows):
     return {"a": rows[:, :12].reshape(-1, 3, 4), "b": rows[:, 12:]}
 
 
-def run(tx, start, gradients, devices, **given):
-    """The workers' parameters after each step: [steps, W, 17]; and the last state."""
-    W = len(start)
+@functools.cache
+def programs(tx, W, devices, passes_grad):
+    """The workers, and their init and step, which one transformation compiles once."""
     workers = lj.Workers(1, W, devices=jax.devices()[: min(W, devices)])
 
     def step(params, state, grads):
-        more = {name: grads for name in given}
+        more = {"grad": grads} if passes_grad else {}
         updates, state = tx.update(grads, state, params, value=jnp.float32(1), **more)
         return lj.apply_updates(params, updates), state
 
+    return workers, workers.map(tx.init), workers.map(step)
+
+
+def run(tx, start, gradients, devices, grad=False):
+    """The workers' parameters after each step: [steps, W, 17]; and the last state."""
+    W = len(start)
+    workers, init, step = programs(tx, W, devices, grad)
     params, seen = workers.put(tree(start)), []
-    state, step = workers.map(tx.init)(params), workers.map(step)
+    state = init(params)
     for grads in gradients:
         params, state = step(params, state, workers.put(tree(grads)))
         a, b = (np.asarray(params[k]).reshape(W, -1) for k in "ab")
         seen.append(np.concatenate([a, b], axis=1))
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1  # whatever the numbers
     return np.stack(seen), state
 
 
@@ -89,7 +99,7 @@ def test_oracle(name):
 # GRAWA
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("layerwise", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     """The weights are those of |g|, with `grad=` in a chain and in `outer`."""
     rng = np.random.default_rng(1)
@@ -170,15 +180,15 @@ def test_a_worker_with_a_gradient_20_times_as_large_has_no_influence():
     """At t = 8 worker 1 is anomalous: the rest goes on as if it stood at the anchor."""
     case = CASES["edit-3"]
     start, gradients = inputs(case)
-    method = method_of(case)
-    seen, _ = run(optax.chain(optax.sgd(0.1), method), start, gradients[:8], 1)
+    tx = optax.chain(optax.sgd(0.1), method_of(case))
+    seen, _ = run(tx, start, gradients[:8], 1)
     far = gradients[:8].copy()
     far[7, 1] *= 50
-    again, _ = run(optax.chain(optax.sgd(0.1), method), start, far, 1)
+    again, _ = run(tx, start, far, 1)
     np.testing.assert_array_equal(seen[7], again[7])
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_all_bad_rolls_back_what_is_bad(wire):
     """Leaf b of all workers jumps after the warm-up: its anchor and momentum stay."""
     outer = optax.sgd(0.5, 0.9)
@@ -198,20 +208,25 @@ def test_all_bad_rolls_back_what_is_bad(wire):
 def test_a_high_temperature_weighs_all_alike():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(6).normal(size=(4, 3, 17))
     alike = lj.Guard(temperature=float("inf"))
-    methods = lj.diloco(2, guard=alike), lj.diloco(2), lj.diloco(2, weights=(2, 2, 2.0))
-    runs = [run(optax.chain(optax.sgd(0.1), m), start, gradients, 1)[0] for m in methods]
-    for seen in runs:
-        np.testing.assert_allclose(seen, runs[0], rtol=1e-5, atol=1e-6)
+    methods = lj.diloco(2, guard=alike), lj.diloco(2)
+    seen, plain = (
+        run(optax.chain(optax.sgd(0.1), method), start, gradients, 1)[0]
+        for method in methods
+    )
+    np.testing.assert_allclose(seen, plain, rtol=1e-5, atol=1e-6)
 
 
 # Merges and restarts
 
 
-def merged(gradients, devices=1, **options):
+def outer_sgd(**options):
+    return optax.chain(optax.sgd(1.0), lj.diloco(1, optax.sgd(1.0), **options))
+
+
+def merged(tx, gradients):
     """The step of the anchor from 0 that an outer rate of 1 takes: [17], of each worker."""
-    tx = optax.chain(optax.sgd(1.0), lj.diloco(1, optax.sgd(1.0), **options))
     start = np.zeros((len(gradients), 17))
-    seen, _ = run(tx, start, np.asarray(gradients)[None], devices)
+    seen, _ = run(tx, start, np.asarray(gradients)[None], devices=8)
     np.testing.assert_array_equal(seen[0], np.tile(seen[0, 0], (len(gradients), 1)))
     return -seen[0, 0]
 
@@ -221,23 +236,23 @@ def test_where_directions_cancel_the_radial_merge_is_the_mean():
     g = np.zeros((2, 17))
     g[0, 0] = g[1, 1] = 2.0
     g[:, 12:] = np.array([[1.0], [-3.0]]) * np.random.default_rng(7).normal(size=5)
-    for devices in (1, 2):
-        delta = merged(g, devices, merge="radial")
-        np.testing.assert_allclose(delta[:2], [2**0.5, 2**0.5], rtol=1e-6)
-        np.testing.assert_allclose(delta[12:], g[:, 12:].mean(0), rtol=1e-5)
-    assert np.abs(merged(0 * g, merge="radial")).max() == 0
-    np.testing.assert_allclose(merged(g[:1], merge="radial"), g[0], rtol=1e-6)
+    radial = outer_sgd(merge="radial")
+    delta = merged(radial, g)
+    np.testing.assert_allclose(delta[:2], [2**0.5, 2**0.5], rtol=1e-6)
+    np.testing.assert_allclose(delta[12:], g[:, 12:].mean(0), rtol=1e-5)
+    assert np.abs(merged(radial, 0 * g)).max() == 0
+    np.testing.assert_allclose(merged(radial, g[:1]), g[0], rtol=1e-6)
 
 
-def test_a_worker_that_is_not_finite_does_not_weigh():
+@pytest.mark.parametrize("merge", [pytest.param("mean", marks=pytest.mark.slow), "radial"])
+def test_a_worker_that_is_not_finite_does_not_weigh(merge):
     g = np.random.default_rng(8).normal(size=(3, 17))
     sick = np.concatenate([g[:1], np.full((1, 17), np.nan), g[1:]])
-    for merge in ("mean", "radial"):
-        weighed = merged(g, merge=merge, weights=(1, 2, 3))
-        found = merged(sick, merge=merge, weights=(1, 9, 2, 3))
-        np.testing.assert_allclose(found, weighed, rtol=1e-5, atol=1e-6)
-        with pytest.raises(ValueError, match=r"one number per worker \(3\), got 2"):
-            merged(g, merge=merge, weights=(1, 2))
+    weighed = merged(outer_sgd(merge=merge, weights=(1, 2, 3)), g)
+    found = merged(outer_sgd(merge=merge, weights=(1, 9, 2, 3)), sick)
+    np.testing.assert_allclose(found, weighed, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"one number per worker \(3\), got 2"):
+        merged(outer_sgd(merge=merge, weights=(1, 2)), g)
 
 
 @pytest.mark.parametrize("name", ["diloco", "slowmo", "injected"])
