@@ -278,7 +278,7 @@ def test_a_diverged_worker_is_not_copied_and_is_the_first_to_go(tmp_path):
     "name, options, because",
     [
         ("osgp", {"staleness": 2}, r"while messages .* \(`staleness` above 1\)"),
-        ("lsgd-diloco", {"period": 2}, "shared by groups of workers, .* over 'node' only"),
+        ("lsgd-diloco", {"period": 2}, "if a state is shared .* over 'node' only"),
     ],
 )
 def test_some_refuse_other_workers_and_change_nothing(name, options, because, tmp_path):
