@@ -281,7 +281,7 @@ def test_a_diverged_worker_is_dropped_first_and_not_copied(tmp_path):
     "name, options, because",
     [
         ("osgp", {"staleness": 2}, r"while messages .* \(`staleness` above 1\)"),
-        ("lsgd-diloco", {"period": 2}, "shared by groups of workers, .* over 'node' only"),
+        ("lsgd-diloco", {"period": 2}, "if a state is shared .* over 'node' only"),
     ],
 )
 def test_some_methods_refuse_other_workers_and_change_no_file(
