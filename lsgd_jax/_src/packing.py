@@ -5,12 +5,11 @@ operation on a tree. Both are cheaper on a few buffers.
 """
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 
 from lsgd_jax._src.layouts import may_be_sharded
@@ -57,32 +56,24 @@ class Packing:
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         self.members = list(buffers.values())
 
-    def pack(self, tree: Tree, chosen: Iterable[int] | None = None) -> list[Array]:
-        """Returns the buffers of a tree, or the chosen buffers of a part of a tree."""
-        chosen = range(len(self.members)) if chosen is None else list(chosen)
-        present = sorted(i for buffer in chosen for i in self.members[buffer])
-        leaves = dict(zip(present, jax.tree.leaves(tree), strict=True))
-        return [self._join([leaves[i] for i in self.members[b]]) for b in chosen]
+    def pack(self, tree: Tree) -> list[Array]:
+        """Returns the buffers of a tree."""
+        leaves = jax.tree.leaves(tree)
+        return [self._join([leaves[i] for i in members]) for members in self.members]
 
-    def unpack(
-        self,
-        buffers: Sequence[Array],
-        chosen: Iterable[int] | None = None,
-        t: Array | None = None,
-    ) -> Tree:
-        """Returns the tree of the buffers. Leaves in no chosen buffer are empty nodes.
+    def unpack(self, buffers: Sequence[Array], t: Array | None = None) -> Tree:
+        """Returns the tree of the buffers.
 
         With t, a step count that is equal on all workers, one kernel takes all leaves of
         one shape, so that many leaves compile fast. Without t, packing the result again is
         free.
         """
-        leaves: list[Any] = [optax.MaskedNode()] * len(self._sizes)
-        chosen = list(range(len(self.members)) if chosen is None else chosen)
-        starts = self._starts(chosen, t)
-        for buffer, b in zip(buffers, chosen, strict=True):
-            for i in self.members[b]:
+        leaves: list[Any] = [None] * len(self._sizes)
+        starts = self._starts(t)
+        for buffer, members in zip(buffers, self.members, strict=True):
+            for i in members:
                 part = buffer
-                if len(self.members[b]) > 1:
+                if len(members) > 1:
                     part = _run(buffer, starts[i], self._sizes[i])
                 leaves[i] = part.reshape(self._shapes[i])
         return jax.tree.unflatten(self._treedef, leaves)
@@ -105,9 +96,10 @@ class Packing:
             return self._shapes[last]
         return (start + size + -size % self._align,)
 
-    def _starts(self, chosen: list[int], t: Array | None) -> dict[int, Any]:
+    def _starts(self, t: Array | None) -> dict[int, Any]:
         """Returns where each leaf begins in its buffer."""
-        known = {i: start for b in chosen for i, start, _ in self.runs(b)}
+        buffers = range(len(self.members))
+        known = {i: start for b in buffers for i, start, _ in self.runs(b)}
         if t is None or not known:
             return known
         # XLA compiles one kernel per constant start. It cannot know that t > 0.
