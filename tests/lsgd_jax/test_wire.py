@@ -136,7 +136,7 @@ def test_unknown_wire_formats_are_refused():
         lj.Wire("int8", block=0)
     silent = lj.Rule("local", lambda params: (), _to_the_first)
     lj.Pull(silent, 1.0, wire="float32")
-    with pytest.raises(ValueError, match="`wire` must be 'float32' for a rule that does"):
+    with pytest.raises(ValueError, match="`wire` must be 'float32' for a rule whose"):
         lj.Pull(silent, 1.0, wire="int8")
 
 
