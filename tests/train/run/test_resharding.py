@@ -230,7 +230,7 @@ def test_a_method_resumes_with_more_workers_and_with_fewer(name, tmp_path):
     assert np.isfinite(losses).all()
     # Equal workers stay equal; others are equal if the last step exchanged everything.
     whole = ("downpour", "local-sgd", "post-local-sgd", "slowmo", "diloco")
-    whole += ("diloco-leader", "sparse-diloco", "desloc")
+    whole += ("diloco-leader", "sparse-diloco", "desloc", "edit")
     equal = float(lj.consensus_distance(state.params)) < 1e-6
     assert equal == (method.first or name in whole)
     many.save(tmp_path / "many", state, losses)
