@@ -34,9 +34,11 @@ ROWS = {
     "lsgd-int8": "--method.wire int8",
     "lsgd-int4": "--method.wire int4",
     "lsgd-fragments": "--method.fragments 4",
+    "grawa": "--method grawa --method.period 16 --method.pull 0.5",
     "diloco-30": "--method diloco --method.period 30",
     "diloco-30-int8": "--method diloco --method.period 30 --method.wire int8",
     "diloco-30-int4": "--method diloco --method.period 30 --method.wire int4",
+    "sparse-diloco-30": "--method sparse-diloco --method.period 30",
     "diloco-32-fragments": "--method diloco --method.period 32 --method.fragments 4",
     "diloco-100": "--method diloco --method.period 100",
     "streaming-diloco": "--method diloco --method.period 100 --method.fragments 4 "

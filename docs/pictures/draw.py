@@ -30,7 +30,7 @@ plt.rcParams |= {
 }
 
 
-# What the library does
+# Curves of training
 
 
 def gradients(seed=3):
@@ -70,7 +70,7 @@ def draw_curves(axes, path, title, period=None):
     axes.set_xlim(0, STEPS)
 
 
-# Who sends what to whom
+# Messages between workers
 
 
 def empty(axes, title, size=1.35):
