@@ -274,35 +274,59 @@ def run_pulls(
     sent: dict[int, float],
 ) -> tuple[Tree, tuple[PullState, ...], Array]:
     """Runs the due pulls: returns u, the pulls' states, and whether y is finite."""
-    packing, after = Packing(x), []
-    xs = packing.pack(x)
+    whole, after = _packed(x), []
+    us = whole.packing.pack(u)
 
-    def finite_now(u: Tree) -> Array:
-        return trees.all_finite(packing.named(trees.plus(xs, packing.pack(u))))
+    def finite_now(us: list[Array]) -> Array:
+        return trees.all_finite(whole.packing.named(trees.plus(whole.xs, us)))
 
-    is_finite &= finite_now(u)
+    is_finite &= finite_now(us)
     for k, (pull, state) in enumerate(zip(pulls, states)):
         takes_part = counts[k] & is_finite
-        u, state, restored, sent[k] = _run_pull(pull, x, u, state, takes_part, t)
-        # Restoring a part does not restore the other leaves.
-        is_finite |= restored if pull.part is None else finite_now(u)
+        if pull.part is None:
+            us, state, restored, sent[k] = _run_pull(pull, whole, us, state, takes_part, t)
+            is_finite |= restored
+        else:
+            # Packing again what was unpacked costs nothing: XLA joins the slices.
+            part, u = _packed(parts.select(pull.part, x)), whole.packing.unpack(us)
+            mine = part.packing.pack(parts.select(pull.part, u))
+            mine, state, _, sent[k] = _run_pull(pull, part, mine, state, takes_part, t)
+            us = whole.packing.pack(parts.put_back(pull.part, part.packing.unpack(mine), u))
+            # Restoring a part does not restore the other leaves.
+            is_finite |= finite_now(us)
         after.append(state)
-    u = packing.unpack(kernel.stay(xs, packing.pack(u)), t=t)
+    u = whole.packing.unpack(kernel.stay(whole.xs, us), t=t)
     return u, tuple(after), is_finite
 
 
+class _Packed(NamedTuple):
+    """The leaves that a pull exchanges, x, and the same in a few buffers, xs."""
+
+    packing: Packing
+    x: Tree
+    xs: list[Array]
+
+
+def _packed(x: Tree) -> _Packed:
+    packing = Packing(x)
+    return _Packed(packing, x, packing.pack(x))
+
+
 def _run_pull(
-    pull: Pull, x: Tree, u: Tree, state: PullState, is_finite: Array, t: Array
-) -> tuple[Tree, PullState, Array, float]:
-    """Runs one pull: returns u, its state, whether it restored the worker, bytes sent."""
-    mine, sent, not_restored = parts.select(pull.part, x), [0.0], jnp.asarray(False)
-    # Packing again what was unpacked costs nothing: XLA joins the slices.
-    packing = Packing(mine)
-    xs, us = packing.pack(mine), packing.pack(parts.select(pull.part, u))
+    pull: Pull,
+    leaves: _Packed,
+    us: list[Array],
+    state: PullState,
+    is_finite: Array,
+    t: Array,
+) -> tuple[list[Array], PullState, Array, float]:
+    """Runs one pull: returns us, its state, whether it restored the worker, bytes sent."""
+    packing, x, xs = leaves
+    sent, not_restored = [0.0], jnp.asarray(False)
 
     def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
         y = packing.unpack(trees.plus(xs, us))
-        target, state, sent[0] = kernel.send(pull, None, mine, y, state, is_finite, t)
+        target, state, sent[0] = kernel.send(pull, None, x, y, state, is_finite, t)
         return target, state
 
     def land(us: list[Array], target: Target, state: PullState) -> Any:
@@ -326,7 +350,7 @@ def _run_pull(
     us, state, restored = cond(due, arrives, keep, us, state)
     if pull.delay:
         state = cond(sends, send_pending, lambda us, state: state, us, state)
-    return parts.put_back(pull.part, packing.unpack(us), u), state, restored, sent[0]
+    return us, state, restored, sent[0]
 
 
 def _turns(pull: Pull) -> tuple[int, int]:

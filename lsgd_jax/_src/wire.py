@@ -35,8 +35,8 @@ class Wire:
       Q(x)_k = s \, c_k, \qquad L = 127 \text{ or } 7
 
     so that :math:`|Q(x)_k - x_k| \le s / 2` (rounded to nearest). A leaf never shares a
-    block with another one. Numbers that are not finite count as 0. 'bfloat16' has no scales. Leaves
-    of one element, of integers and of bools travel as they are.
+    block with another one. Numbers that are not finite count as 0. 'bfloat16' has no
+    scales. Leaves of one element, of integers and of bools travel as they are.
 
     'top-k' sends the k entries of largest magnitude of every chunk of C entries of a leaf,
     and 0 for the others. Each costs an index of ceil(log2 C) bits and a code of `bits`
