@@ -115,6 +115,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 def test_mypy_strict_accepts_a_right_program_and_finds_wrong_calls(tmp_path):
     package = pathlib.Path(lj.__file__).parent  # in this checkout, or an installed wheel
     assert (package / "py.typed").exists()

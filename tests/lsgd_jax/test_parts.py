@@ -166,9 +166,9 @@ IN_FRAGMENTS = {
 }
 
 
-@pytest.mark.parametrize("method", IN_FRAGMENTS.values(), ids=IN_FRAGMENTS)
-def test_stacked_layers_have_the_fragments_of_separate_layers(method):
-    layers = functools.partial(method, part=["layers"])
+@pytest.mark.parametrize("name", ["diloco", pytest.param("lsgd", marks=pytest.mark.slow)])
+def test_stacked_layers_have_the_fragments_of_separate_layers(name):
+    layers = functools.partial(IN_FRAGMENTS[name], part=["layers"])
     scanned, state = trained(layers(scan_axis=0), stacked=True)
     apart, _ = trained(layers(), stacked=False)
     for i, layer in enumerate(apart["layers"]):

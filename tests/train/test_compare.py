@@ -30,6 +30,7 @@ def quick(monkeypatch):
     tiny.install(set=monkeypatch.setattr)
 
 
+@pytest.mark.slow
 def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, capsys):
     out = tmp_path / "out"
     variants = ["--variant", "often=--method easgd --method.period 2"]

@@ -40,6 +40,7 @@ def check_equal(tree, other, **tolerances):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerances), tree, other)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_equals_a_whole_one_and_resumes_on_other_devices(tmp_path):
     """2 x 2 workers of 2 devices each, resumed unsharded, then as 2 x 1 of 4 devices."""
     sharded, _, params = ran(tmp_path / "run", (2, 2, ("fsdp=2",)))
