@@ -37,7 +37,7 @@ NAMES = {
     """,
     "lsgd_jax.topology": """
         Graph Topology bipartite_exponential complete exponential from_edges
-        matchings ring
+        matchings metropolis ring
     """,
 }
 
