@@ -29,7 +29,7 @@ NAMES = {
     """,
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DiLoCo GridPosition LSGD Method NETWORKS Network Pairwise
-        Pulls Report Speeds StaleWorkerError Status Training Transport UnreachableError
+        Peer Pulls Report Speeds StaleWorkerError Status Training Transport UnreachableError
         WAGMA Worker heloco_correct heloco_step simulator work
     """,
     "lsgd_jax.checks": """
@@ -37,7 +37,7 @@ NAMES = {
     """,
     "lsgd_jax.topology": """
         Graph Topology bipartite_exponential complete exponential from_edges
-        matchings ring
+        matchings metropolis ring
     """,
 }
 

@@ -329,8 +329,8 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     method: Annotated[Method, tyro.conf.arg(help=METHOD_HELP)] = methods.make("lsgd")
     # Batch statistics: each worker keeps its own (keep), they are averaged whenever the
-    # method communicates (average), or they are reestimated from training data before each
-    # test (reestimate).
+    # method communicates, asynchronously before each test and checkpoint (average), or they
+    # are reestimated from training data before each test (reestimate).
     batch_statistics: Policy = "reestimate"
     # Number of training steps of each worker.
     steps: Annotated[Count, FREE] = 1000
@@ -478,12 +478,10 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
 
     own, ray, values = config.distributed, config.ray, fields(config)
-    if config.method.is_asynchronous:
-        rule = f"keep or reestimate with method.name={config.method.name}"
-        yield "batch_statistics", rule, config.batch_statistics != "average"
-    elif ray.processes is None:
+    in_lock_step = not config.method.is_asynchronous
+    if in_lock_step and ray.processes is None:
         _check_left_out(sorted(RAY), "without ray.processes", values)
-    elif ray.min_processes is not None and own.process_id is None:
+    elif in_lock_step and ray.min_processes is not None and own.process_id is None:
         rule = f"at most ray.processes={ray.processes}"
         yield "ray.min_processes", rule, ray.min_processes <= ray.processes
         rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"

@@ -215,21 +215,23 @@ class Group:
 
         Args:
           tree: the tree to send, finite; varying.
-          weight: float scalar; varying.
+          weight: float scalar, or [n] with one weight per permutation of the round;
+            varying.
           rounds: for each round its permutations, as for `permute`.
           r: int32 scalar, the round; the same for the whole group.
 
         Returns:
           (sums, mass): over this worker's in-neighbors j, Σ weight_j · tree_j (in float32
-          or wider) and Σ weight_j; zeros without in-neighbors.
+          or wider) and Σ weight_j, a scalar; zeros without in-neighbors.
         """
 
         def along(permutations: Sequence[Permutation]) -> Callable:
             def send(message: tuple[Tree, Array]) -> tuple[Tree, Array]:
-                sums = zeros(message[0])
-                mass = jnp.zeros_like(message[1])
-                for permutation in permutations:
-                    arrived, m = self._line.permute(message, permutation)
+                tree, weight = message
+                sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
+                for n, permutation in enumerate(permutations):
+                    own = weight[n] if weight.ndim else weight
+                    arrived, m = self._line.permute((tree, own), permutation)
                     weighed = jax.tree.map(
                         lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
                     )

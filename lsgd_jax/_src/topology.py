@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from lsgd_jax._src.checks import check_positive_int
 
@@ -21,6 +22,7 @@ from lsgd_jax._src.checks import check_positive_int
 Edge = tuple[int, int]  # (source, destination)
 Permutation = tuple[Edge, ...]
 Round = tuple[Permutation, ...]
+Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,12 +36,14 @@ class Topology:
         (source, destination). No self-loops, and no edge twice in a round.
       phases: pairs (steps before the phase, its number of rounds). There is one phase
         unless the graph was joined by `then`.
+      weights: for each round its mixing matrix, or None for equal shares.
     """
 
     name: str
     num_workers: int
     rounds: tuple[Round, ...]
     phases: tuple[tuple[int, int], ...]
+    weights: tuple[Matrix | None, ...]
 
     @functools.cached_property
     def out_degrees(self) -> np.ndarray:
@@ -54,22 +58,49 @@ class Topology:
     def mixing(self) -> np.ndarray:
         """The mixing matrices P, float [rounds, W, W].
 
-        P[r, i, j] is the share of j's value that i receives in round r:
-        1 / (out-degree of j + 1) for j itself and every worker to which it sends. So every
-        column sums to 1. If all rows also sum to 1, the graph is `balanced`.
+        P[r, i, j] is the share of j's value that i receives in round r: the given weight,
+        or 1 / (out-degree of j + 1) for j itself and every worker to which it sends. So
+        every column sums to 1. If all rows also sum to 1, the graph is `balanced`.
         """
         matrices = np.zeros((len(self.rounds), self.num_workers, self.num_workers))
         for r, round in enumerate(self.rounds):
+            if (given := self.weights[r]) is not None:
+                matrices[r] = given
+                continue
             shares = 1 / (self.out_degrees[r] + 1)
             matrices[r] = np.diag(shares)
             for source, destination in _edges(round):
                 matrices[r, destination, source] = shares[source]
         return matrices
 
+    @functools.cached_property
+    def kept(self) -> np.ndarray:
+        """The share of its value that each worker keeps, P[r, j, j]: float [rounds, W]."""
+        return np.diagonal(self.mixing, axis1=1, axis2=2)
+
+    @functools.cached_property
+    def given(self) -> np.ndarray:
+        """The share that each worker sends along each permutation of a round.
+
+        float [rounds, W, n], with n the largest number of permutations; 0 without an edge.
+        """
+        most = max(map(len, self.rounds))
+        shares = np.zeros((len(self.rounds), self.num_workers, most))
+        for r, round in enumerate(self.rounds):
+            for n, permutation in enumerate(round):
+                for source, destination in permutation:
+                    shares[r, source, n] = self.mixing[r, destination, source]
+        return shares
+
     @property
     def balanced(self) -> bool:
         """Whether every round's mixing matrix is doubly stochastic."""
         return bool(np.allclose(self.mixing.sum(axis=2), 1))
+
+    @property
+    def weighted(self) -> bool:
+        """Whether mixing matrices were given for some rounds."""
+        return any(matrix is not None for matrix in self.weights)
 
     @property
     def paired(self) -> bool:
@@ -131,6 +162,7 @@ class Topology:
             num_workers=self.num_workers,
             rounds=self.rounds + other.rounds,
             phases=self.phases + later,
+            weights=self.weights + other.weights,
         )
 
     def __repr__(self) -> str:
@@ -145,7 +177,8 @@ class Topology:
     def __str__(self) -> str:
         lines = [repr(self)]
         for r, round in enumerate(self.rounds):
-            edges = " ".join(f"{i}→{j}" for i, j in sorted(_edges(round)))
+            share = lambda i, j, r=r: f" ({self.mixing[r, j, i]:.3g})" * self.weighted
+            edges = " ".join(f"{i}→{j}{share(i, j)}" for i, j in sorted(_edges(round)))
             lines.append(f"  round {r}: {edges or 'no worker sends'}")
         return "\n".join(lines)
 
@@ -253,7 +286,9 @@ def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
 
 
 def from_edges(
-    rounds: Sequence[Iterable[Edge]], num_workers: int | None = None
+    rounds: Sequence[Iterable[Edge]],
+    num_workers: int | None = None,
+    weights: npt.ArrayLike | None = None,
 ) -> Topology:
     """Returns the graph with the given edges.
 
@@ -261,15 +296,24 @@ def from_edges(
       rounds: for each round its edges (source, destination), as indices of workers.
         Out-degrees may differ between workers and between rounds.
       num_workers: W. Defaults to one more than the largest index.
+      weights: for each round its mixing matrix P, [rounds, W, W]. P[i, j] is the share of
+        j's value that i receives, and P[j, j] > 0 the share that j keeps. Each column sums
+        to 1; for D-PSGD also each row. Defaults to equal shares, 1 / (out-degree + 1).
 
     Raises:
       ValueError: no rounds, a round without edges for more than one worker, a self-loop,
-        an edge twice in a round, an index outside 0..W-1.
+        an edge twice in a round, an index outside 0..W-1; weights of another shape, a
+        weight that is negative, not finite or not on an edge, a worker that keeps nothing,
+        a column that does not sum to 1.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.from_edges([[(0, 1), (0, 2), (1, 0), (2, 0)]]))
     Topology(from edges: 3 workers, 1 round, 1-2 peers each, spectral gap 0.500)
       round 0: 0→1 0→2 1→0 2→0
+    >>> P = [[0.9, 0.5], [0.1, 0.5]]  # worker 0 sends a tenth of its weight, worker 1 half
+    >>> print(lj.topology.from_edges([[(0, 1), (1, 0)]], weights=[P]))
+    Topology(from edges: 2 workers, 1 round, 1 peer each, spectral gap 0.600)
+      round 0: 0→1 (0.1) 1→0 (0.5)
     """
     edges = [[(int(i), int(j)) for i, j in round] for round in rounds]
     if not edges:
@@ -280,7 +324,49 @@ def from_edges(
     if num_workers is None:
         num_workers = 1 + max(index for round in edges for edge in round for index in edge)
     check_positive_int("num_workers", num_workers)
-    return _build("from edges", num_workers, edges)
+    graph = _build("from edges", num_workers, edges)
+    if weights is None:
+        return graph
+    matrices = np.asarray(weights, np.float64)
+    _check_weights(matrices, graph)
+    to_tuple = lambda matrix: tuple(map(tuple, matrix.tolist()))
+    return dataclasses.replace(graph, weights=tuple(map(to_tuple, matrices)))
+
+
+def metropolis(edges: Iterable[Edge], num_workers: int | None = None) -> Topology:
+    r"""Returns an undirected graph with Metropolis-Hastings weights, doubly stochastic.
+
+    .. math::
+      P_{ij} = \frac{1}{1 + \max(d_i, d_j)} \ \text{on each edge}, \qquad
+      P_{ii} = 1 - \sum_{j \ne i} P_{ij},
+
+    with d_i the number of neighbors of worker i. So D-PSGD runs on any undirected graph,
+    also with unequal degrees.
+
+    Args:
+      edges: pairs of neighbors, as indices of workers; messages travel in both directions.
+      num_workers: W. Defaults to one more than the largest index.
+
+    Raises:
+      ValueError: as for `from_edges`.
+
+    Reference: Xiao, Boyd, Lall, A Scheme for Robust Distributed Sensor Fusion Based on
+    Average Consensus, IPSN 2005, section III.
+
+    >>> import lsgd_jax as lj
+    >>> print(lj.topology.metropolis([(0, 1), (0, 2), (0, 3)]))
+    Topology(metropolis: 4 workers, 1 round, 1-3 peers each, spectral gap 0.250)
+      round 0: 0→1 (0.25) 0→2 (0.25) 0→3 (0.25) 1→0 (0.25) 2→0 (0.25) 3→0 (0.25)
+    """
+    joined = {(i, j) for a, b in edges for i, j in ((a, b), (b, a))}
+    graph = from_edges([sorted(joined)], num_workers)
+    degrees = graph.out_degrees[0]
+    P = np.zeros((graph.num_workers, graph.num_workers))
+    for i, j in joined:
+        P[i, j] = 1 / (1 + max(degrees[i], degrees[j]))
+    P += np.diag(1 - P.sum(axis=1))
+    weighted = from_edges([sorted(joined)], num_workers, weights=[P])
+    return dataclasses.replace(weighted, name="metropolis")
 
 
 def check_size(topology: Topology, num_workers: int) -> None:
@@ -316,8 +402,9 @@ def check_balanced(topology: Topology) -> None:
     """Raises ValueError unless the mixing matrices are doubly stochastic."""
     if not topology.balanced:
         raise ValueError(
-            "`topology` must be balanced (each worker receives as many messages as it "
-            f"sends, with equal weights), got {topology!r}; `sgp` takes any graph"
+            "`topology` must be balanced: its mixing matrices must be doubly stochastic "
+            "(with equal weights, each worker receives as many messages as it sends), "
+            f"got {topology!r}; `sgp` takes any graph"
         )
 
 
@@ -336,6 +423,11 @@ def check_one_peer(topology: Topology) -> None:
         raise ValueError(
             "`topology` must have one peer: in every round each worker sends to at most "
             f"one and receives from at most one; got {topology!r}"
+        )
+    if topology.weighted:
+        raise ValueError(
+            "`topology` must have no `weights`, because the method weighs its messages "
+            f"itself; got {topology!r}"
         )
 
 
@@ -365,7 +457,43 @@ def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Top
             twice = sorted({edge for edge in edges if list(edges).count(edge) > 1})
             raise ValueError(f"an edge may occur once in a round, got {twice} in round {r}")
     colored = tuple(_color(edges, num_workers) for edges in rounds)
-    return Topology(name, num_workers, colored, phases=((0, len(colored)),))
+    m = len(colored)
+    return Topology(name, num_workers, colored, phases=((0, m),), weights=(None,) * m)
+
+
+def _check_weights(matrices: np.ndarray, graph: Topology) -> None:
+    """Raises ValueError unless the mixing matrices are column-stochastic on the edges."""
+    shape = len(graph.rounds), graph.num_workers, graph.num_workers
+    if matrices.shape != shape:
+        raise ValueError(
+            f"`weights` must be one matrix [W, W] per round, {shape}, got {matrices.shape}"
+        )
+    for r, (round, P) in enumerate(zip(graph.rounds, matrices)):
+        if not (P >= 0).all():
+            raise ValueError(
+                f"`weights` must be finite and at least 0, got {P.min()} in round {r}"
+            )
+        if not (kept := P.diagonal()).all():
+            raise ValueError(
+                "every worker must keep a share of its own, P[j, j] > 0, got 0 for worker "
+                f"{int(kept.argmin())} in round {r}"
+            )
+        joined = np.eye(graph.num_workers, dtype=bool)
+        for source, destination in _edges(round):
+            joined[destination, source] = True
+        if (P[~joined] > 0).any():
+            i, j = map(int, np.argwhere(~joined & (P > 0))[0])
+            raise ValueError(
+                f"`weights` must be 0 without an edge, got P[{i}, {j}] = {P[i, j]} without "
+                f"the edge ({j}, {i}) in round {r}"
+            )
+        sums = P.sum(axis=0)
+        if not np.allclose(sums, 1, rtol=0, atol=1e-6):
+            j = int(np.abs(sums - 1).argmax())
+            raise ValueError(
+                f"every column of `weights` must sum to 1, got {sums[j]} in column {j} of "
+                f"round {r}"
+            )
 
 
 def _edges(round: Round) -> list[Edge]:

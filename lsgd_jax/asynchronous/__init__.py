@@ -14,6 +14,7 @@ from lsgd_jax._src.asynchronous.lsgd import LSGD as LSGD
 from lsgd_jax._src.asynchronous.network import NETWORKS as NETWORKS
 from lsgd_jax._src.asynchronous.network import Network as Network
 from lsgd_jax._src.asynchronous.pairwise import Pairwise as Pairwise
+from lsgd_jax._src.asynchronous.peer import Peer as Peer
 from lsgd_jax._src.asynchronous.pulls import Pulls as Pulls
 from lsgd_jax._src.asynchronous.speeds import Speeds as Speeds
 from lsgd_jax._src.asynchronous.transport import GridPosition as GridPosition
@@ -30,10 +31,12 @@ from lsgd_jax.asynchronous import simulator as simulator
 
 if TYPE_CHECKING:
     from lsgd_jax.asynchronous import ray_engine as ray_engine
+    from lsgd_jax.asynchronous.ray_engine import join as join
 
 
 def __getattr__(name: str) -> Any:
     """Ray, which needs the extra `async`, is imported when it is asked for."""
-    if name == "ray_engine":
-        return importlib.import_module(f"{__name__}.{name}")
+    if name in ("ray_engine", "join"):
+        ray_engine = importlib.import_module(f"{__name__}.ray_engine")
+        return ray_engine if name == "ray_engine" else ray_engine.join
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,11 @@ UNEQUAL = graph.from_edges(
 )
 
 
+# Columns sum to 1, and rows do not.
+PUSH = np.array([[0.5, 0.2, 0, 0], [0.3, 0.8, 0.4, 0], [0.2, 0, 0.6, 0.1], [0, 0, 0, 0.9]])
+PUSHED = graph.from_edges([[(0, 1), (0, 2), (1, 0), (2, 1), (3, 2)]], weights=[PUSH])
+
+
 def make(tx, W, devices=1, **options):
     return Run(optax.chain(SGD, tx), 1, W, devices, **options)
 
@@ -258,7 +263,9 @@ def mass(params, state):
 CHANGING = graph.exponential(4).then(2, UNEQUAL).then(5, graph.exponential(4, peers=2))
 
 
-@pytest.mark.parametrize("topology", [UNEQUAL, CHANGING], ids=["unequal", "changing"])
+@pytest.mark.parametrize(
+    "topology", [UNEQUAL, CHANGING, PUSHED], ids=["unequal", "changing", "weighted"]
+)
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_push_sum_conserves_mass(topology, staleness):
     tx = lj.osgp(topology, staleness) if staleness else lj.sgp(topology)
@@ -294,6 +301,35 @@ def test_push_sum_keeps_the_weight_of_a_worker_that_is_not_finite():
     close(w, np.array([1.0, 1.5, 0.5, 1.0]))
     expected = jnp.stack([(x[0] + x[3]) / 2, x[0], x[2], (x[2] + x[3]) / 2])
     close(seen[0]["w"], np.asarray(expected))
+
+
+def test_push_sum_mixes_with_the_given_weights():
+    run = make(lj.sgp(PUSHED), 4)
+    s, w = np.asarray(run.start["w"], np.float64), np.ones(4)
+    seen, state = run.still(5, run.start)
+    for x in seen:
+        s, w = np.tensordot(PUSH, s, 1), PUSH @ w
+        close(x["w"], s / w[:, None, None])
+    close(np.asarray(find(state, "weight")), w)
+    # A worker that is not finite keeps its weight; worker 1 does not get its 0.4.
+    with_nan = jax.tree.map(lambda t: t.at[2].set(jnp.nan), run.start)
+    seen, state = run.train([with_nan])
+    x, y = run.start["w"], seen[0]["w"]
+    close(np.asarray(find(state, "weight")), np.array([0.7, 1.1, 1.3, 0.9]))
+    close(y[1], (0.3 * x[0] + 0.8 * x[1]) / 1.1)
+    close(y[2], (0.2 * x[0] + 0.1 * x[3]) / 0.3)
+
+
+def test_dpsgd_on_a_star_with_metropolis_weights():
+    run = make(lj.dpsgd(graph.metropolis([(0, 1), (0, 2), (0, 3)])), 4)
+    x = run.start["w"]
+    seen, _ = run.still(1, run.start)
+    rows = [x.mean(axis=0), *(0.75 * x[i] + 0.25 * x[0] for i in (1, 2, 3))]
+    close(seen[0]["w"], jnp.stack(rows))
+    with_nan = jax.tree.map(lambda t: t.at[1].set(jnp.nan), run.start)
+    seen, _ = run.train([with_nan])
+    rows[:2] = [(2 * x[0] + x[2] + x[3]) / 4, x[0]]
+    close(seen[0]["w"], jnp.stack(rows))
 
 
 def test_the_share_of_a_non_finite_neighbor_stays_with_the_receiver():
@@ -508,6 +544,13 @@ def test_bfloat16_center_moves_by_less_than_a_rounding_step():
         (lambda: lj.parle(0.1, center_pull=-1), "`center_pull` must be at least 0"),
         (lambda: lj.scoping(0.1, 0), "`batches_per_epoch` must be"),
         (lambda: lj.dpsgd(UNEQUAL), "`topology` must be balanced"),
+        (lambda: lj.dpsgd(PUSHED), "must be doubly stochastic"),
+        (
+            lambda: lj.pairwise(
+                topology=graph.from_edges([[(0, 1)]], weights=[[[0.9, 0], [0.1, 1]]])
+            ),
+            "`topology` must have no `weights`",
+        ),
         (lambda: lj.adpsgd(graph.ring(4)), "`topology` must pair the workers"),
         (lambda: lj.osgp(graph.ring(4), 0), "`staleness` must be"),
         (lambda: lj.pairwise("nearest"), "`interpolation` must be one of"),

@@ -86,6 +86,56 @@ def test_unequal_degrees():
     assert not star.balanced
 
 
+# Columns sum to 1; rows do not.
+PUSH = [[0.5, 0.2, 0.0], [0.3, 0.8, 0.4], [0.2, 0.0, 0.6]]
+PUSHED = [(0, 1), (0, 2), (1, 0), (2, 1)]
+
+
+def test_weights_are_the_mixing_matrix():
+    graph = topology.from_edges([PUSHED], weights=[PUSH])
+    np.testing.assert_array_equal(graph.mixing[0], PUSH)
+    assert graph.weighted and not graph.balanced
+    # The other eigenvalues have the sum 0.9 and the product 0.22.
+    assert graph.spectral_gap == pytest.approx(1 - math.sqrt(0.22))
+    assert "0→1 (0.3) 0→2 (0.2) 1→0 (0.2) 2→1 (0.4)" in str(graph)
+    twice = topology.from_edges([PUSHED] * 2, weights=np.array([PUSH] * 2))
+    assert twice.spectral_gap == pytest.approx(graph.spectral_gap)
+    assert graph == topology.from_edges([PUSHED], weights=[PUSH])
+    assert len({graph, topology.from_edges([PUSHED])}) == 2
+    # Before and after a change, each round has its own matrix.
+    changing = topology.ring(3).then(2, graph)
+    np.testing.assert_allclose(changing.mixing, [np.full((3, 3), 1 / 3), PUSH])
+    assert changing.spectral_gap == graph.spectral_gap
+
+
+def test_given_equal_shares_are_the_default():
+    default = topology.from_edges([PUSHED])
+    given = topology.from_edges([PUSHED], weights=default.mixing)
+    np.testing.assert_array_equal(given.mixing, default.mixing)
+    assert given.spectral_gap == default.spectral_gap
+    # Each permutation of a round has its own weights, 0 for workers that do not send in it.
+    np.testing.assert_allclose(given.given.sum(axis=2) + given.kept, 1)
+    assert (given.given[0] > 0).sum(axis=1).tolist() == given.out_degrees[0].tolist()
+
+
+def test_metropolis_weights():
+    """A path of three workers and one more at its middle: degrees 1, 3, 1, 1."""
+    star = topology.metropolis([(1, 0), (1, 2), (3, 1)])
+    quarter = [[3, 1, 0, 0], [1, 1, 1, 1], [0, 1, 3, 0], [0, 1, 0, 3]]
+    np.testing.assert_allclose(star.mixing[0] * 4, quarter)
+    assert star.balanced and star.weighted
+    assert star.spectral_gap == pytest.approx(1 / 4)  # eigenvalues 1, 3/4, 3/4, 0
+    both = topology.metropolis([(1, 0), (0, 1), (1, 2), (1, 3)])
+    assert both == star
+    # With equal degrees they are the equal shares.
+    ring = topology.metropolis([(i, (i + 1) % 5) for i in range(5)])
+    np.testing.assert_allclose(ring.mixing, topology.ring(5).mixing)
+
+
+def weigh(*weights, edges=PUSHED):
+    return topology.from_edges([edges], weights=weights)
+
+
 def test_then_changes_the_graph_at_a_step():
     graph = topology.exponential(8).then(4, topology.exponential(8, peers=2))
     graph = graph.then(8, topology.ring(8))
@@ -113,6 +163,15 @@ def test_equal_graphs_compare_and_hash_equal():
         (lambda: topology.from_edges([[(0, 1), (0, 1)]]), "may occur once in a round"),
         (lambda: topology.from_edges([[(0, 4)]], 4), r"workers in 0\.\.3"),
         (lambda: topology.from_edges([[(0, -1)]], 4), r"workers in 0\.\.3"),
+        (lambda: weigh(PUSH, PUSH), r"per round, \(1, 3, 3\), got \(2, 3, 3\)"),
+        (lambda: weigh([[1.1, 0], [-0.1, 1]], edges=[(0, 1)]), "at least 0, got -0.1"),
+        (lambda: weigh([[np.nan, 0], [0, 1]], edges=[(0, 1)]), "must be finite"),
+        (lambda: weigh([[0, 0], [1, 1]], edges=[(0, 1)]), "got 0 for worker 0 in round 0"),
+        (lambda: weigh(PUSH, edges=PUSHED[:3] + [(1, 2)]), r"P\[1, 2\] = 0.4 without"),
+        (lambda: weigh([[0.5, 0], [0.2, 1]], edges=[(0, 1)]), "to 1, got 0.7 in column 0"),
+        (lambda: topology.metropolis([(0, 0)]), "must not send to itself"),
+        (lambda: topology.metropolis([(0, 4)], 4), r"workers in 0\.\.3"),
+        (lambda: topology.metropolis([]), "none in round 0"),
         (lambda: topology.ring(4).then(0, topology.ring(4)), "`steps` must be a positive"),
         (lambda: topology.ring(4).then(3, topology.ring(5)), "a graph of 4 workers"),
         (

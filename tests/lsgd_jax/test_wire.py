@@ -227,8 +227,10 @@ def sums_over(name, wire, steps=4):
 
 
 UNEVEN = [[(i, (i + 1) % 8) for i in range(8)] + [(0, 4), (0, 2)]]
+STAR = [(0, i) for i in range(1, 8)] + [(1, 2), (3, 4)]
 GOSSIP = {
     "dpsgd": lambda wire: lj.dpsgd(wire=wire),
+    "metropolis": lambda wire: lj.dpsgd(lj.topology.metropolis(STAR), wire=wire),
     "adpsgd": lambda wire: lj.adpsgd(wire=wire),
     "sgp": lambda wire: lj.sgp(lj.topology.from_edges(UNEVEN), wire=wire),
     "gosgd": lambda wire: lj.gosgd(wire=wire),

@@ -185,7 +185,7 @@ class AsynchronousExperiment(BaseExperiment):
     def stacked(
         self, states: Sequence[State], step: int, sent: Sequence[float]
     ) -> AsynchronousState:
-        """Stacks the states of all workers.
+        """Stacks the states of all workers, their batch statistics averaged if configured.
 
         Args:
           states: the state of each worker.
@@ -195,9 +195,12 @@ class AsynchronousExperiment(BaseExperiment):
         stack = lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves])
         column = lambda name: [state[name] for state in states]
         put = lambda trees: self.workers.put(jax.tree.map(stack, *trees))
+        stats = put([own.stats for own in column("own")])
+        if stats and self._config.batch_statistics == "average":
+            stats = self.workers.replicate(lj.consensus(stats))
         return AsynchronousState(
             params=put(column("params")),
-            stats=put([own.stats for own in column("own")]),
+            stats=stats,
             opt_state=put(column("opt_state")),
             key=self.workers.put(self.task.keys()),
             step=self.workers.share(jnp.int32(step)),

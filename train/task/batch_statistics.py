@@ -3,6 +3,11 @@
 Three policies: each worker keeps its own statistics ('keep'); they are averaged over all
 workers whenever the method communicates ('average'); or workers keep their own, and a test
 computes those of the tested model from training data ('reestimate').
+
+Training steps do not read the statistics, r ← m r + (1 - m) b is linear, and all workers
+have the same m. So workers that take equally many steps have the same mean of r at a test,
+however often r was averaged before. Asynchronous workers therefore keep theirs, and
+'average' takes the mean where all their states are at hand: before a test or a checkpoint.
 """
 
 from collections.abc import Callable

@@ -210,10 +210,18 @@ class FreeRunningWorker:
 
         Returns:
           Whether z is finite. Otherwise the worker stays where it is.
+
+        Raises:
+          ValueError: z has another size than the worker's vector.
         """
+        worker = self.worker
+        if np.size(z) != worker.flat.size:
+            raise ValueError(
+                "all workers must have the same parameters, got a vector of "
+                f"{np.size(z)} elements for {worker.flat.size}"
+            )
         if not finite(z):
             return False
-        worker = self.worker
         worker.params = _pulled(worker.flat, worker.params, z, weight, is_finite)
         return True
 

@@ -111,17 +111,25 @@ class PairwiseWorker(FreeRunningWorker):
         """Returns whether there is another step to take; asks a peer."""
         if not await super().before_step():
             return False
-        t = jnp.int32(self.worker.count + 1)
-        probability = float(value_at(self._method.fetch_probability, t))
-        if not self.in_flight and self.peers.draw(probability):
-            if (peer := self.peers.choose()) is not None:
-                self.ask_snapshot(peer)
+        self.ask()
         return True
 
     async def after_step(self) -> None:
         """Mixes in the snapshot that has arrived."""
         self.clock += 1
         await self.land_arrived()
+        self.publish()
+
+    def ask(self) -> None:
+        """Asks a random peer with probability p, if no request is in flight."""
+        t = jnp.int32(self.worker.count + 1)
+        probability = float(value_at(self._method.fetch_probability, t))
+        if not self.in_flight and self.peers.draw(probability):
+            if (peer := self.peers.choose()) is not None:
+                self.ask_snapshot(peer)
+
+    def publish(self) -> None:
+        """Shows the parameters and the measure to peers."""
         self.worker.measure = self._measure
         self.worker.publish()
 

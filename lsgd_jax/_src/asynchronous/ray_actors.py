@@ -48,24 +48,39 @@ class Job(NamedTuple):
     timeout: float
     begun: float
 
-    def worker(self, i: int) -> str:
-        """Returns the name of worker i's actor."""
-        return f"{self.name}-worker-{i}"
 
-    @property
-    def coordinator(self) -> str:
-        """The name of the coordinator's actor."""
-        return f"{self.name}-coordinator"
+def worker_name(run: str, i: int) -> str:
+    """Returns the name of worker i's actor."""
+    return f"{run}-worker-{i}"
+
+
+def coordinator_name(run: str) -> str:
+    """Returns the name of the coordinator's actor."""
+    return f"{run}-coordinator"
 
 
 class RayTransport(Transport):
-    """One worker's transport: calls to other actors."""
+    """One worker's transport: calls to other actors.
 
-    def __init__(self, job: Job, i: int):
-        self.position, self.timeout = GridPosition(i, job.nodes, job.locals), job.timeout
-        self.mailbox = Mailbox(job.method.wire, i)
-        self._job, self._actors = job, {}
-        self._begun = time.monotonic() - (time.time() - job.begun)
+    Args:
+      run: the name of the run.
+      position, timeout, mailbox: see `Transport`.
+      begun: when the run began, in seconds since the epoch.
+      namespace: of the actors' names. Defaults to this process's.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        position: GridPosition,
+        timeout: float,
+        mailbox: Mailbox,
+        begun: float,
+        namespace: str | None = None,
+    ):
+        self.position, self.timeout, self.mailbox = position, timeout, mailbox
+        self._run, self._namespace, self._actors = run, namespace, {}
+        self._begun = time.monotonic() - (time.time() - begun)
         self._status: Status | None = None
         self._reported = 0.0
 
@@ -77,7 +92,7 @@ class RayTransport(Transport):
         await asyncio.get_running_loop().run_in_executor(None, compute)
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        name = self._job.worker(peer)
+        name = worker_name(self._run, peer)
         try:
             ref = getattr(self._actor(name), call).remote(*arguments)
             answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
@@ -101,7 +116,7 @@ class RayTransport(Transport):
                 return self._status
             self._reported = time.monotonic()
         try:
-            actor = self._actor(self._job.coordinator)
+            actor = self._actor(coordinator_name(self._run))
             ref = getattr(actor, call).remote(self.position.index, *arguments)
             answer = await asyncio.wrap_future(ref.future())
         except RayTaskError as error:
@@ -115,7 +130,7 @@ class RayTransport(Transport):
     def _actor(self, name: str) -> Any:
         if name not in self._actors:
             try:
-                self._actors[name] = ray.get_actor(name)
+                self._actors[name] = ray.get_actor(name, self._namespace)
             except ValueError:
                 raise UnreachableError(f"there is no actor {name}") from None
         return self._actors[name]
@@ -133,7 +148,12 @@ class WorkerActor:
     """
 
     def __init__(self, job: Job, i: int, is_restarted: bool):
-        self.job, self.index, self.transport = job, i, RayTransport(job, i)
+        self.job, self.index = job, i
+        position, mailbox = (
+            GridPosition(i, job.nodes, job.locals),
+            Mailbox(job.method.wire, i),
+        )
+        self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
         self.worker: Worker | None = None
         self._is_restarted, self.stopped = is_restarted, threading.Event()
 

@@ -11,7 +11,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd_jax._src.asynchronous.coordinator import Coordinator, Status
-from lsgd_jax._src.asynchronous.ray_actors import LOST, Job, WorkerActor
+from lsgd_jax._src.asynchronous.ray_actors import (
+    LOST,
+    Job,
+    WorkerActor,
+    coordinator_name,
+    worker_name,
+)
 from lsgd_jax._src.asynchronous.ray_cluster import (
     Options,
     cluster,
@@ -190,7 +196,7 @@ class _Actors:
         coordinator = coordinator.options(
             num_cpus=0,
             max_concurrency=1000,
-            name=job.coordinator,
+            name=coordinator_name(job.name),
             runtime_env={"env_vars": environment(0)},
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
@@ -210,7 +216,7 @@ class _Actors:
         worker = self.workers[i] = actor.options(
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
-            name=self._job.worker(i),
+            name=worker_name(self._job.name, i),
             runtime_env={"env_vars": env},
         ).remote(self._job, i, i in self._restarted)
         self._places[worker.where.remote()] = i

@@ -39,8 +39,9 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which conserves the sum over all workers.
 
     Args:
-      topology: the graph, or a function of W that builds it; every worker must send to as
-        many workers as it receives from.
+      topology: the graph, or a function of W that builds it; its mixing matrices must be
+        doubly stochastic. With equal weights, every worker must send to as many workers as
+        it receives from.
       axes: the mesh axes of the group, whose W workers the graph joins.
 
     Raises:
@@ -75,19 +76,20 @@ def send(
 
     Returns:
       (sums, mass, error): Σ m_j y_j and Σ m_j over this worker's in-neighbors j, and the
-      quantization error of its own y, or None. m_j = p_j · weight_j with p_j as in
+      quantization error of its own y, or None. m_j = P_ij · weight_j with P as in
       `Topology.mixing`, and 0 for a worker that is not finite.
     """
     r = topology.round_at(t)
-    given = jnp.where(is_finite, share(group, topology, r, weight.dtype) * weight, 0)
+    shares = jnp.asarray(topology.given, weight.dtype)[r, group.index]
+    given = jnp.where(is_finite, shares * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(is_finite, y, 0), y)
     sums, mass = group.push(message, given, topology.rounds, r)
     return sums, mass, group.quantization_error(message)
 
 
 def share(group: Group, topology: Topology, r: Array, dtype: Any) -> Array:
-    """p = 1 / (out-degree + 1) of this worker in round r: a scalar."""
-    return jnp.asarray(1 / (topology.out_degrees + 1), dtype)[r, group.index]
+    """P_jj, the share that this worker keeps in round r: a scalar."""
+    return jnp.asarray(topology.kept, dtype)[r, group.index]
 
 
 def blend(
@@ -129,7 +131,8 @@ def dpsgd(
     receiver. Such a worker takes the mean of its own neighbors whole.
 
     Args:
-      topology: a graph with equal degrees, or a function of W that builds it.
+      topology: a graph whose mixing matrices are doubly stochastic, such as `ring` or
+        `metropolis(edges)`, or a function of W that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.

@@ -57,8 +57,9 @@ def sgp(
       w_i \leftarrow \sum_j P_{ij} w_j, \qquad x_i \leftarrow s_i / w_i
 
     with u the update, w the push-sum weight (1 at first), s the numerator and
-    P_ij = 1 / (out-degree of j + 1) for i = j and every i that j sends to. The parameters
-    x that a user sees are the de-biased ones. Out-degrees may differ between workers and
+    P the mixing matrix of the step's round: P_ij = 1 / (out-degree of j + 1) for i = j and
+    every i that j sends to, or the `weights` of `from_edges`. The parameters x that a user
+    sees are the de-biased ones. Out-degrees and weights may differ between workers and
     between steps (`Topology.then`). Σ s and Σ w are conserved.
 
     A worker whose x + u or loss is not finite sends neither numerator nor weight. It takes

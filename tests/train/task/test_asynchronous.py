@@ -9,6 +9,7 @@ import tiny
 
 import lsgd_jax as lj
 from train.task import asynchronous, methods
+from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 
 
@@ -60,3 +61,33 @@ def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeyp
     tested, expected = (experiment.test_center(x) for x in (mine, state))
     assert tested["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert tested["error"] == expected["error"]
+
+
+def collected(policy):
+    """Returns the experiment and the stacked state of workers with different statistics."""
+    method = methods.make("async-lsgd", **LSGD)
+    config = dataclasses.replace(
+        tiny.SMALL, model="digits-bn", batch_statistics=policy, method=method
+    )
+    experiment = AsynchronousExperiment(config)
+    first = experiment.apart(experiment.init())
+    shifted = lambda i, own: own._replace(stats=jax.tree.map(lambda r: r + i, own.stats))
+    states = [{**state, "own": shifted(i, state["own"])} for i, state in enumerate(first)]
+    return experiment, experiment.stacked(states, step=3, sent=[0.0] * len(states))
+
+
+def test_statistics_are_averaged_where_all_states_are_at_hand(monkeypatch):
+    """The tested model is the same as if workers kept theirs; a checkpoint has the mean."""
+    tiny.install(set=monkeypatch.setattr)
+    _, kept = collected("keep")
+    experiment, state = collected("average")
+    assert float(lj.consensus_distance(kept.stats)) > 0.1
+    assert float(lj.consensus_distance(state.stats)) == 0
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+    jax.tree.map(close, *map(lj.consensus, (kept.stats, state.stats)))
+    jax.tree.map(np.testing.assert_array_equal, kept.params, state.params)
+    resumed = experiment.apart(state)
+    mean = jax.device_get(lj.consensus(kept.stats))
+    assert jax.tree.leaves(mean)
+    for worker in resumed:
+        jax.tree.map(close, worker["own"].stats, mean)
