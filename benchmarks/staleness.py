@@ -78,6 +78,7 @@ METHODS = {
     "async-adpsgd": Entry(at.ADPSGD(), 1),
     "async-diloco": Entry(at.DiLoCo(PERIOD)),
     "async-diloco, heloco": Entry(at.DiLoCo(PERIOD, correction="heloco")),
+    "decoupled-diloco": Entry(at.DecoupledDiLoCo(PERIOD)),
 }
 
 
