@@ -15,12 +15,13 @@ times and the same failures:
 - leaving and joining: workers fail after 60 s on average and are away for 6 s on average,
   both exponential. A worker that comes back continues from another one's state.
 
-Each worker trains by plain SGD, so that all-reduce is the mean of the parameters at every
-step. In lock step the others go on without a worker that has failed, until it is back.
-Every method runs at the best of --rates: the one with the lowest test error of the mean of
-the workers, averaged over a run with 8 uniform workers and a seed of its own. All else is
-at its defaults. HeLoCo, which does not divide its pseudo-gradients by the number of
-workers, runs with its default outer learning rate η and with one that is so divided.
+Each worker draws from its own share of the training images. It trains by plain SGD, so that
+all-reduce is the mean of the parameters at every step. In lock step the others go on
+without a worker that has failed, until it is back. Every method runs at the best of
+--rates: the one with the lowest test error of the mean of the workers, averaged over a run
+with 8 uniform workers and a seed of its own. All else is at its defaults. HeLoCo, which
+does not divide its pseudo-gradients by the number of workers, runs with its default outer
+learning rate η and with one that is so divided.
 
 The script prints a Markdown table per scenario, mean ± sd over the seeds: test error of the
 mean of the present workers at the end, simulated seconds until it is at most --error, MB
@@ -162,10 +163,10 @@ def start(seed: int) -> Any:
 
 @jax.jit
 def step(params: Any, state: Any, own: Any, t: Any) -> Any:
-    """Returns a worker's update; its own state is its random key and learning rate."""
-    key, rate = own
+    """Returns a worker's update; its own state is its key, learning rate and data."""
+    key, rate, rows = own
     images, labels, *_ = map(jnp.asarray, data())
-    chosen = jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(labels))
+    chosen = rows[jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(rows))]
 
     def loss_of(params: Any) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels
@@ -175,10 +176,12 @@ def step(params: Any, state: Any, own: Any, t: Any) -> Any:
     return jax.tree.map(lambda g: -rate * g, gradient), state, own, loss
 
 
-def training(rate: float, seed: int) -> at.Training:
+def training(rate: float, seed: int, workers: int) -> at.Training:
     """Returns the training of all workers of a run."""
     first, key = start(seed), jax.random.key(1000 + seed)
-    own = lambda i: (jax.random.fold_in(key, i), jnp.float32(rate))
+    rows = np.random.default_rng(seed).permutation(len(data()[1])).astype(np.int32)
+    shards = rows[: len(rows) // workers * workers].reshape(workers, -1)
+    own = lambda i: (jax.random.fold_in(key, i), jnp.float32(rate), jnp.asarray(shards[i]))
     return at.Training(lambda i: (first, (), own(i)), step)
 
 
@@ -270,7 +273,7 @@ def measure(
     watch = Watch(scenario, workers, seconds)
     ideal = seconds / STEP
     outcome = at.simulator.run(
-        training(rate, seed),
+        training(rate, seed, workers),
         entry.make(workers),
         nodes=workers,
         locals=1,
@@ -366,7 +369,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=40.0, help="simulated seconds")
     parser.add_argument("--error", type=float, default=4.0, help="the test error to reach")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4, 0.8])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.8, 1.6])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument(
         "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS)
