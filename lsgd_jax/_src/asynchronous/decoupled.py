@@ -199,14 +199,25 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         if not self.is_finite and not self._has_diverged:
             self.pull(self._anchor, 1.0, False)
             self.received = [self.worker.count] * self._count
-        # Later turns are about the same fragments, received anew by then.
-        for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
-            self.transport.mailbox.post(("fragment", number), self._offer(number))
+        self._post_answers()
         if not self.in_flight and (numbers := self._due()):
             turns = self._turns({number: self._offer(number) for number in numbers})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
         self.worker.publish()
+
+    def _post_answers(self) -> None:
+        """Leaves this worker's answers to the next turns, one per fragment."""
+        for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
+            key = "fragment", number
+            if self._steps(number):
+                self.transport.mailbox.post(key, self._offer(number))
+            elif not self.is_finite:
+                self.transport.mailbox.drop(key)
+
+    def _steps(self, number: int) -> int:
+        """Own steps since the worker received the fragment of a turn."""
+        return self.worker.count - self.received[self._fragment(number)]
 
     def _due(self) -> range:
         """The turns that the worker has missed, otherwise the next one if it is due."""
@@ -221,7 +232,7 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         """Returns a function that makes this worker's answer to a turn."""
         worker, p = self.worker, self._fragment(number)
         params, outer, run = worker.params, self.outers[p], self._cuts[p].run
-        steps = worker.count - self.received[p] if self.is_finite else 0
+        steps = self._steps(number)
         weight = learner_weight(self._tokens * steps, steps)
 
         def answer() -> Snapshot:
