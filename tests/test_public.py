@@ -28,9 +28,9 @@ NAMES = {
         unrolled wagma waiting with_state
     """,
     "lsgd_jax.asynchronous": """
-        ADPSGD Coordinator DiLoCo GridPosition LSGD Method NETWORKS Network Pairwise
-        Peer Pulls Report Speeds StaleWorkerError Status Training Transport UnreachableError
-        WAGMA Worker heloco_correct heloco_step simulator work
+        ADPSGD Coordinator DecoupledDiLoCo DiLoCo GridPosition LSGD Method NETWORKS
+        Network Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
+        Transport UnreachableError WAGMA Worker heloco_correct heloco_step simulator work
     """,
     "lsgd_jax.checks": """
         check_fraction check_not_negative check_option check_period check_positive_int

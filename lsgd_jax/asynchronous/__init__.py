@@ -7,6 +7,7 @@ from lsgd_jax._src.asynchronous.adpsgd import ADPSGD as ADPSGD
 from lsgd_jax._src.asynchronous.coordinator import Coordinator as Coordinator
 from lsgd_jax._src.asynchronous.coordinator import Report as Report
 from lsgd_jax._src.asynchronous.coordinator import Status as Status
+from lsgd_jax._src.asynchronous.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from lsgd_jax._src.asynchronous.diloco import DiLoCo as DiLoCo
 from lsgd_jax._src.asynchronous.heloco import heloco_correct as heloco_correct
 from lsgd_jax._src.asynchronous.heloco import heloco_step as heloco_step

@@ -65,3 +65,34 @@ def diloco(
     return lj.asynchronous.DiLoCo(
         local_steps, *outer, *options, wire=wire, correction=correction
     )
+
+
+def decoupled_diloco(
+    local_steps: int = 64,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    fragments: int = 2,
+    quorum: int | None = None,
+    deviations: float = 3.0,
+    merge: Literal["mean", "radial"] = "radial",
+    mixing: float = 0.0,
+    wire: lj.WireFormat = "float32",
+) -> lj.asynchronous.Method:
+    """Decoupled DiLoCo: fragments take turns, which close with a quorum of the workers.
+
+    Args:
+      local_steps: steps of the fastest worker between two turns of one fragment.
+      outer_learning_rate: learning rate of the outer optimizer.
+      outer_momentum: momentum of the outer optimizer, in [0, 1].
+      fragments: number of fragments; divides local_steps.
+      quorum: number of answers that close a turn, after a grace. Defaults to a majority.
+      deviations: the grace is the median of the lags of answers that came after a quorum,
+        plus this many median absolute deviations.
+      merge: 'radial', the mean norm along the mean direction of every tensor, or 'mean'.
+      mixing: share of its own parameters that a worker keeps when a fragment arrives.
+      wire: the format in which parameters travel.
+    """
+    outer, closing = (outer_learning_rate, outer_momentum), (quorum, deviations, merge)
+    return lj.asynchronous.DecoupledDiLoCo(
+        local_steps, *outer, fragments, *closing, mixing=mixing, wire=wire
+    )

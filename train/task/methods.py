@@ -146,6 +146,7 @@ ROWS = (
     Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
     Row("async-wagma", asynchronous=lj.asynchronous.WAGMA),
     Row("async-diloco", asynchronous=asynchronous_methods.diloco),
+    Row("decoupled-diloco", asynchronous=asynchronous_methods.decoupled_diloco),
     Row("overlapped-lsgd", lj.lsgd, delay=8),
     Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
 )

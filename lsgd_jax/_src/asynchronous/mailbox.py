@@ -73,7 +73,10 @@ class Mailbox:
         return packed, unpack(packed)
 
     def post(self, key: Hashable, vector: Any) -> None:
-        """Leaves a vector for peers to fetch; forgets the oldest one if there are many."""
+        """Leaves a vector for peers to fetch; forgets the oldest one if there are many.
+
+        vector: any content that travels, or a function of it, called at the first fetch.
+        """
         packed = self.packed(vector) if isinstance(vector, np.ndarray) else vector
         with self._lock:
             self._posted[key] = packed
@@ -140,6 +143,8 @@ class Mailbox:
         with self._lock:
             if (vector := self._posted.get(key)) is None:
                 return GONE if key in self._forgotten else None
+            if callable(vector):
+                vector = self._posted[key] = vector()
             whole = part == slice(None) or not isinstance(vector, np.ndarray)
             return self.count(vector if whole else vector[part])
 

@@ -28,6 +28,9 @@ from lsgd_jax._src.asynchronous.vectors import nbytes
 from lsgd_jax._src.asynchronous.worker import Method, Training, Worker, work
 
 
+Times = Mapping[int, float | Sequence[float]]  # seconds, by worker
+
+
 class SimulatedMailbox(Mailbox):
     """A mailbox that tells coroutines when there is more in it."""
 
@@ -196,7 +199,7 @@ class Simulated(NamedTuple):
 
     Attributes:
       workers: in their last state; a failed worker in its state when it failed.
-      seconds: when the last one ended.
+      seconds: when the last one ended, or `until` if that came first.
       sent: bytes that left each node, [nodes].
     """
 
@@ -268,13 +271,14 @@ class Simulation:
     async def run(
         self,
         training: Training,
-        drops: Mapping[int, float],
-        joins: Mapping[int, float],
+        drops: Times,
+        joins: Times,
         hangs: Mapping[int, float],
+        until: float,
         observe: Callable[[Worker], Any],
     ) -> Simulated:
         """Starts, drops and stops workers at their times, until all have ended."""
-        workers: dict[int, Worker] = {}
+        everyone, workers = range(self.nodes * self.locals), dict[int, Worker]()
         ends: list[tuple[int, asyncio.Task]] = []
         last = 0.0
 
@@ -288,15 +292,25 @@ class Simulation:
             workers[i] = self.enter(training, i)
             ends.append((i, workers[i].transport.start(take_part(workers[i]))))
 
-        for i in range(self.nodes * self.locals):
-            if i in joins and not drops.get(i, math.inf) < joins[i]:
+        def stop(i: int) -> None:
+            nonlocal last
+            if any(not end.done() for j, end in ends if j == i):
+                last = until
+            self.drop(i)
+
+        lost, came = _listed(drops), _listed(joins)
+        for i in everyone:
+            if i in came and not min(lost.get(i, [math.inf])) < min(came[i]):
                 self.down.add(i)
                 self.coordinator.leave(i)
             else:
                 begin(i)
-        changes = [(t, self.drop, i) for i, t in drops.items()]
-        changes += [(t, begin, i) for i, t in joins.items()]
+        changes = [(t, self.drop, i) for i, times in lost.items() for t in times]
+        changes += [(t, begin, i) for i, times in came.items() for t in times]
         changes += [(t, self.hung.add, i) for i, t in hangs.items()]
+        changes = [change for change in changes if change[0] < until]
+        if math.isfinite(until):
+            changes += [(until, stop, i) for i in everyone]
         for t, change, i in sorted(changes, key=lambda x: x[0]):
             await asyncio.sleep(t - self.now())
             change(i)
@@ -310,6 +324,11 @@ class Simulation:
         return Simulated(ended, last, self.links.sent)
 
 
+def _listed(times: Times) -> dict[int, list[float]]:
+    """Returns the times of each worker as a list."""
+    return {i: list(t) if isinstance(t, Sequence) else [t] for i, t in times.items()}
+
+
 def run(
     training: Training,
     method: Method,
@@ -321,11 +340,12 @@ def run(
     seed: int = 0,
     timeout: float = 60.0,
     loss: float = 0.0,
-    drops: Mapping[int, float] | None = None,
-    joins: Mapping[int, float] | None = None,
+    drops: Times | None = None,
+    joins: Times | None = None,
     hangs: Mapping[int, float] | None = None,
     collectives: bool = False,
     observe: Callable[[Worker], Any] = lambda worker: None,
+    until: float = math.inf,
 ) -> Simulated:
     """Trains with all workers under simulated time.
 
@@ -340,12 +360,13 @@ def run(
       timeout: seconds that a worker waits for another one.
       loss: probability that a request to another worker is lost, so that the worker gives
         up after `timeout`.
-      drops: workers that fail, and when.
-      joins: workers that come, or come back, and when.
+      drops: workers that fail, and when: a time each, or several.
+      joins: workers that come, or come back, and when: a time each, or several.
       hangs: workers that take no more steps, but answer, and when.
       collectives: whether groups elect and broadcast by collectives, as a synchronous
         program does, instead of through the coordinator and from worker to worker.
       observe: called with a worker after each of its steps.
+      until: seconds after which the run ends, whatever steps are left. Defaults to no end.
 
     Raises:
       RuntimeError: all workers wait for each other for ever.
@@ -355,7 +376,7 @@ def run(
         given = network, speeds, seed, timeout, loss, collectives
         simulation = Simulation(method, nodes, locals, steps, *given)
         faults = drops or {}, joins or {}, hangs or {}
-        return await simulation.run(training, *faults, observe)
+        return await simulation.run(training, *faults, until, observe)
 
     return run_virtual(conduct())
 

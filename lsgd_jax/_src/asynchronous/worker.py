@@ -203,14 +203,20 @@ class Worker:
             report.loss = self.loss if self.is_finite else math.nan
         report.score = self.score if self.is_finite else math.inf
         report.bytes_sent = self.transport.mailbox.bytes_sent
+        if await self.hear():
+            self._told = self.transport.tell("report", dataclasses.replace(report))
+
+    async def hear(self) -> bool:
+        """Updates the status if the last report is answered; returns whether it is."""
         if self._told is not None:
             if not self._told.done():
-                return
+                return False
+            told, self._told = self._told, None
             try:
-                self.status = await self._told
+                self.status = await told
             except UnreachableError:
                 pass  # the old status stays; the next report includes this one
-        self._told = self.transport.tell("report", dataclasses.replace(report))
+        return True
 
     async def finish(self) -> None:
         """Tells the coordinator that this worker has taken its last step."""

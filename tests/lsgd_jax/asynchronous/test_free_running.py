@@ -11,7 +11,15 @@ import toys
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.free_running import MOST, Peers
-from lsgd_jax.asynchronous import ADPSGD, LSGD, WAGMA, DiLoCo, Pairwise, Pulls
+from lsgd_jax.asynchronous import (
+    ADPSGD,
+    LSGD,
+    WAGMA,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Pairwise,
+    Pulls,
+)
 
 
 METHODS = {
@@ -24,6 +32,7 @@ METHODS = {
     "diloco": DiLoCo(4, learning_rate=0.3, momentum=0.3),
     "diloco-delayed": DiLoCo(4, learning_rate=0.3, momentum=0.3, delay=4),
     "diloco-together": DiLoCo(4, learning_rate=0.3, momentum=0.3, together=True),
+    "decoupled-diloco": DecoupledDiLoCo(4, learning_rate=0.3, momentum=0.3),
 }
 SPREAD = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
 all_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -38,7 +47,9 @@ def test_alone_it_is_the_base_optimizer(name):
     assert alone.count == 5 and alone.report.bytes_sent == 0
 
 
-@pytest.mark.parametrize("name", ["lsgd", "pairwise", "adpsgd", "diloco-delayed"])
+@pytest.mark.parametrize(
+    "name", ["lsgd", "pairwise", "adpsgd", "diloco-delayed", "decoupled-diloco"]
+)
 def test_a_slow_worker_holds_no_other_up(name):
     seconds = [1, 1.01, 1.02, 10]
     workers = toys.simulate(toys.training(), METHODS[name], 2, 2, 30, seconds, latency=0.2)
@@ -132,6 +143,10 @@ def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay, wire):
         *[(DiLoCo, x) for x in ({"local_steps": 0}, {"learning_rate": -1.0})],
         *[(DiLoCo, x) for x in ({"momentum": 2.0}, {"momentum_every": 0})],
         *[(DiLoCo, x) for x in ({"weights": "none"}, {"delay": -1})],
+        *[(DecoupledDiLoCo, x) for x in ({"local_steps": 5}, {"fragments": 0})],
+        *[(DecoupledDiLoCo, x) for x in ({"quorum": 0}, {"mixing": 2.0})],
+        *[(DecoupledDiLoCo, x) for x in ({"deviations": -1}, {"merge": "none"})],
+        (DecoupledDiLoCo, {"tokens": (1.0, -1.0)}),
     ],
 )
 def test_options_that_are_refused(method, given):

@@ -75,3 +75,11 @@ def test_a_wait_for_a_message_ends_when_it_is_posted():
     mailbox.post("key", vector(1.0))
     waiting.join()
     assert got[0].tolist() == [1.0] and mailbox.wait(lambda: None, timeout=0.01) is None
+
+
+def test_a_function_that_is_posted_is_called_at_the_first_fetch():
+    mailbox, made = Mailbox(), iter([vector(1.0), vector(2.0)])
+    mailbox.post(0, lambda: next(made))
+    mailbox.post(1, lambda: next(made))
+    found = [mailbox.fetch(key).tolist() for key in (1, 0, 1)]
+    assert found == [[1.0], [2.0], [1.0]] and mailbox.bytes_sent == 3 * 4

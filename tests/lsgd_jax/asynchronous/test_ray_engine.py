@@ -18,16 +18,25 @@ import numpy as np
 import optax
 import pytest
 import ray
+import toys
 from harness import METHODS
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous import ray_engine
-from lsgd_jax.asynchronous import Coordinator, Pulls, Report, Training, simulator
+from lsgd_jax.asynchronous import (
+    Coordinator,
+    DecoupledDiLoCo,
+    Pulls,
+    Report,
+    Training,
+    simulator,
+)
 from lsgd_jax.asynchronous.ray_engine import Options, run
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 BUDGET = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
+DECOUPLED = DecoupledDiLoCo(4, learning_rate=0.5, momentum=0.5)
 IN_LOCK_STEP = Pulls(lj.diloco(period=2))
 TIMEOUT = 10.0
 
@@ -200,7 +209,10 @@ def test_a_worker_that_is_lost_without_progress_ends_the_run(recorded):
 # Faults
 
 
-def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
+@pytest.mark.parametrize(
+    "method", [BUDGET, toys.slow(DECOUPLED)], ids=["lsgd", "decoupled"]
+)
+def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray, method):
     killed = []
 
     def act(status, remote):
@@ -220,7 +232,7 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
     watching = Watching(act)
     timeout = 2 * TIMEOUT  # in which the new process starts, even if the machine is busy
     options = Options(timeout=timeout)
-    out = run(make, BUDGET, 1, 3, 10**5, options=options, on_status=watching)
+    out = run(make, method, 1, 3, 10**5, options=options, on_status=watching)
     assert out.stopped and out.restarts == [0, 1, 0]
     assert [s for s in watching.seen if s.present == [0, 2]]
     assert watching.longest(0, 2) < timeout
@@ -228,6 +240,9 @@ def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray):
     assert min(counts) > killed[0]
     momentum = [state["opt_state"][0].trace["b"] for state in out.states]
     assert all(np.isfinite(momentum))
+    if method is DECOUPLED:  # its turns went on, and the worker takes part in them again
+        turns = [report.rounds for report in out.status.reports.values()]
+        assert min(turns) > killed[0] // 2 + 5 and np.ptp(turns) <= 2
 
 
 @pytest.mark.slow

@@ -221,6 +221,25 @@ def test_a_worker_that_joins_late_takes_over():
     assert np.ptp(vectors(found.workers), axis=0).max() < 0.3
 
 
+def test_a_worker_may_fail_and_come_back_several_times():
+    seen = []
+    note = lambda worker: seen.append(worker.transport.now()) if worker.index == 3 else None
+    away = [(0.1, 0.2), (0.3, 0.45)]
+    drops, joins = ({3: list(times)} for times in zip(*away))
+    found = simulate(BUDGET, steps=50, timeout=0.05, drops=drops, joins=joins, observe=note)
+    assert not any(a < now < b for now in seen for a, b in away)
+    assert all(any(a < now < b for now in seen) for a, b in [(0.2, 0.3), (0.45, 0.6)])
+    assert sum(worker.count for worker in found.workers) >= 4 * 50 - 1
+
+
+def test_a_run_ends_at_a_given_time():
+    taken = []
+    note = lambda worker: taken.append(worker.transport.now())
+    found = simulate(steps=1000, until=0.3, observe=note)
+    assert found.seconds == 0.3 and 0.25 < max(taken) < 0.3
+    assert simulate(steps=8, until=100.0).seconds == simulate(steps=8).seconds
+
+
 @pytest.mark.slow
 def test_lost_messages_are_given_up_after_the_timeout():
     found = simulate(

@@ -16,6 +16,7 @@ from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
     WAGMA,
+    DecoupledDiLoCo,
     DiLoCo,
     Network,
     Pairwise,
@@ -101,6 +102,7 @@ METHODS = {
     "wagma": WAGMA(group_size=2, sync_period=8),
     "async diloco": DiLoCo(4, learning_rate=0.25, momentum=0.0, momentum_every=1),
     "async diloco, together": DiLoCo(4, 1.0, 0.0, together=True),
+    "decoupled diloco": DecoupledDiLoCo(4, 1.0, 0.0, fragments=1),
 }
 
 
