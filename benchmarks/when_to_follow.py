@@ -374,7 +374,8 @@ def draw(task: Task, results: Results, path: pathlib.Path) -> None:
         weight = "bold" if lost[i, j] < 0.01 else "normal"
         color = "white" if lost[i, j] > 0.5 else "black"
         axes.text(j, i, label, ha="center", va="center", weight=weight, color=color)
-    axes.set_xticks(range(len(scenarios)), scenarios)
+    names = [name.replace(" ", "\n") for name in scenarios]
+    axes.set_xticks(range(len(scenarios)), names)
     axes.set_yticks(range(len(methods)), methods)
     axes.tick_params(length=0)
     axes.xaxis.tick_top()

@@ -70,7 +70,8 @@ def leader(
 
     with f the ``value_fn`` that `update` gets, the loss on the present batch. An exchange
     then takes one more message of the parameters and one more forward pass. A worker alone
-    measures itself. A worker that lies can misjudge its predecessor, but never itself.
+    measures itself. A worker that lies can misjudge its predecessor, but never itself. A
+    worker whose judge has no finite loss at all is elected only if no other one can be.
 
     Args:
       axes: the mesh axes of the group that elects.

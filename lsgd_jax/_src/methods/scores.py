@@ -60,6 +60,9 @@ def judged(
     arrived = group.permute(y, ring, turn=1)  # the target is sent as turn 0
     predecessor = jax.tree.map(lambda z, y: z.astype(y.dtype), arrived, y)
     measured = value_fn(predecessor).astype(state.score.dtype)
+    # A bad batch of the judge would otherwise leave a group of two without a target.
+    judges = is_finite | jnp.isfinite(measured)
+    measured = jnp.where(judges, measured, jnp.finfo(measured.dtype).max)
     told = group.gather(jnp.stack([measured, is_finite.astype(measured.dtype)]))
     scores = jnp.where(told[:, 1] == 1, jnp.roll(told[:, 0], -1), jnp.inf)
     return scores, state._replace(score=scores[group.index])
