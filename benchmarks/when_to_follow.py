@@ -18,7 +18,7 @@ scenario the workers differ in one way:
 - data apart: every worker has an eighth of the training data, images sorted by their class
   and text by its position.
 - adversary: one worker reports a loss of 0, for itself and for the peer that it judges, and
-  each of its steps ends at a new random network.
+  each of its steps ends at a random network.
 
 Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise. The script
 prints a Markdown table of the center's test error in percent, of text the nats per
@@ -291,9 +291,12 @@ def trainer(
     update = optax.with_extra_args_support(tx).update
 
     def train(params, setting, key, inputs):  # one worker
+        key, astray = jax.random.split(key)
+        wrong = start_of(task, astray)
+
         def step(carry, key):
             params, state = carry
-            draw, fault, astray = jax.random.split(key, 3)
+            draw, fault = jax.random.split(key)
             which = jax.random.randint(draw, (BATCH,), 0, len(setting.rows))
             rows = setting.rows[which]
             x, labels = inputs.value[rows], setting.labels[rows]
@@ -303,8 +306,9 @@ def trainer(
 
             grads = jax.grad(loss_of)(params, x, labels)
             grads = with_fault(grads, fault, setting.faults)
-            off = jax.tree.map(jnp.subtract, params, start_of(task, astray))
-            grads = jax.tree.map(lambda a, g: jnp.where(setting.lies, a, g), off, grads)
+            grads = jax.tree.map(
+                lambda g, x, z: jnp.where(setting.lies, x - z, g), grads, params, wrong
+            )
             scaled = jax.tree.map(lambda g: setting.rate * g, grads)
             more = {"value": reported(params), "value_fn": reported, "grad": grads}
             updates, state = update(scaled, state, params, **more)

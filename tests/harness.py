@@ -78,7 +78,7 @@ METHODS = {
         rounds=lambda W: (1, 1),
     ),
     "lsgd_by_peers": Method(
-        lambda W, **k: lj.lsgd(0.3, 0.2, 2, 4, judged_by="peers", **k),
+        lambda W, **k: lj.lsgd(0.5, 0.5, 2, 4, judged_by="peers", **k),
         due=2,
         rounds=lambda W: (1, 1),
     ),
@@ -169,7 +169,7 @@ METHODS = {
     ),
     "best_mean+own": Method(
         lambda W, wire="float32", **k: lj.exchange(
-            lj.Pull(lj.best_mean(3), 0.5, every=2, wire=wire), **k
+            lj.Pull(lj.best_mean(3, window=2), 0.5, every=2, wire=wire), **k
         ),
         due=2,
     ),

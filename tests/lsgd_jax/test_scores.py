@@ -72,7 +72,7 @@ def test_a_worker_that_lies_leads_by_its_own_losses_only():
 
 @pytest.mark.parametrize("rule", [functools.partial(lj.leader, "local"), lj.best_mean])
 def test_workers_that_are_not_finite_never_lead(rule):
-    """Worker 1's x and worker 3's loss. The judge of worker 2 is worker 3: it comes last."""
+    """Worker 1's x and worker 3's loss. Worker 3 judges worker 2, which comes last."""
     rule = rule(**({"keep": 4} if rule is lj.best_mean else {}), judged_by="peers")
     x, batch = [4, np.nan, 0, 0, 5], [0, 0, 0, np.nan, 0]
     claims = [1, 1, 1, np.nan, 1]
