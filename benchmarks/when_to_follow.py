@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
+from usage import one_line_errors
 
 import lsgd_jax as lj
 from train.compare import spread
@@ -413,7 +414,8 @@ def main(arguments: list[str]) -> int:
         "cifar10": lambda: cifar10_task(options.cifar),
         "text": lambda: text_task(options.files),
     }
-    task = tasks[options.task]()
+    with one_line_errors():
+        task = tasks[options.task]()
     results = measure(task, options)
     rows = [
         {"method": method}

@@ -3,15 +3,18 @@
 import importlib.util
 import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
 FILE = pathlib.Path(__file__).parents[1] / "benchmarks" / "when_to_follow.py"
 SPEC = importlib.util.spec_from_file_location("when_to_follow", FILE)
 assert SPEC is not None and SPEC.loader is not None
+sys.path.append(str(FILE.parent))  # it imports its neighbor `usage`
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)
 
@@ -41,6 +44,14 @@ def test_a_text_of_its_own(capsys, tmp_path):
     assert benchmark.main([*task, *options, "--methods", "mean (local SGD)"]) == 0
     *_, row = capsys.readouterr().out.splitlines()
     assert float(row.strip("| ").split(" | ")[1]) < 1.5  # of log 15 = 2.7
+
+
+def test_missing_data_end_it_with_one_line(capsys):
+    for options in (["text", "--files", "no/such/file"], ["cifar10", "--cifar", "nowhere"]):
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main(["--task", *options])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_scenarios_change_only_what_they_name():
