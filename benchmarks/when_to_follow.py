@@ -1,25 +1,39 @@
-"""Where a leader pays: methods among workers that are not alike, on scikit-learn's digits.
+"""Where a leader pays: methods among workers that are not alike.
 
-    python benchmarks/when_to_follow.py [--seeds 3] [--steps 800]
+    python benchmarks/when_to_follow.py [--task digits] [--seeds 3] [--steps 800]
+    python benchmarks/when_to_follow.py --task cifar10 --cifar CIFAR
+    python benchmarks/when_to_follow.py --task text --files FILE
 
-trains a network of two layers with 8 workers by SGD with a learning rate of 0.1. Methods
-with a period exchange every 8 steps. In each scenario the workers differ in one way:
+trains a network of two layers with 8 workers by SGD without momentum: on scikit-learn's
+digits, on CIFAR-10 at 8 x 8 pixels, or on the next character of a text after 16 others
+(without files, of Python's library). Methods with a period exchange every 8 steps. In each
+scenario the workers differ in one way:
 
 - equal workers: they do not differ.
-- learning rates: from 0.00625 to 1.6, evenly spaced on a logarithmic scale.
+- learning rates: from 1/16 of the usual one to 16 times as much, evenly spaced on a
+  logarithmic scale.
 - corrupted labels: the labels of 5 workers are random.
 - flipped bits: in 2 % of the steps of one worker a bit in the exponent of one number of the
   gradient is wrong.
-- classes apart: every worker has an eighth of the training images, sorted by their class.
+- data apart: every worker has an eighth of the training data, images sorted by their class
+  and text by its position.
+- adversary: one worker reports a loss of 0, for itself and for the peer that it judges, and
+  each of its steps ends at a random network.
 
-The script prints a Markdown table of the test error of the center in percent, mean ± sd
-over the seeds. The steps end with an exchange, after which the center of `lsgd, λ = 1` is
-the leader. All of it takes a few minutes on two cores.
+Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise. The script
+prints a Markdown table of the center's test error in percent, of text the nats per
+character, mean ± sd over the seeds. The steps end with an exchange. `--json` also writes
+the numbers of each seed, with those of the best worker, and `--figure` draws the table.
+All of it takes about ten minutes on two cores.
 """
 
 import argparse
+import json
+import math
+import pathlib
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,102 +41,233 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
+from usage import one_line_errors
 
 import lsgd_jax as lj
 from train.compare import spread
-from train.data import digits
+from train.data import cifar10, digits, text
+from train.data.arrays import Images
 from train.metrics import tables
 
 
-WORKERS, BATCH, WIDTH, RATE, PERIOD = 8, 32, 64, 0.1, 8
+WORKERS, BATCH, WIDTH, PERIOD = 8, 32, 64, 8
+CONTEXT, EMBEDDING, TESTED = 16, 8, 20_000  # of text
 SGD = optax.sgd(1.0)  # the gradients are already scaled by the worker's learning rate
+GUARD = lj.Guard(warmup=20, decay=0.1)  # of about 100 exchanges
+
+
+def pulled_to(rule: lj.Rule) -> optax.GradientTransformation:
+    """Returns SGD whose workers take the target of a rule whole."""
+    return optax.chain(SGD, lj.exchange(lj.Pull(rule, 1.0, every=PERIOD)))
+
+
+def leader(pull: float, judged_by: Any = "own") -> optax.GradientTransformation:
+    """Returns LSGD with one level."""
+    return optax.chain(SGD, lj.lsgd(pull, 0.0, PERIOD, judged_by=judged_by))
+
+
 METHODS = {
-    "lsgd, λ = 0.1": optax.chain(SGD, lj.lsgd(0.1, 0.0, local_period=PERIOD)),
-    "lsgd, λ = 1": optax.chain(SGD, lj.lsgd(1.0, 0.0, local_period=PERIOD)),
-    "easgd": optax.chain(SGD, lj.easgd(period=PERIOD)),
-    "local SGD": optax.chain(SGD, lj.local_sgd(PERIOD)),
-    "diloco": optax.chain(SGD, lj.diloco(PERIOD)),
     "all-reduce": optax.chain(lj.allreduce(), SGD),
     "all-reduce, coordinate median": optax.chain(lj.coordinate_median(), SGD),
+    "mean (local SGD)": optax.chain(SGD, lj.local_sgd(PERIOD)),
+    "mean (DiLoCo)": optax.chain(SGD, lj.diloco(PERIOD)),
+    "mean (DiLoCo with EDiT's guard)": optax.chain(SGD, lj.diloco(PERIOD, guard=GUARD)),
+    "weighted mean (GRAWA)": optax.chain(SGD, lj.grawa(1.0, PERIOD)),
+    "trimmed mean, 2 of 8": pulled_to(lj.robust_mean("trimmed_mean", cut=2)),
+    "Krum, 2 faulty": pulled_to(lj.robust_mean("krum", faulty=2)),
+    "best 2": pulled_to(lj.best_mean(2)),
+    "best 2, judged by peers": pulled_to(lj.best_mean(2, judged_by="peers")),
+    "leader": leader(1.0),
+    "leader, judged by peers": leader(1.0, "peers"),
+    "leader, λ = 0.1": leader(0.1),
+    "leader, λ = 0.1, judged by peers": leader(0.1, "peers"),
+    "center (EASGD)": optax.chain(SGD, lj.easgd(period=PERIOD)),
 }
+
+
+# Tasks
+
+
+class Task(NamedTuple):
+    """A classification.
+
+    Attributes:
+      inputs: [N, ...], the training inputs: float32 features, or ids of characters.
+      labels: int32 [N].
+      test_inputs, test_labels: the same for testing.
+      classes: the number of classes.
+      order: int [N], the training inputs in the order in which they are set apart.
+      rate: the usual learning rate.
+      unit: 'error in percent' or 'nats'.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    test_inputs: np.ndarray
+    test_labels: np.ndarray
+    classes: int
+    order: np.ndarray
+    rate: float
+    unit: str
+
+
+def images(
+    train: Images, test: Images, features: Callable[[np.ndarray], np.ndarray]
+) -> Task:
+    """Returns the task of images in 10 classes."""
+    given = features(train.images), train.labels.astype(np.int32)
+    tested = features(test.images), test.labels.astype(np.int32)
+    order = np.argsort(train.labels, kind="stable")
+    return Task(*given, *tested, 10, order, 0.1, "error in percent")
+
+
+def digits_task() -> Task:
+    """Returns scikit-learn's digits, 8 x 8 pixels."""
+    data = digits.load()
+    flat = lambda x: x.reshape(-1, 64).astype(np.float32) / 255
+    return images(data.train, data.test, flat)
+
+
+def cifar10_task(folder: str) -> Task:
+    """Returns CIFAR-10 at 8 x 8 pixels."""
+    data = cifar10.load(folder, accept_other_files=True)
+
+    def small(x: np.ndarray) -> np.ndarray:
+        pixels = x.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
+        return pixels.reshape(-1, 192) / 127.5 - 1
+
+    return images(data.train, data.test, small)
+
+
+def text_task(files: Sequence[str]) -> Task:
+    """Returns the prediction of a text's next character."""
+    data = text.load(files, "characters")
+
+    def windows(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        view = np.lib.stride_tricks.sliding_window_view(ids, CONTEXT + 1)
+        return view[:, :-1].copy(), view[:, -1].astype(np.int32)
+
+    given, tested = windows(data.train), windows(data.test[:TESTED])
+    order, classes = np.arange(len(given[1])), len(data.vocabulary)
+    return Task(*given, *tested, classes, order, 0.5, "nats")
+
+
+def start_of(task: Task, key: jax.Array) -> Any:
+    """Returns random parameters."""
+    first, second, third = jax.random.split(key, 3)
+    normal = lambda key, a, b: jax.random.normal(key, (a, b)) / a**0.5
+    params, features = {}, task.inputs.shape[1]
+    if task.unit == "nats":
+        params["embedding"] = jax.random.normal(third, (task.classes, EMBEDDING))
+        features *= EMBEDDING
+    params["hidden"] = normal(first, features, WIDTH), jnp.zeros((1, WIDTH))
+    params["out"] = normal(second, WIDTH, task.classes), jnp.zeros((1, task.classes))
+    return params
+
+
+def logits_of(params: Any, inputs: jax.Array) -> jax.Array:
+    """Returns the outputs of the network, [B, classes]."""
+    if "embedding" in params:
+        inputs = params["embedding"][inputs].reshape(len(inputs), -1)
+    (a, b), (c, d) = params["hidden"], params["out"]
+    return jnp.tanh(inputs @ a + b) @ c + d
+
+
+def loss_of(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross entropy."""
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(logits_of(params, inputs), labels).mean()
+
+
+def tester(task: Task) -> Callable[[Any], np.ndarray]:
+    """Returns a function (stacked params) -> test results [K], inf if not finite."""
+
+    def one(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+        if task.unit == "nats":
+            result = loss_of(params, inputs, labels)
+        else:
+            result = 100 * (logits_of(params, inputs).argmax(axis=1) != labels).mean()
+        is_finite = jnp.isfinite(ravel_pytree(params)[0]).all()
+        return jnp.where(is_finite & jnp.isfinite(result), result, jnp.inf)
+
+    several = jax.jit(jax.vmap(one, in_axes=(0, None, None)))
+    return lambda params: np.asarray(several(params, task.test_inputs, task.test_labels))
+
+
+# Scenarios
 
 
 class Setting(NamedTuple):
     """The properties of the workers, [W, ...].
 
     Attributes:
-      rows: int32 [W, N], rows of the training images that the worker draws from.
-      labels: int32 [W, N], labels of all training images as the worker sees them.
+      rows: int32 [W, N], the training inputs that the worker draws from.
+      labels: int32 [W, N], labels of all training inputs as the worker sees them.
       rate: float32 [W], the learning rate.
       faults: float32 [W], the probability that a step's gradient has a wrong bit.
+      lies: bool [W], whether the worker reports losses of 0 and goes astray.
     """
 
     rows: np.ndarray
     labels: np.ndarray
     rate: np.ndarray
     faults: np.ndarray
+    lies: np.ndarray
 
 
-def equal_workers(labels: np.ndarray, seed: int) -> Setting:
+def equal_workers(task: Task, seed: int) -> Setting:
     """Returns workers that do not differ."""
     each = lambda x: np.repeat(np.asarray(x)[None], WORKERS, axis=0)
-    rows, rate, faults = np.arange(len(labels), dtype=np.int32), RATE, 0.0
-    return Setting(
-        each(rows), each(labels), each(np.float32(rate)), each(np.float32(faults))
-    )
+    rows = np.arange(len(task.labels), dtype=np.int32)
+    rate, faults = np.float32(task.rate), np.float32(0)
+    return Setting(*map(each, (rows, task.labels, rate, faults, np.bool_(False))))
 
 
-def learning_rates(labels: np.ndarray, seed: int) -> Setting:
-    """Returns workers whose learning rates lie between RATE / 16 and 16 RATE."""
-    rate = np.float32(RATE * 16 ** np.linspace(-1, 1, WORKERS))
-    return equal_workers(labels, seed)._replace(rate=rate)
+def learning_rates(task: Task, seed: int) -> Setting:
+    """Returns workers whose learning rates are 1/16 to 16 times the usual one."""
+    rate = np.float32(task.rate * 16 ** np.linspace(-1, 1, WORKERS))
+    return equal_workers(task, seed)._replace(rate=rate)
 
 
-def corrupted_labels(labels: np.ndarray, seed: int) -> Setting:
+def corrupted_labels(task: Task, seed: int) -> Setting:
     """Returns workers of which the first five have random labels."""
-    setting = equal_workers(labels, seed)
-    setting.labels[:5] = np.random.default_rng(seed).integers(10, size=(5, len(labels)))
+    setting, draw = equal_workers(task, seed), np.random.default_rng(seed)
+    setting.labels[:5] = draw.integers(task.classes, size=(5, len(task.labels)))
     return setting
 
 
-def flipped_bits(labels: np.ndarray, seed: int) -> Setting:
+def flipped_bits(task: Task, seed: int) -> Setting:
     """Returns workers of which the first sometimes computes a wrong gradient."""
-    setting = equal_workers(labels, seed)
+    setting = equal_workers(task, seed)
     setting.faults[0] = 0.02
     return setting
 
 
-def classes_apart(labels: np.ndarray, seed: int) -> Setting:
-    """Returns workers that have one or two classes each."""
-    parts = np.array_split(np.argsort(labels, kind="stable"), WORKERS)
-    rows = np.stack([np.resize(part, len(labels)) for part in parts]).astype(np.int32)
-    return equal_workers(labels, seed)._replace(rows=rows)
+def data_apart(task: Task, seed: int) -> Setting:
+    """Returns workers that have one or two classes each, or a part of the text."""
+    parts, count = np.array_split(task.order, WORKERS), len(task.labels)
+    rows = np.stack([np.resize(part, count) for part in parts]).astype(np.int32)
+    return equal_workers(task, seed)._replace(rows=rows)
 
 
-SCENARIOS: dict[str, Callable[[np.ndarray, int], Setting]] = {
+def adversary(task: Task, seed: int) -> Setting:
+    """Returns workers of which the first lies; a rate of 1 makes its step a whole one."""
+    setting = equal_workers(task, seed)
+    setting.lies[0], setting.rate[0] = True, 1.0
+    return setting
+
+
+SCENARIOS: dict[str, Callable[[Task, int], Setting]] = {
     f.__name__.replace("_", " "): f
-    for f in (equal_workers, learning_rates, corrupted_labels, flipped_bits, classes_apart)
+    for f in (
+        equal_workers,
+        learning_rates,
+        corrupted_labels,
+        flipped_bits,
+        data_apart,
+        adversary,
+    )
 }
-
-
-def start_of(seed: int) -> Any:
-    """Returns the initial parameters."""
-    sizes = (64, WIDTH, 10)
-    keys = jax.random.split(jax.random.key(seed), 2)
-    layer = lambda key, a, b: (jax.random.normal(key, (a, b)) / a**0.5, jnp.zeros((1, b)))
-    return [layer(*each) for each in zip(keys, sizes, sizes[1:])]
-
-
-def logits_of(params: Any, images: jax.Array) -> jax.Array:
-    """Returns the outputs of the network, [B, 10]."""
-    (a, b), (c, d) = params
-    return jnp.tanh(images @ a + b) @ c + d
-
-
-def loss_of(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean cross entropy."""
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return losses(logits_of(params, images), labels).mean()
 
 
 def with_fault(gradient: Any, key: jax.Array, probability: jax.Array) -> Any:
@@ -136,21 +281,38 @@ def with_fault(gradient: Any, key: jax.Array, probability: jax.Array) -> Any:
     return unravel(jnp.where(jax.random.bernoulli(happens, probability), wrong, flat))
 
 
-def trainer(tx: optax.GradientTransformation, steps: int) -> Callable[..., Any]:
-    """Returns a function (setting, images, seed) -> center, compiled once per method."""
-    workers = lj.Workers(nodes=1, locals=WORKERS, devices=jax.devices()[:1])
+# Training
 
-    def train(params, setting, key, images):  # one worker
+
+def trainer(
+    task: Task, tx: optax.GradientTransformation, steps: int
+) -> Callable[[Setting, int], tuple[Any, Any]]:
+    """Returns (setting, seed) -> (parameters [W, ...], center), compiled once."""
+    workers = lj.Workers(nodes=1, locals=WORKERS, devices=jax.devices()[:1])
+    update = optax.with_extra_args_support(tx).update
+
+    def train(params, setting, key, inputs):  # one worker
+        key, astray = jax.random.split(key)
+        wrong = start_of(task, astray)
+
         def step(carry, key):
             params, state = carry
             draw, fault = jax.random.split(key)
             which = jax.random.randint(draw, (BATCH,), 0, len(setting.rows))
             rows = setting.rows[which]
-            gradient = jax.value_and_grad(loss_of)
-            loss, grads = gradient(params, images.value[rows], setting.labels[rows])
+            x, labels = inputs.value[rows], setting.labels[rows]
+
+            def reported(params):
+                return jnp.where(setting.lies, 0.0, loss_of(params, x, labels))
+
+            grads = jax.grad(loss_of)(params, x, labels)
             grads = with_fault(grads, fault, setting.faults)
-            grads = jax.tree.map(lambda g: setting.rate * g, grads)
-            updates, state = tx.update(grads, state, params, value=loss)
+            grads = jax.tree.map(
+                lambda g, x, z: jnp.where(setting.lies, x - z, g), grads, params, wrong
+            )
+            scaled = jax.tree.map(lambda g: setting.rate * g, grads)
+            more = {"value": reported(params), "value_fn": reported, "grad": grads}
+            updates, state = update(scaled, state, params, **more)
             return (lj.apply_updates(params, updates), state), None
 
         keys = jax.random.split(key, steps)
@@ -158,12 +320,74 @@ def trainer(tx: optax.GradientTransformation, steps: int) -> Callable[..., Any]:
 
     run = workers.map(train)
 
-    def center_of(setting: Setting, images: np.ndarray, seed: int) -> Any:
+    def train_all(setting: Setting, seed: int) -> tuple[Any, Any]:
+        start = workers.replicate(start_of(task, jax.random.key(seed)))
         keys = jax.random.split(jax.random.key(100 + seed), WORKERS)
-        given = workers.replicate(start_of(seed)), workers.put(setting), workers.put(keys)
-        return lj.center(*run(*given, workers.share(images)))
+        given = start, workers.put(setting), workers.put(keys)
+        params, state = run(*given, workers.share(task.inputs))
+        return params, lj.center(params, state)
 
-    return center_of
+    return train_all
+
+
+# Results
+
+Results = dict[str, dict[str, dict[str, list[float]]]]  # method, scenario, model, seeds
+
+
+def measure(task: Task, options: argparse.Namespace) -> Results:
+    """Returns the test results of the center and of the best worker."""
+    results, test = {}, tester(task)
+    for method in options.methods:
+        train, row = trainer(task, METHODS[method], options.steps), {}
+        for name in options.scenarios:
+            row[name] = {"center": [], "best worker": []}
+            for seed in range(options.seeds):
+                params, center = train(SCENARIOS[name](task, seed), seed)
+                one = jax.tree.map(lambda x: x[None], center)
+                row[name]["center"].append(float(test(one)[0]))
+                row[name]["best worker"].append(float(test(params).min()))
+            said = {k: spread(v, digits_of(task)) for k, v in row[name].items()}
+            print(f"{method}, {name}: {said}", file=sys.stderr, flush=True)
+        results[method] = row
+    return results
+
+
+def digits_of(task: Task) -> int:
+    """The number of decimals of a result."""
+    return 2 if task.unit == "nats" else 1
+
+
+def draw(task: Task, results: Results, path: pathlib.Path) -> None:
+    """Draws the table of centers, dark where a method loses most of what can be learned."""
+    from matplotlib import colors
+    from matplotlib import pyplot as plt
+
+    methods, scenarios = list(results), list(next(iter(results.values())))
+    mean = lambda cell: statistics.fmean(cell["center"])
+    table = np.array([[mean(results[m][s]) for s in scenarios] for m in methods])
+    chance = math.log(task.classes) if task.unit == "nats" else 100 - 100 / task.classes
+    best = table.min(axis=0)
+    lost = np.clip((table - best) / (chance - best), 0, 1)
+    figure, axes = plt.subplots(
+        figsize=(9, 0.36 * len(methods) + 1.6), layout="constrained"
+    )
+    norm = colors.PowerNorm(0.5, 0, 1)
+    shown = axes.imshow(lost, cmap="YlOrRd", norm=norm, aspect="auto")
+    for (i, j), value in np.ndenumerate(table):
+        label = f"{value:.{digits_of(task)}f}" if math.isfinite(value) else "diverged"
+        weight = "bold" if lost[i, j] < 0.01 else "normal"
+        color = "white" if lost[i, j] > 0.5 else "black"
+        axes.text(j, i, label, ha="center", va="center", weight=weight, color=color)
+    names = [name.replace(" ", "\n") for name in scenarios]
+    axes.set_xticks(range(len(scenarios)), names)
+    axes.set_yticks(range(len(methods)), methods)
+    axes.tick_params(length=0)
+    axes.xaxis.tick_top()
+    bar = figure.colorbar(shown, ticks=[0, 0.05, 0.2, 0.5, 1], pad=0.01)
+    bar.set_label("lost, from the best method to chance")
+    axes.set_title(f"test {task.unit} of the center", fontsize=10)
+    figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str]) -> int:
@@ -171,31 +395,40 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=["digits", "cifar10", "text"], default="digits")
+    parser.add_argument("--cifar", help="the folder that holds cifar-10-batches-bin")
+    parser.add_argument("--files", nargs="+", default=[], help="the files of the text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=800, help="steps of every worker")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument(
         "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS)
     )
+    parser.add_argument("--figure", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    data = digits.load()
-    flat = lambda part: part.images.reshape(-1, 64).astype(np.float32) / 255
-    images, tested = flat(data.train), flat(data.test)
-    rows = []
-    for method in options.methods:
-        center_of, row = trainer(METHODS[method], options.steps), {"method": method}
-        for name in options.scenarios:
-            errors = []
-            for seed in range(options.seeds):
-                center = center_of(SCENARIOS[name](data.train.labels, seed), images, seed)
-                answers = np.argmax(logits_of(center, tested), axis=1)
-                is_finite = np.isfinite(ravel_pytree(center)[0]).all()
-                error = 100 * np.mean(answers != data.test.labels)
-                errors.append(float(error) if is_finite else np.inf)
-            row[name] = spread(errors, 1)
-            print(f"{method}, {name}: {row[name]}", file=sys.stderr, flush=True)
-        rows.append(row)
+    if options.task == "cifar10" and options.cifar is None:
+        parser.error("--task cifar10 needs --cifar, the folder of the images")
+    tasks = {
+        "digits": digits_task,
+        "cifar10": lambda: cifar10_task(options.cifar),
+        "text": lambda: text_task(options.files),
+    }
+    with one_line_errors():
+        task = tasks[options.task]()
+    results = measure(task, options)
+    rows = [
+        {"method": method}
+        | {name: spread(cell["center"], digits_of(task)) for name, cell in row.items()}
+        for method, row in results.items()
+    ]
     print(tables.markdown(rows), end="")
+    if options.json:
+        known = lambda x: x if math.isfinite(x) else None
+        kept = jax.tree.map(known, results)
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    if options.figure:
+        draw(task, results, options.figure)
     return 0
 
 

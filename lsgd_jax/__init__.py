@@ -29,6 +29,8 @@ from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
 from lsgd_jax._src.methods.averaging import slowmo as slowmo
+from lsgd_jax._src.methods.best_mean import BestMeanState as BestMeanState
+from lsgd_jax._src.methods.best_mean import best_mean as best_mean
 from lsgd_jax._src.methods.desloc import desloc as desloc
 from lsgd_jax._src.methods.easgd import CenterState as CenterState
 from lsgd_jax._src.methods.easgd import downpour as downpour

@@ -77,6 +77,11 @@ METHODS = {
         due=2,
         rounds=lambda W: (1, 1),
     ),
+    "lsgd_by_peers": Method(
+        lambda W, **k: lj.lsgd(0.5, 0.5, 2, 4, judged_by="peers", **k),
+        due=2,
+        rounds=lambda W: (1, 1),
+    ),
     "easgd": Method(lambda W, **k: lj.easgd(0.5, 2, **k), due=2),
     "easgd_combine": Method(
         lambda W, **k: lj.easgd(
@@ -161,6 +166,12 @@ METHODS = {
         lambda W, **k: lj.exchange(lj.Pull(lj.robust_mean("krum"), 0.5, every=2), **k),
         due=2,
         wires=False,
+    ),
+    "best_mean+own": Method(
+        lambda W, wire="float32", **k: lj.exchange(
+            lj.Pull(lj.best_mean(3, window=2), 0.5, every=2, wire=wire), **k
+        ),
+        due=2,
     ),
     "parle": Method(lambda W, **k: lj.parle(0.1, 2, decay=0.5, **k), due=2, alone=False),
     "dpsgd": Method(lambda W, **k: lj.dpsgd(graph.ring(W), **k)),
@@ -292,9 +303,15 @@ class Run:
         self.batches = [self.draw() for _ in range(8)]
 
         def train_step(params, state, target):
-            grads = jax.tree.map(jnp.subtract, params, target)
-            value = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
-            updates, state = tx.update(grads, state, params, value=value)
+            def gradient(params):
+                return jax.tree.map(jnp.subtract, params, target)
+
+            def value_fn(params):
+                norm = optax.tree.norm(gradient(params), squared=True)
+                return norm.astype(jnp.float32) / 2
+
+            more = {"value": value_fn(params), "value_fn": value_fn}
+            updates, state = tx.update(gradient(params), state, params, **more)
             return apply(params, updates), state
 
         params = self.workers.put(self.start)

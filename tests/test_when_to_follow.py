@@ -1,38 +1,68 @@
 """The benchmark of methods among workers that are not alike."""
 
 import importlib.util
+import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
 FILE = pathlib.Path(__file__).parents[1] / "benchmarks" / "when_to_follow.py"
 SPEC = importlib.util.spec_from_file_location("when_to_follow", FILE)
 assert SPEC is not None and SPEC.loader is not None
+sys.path.append(str(FILE.parent))  # it imports its neighbor `usage`
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)
 
 
-def test_a_row_per_method_and_a_column_per_scenario(capsys):
-    scenarios = ["equal workers", "learning rates"]
-    options = ["--methods", "lsgd, λ = 1", "--seeds", "2", "--steps", "80"]
-    assert benchmark.main([*options, "--scenarios", *scenarios]) == 0
-    head, _, row = capsys.readouterr().out.splitlines()
+def test_a_row_per_method_and_a_column_per_scenario(capsys, tmp_path):
+    scenarios, seeds = ["equal workers", "adversary"], 2
+    options = ["--seeds", str(seeds), "--steps", "80", "--scenarios", *scenarios]
+    files = ["--json", str(tmp_path / "all.json"), "--figure", str(tmp_path / "all.png")]
+    methods = ["--methods", "leader", "leader, judged by peers"]
+    assert benchmark.main([*methods, *options, *files]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
     assert head.split(" | ")[1:] == [scenarios[0], f"{scenarios[1]} |"]
-    name, *errors = row.strip("| ").split(" | ")
-    assert name == "lsgd, λ = 1"
-    assert all(float(error.split(" ± ")[0]) < 25 for error in errors)
+    names, equal, lied = zip(*(row.strip("| ").split(" | ") for row in rows))
+    assert names == ("leader", "leader, judged by peers")
+    # An adversary that leads leaves a random network.
+    assert [float(cell.split(" ± ")[0]) < 25 for cell in equal + lied] == [1, 1, 0, 1]
+    numbers = json.loads((tmp_path / "all.json").read_text())
+    of_adversary = numbers["leader"]["adversary"]
+    assert [len(of_adversary[k]) for k in ("center", "best worker")] == [seeds] * 2
+    assert (tmp_path / "all.png").stat().st_size > 1000
+
+
+def test_a_text_of_its_own(capsys, tmp_path):
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 100)
+    options = ["--seeds", "1", "--steps", "80", "--scenarios", "data apart"]
+    task = ["--task", "text", "--files", str(tmp_path / "text")]
+    assert benchmark.main([*task, *options, "--methods", "mean (local SGD)"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert float(row.strip("| ").split(" | ")[1]) < 1.5  # of log 15 = 2.7
+
+
+def test_missing_data_end_it_with_one_line(capsys):
+    for options in (["text", "--files", "no/such/file"], ["cifar10", "--cifar", "nowhere"]):
+        with pytest.raises(SystemExit) as ended:
+            benchmark.main(["--task", *options])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_scenarios_change_only_what_they_name():
-    labels = np.arange(1440) % 10
-    equal = benchmark.equal_workers(labels, 0)
+    labels, inputs = np.arange(1440) % 10, np.zeros((1440, 1), np.float32)
+    order = np.argsort(labels, kind="stable")
+    task = benchmark.Task(inputs, labels, inputs, labels, 10, order, 0.1, "nats")
+    equal = benchmark.equal_workers(task, 0)
     changed = {
         name: {
             field
-            for field, before, after in zip(equal._fields, equal, make(labels, 0))
+            for field, before, after in zip(equal._fields, equal, make(task, 0))
             if not np.array_equal(before, after)
         }
         for name, make in benchmark.SCENARIOS.items()
@@ -42,9 +72,10 @@ def test_scenarios_change_only_what_they_name():
         "learning rates": {"rate"},
         "corrupted labels": {"labels"},
         "flipped bits": {"faults"},
-        "classes apart": {"rows"},
+        "data apart": {"rows"},
+        "adversary": {"lies", "rate"},
     }
-    rows = benchmark.classes_apart(labels, 0).rows
+    rows = benchmark.data_apart(task, 0).rows
     assert max(len(np.unique(labels[each])) for each in rows) <= 3
 
 

@@ -23,7 +23,7 @@ from lsgd_jax._src.kernel import Check, Pull, PullState, Target
 from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.placement import misplaced, sample_after, unknown
-from lsgd_jax._src.rule import Rule
+from lsgd_jax._src.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
 
@@ -114,12 +114,14 @@ def exchange(
       bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
       of parameters narrower than float32 are returned in float32, so that x + u rounds to
       the target on all workers. `update` takes the worker's loss as ``value=`` or
-      ``loss=``, and its gradient as ``grad=`` for the methods that read it.
+      ``loss=``. For the methods that read them it takes the worker's gradient as ``grad=``
+      and its loss as a function of the parameters as ``value_fn=``.
 
     Raises:
       ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
         that is complex or narrower than 16 bits; in `update`, no parameters, updates of
-        another structure or shape, or the state of another method.
+        another structure or shape, the state of another method, or no `value_fn` for a
+        method that reads it.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -158,6 +160,7 @@ def exchange(
         value=None,
         loss=None,
         grad=None,
+        value_fn=None,
         due=None,
         **extra_args,
     ) -> Any:
@@ -165,14 +168,14 @@ def exchange(
         if params is None:
             raise ValueError(NO_PARAMS)
         check_same_tree("updates", updates, params)
-        loss, grad = loss_of(value, loss), gradient_of(pulls, grad, params)
+        loss, extras = loss_of(value, loss), extras_of(pulls, params, grad, value_fn)
         with naming_the_state(state, lambda: init(params)):
-            return step(updates, state, params, loss, grad, due)
+            return step(updates, state, params, loss, extras, due)
 
-    def step(updates, state, params, loss, grad, due) -> Any:
+    def step(updates, state, params, loss, extras, due) -> Any:
         x, u = trees.floats(params), trees.widen(trees.floats(updates))
         wrong = misplaced(state.expected, x)
-        u, after = advance(pulls, x, u, state, loss, due, check, grad)
+        u, after = advance(pulls, x, u, state, loss, due, check, extras)
         return trees.refill(u, updates), after._replace(
             misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
             expected=sample_after(x, u),
@@ -191,7 +194,7 @@ def advance(
     loss: Any,
     due: bool | None,
     check: Check,
-    grad: Tree | None = None,
+    extras: Extras,
 ) -> tuple[Tree, ExchangeState]:
     """One step of the kernel: returns u after all due pulls, and the state.
 
@@ -202,15 +205,15 @@ def advance(
       loss: the loss at x, or None.
       due: whether a pull is due. With None, the step count decides.
       check: see `exchange`.
-      grad: the gradient at x, the leaves of floats, or None.
+      extras: see `extras_of`.
     """
     t = step_of(state)
     u, states, counts, is_finite = kernel.local(
-        pulls, x, u, loss, state.pulls, state.is_finite, t, check, grad
+        pulls, x, u, loss, state.pulls, state.is_finite, t, check, extras
     )
 
     def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
-        return run_pulls(pulls, x, u, states, counts, is_finite, t, sent)
+        return run_pulls(pulls, x, u, states, counts, is_finite, t, sent, extras)
 
     return when_due(
         pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due
@@ -272,6 +275,7 @@ def run_pulls(
     is_finite: Array,
     t: Array,
     sent: dict[int, float],
+    extras: Extras,
 ) -> tuple[Tree, tuple[PullState, ...], Array]:
     """Runs the due pulls: returns u, the pulls' states, and whether y is finite."""
     whole, after = _packed(x), []
@@ -284,13 +288,18 @@ def run_pulls(
     for k, (pull, state) in enumerate(zip(pulls, states)):
         takes_part = counts[k] & is_finite
         if pull.part is None:
-            us, state, restored, sent[k] = _run_pull(pull, whole, us, state, takes_part, t)
+            us, state, restored, sent[k] = _run_pull(
+                pull, whole, us, state, takes_part, t, extras.value_fn
+            )
             is_finite |= restored
         else:
             # Packing again what was unpacked costs nothing: XLA joins the slices.
             part, u = _packed(parts.select(pull.part, x)), whole.packing.unpack(us)
             mine = part.packing.pack(parts.select(pull.part, u))
-            mine, state, _, sent[k] = _run_pull(pull, part, mine, state, takes_part, t)
+            value_fn = _value_of_part(pull, extras.value_fn, trees.plus(x, u))
+            mine, state, _, sent[k] = _run_pull(
+                pull, part, mine, state, takes_part, t, value_fn
+            )
             us = whole.packing.pack(parts.put_back(pull.part, part.packing.unpack(mine), u))
             # Restoring a part does not restore the other leaves.
             is_finite |= finite_now(us)
@@ -312,6 +321,15 @@ def _packed(x: Tree) -> _Packed:
     return _Packed(packing, x, packing.pack(x))
 
 
+def _value_of_part(
+    pull: Pull, value_fn: Callable[[Tree], Array] | None, y: Tree
+) -> Callable[[Tree], Array] | None:
+    """Returns the loss as a function of the pull's leaves; the others are those of y."""
+    if value_fn is None:
+        return None
+    return lambda part: value_fn(parts.put_back(pull.part, part, y))
+
+
 def _run_pull(
     pull: Pull,
     leaves: _Packed,
@@ -319,6 +337,7 @@ def _run_pull(
     state: PullState,
     is_finite: Array,
     t: Array,
+    value_fn: Callable[[Tree], Array] | None,
 ) -> tuple[list[Array], PullState, Array, float]:
     """Runs one pull: returns us, its state, whether it restored the worker, bytes sent."""
     packing, x, xs = leaves
@@ -326,7 +345,9 @@ def _run_pull(
 
     def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
         y = packing.unpack(trees.plus(xs, us))
-        target, state, sent[0] = kernel.send(pull, None, x, y, state, is_finite, t)
+        target, state, sent[0] = kernel.send(
+            pull, None, x, y, state, is_finite, t, value_fn
+        )
         return target, state
 
     def land(us: list[Array], target: Target, state: PullState) -> Any:
@@ -406,12 +427,39 @@ def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
         ) from error
 
 
-def gradient_of(pulls: Sequence[Pull], grad: Tree | None, params: Tree) -> Tree | None:
-    """The leaves of floats of the gradient, None without one and where no rule reads it."""
-    if grad is None or not any(pull.rule.reads_gradient for pull in pulls):
-        return None
-    check_same_tree("grad", grad, params)
-    return trees.floats(grad)
+def extras_of(
+    pulls: Sequence[Pull],
+    params: Tree,
+    grad: Tree | None,
+    value_fn: Callable[[Tree], Any] | None,
+) -> Extras:
+    """The further arguments of `update`, on the leaves of floats, that a rule reads.
+
+    Raises:
+      ValueError: a gradient that is no tree like the parameters; no function for a rule
+        that reads `value_fn`, or, once called, one that returns no scalar.
+    """
+    extras = NO_EXTRAS
+    if grad is not None and any(pull.rule.reads_gradient for pull in pulls):
+        check_same_tree("grad", grad, params)
+        extras = extras._replace(grad=trees.floats(grad))
+    if any(pull.rule.reads_value_fn for pull in pulls):
+        if not callable(value_fn):
+            raise ValueError(
+                "workers judged by peers need `value_fn`, a function from parameters to "
+                "the loss on this worker's batch: call `tx.update(grads, state, params, "
+                f"value=loss, value_fn=f)`, got value_fn={value_fn!r}"
+            )
+        extras = extras._replace(value_fn=lambda y: _measured(value_fn, y, params))
+    return extras
+
+
+def _measured(value_fn: Callable[[Tree], Any], y: Tree, params: Tree) -> Array:
+    """The loss at y, the leaves of floats, with the other leaves of the parameters."""
+    loss = loss_of(value_fn(trees.refill(y, params)), None)
+    if jnp.shape(loss) != ():
+        raise ValueError(f"`value_fn` must return the loss, a scalar, got {loss}")
+    return loss
 
 
 def loss_of(value: Any, loss: Any) -> Any:

@@ -138,11 +138,7 @@ class Group:
           (leader, found): the index of the leader in the group (int32), and whether any
           worker had a finite score (bool). Both are the same for the whole group.
         """
-        scores = self.gather(score)
-        # argmin would return the index of a nan.
-        finite = jnp.isfinite(scores)
-        leader = jnp.argmin(jnp.where(finite, scores, jnp.inf))
-        return leader.astype(jnp.int32), finite.any()
+        return lowest(self.gather(score))
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """Sends the tree of worker `source` (an index in the group) to the whole group."""
@@ -268,3 +264,15 @@ class Group:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         key = jax.random.fold_in(jax.random.key(seed), t)
         return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
+
+
+def lowest(scores: Array) -> tuple[Array, Array]:
+    """The index of the lowest finite score, int32, and whether there is one.
+
+    >>> lowest(jnp.array([jnp.nan, 2.0, 2.0]))
+    (Array(1, dtype=int32), Array(True, dtype=bool))
+    """
+    # argmin would return the index of a nan.
+    finite = jnp.isfinite(scores)
+    first = jnp.argmin(jnp.where(finite, scores, jnp.inf))
+    return first.astype(jnp.int32), finite.any()

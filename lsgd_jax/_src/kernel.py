@@ -33,7 +33,7 @@ from lsgd_jax._src.checks import (
 from lsgd_jax._src.codec import Line, NarrowLine, WireState
 from lsgd_jax._src.group import Channel, Group
 from lsgd_jax._src.memory import Memory, check_host, to_device, to_host
-from lsgd_jax._src.rule import Rule, silent
+from lsgd_jax._src.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.traffic import Traffic
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -217,7 +217,7 @@ def local(
     is_finite: Array,
     t: Array,
     check: Check = "due",
-    grad: Tree | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...], Array]:
     """One step of a worker by itself: y = x + u after the rules' own steps.
 
@@ -229,13 +229,13 @@ def local(
       is_finite: bool scalar, False for a worker that waits to be restored.
       t: int32 scalar, the step.
       check: see `exchange`.
-      grad: the gradient at x, for rules that read it, or None.
+      extras: the further arguments of `update`, for rules that read them.
 
     Returns:
       (u, states, counts, is_finite). counts: for each pull, whether loss and rule let this
       worker take part.
     """
-    u, states, counts = step_rules(pulls, x, u, loss, states, t, grad)
+    u, states, counts = step_rules(pulls, x, u, loss, states, t, extras)
     if check == "every_step":
         is_finite &= trees.all_finite(trees.plus(x, u))
     u = settle(x, u, is_finite_loss(loss) & (check == "due"), is_finite)
@@ -249,14 +249,14 @@ def step_rules(
     loss: Any,
     states: Sequence[PullState],
     t: Array,
-    grad: Tree | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
     """`local` without the treatment of non-finite steps: (u, states, counts)."""
     stepped, counts = [], []
     has_loss = is_finite_loss(loss)
     for pull, state in reversed(list(zip(pulls, states))):
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
-        more = {}
+        more, grad = {}, extras.grad
         if pull.rule.reads_gradient:
             more["grad"] = None if grad is None else parts.select(pull.part, grad)
         after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t, **more)
@@ -278,6 +278,7 @@ def send(
     state: PullState,
     is_finite: Array,
     t: Array,
+    value_fn: Callable[[Tree], Array] | None = None,
 ) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. It is the only function that communicates.
 
@@ -288,6 +289,7 @@ def send(
       state: the pull's state.
       is_finite: bool scalar, whether this worker takes part.
       t: int32 scalar, the step.
+      value_fn: a tree like y -> the loss on this worker's batch, for rules that read it.
 
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
@@ -295,8 +297,9 @@ def send(
     axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
     channel = Group(axes).channel if channel is None else channel
     line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
+    more = {"value_fn": value_fn} if pull.rule.reads_value_fn else {}
     z, found, rule_state = pull.rule.agree(
-        Group(axes, line), x, y, state.rule, is_finite, t
+        Group(axes, line), x, y, state.rule, is_finite, t, **more
     )
     state = state._replace(
         rule=_in_the_form_of(state.rule, rule_state),

@@ -3,6 +3,7 @@
 It is the counterpart of `exchange` for training steps that return new parameters.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from lsgd_jax._src import kernel, trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import Exchange, ExchangeState
+from lsgd_jax._src.rule import Extras
 from lsgd_jax._src.trees import Tree
 
 
@@ -67,6 +69,7 @@ class Outer(ByValue):
         loss: Any = None,
         value: Any = None,
         grad: Tree | None = None,
+        value_fn: Callable[[Tree], Any] | None = None,
         due: bool | None = None,
     ) -> tuple[Tree, OuterState]:
         """Returns the parameters and the state after the pulls that are due at this step.
@@ -79,26 +82,28 @@ class Outer(ByValue):
           value: another name for `loss`.
           grad: the gradient of this step, a tree like the parameters, for methods that
             read it.
+          value_fn: params -> the loss on this worker's batch, a scalar, for methods that
+            judge workers by their peers.
           due: True or False compiles the step with or without the pulls (see `is_due`).
             With None, the step count in the state decides at run time.
 
         Raises:
           ValueError: parameters or a state of another structure or shape than those of
-            `init`; no loss for a method that needs it.
+            `init`; no loss or `value_fn` for a method that needs it.
         """
         loss = lock_step.loss_of(value, loss)
-        grad = lock_step.gradient_of(self.method.pulls, grad, params)
+        extras = lock_step.extras_of(self.method.pulls, params, grad, value_fn)
         with lock_step.naming_the_state(state, lambda: self.init(params)):
             if self.remembers:
-                return self._from_before(params, state, loss, grad, due)
-            return self._from_here(params, state, loss, grad, due)
+                return self._from_before(params, state, loss, extras, due)
+            return self._from_here(params, state, loss, extras, due)
 
     def is_due(self, step: int) -> bool:
         """Whether a pull sends or lands at this step, counted from 1; for host loops."""
         return self.method.is_due(step)
 
     def _from_before(
-        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, due: Any
     ) -> Any:
         """With x known, the step is that of `exchange` with u = y - x."""
         x, y = state.before, trees.floats(params)
@@ -107,7 +112,7 @@ class Outer(ByValue):
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
         moved, after = lock_step.advance(
-            self.method.pulls, x, u, state.exchange, loss, due, self.method.check, grad
+            self.method.pulls, x, u, state.exchange, loss, due, self.method.check, extras
         )
         # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
@@ -115,19 +120,21 @@ class Outer(ByValue):
         return trees.refill(y, params), OuterState(after, y)
 
     def _from_here(
-        self, params: Tree, state: OuterState, loss: Any, grad: Any, due: Any
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, due: Any
     ) -> Any:
         """With y alone, the step starts from x = y and u = 0."""
         pulls, before = self.method.pulls, state.exchange
         t, y = lock_step.step_of(before), trees.floats(params)
         still = trees.zeros(y)
-        u, states, counts = kernel.step_rules(pulls, y, still, loss, before.pulls, t, grad)
+        u, states, counts = kernel.step_rules(
+            pulls, y, still, loss, before.pulls, t, extras
+        )
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
 
         def run(y: Tree, states: Any, sent: dict[int, float]) -> Any:
             u, states, is_finite = lock_step.run_pulls(
-                pulls, y, trees.zeros(y), states, counts, before.is_finite, t, sent
+                pulls, y, trees.zeros(y), states, counts, before.is_finite, t, sent, extras
             )
             return trees.apply_updates(y, u), states, is_finite
 

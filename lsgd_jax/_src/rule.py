@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,21 @@ from lsgd_jax._src.trees import Tree
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 Kept = Literal["reference", "error"]
+
+
+class Extras(NamedTuple):
+    """Arguments of `update` for the rules that read them.
+
+    Attributes:
+      grad: the worker's gradient at x, a tree like x, or None; per worker.
+      value_fn: params -> the loss on this worker's batch, a float scalar, or None.
+    """
+
+    grad: Tree | None = None
+    value_fn: Callable[[Tree], Array] | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
@@ -48,6 +63,8 @@ class Rule(ByValue):
         pushes. With None, parameters travel in float32 only.
       reads_gradient: whether `step` also takes ``grad=``, the worker's gradient: a tree
         like x, or None if `update` was called without one.
+      reads_value_fn: whether `agree` also takes ``value_fn=``: a function from a tree like
+        y to the loss on this worker's batch, a float scalar. `update` then needs one.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
     """
@@ -59,14 +76,15 @@ class Rule(ByValue):
     keeps: tuple[Kept, ...] | None = None
     reads_x: bool = True
     reads_gradient: bool = False
+    reads_value_fn: bool = False
 
 
 @by_value
 def combine_then_adapt(rule: Rule) -> Rule:
     """Returns the rule computed at x, with the step y - x added: z + (y - x)."""
 
-    def agree(group, x, y, state, is_finite, t):
-        z, found, state = rule.agree(group, x, x, state, is_finite, t)
+    def agree(group, x, y, state, is_finite, t, **extras):
+        z, found, state = rule.agree(group, x, x, state, is_finite, t, **extras)
 
         def add_step(z, x, y):
             wide = trees.widened(z)

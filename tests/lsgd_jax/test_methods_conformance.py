@@ -282,7 +282,8 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
     )
 
     def update(params, state, value):
-        updates, state = tx.update(one(params), one(state), one(params), value=value[0])
+        more = {"value": value[0], "value_fn": optax.tree.sum}
+        updates, state = tx.update(one(params), one(state), one(params), **more)
         return stack((updates, state if proves_state else ()))
 
     proves_state = name in KINDS and "+" not in name
@@ -312,7 +313,8 @@ def test_ignores_extra_arguments_and_needs_parameters(name):
     workers = lj.Workers(1, 1, devices=jax.devices()[:1])
     x = workers.put([jnp.ones((1, 2)), jnp.ones((1, 3))])
     state = workers.map(tx.init)(x)
-    call = lambda x, s: tx.update(x, s, x, value=x[0].sum(), something=0)[0]
+    given = {"value_fn": lambda x: x[0].sum(), "something": 0}
+    call = lambda x, s: tx.update(x, s, x, value=x[0].sum(), **given)[0]
     chex.assert_trees_all_equal_shapes(workers.map(call)(x, state), x)
     if not method.first:
         with pytest.raises(ValueError, match="needs the parameters"):

@@ -106,7 +106,12 @@ class Task:
         gradient = lj.unrolled(jax.value_and_grad(loss_of, has_aux=True))
         (loss, stats), grads = gradient(state.params)
         updates, opt_state = self.tx.update(
-            grads, state.opt_state, state.params, value=loss, grad=grads
+            grads,
+            state.opt_state,
+            state.params,
+            value=loss,
+            grad=grads,
+            value_fn=lambda params: loss_of(params)[0],
         )
         return updates, opt_state, stats, loss
 

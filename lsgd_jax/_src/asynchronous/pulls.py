@@ -37,7 +37,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, or an offset or a delay with a budget.
+      ValueError: no exchange, an offset or a delay with a budget, or workers judged by
+        their peers.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -63,6 +64,11 @@ class Pulls:
                 raise ValueError(
                     "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
+                )
+            if pull.rule.reads_value_fn:
+                raise ValueError(
+                    "asynchronous workers measure no loss of a peer: `judged_by` must be "
+                    "'own', got judged_by='peers'"
                 )
 
     @property

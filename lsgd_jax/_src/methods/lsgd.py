@@ -4,7 +4,7 @@ Teng, Gao, Chalus, Choromanska, Goldfarb, Weller. Leader Stochastic Gradient Des
 Distributed Training of Deep Learning Models. NeurIPS 2019, arXiv:1905.10395.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.checks import check_fraction, check_positive_int
+from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.exchange import Exchange, exchange
+from lsgd_jax._src.group import lowest
 from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.methods.scores import JudgedBy, judged, recorded
 from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
-from lsgd_jax._src.rule import Order, Rule, in_order
+from lsgd_jax._src.rule import Order, Rule, in_order, silent
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire import Wire, WireFormat
@@ -27,15 +29,16 @@ class LeaderState(NamedTuple):
     """The state of `leader`.
 
     Attributes:
-      losses: float [window], the last losses, a ring; per worker.
-      score: float scalar, the mean of the losses measured so far; per worker.
+      losses: float [window], the last losses, a ring, or None if peers judge; per worker.
+      score: float scalar, their mean, or the loss that a peer measured at the last
+        exchange; per worker.
       leader: int32 scalar, the leader that was elected last, an index in the group; -1
         before the first election; per worker, equal within the group.
       elected: that leader's parameters at the election, or None if no pull needs them; per
         worker, equal within the group.
     """
 
-    losses: Array
+    losses: Array | None
     score: Array
     leader: Array
     elected: Tree | None
@@ -46,7 +49,9 @@ class LeaderState(NamedTuple):
 
 
 @by_value
-def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
+def leader(
+    axes: Axes, window: int = 10, proximal: float = 0.0, judged_by: JudgedBy = "own"
+) -> Rule:
     r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
 
     .. math::
@@ -57,55 +62,75 @@ def leader(axes: Axes, window: int = 10, proximal: float = 0.0) -> Rule:
     s. Ties go to the lowest index; a worker whose score or y is not finite is
     never elected.
 
+    A worker with wrong parameters may report a low loss all the same. With
+    ``judged_by="peers"`` its own losses do not count. In the ring of the group's W workers,
+    each one sends its y to the next, which measures it:
+
+    .. math:: \text{score}_i = f_{i + 1}(y_i), \qquad i + 1 \text{ taken modulo } W
+
+    with f the ``value_fn`` that `update` gets, the loss on the present batch. An exchange
+    then takes one more message of the parameters and one more forward pass. A worker alone
+    measures itself. A worker that lies can misjudge its predecessor, but never itself. A
+    worker whose judge has no finite loss at all is elected only if no other one can be.
+
     Args:
       axes: the mesh axes of the group that elects.
-      window: w, the number of losses that a score is the mean of.
+      window: w, the number of losses that a score is the mean of, if they are a worker's
+        own.
       proximal: the strength with which every step pulls towards the leader elected last.
         Keeps a copy of its parameters if it is not 0.
+      judged_by: whose losses are a worker's score: its 'own', or those of its 'peers'. A
+        pull of a part measures that part of the peer within the judge's own parameters.
 
     Raises:
-      ValueError: a window below 1; in `update`, no `value`, or one that is no scalar.
+      ValueError: a window below 1, an unknown judge; in `update`, no `value` or, for peers,
+        no `value_fn`, or one that is no scalar.
 
     >>> import lsgd_jax as lj
     >>> lj.leader("local", window=3).axes
     'local'
     """
     check_positive_int("window", window)
+    check_option("judged_by", judged_by, get_args(JudgedBy))
+    peers = judged_by == "peers"
 
     def init(params: Tree) -> LeaderState:
         return LeaderState(
-            losses=jnp.zeros([window], jnp.result_type(float)),
+            losses=None if peers else jnp.zeros([window], jnp.result_type(float)),
             score=jnp.asarray(jnp.inf, jnp.result_type(float)),
             leader=jnp.int32(-1),
             elected=params if proximal else None,
         )
 
     def step(u, x, state, loss, t):
-        if loss is None or jnp.shape(loss) != ():
-            raise ValueError(
-                "the leader is elected by each worker's loss, a scalar: call "
-                f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
-            )
-        dtype = state.losses.dtype
-        losses = state.losses.at[(t - 1) % window].set(jnp.asarray(loss, dtype))
-        measured = jnp.minimum(t, window).astype(dtype)
-        score = losses.sum() / measured
+        if not peers:
+            losses, score = recorded(state.losses, loss, t)
+            state = state._replace(losses=losses, score=score)
         if proximal:
             weight = proximal * (state.leader >= 0).astype(jnp.float32)
             y = trees.plus(x, u)
             pull = lambda u, y, z: u + weight * (trees.widened(z) - trees.widened(y))
             u = jax.tree.map(pull, u, y, state.elected)
-        return u, state._replace(losses=losses, score=score), jnp.isfinite(score)
+        return u, state, peers or jnp.isfinite(state.score)
 
-    def agree(group, x, y, state, is_finite, t):
-        first, found = group.elect(jnp.where(is_finite, state.score, jnp.inf))
+    def agree(group, x, y, state, is_finite, t, value_fn=None):
+        scores, state = judged(group, state, y, is_finite, value_fn)
+        first, found = lowest(scores)
         z = group.broadcast(y, first)
         state = state._replace(leader=jnp.where(found, first, state.leader))
         if proximal:
             state = state._replace(elected=trees.where(found, z, state.elected))
         return z, found, state
 
-    return Rule(axes, init, agree, step, keeps=("reference",), reads_x=False)
+    return Rule(
+        axes,
+        init,
+        agree,
+        silent if peers and not proximal else step,
+        keeps=("reference",),
+        reads_x=False,
+        reads_value_fn=peers,
+    )
 
 
 @by_value
@@ -125,6 +150,7 @@ def lsgd(
     fragments: int = 1,
     part: Part | None = None,
     scan_axis: ScanAxis | None = None,
+    judged_by: JudgedBy = "own",
 ) -> Exchange:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -156,7 +182,7 @@ def lsgd(
       global_period: steps between pulls towards the leader of all, τ_G; need not be a
         multiple of τ.
       loss_window: number of losses by which a worker is judged, the last ones (the paper:
-        10 on CIFAR-10, 64 on ImageNet).
+        10 on CIFAR-10, 64 on ImageNet). Peers judge by one loss.
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
         equation (2): both pulls are computed at x, before the step, and added.
       local_proximal: p. If it is not 0, every step also pulls towards the parameters that
@@ -175,6 +201,8 @@ def lsgd(
       part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
         Fragments cut leaves there, see `fragment`. By default leaves stay whole.
+      judged_by: whose losses elect the leader: each worker's 'own', or those that its
+        'peers' measure, which needs ``value_fn=`` in `update` (see `leader`).
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
@@ -183,7 +211,7 @@ def lsgd(
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
         divide a period or are more than the leaves, a delay of τ / F or more, an unknown
-        order, axes that are not two.
+        order or judge, axes that are not two.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -209,7 +237,8 @@ def lsgd(
             check_fraction(f"{name}_pull", strength)
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
         if not off:
-            rule = in_order(leader(group, loss_window, proximal / period), order)
+            rule = leader(group, loss_window, proximal / period, judged_by)
+            rule = in_order(rule, order)
             pull = Pull(rule, strength, every=period, delay=delay, wire=wire, part=part)
             pulls += in_fragments(pull, fragments, f"{name}_period", scan_axis)
     if not pulls:

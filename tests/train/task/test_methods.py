@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
 from train.config import OptimizerConfig
+from train.run.loop import train
+from train.run.open import open_run
 from train.task import methods
 from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
@@ -116,3 +119,17 @@ def test_clipping_follows_the_aggregation():
     optimizer = OptimizerConfig(learning_rate=1.0, clip=1.5)
     seen = steps_of(configured(methods.make("allreduce"), optimizer), steps=1)
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])
+
+
+def test_peers_judge_workers_in_the_trainer(tmp_path, monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+    method = methods.make("lsgd", local_period=2, global_period=4, judged_by="peers")
+    folder = str(tmp_path / "run")
+    config = dataclasses.replace(tiny.SMALL, method=method, steps=4, run_dir=folder)
+    run = open_run(config)
+    train(run)
+    inside, over_all = lj.diagnostics(run.state.opt_state)
+    nodes = np.asarray(inside.score).reshape(2, 2)
+    assert np.isfinite(nodes).all()
+    np.testing.assert_array_equal(inside.leader, nodes.argmin(axis=1).repeat(2))
+    assert (over_all.leader == np.argmin(over_all.score)).all()

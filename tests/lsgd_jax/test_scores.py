@@ -1,0 +1,148 @@
+"""Workers judged by their peers, and the mean of the best: numbers, lies, and nan."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+INF = np.inf
+
+
+def run(method, x, batch, losses=None, steps=1, devices=1, around=False):
+    """The workers' x after some steps that do not move it, and the exchange's state.
+
+    The loss of x on a worker's batch is (x - batch)²; losses: what the workers claim.
+    """
+    workers = lj.Workers(1, len(x), devices=jax.devices()[:devices])
+    given = (x, batch, x if losses is None else losses)
+    x, batch, claims = workers.put(tuple(jnp.asarray(v, jnp.float32) for v in given))
+
+    def step(x, state, batch, claim):
+        value_fn = lambda x: (x - batch) ** 2
+        value = value_fn(x) if losses is None else claim
+        if around:
+            return method.step(x, state, loss=value, value_fn=value_fn)
+        u, state = method.update(0 * x, state, x, value=value, value_fn=value_fn)
+        return lj.apply_updates(x, u), state
+
+    state, step = workers.map(method.init)(x), workers.map(step)
+    for _ in range(steps):
+        x, state = step(x, state, batch, claims)
+    return np.asarray(x), state.exchange if around else state
+
+
+def pulled_to(rule, strength=1.0):
+    return lj.exchange(lj.Pull(rule, strength))
+
+
+# Worker i is judged on the batch of i + 1: (0-2)², (1-3)², (5-4)², (2-1)². Ties go to the
+# lowest index.
+X, BATCH, SCORES = [0, 1, 5, 2], [1, 2, 3, 4], [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize("devices, around", [(1, False), (4, False), (4, True)])
+def test_a_worker_is_judged_on_the_batch_of_the_next_one(devices, around):
+    method = lj.lsgd(0.5, 0.0, local_period=2, judged_by="peers")
+    method = lj.outer(method) if around else method
+    x, state = run(method, X, BATCH, steps=1, devices=devices, around=around)
+    assert x.tolist() == X and lj.diagnostics(state)[0].score.tolist() == [INF] * 4
+    x, state = run(method, X, BATCH, steps=2, devices=devices, around=around)
+    (pull,) = lj.diagnostics(state)
+    assert pull.leader.tolist() == [2] * 4 and pull.score.tolist() == SCORES
+    assert x.tolist() == [2.5, 3, 5, 3.5]
+    assert pull.payload == 4 + 8 + 4  # the peer's x, its loss and health, the leader's x
+
+
+def test_a_worker_that_lies_leads_by_its_own_losses_only():
+    x, batch, claims = [99.0, 1, 2, 3], [0.0, 0, 0, 0], [0.0, 1, 4, 9]
+    own, _ = run(pulled_to(lj.leader("local")), x, batch, claims)
+    peers, state = run(pulled_to(lj.leader("local", judged_by="peers")), x, batch, claims)
+    assert own.tolist() == [99] * 4 and peers.tolist() == [1] * 4
+    assert lj.diagnostics(state)[0].score.tolist() == [99.0**2, 1, 4, 9]
+    for judged_by, mean in (("own", 50), ("peers", 1.5)):
+        x_, _ = run(pulled_to(lj.best_mean(2, judged_by=judged_by)), x, batch, claims)
+        assert x_.tolist() == [mean] * 4
+
+
+@pytest.mark.parametrize("rule", [functools.partial(lj.leader, "local"), lj.best_mean])
+def test_workers_that_are_not_finite_never_lead(rule):
+    """Worker 1's x and worker 3's loss. Worker 3 judges worker 2, which comes last."""
+    rule = rule(**({"keep": 4} if rule is lj.best_mean else {}), judged_by="peers")
+    x, batch = [4, np.nan, 0, 0, 5], [0, 0, 0, np.nan, 0]
+    claims = [1, 1, 1, np.nan, 1]
+    x, state = run(pulled_to(rule), x, batch, claims)
+    best = 4 if rule.keeps == ("reference",) else 3  # the mean of 4, 0 and 5
+    assert x.tolist() == [best] * 5
+    assert lj.diagnostics(state)[0].restored.tolist() == [0, 1, 0, 1, 0]
+    x, _ = run(pulled_to(rule), [1, 2], [np.nan, np.nan])  # no judge has a loss
+    assert x.tolist() == [1, 2]
+
+
+def test_a_worker_alone_measures_itself():
+    x, state = run(pulled_to(lj.leader("local", judged_by="peers")), [3], [1])
+    assert x.tolist() == [3] and lj.diagnostics(state)[0].score.tolist() == [4]
+
+
+def test_the_mean_of_the_best():
+    mean = lambda keep, losses: run(pulled_to(lj.best_mean(keep)), X, BATCH, losses)[0]
+    assert mean(2, [3, 1, 4, 2]).tolist() == [1.5] * 4  # workers 1 and 3
+    assert mean(1, [1, 1, 4, 2]).tolist() == [0] * 4  # ties go to the lowest index
+    assert mean(9, [1, 1, 1, np.nan]).tolist() == [2] * 4  # all that are finite
+    x, _ = run(pulled_to(lj.best_mean(2, judged_by="peers")), X, BATCH)
+    assert x.tolist() == [3.5] * 4  # workers 2 and 3
+
+
+def test_a_part_is_judged_within_all_parameters():
+    """The judge keeps its own other leaf, and integers, which are never exchanged."""
+    rule = lj.leader("local", judged_by="peers")
+    tx = lj.exchange(lj.Pull(rule, 1.0, part=["a"]))
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    values = {"a": [1.0, 0.0], "b": [0.0, 3.0], "n": [2, 2]}
+    params = workers.put({k: jnp.asarray(v) for k, v in values.items()})
+
+    def step(params, state):
+        value_fn = lambda p: p["n"] * (p["a"] + p["b"])
+        still = jax.tree.map(jnp.zeros_like, params)
+        return tx.update(still, state, params, value=1.0, value_fn=value_fn)
+
+    _, state = workers.map(step)(params, workers.map(tx.init)(params))
+    assert lj.diagnostics(state)[0].score.tolist() == [2 * (1 + 3), 2 * (0 + 0)]
+
+
+def test_fields_of_the_optimizer_move_with_the_leader_that_peers_elect():
+    base = optax.sgd(1.0, momentum=0.5)
+    tx = lj.with_state(base, pulled_to(lj.leader("local", judged_by="peers")), "trace")
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    x, grads = workers.put((jnp.array([5.0, 2.0]), jnp.array([1.0, 3.0])))
+
+    def step(x, state, g):
+        u, state = tx.update(g, state, x, value=1.0, value_fn=jnp.square)
+        return x + u, state
+
+    x, state = workers.map(step)(x, workers.map(tx.init)(x), grads)
+    assert x.tolist() == [-1, -1]
+    assert optax.tree.get(state, "trace").tolist() == [3, 3]
+
+
+def test_errors():
+    tx = lj.lsgd(judged_by="peers")
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    x = workers.put(jnp.ones([2, 3]))
+    state = workers.map(tx.init)(x)
+    update = lambda f: workers.map(lambda x, s: tx.update(x, s, x, value=1.0, value_fn=f))
+    with pytest.raises(ValueError, match="need `value_fn`, .* got value_fn=None"):
+        update(None)(x, state)
+    with pytest.raises(ValueError, match="`value_fn` must return the loss, a scalar"):
+        update(lambda x: x)(x, state)
+    with pytest.raises(ValueError, match="`judged_by` must be one of 'own', 'peers'"):
+        lj.best_mean(2, judged_by="all")
+    with pytest.raises(ValueError, match="`keep` must be a positive int"):
+        lj.best_mean(0)
+    with pytest.raises(ValueError, match="`judged_by` must be 'own', got"):
+        lj.asynchronous.Pulls(tx)
