@@ -478,14 +478,14 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
 
     own, ray, values = config.distributed, config.ray, fields(config)
-    in_lock_step = not config.method.is_asynchronous
-    if in_lock_step and ray.processes is None:
-        _check_left_out(sorted(RAY), "without ray.processes", values)
-    elif in_lock_step and ray.min_processes is not None and own.process_id is None:
-        rule = f"at most ray.processes={ray.processes}"
-        yield "ray.min_processes", rule, ray.min_processes <= ray.processes
-        rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
-        yield "workers.nodes", rule, grid.nodes % ray.processes == 0
+    if not config.method.is_asynchronous:
+        if ray.processes is None:
+            _check_left_out(sorted(RAY), "without ray.processes", values)
+        elif ray.min_processes is not None and own.process_id is None:
+            rule = f"at most ray.processes={ray.processes}"
+            yield "ray.min_processes", rule, ray.min_processes <= ray.processes
+            rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
+            yield "workers.nodes", rule, grid.nodes % ray.processes == 0
     if ray.address is not None:
         why = "with ray.address, whose cluster has its own"
         _check_left_out(["ray.object_store"], why, values)
