@@ -225,7 +225,7 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         known = [status.reports[i].rounds for i in status.present] if status else []
         if (newest := max([0, *known])) > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
-        is_due = worker.count - self._sent >= self._period
+        is_due = worker.count - self._sent >= self._period and self._steps(next_one) > 0
         return range(next_one, next_one + is_due)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:
