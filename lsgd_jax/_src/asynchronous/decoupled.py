@@ -67,10 +67,11 @@ class DecoupledDiLoCo:
 
     All workers fetch the moved fragment while they take further steps, and apply it at the
     end of the step in which it arrives. A slow worker answers with the steps that it has
-    taken. A worker that does not answer is left out for a while. If the worker that moves a
-    fragment fails, its turn is lost and nothing else. A worker that is not finite
-    contributes nothing and restarts from the anchors. If an anchor is not finite, training
-    has diverged, and all workers that receive it report a loss that is not finite.
+    taken since, at least one. A worker that does not answer is left out for a while. If
+    the worker that moves a fragment fails, its turn is lost and nothing else. A worker that
+    is not finite contributes nothing and restarts from the anchors. If an anchor is not
+    finite, training has diverged, and all workers that receive it report a loss that is not
+    finite.
 
     Per turn each worker sends one fragment. The worker that takes the turn sends anchor and
     momentum of the fragment to all others, any of which may take the next one.
