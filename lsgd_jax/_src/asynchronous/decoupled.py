@@ -67,10 +67,11 @@ class DecoupledDiLoCo:
 
     All workers fetch the moved fragment while they take further steps, and apply it at the
     end of the step in which it arrives. A slow worker answers with the steps that it has
-    taken. A worker that does not answer is left out for a while. If the worker that moves a
-    fragment fails, its turn is lost and nothing else. A worker that is not finite
-    contributes nothing and restarts from the anchors. If an anchor is not finite, training
-    has diverged, and all workers that receive it report a loss that is not finite.
+    taken since, at least one. A worker that does not answer is left out for a while. If
+    the worker that moves a fragment fails, its turn is lost and nothing else. A worker that
+    is not finite contributes nothing and restarts from the anchors. If an anchor is not
+    finite, training has diverged, and all workers that receive it report a loss that is not
+    finite.
 
     Per turn each worker sends one fragment. The worker that takes the turn sends anchor and
     momentum of the fragment to all others, any of which may take the next one.
@@ -225,7 +226,7 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         known = [status.reports[i].rounds for i in status.present] if status else []
         if (newest := max([0, *known])) > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
-        is_due = worker.count - self._sent >= self._period
+        is_due = worker.count - self._sent >= self._period and self._steps(next_one) > 0
         return range(next_one, next_one + is_due)
 
     def _offer(self, number: int) -> Callable[[], Snapshot]:

@@ -105,6 +105,22 @@ def test_answers_that_are_late_for_a_turn_are_ignored(monkeypatch):
     assert all(worker.report.rounds >= len(answered) - 1 for worker in found)
 
 
+def test_a_worker_answers_once_it_has_taken_a_step_since_it_received_the_fragment(
+    monkeypatch,
+):
+    """Messages take longer than the steps between two turns."""
+    moved, weights = DecoupledDiLoCoWorker._moved, []
+
+    def note(self, p, answers):
+        weights.append([answer.measure for answer in answers.values()])
+        return moved(self, p, answers)
+
+    monkeypatch.setattr(DecoupledDiLoCoWorker, "_moved", note)
+    method = DecoupledDiLoCo(2, **OUTER, fragments=1)
+    toys.simulate(toys.training(), method, 1, 4, 60, latency=1.5)
+    assert len(weights) > 5 and all(len(each) >= 3 and min(each) > 0 for each in weights)
+
+
 def test_the_grace_follows_the_lags_between_a_tenth_of_a_step_and_a_turn():
     method = DecoupledDiLoCo(20, quorum=1, fragments=1)
     grace = toys.simulate(toys.training(), method, 1, 2, 6)[0].method
