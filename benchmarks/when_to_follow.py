@@ -24,7 +24,7 @@ Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise
 prints a Markdown table of the center's test error in percent, of text the nats per
 character, mean ± sd over the seeds. The steps end with an exchange. `--json` also writes
 the numbers of each seed, with those of the best worker, and `--figure` draws the table.
-All of it takes about ten minutes on two cores.
+A task takes about ten minutes on two cores.
 """
 
 import argparse
