@@ -24,7 +24,7 @@ Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise
 prints a Markdown table of the center's test error in percent, of text the nats per
 character, mean ± sd over the seeds. The steps end with an exchange. `--json` also writes
 the numbers of each seed, with those of the best worker, and `--figure` draws the table.
-All of it takes about ten minutes on two cores.
+A task takes about ten minutes on two cores.
 """
 
 import argparse
@@ -98,7 +98,7 @@ class Task(NamedTuple):
       classes: the number of classes.
       order: int [N], the training inputs in the order in which they are set apart.
       rate: the usual learning rate.
-      unit: 'error in percent' or 'nats'.
+      unit: 'error in percent' or 'loss in nats'.
     """
 
     inputs: np.ndarray
@@ -149,7 +149,7 @@ def text_task(files: Sequence[str]) -> Task:
 
     given, tested = windows(data.train), windows(data.test[:TESTED])
     order, classes = np.arange(len(given[1])), len(data.vocabulary)
-    return Task(*given, *tested, classes, order, 0.5, "nats")
+    return Task(*given, *tested, classes, order, 0.5, "loss in nats")
 
 
 def start_of(task: Task, key: jax.Array) -> Any:
@@ -157,7 +157,7 @@ def start_of(task: Task, key: jax.Array) -> Any:
     first, second, third = jax.random.split(key, 3)
     normal = lambda key, a, b: jax.random.normal(key, (a, b)) / a**0.5
     params, features = {}, task.inputs.shape[1]
-    if task.unit == "nats":
+    if task.unit == "loss in nats":
         params["embedding"] = jax.random.normal(third, (task.classes, EMBEDDING))
         features *= EMBEDDING
     params["hidden"] = normal(first, features, WIDTH), jnp.zeros((1, WIDTH))
@@ -183,7 +183,7 @@ def tester(task: Task) -> Callable[[Any], np.ndarray]:
     """Returns a function (stacked params) -> test results [K], inf if not finite."""
 
     def one(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        if task.unit == "nats":
+        if task.unit == "loss in nats":
             result = loss_of(params, inputs, labels)
         else:
             result = 100 * (logits_of(params, inputs).argmax(axis=1) != labels).mean()
@@ -355,7 +355,7 @@ def measure(task: Task, options: argparse.Namespace) -> Results:
 
 def digits_of(task: Task) -> int:
     """The number of decimals of a result."""
-    return 2 if task.unit == "nats" else 1
+    return 2 if task.unit == "loss in nats" else 1
 
 
 def draw(task: Task, results: Results, path: pathlib.Path) -> None:
@@ -366,7 +366,9 @@ def draw(task: Task, results: Results, path: pathlib.Path) -> None:
     methods, scenarios = list(results), list(next(iter(results.values())))
     mean = lambda cell: statistics.fmean(cell["center"])
     table = np.array([[mean(results[m][s]) for s in scenarios] for m in methods])
-    chance = math.log(task.classes) if task.unit == "nats" else 100 - 100 / task.classes
+    chance = (
+        math.log(task.classes) if task.unit == "loss in nats" else 100 - 100 / task.classes
+    )
     best = table.min(axis=0)
     lost = np.clip((table - best) / (chance - best), 0, 1)
     figure, axes = plt.subplots(
@@ -386,7 +388,7 @@ def draw(task: Task, results: Results, path: pathlib.Path) -> None:
     axes.xaxis.tick_top()
     bar = figure.colorbar(shown, ticks=[0, 0.05, 0.2, 0.5, 1], pad=0.01)
     bar.set_label("lost, from the best method to chance")
-    axes.set_title(f"test {task.unit} of the center", fontsize=10)
+    axes.set_title(f"the center's test {task.unit}", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -424,9 +426,9 @@ def main(arguments: list[str]) -> int:
     ]
     print(tables.markdown(rows), end="")
     if options.json:
-        known = lambda x: x if math.isfinite(x) else None
-        kept = jax.tree.map(known, results)
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+        # JSON has no infinity.
+        numbers = json.dumps(results, indent=1).replace("Infinity", "null")
+        options.json.write_text(numbers + "\n")
     if options.figure:
         draw(task, results, options.figure)
     return 0

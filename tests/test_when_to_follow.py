@@ -57,7 +57,7 @@ def test_missing_data_end_it_with_one_line(capsys):
 def test_scenarios_change_only_what_they_name():
     labels, inputs = np.arange(1440) % 10, np.zeros((1440, 1), np.float32)
     order = np.argsort(labels, kind="stable")
-    task = benchmark.Task(inputs, labels, inputs, labels, 10, order, 0.1, "nats")
+    task = benchmark.Task(inputs, labels, inputs, labels, 10, order, 0.1, "loss in nats")
     equal = benchmark.equal_workers(task, 0)
     changed = {
         name: {
