@@ -67,6 +67,19 @@ def test_a_restored_worker_takes_the_leaders_momentum():
     np.testing.assert_allclose(lj.apply_updates(x, update), 0.9, rtol=1e-6)
 
 
+def test_fields_have_the_weights_of_the_gradients():
+    """With GRAWA's weights 1 / i, and gradients -2 i, after one step from 0."""
+    tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.grawa(1.0, period=1), "trace")
+    workers = lj.Workers(1, W)
+    start = np.zeros([W, 2], np.float32)
+    x, gradient = workers.put((start, start - 2 * TARGETS[:, None]))
+    step = workers.map(lambda x, g, s: tx.update(g, s, x, value=0.0 * g[0], grad=g))
+    update, state = step(x, gradient, workers.map(tx.init)(x))
+    mean = -2 * W / (1 / TARGETS).sum()
+    np.testing.assert_allclose(optax.tree.get(state, "trace"), mean, rtol=1e-6)
+    np.testing.assert_allclose(update, -0.1 * mean, rtol=1e-6)
+
+
 def test_missing_fields_are_refused():
     with pytest.raises(ValueError, match="must name at least one field"):
         lj.with_state(optax.sgd(0.1), lj.local_sgd(2))
