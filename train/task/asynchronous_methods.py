@@ -58,7 +58,8 @@ def diloco(
       delay: maximum number of steps that a worker takes before it waits for the answer.
       wire: the format in which parameters travel.
       correction: 'heloco' turns each tensor of a pseudo-gradient towards the outer momentum
-        as far as it points away from it; 'none' is delayed Nesterov.
+        as far as it points away from it, and needs an outer learning rate near 0.7 / W;
+        'none' is delayed Nesterov.
     """
     outer = outer_learning_rate, outer_momentum, momentum_every
     options = together, weights, delay

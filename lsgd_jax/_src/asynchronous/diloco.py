@@ -64,11 +64,13 @@ class DiLoCo:
     `heloco_correct` and `heloco_step`.
 
     Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
-    step, and smaller the shorter H is: docs/asynchronous.md has a table.
+    step, and smaller the shorter H is: docs/results/outer_momentum.md has a table.
 
     Args:
       local_steps: H, the local steps of the fastest worker.
-      learning_rate: η ≥ 0, of the outer steps.
+      learning_rate: η ≥ 0, of the outer steps. Every pseudo-gradient of HeLoCo moves the
+        anchor by η, so with W workers 0.7 diverged and 0.7 / W trained:
+        docs/results/staleness.md.
       momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
       momentum_every: N. Defaults to W, or to 1 with `together`.
       together: whether pseudo-gradients are combined in rounds.
