@@ -196,7 +196,7 @@ def error_of(params: Any) -> jax.Array:
 
 
 class Run(NamedTuple):
-    """What a run is measured by.
+    """The measurements of a run.
 
     Attributes:
       seconds: of each test, [MOMENTS].

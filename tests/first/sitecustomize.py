@@ -1,4 +1,4 @@
-"""What Python runs first in the processes of a test: what `trainers.environment` says."""
+"""The code that Python runs first in the processes of a test: `trainers.environment`."""
 
 import os
 
