@@ -17,6 +17,9 @@ from lsgd_jax._src.diagnostics import waiting as waiting
 from lsgd_jax._src.exchange import Exchange as Exchange
 from lsgd_jax._src.exchange import ExchangeState as ExchangeState
 from lsgd_jax._src.exchange import exchange as exchange
+from lsgd_jax._src.gpa import GPAState as GPAState
+from lsgd_jax._src.gpa import gpa as gpa
+from lsgd_jax._src.gpa import gpa_average as gpa_average
 from lsgd_jax._src.group import Group as Group
 from lsgd_jax._src.kernel import Pull as Pull
 from lsgd_jax._src.kernel import PullState as PullState
@@ -39,9 +42,6 @@ from lsgd_jax._src.methods.easgd import moving_center as moving_center
 from lsgd_jax._src.methods.gossip import adpsgd as adpsgd
 from lsgd_jax._src.methods.gossip import dpsgd as dpsgd
 from lsgd_jax._src.methods.gossip import neighbors as neighbors
-from lsgd_jax._src.methods.gpa import GPAState as GPAState
-from lsgd_jax._src.methods.gpa import gpa as gpa
-from lsgd_jax._src.methods.gpa import gpa_average as gpa_average
 from lsgd_jax._src.methods.grawa import GradientNormState as GradientNormState
 from lsgd_jax._src.methods.grawa import gradient_weighted as gradient_weighted
 from lsgd_jax._src.methods.grawa import grawa as grawa
