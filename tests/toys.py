@@ -1,4 +1,4 @@
-"""A small task for workers at their own pace: worker i is drawn to a place of its own."""
+"""A small task for asynchronous workers: worker i is drawn to a place of its own."""
 
 import dataclasses
 
