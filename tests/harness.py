@@ -33,6 +33,7 @@ class Method:
       refuses: the numbers of workers in the tests that the method refuses.
       unsaid: bytes of branches that the payload does not count.
       wires: whether the parameters may travel in a narrow format.
+      lock_step: whether asynchronous workers refuse the method.
     """
 
     make: Callable[..., optax.GradientTransformationExtraArgs]
@@ -45,6 +46,7 @@ class Method:
     refuses: tuple[int, ...] = ()
     unsaid: tuple[int, ...] = ()
     wires: bool = True
+    lock_step: bool = False
 
     def chain(self, W, base, **check):
         if self.around:
@@ -81,6 +83,7 @@ METHODS = {
         lambda W, **k: lj.lsgd(0.5, 0.5, 2, 4, judged_by="peers", **k),
         due=2,
         rounds=lambda W: (1, 1),
+        lock_step=True,
     ),
     "easgd": Method(lambda W, **k: lj.easgd(0.5, 2, **k), due=2),
     "easgd_combine": Method(
