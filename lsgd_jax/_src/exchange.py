@@ -296,7 +296,7 @@ def run_pulls(
             # Packing again what was unpacked costs nothing: XLA joins the slices.
             part, u = _packed(parts.select(pull.part, x)), whole.packing.unpack(us)
             mine = part.packing.pack(parts.select(pull.part, u))
-            value_fn = _value_of_part(pull, extras.value_fn, trees.plus(x, u))
+            value_fn = _value_of_part(pull, extras.value_fn, x, u)
             mine, state, _, sent[k] = _run_pull(
                 pull, part, mine, state, takes_part, t, value_fn
             )
@@ -322,12 +322,12 @@ def _packed(x: Tree) -> _Packed:
 
 
 def _value_of_part(
-    pull: Pull, value_fn: Callable[[Tree], Array] | None, y: Tree
+    pull: Pull, value_fn: Callable[[Tree], Array] | None, x: Tree, u: Tree
 ) -> Callable[[Tree], Array] | None:
-    """Returns the loss as a function of the pull's leaves; the others are those of y."""
+    """Returns the loss as a function of the pull's leaves; the others are of x + u."""
     if value_fn is None:
         return None
-    return lambda part: value_fn(parts.put_back(pull.part, part, y))
+    return lambda part: value_fn(parts.put_back(pull.part, part, trees.plus(x, u)))
 
 
 def _run_pull(

@@ -329,8 +329,7 @@ def from_edges(
         return graph
     matrices = np.asarray(weights, np.float64)
     _check_weights(matrices, graph)
-    to_tuple = lambda matrix: tuple(map(tuple, matrix.tolist()))
-    return dataclasses.replace(graph, weights=tuple(map(to_tuple, matrices)))
+    return dataclasses.replace(graph, weights=_as_tuples(matrices))
 
 
 def metropolis(edges: Iterable[Edge], num_workers: int | None = None) -> Topology:
@@ -365,8 +364,7 @@ def metropolis(edges: Iterable[Edge], num_workers: int | None = None) -> Topolog
     for i, j in joined:
         P[i, j] = 1 / (1 + max(degrees[i], degrees[j]))
     P += np.diag(1 - P.sum(axis=1))
-    weighted = from_edges([sorted(joined)], num_workers, weights=[P])
-    return dataclasses.replace(weighted, name="metropolis")
+    return dataclasses.replace(graph, name="metropolis", weights=_as_tuples(P[None]))
 
 
 def check_size(topology: Topology, num_workers: int) -> None:
@@ -459,6 +457,10 @@ def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Top
     colored = tuple(_color(edges, num_workers) for edges in rounds)
     m = len(colored)
     return Topology(name, num_workers, colored, phases=((0, m),), weights=(None,) * m)
+
+
+def _as_tuples(matrices: np.ndarray) -> tuple[Matrix, ...]:
+    return tuple(tuple(map(tuple, matrix)) for matrix in matrices.tolist())
 
 
 def _check_weights(matrices: np.ndarray, graph: Topology) -> None:

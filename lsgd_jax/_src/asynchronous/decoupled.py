@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from lsgd_jax._src import parts, trees
-from lsgd_jax._src.asynchronous.diloco import delayed_nesterov
+from lsgd_jax._src.asynchronous.diloco import delayed_nesterov, encoded
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Snapshot, check_wire, finite, unpack
@@ -285,11 +285,8 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
             except (UnreachableError, StaleWorkerError):
                 return None
         p = self._fragment(number)
-        outer = message = self._moved(p, await self._answers(number, offer()))
-        if transport.mailbox.is_narrow and finite(outer):
-            exact = outer + self._errors[p]
-            message, outer = transport.mailbox.encoded(exact)
-            self._errors[p] = exact - outer
+        outer = self._moved(p, await self._answers(number, offer()))
+        message, outer, self._errors[p] = encoded(transport.mailbox, outer, self._errors[p])
         transport.mailbox.post(("anchor", number), message)
         self._posted.append(number)
         if len(self._posted) > BEHIND:

@@ -12,6 +12,7 @@ import numpy as np
 
 from lsgd_jax._src.asynchronous import heloco
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.vectors import check_wire, finite
 from lsgd_jax._src.asynchronous.worker import Worker
@@ -243,11 +244,8 @@ class DiLoCoWorker(FreeRunningWorker):
         if (first := min(came)) != me:
             outer = message = await transport.ask(first, "fetch", ("anchor", number))
         else:
-            outer = message = await self._moved(number, gradient, came, holders)
-            if transport.mailbox.is_narrow and finite(outer):
-                exact = outer + self._error
-                message, outer = transport.mailbox.encoded(exact)
-                self._error = exact - outer
+            outer = await self._moved(number, gradient, came, holders)
+            message, outer, self._error = encoded(transport.mailbox, outer, self._error)
         transport.mailbox.drop(("brought", number))
         transport.mailbox.post(("anchor", number), message)
         self._posted.append(number)
@@ -303,6 +301,21 @@ class DiLoCoWorker(FreeRunningWorker):
         super().take_over(state)
         self._set(self.turn, self.outer)
         self._sent, self._error = self.begun, np.float32(0)
+
+
+def encoded(mailbox: Mailbox, outer: np.ndarray, error: Any) -> tuple[Any, np.ndarray, Any]:
+    """Returns an outer state as a message, as peers receive it, and its new error.
+
+    Args:
+      mailbox: of the worker that sends it.
+      outer: the outer state, float32 [n].
+      error: the quantization error of the state before, which is added.
+    """
+    if not mailbox.is_narrow or not finite(outer):
+        return outer, outer, error
+    exact = outer + error
+    message, received = mailbox.encoded(exact)
+    return message, received, exact - received
 
 
 async def _or_none(request: Any) -> np.ndarray | None:

@@ -149,10 +149,8 @@ class WorkerActor:
 
     def __init__(self, job: Job, i: int, is_restarted: bool):
         self.job, self.index = job, i
-        position, mailbox = (
-            GridPosition(i, job.nodes, job.locals),
-            Mailbox(job.method.wire, i),
-        )
+        position = GridPosition(i, job.nodes, job.locals)
+        mailbox = Mailbox(job.method.wire, i)
         self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
         self.worker: Worker | None = None
         self._is_restarted, self.stopped = is_restarted, threading.Event()

@@ -83,7 +83,7 @@ def test_a_slow_worker_answers_with_its_steps_and_is_weighed_by_tokens_and_steps
 
 
 def test_answers_that_are_late_for_a_turn_are_ignored(monkeypatch):
-    """Those of worker 5 take 30 s. Its lags are known and do not raise the median."""
+    """The answers of worker 5 take 30 s. Its lags are known and do not raise the median."""
     ask, moved, answered = SimulatedTransport.ask_peer, DecoupledDiLoCoWorker._moved, []
 
     async def slowly(self, peer, call, key, *rest):
