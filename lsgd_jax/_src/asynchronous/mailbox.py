@@ -39,10 +39,12 @@ class Mailbox:
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-        self._contributed: OrderedDict[int, Snapshot] = OrderedDict()
+        # Each as it travels, and its exact vector.
+        self._contributed: OrderedDict[int, tuple[Snapshot, np.ndarray]] = OrderedDict()
         self._vector: Callable[[], np.ndarray] | None = None
         self._flat: np.ndarray | None = None
         self._measure = 0.0
+        self._reference: np.ndarray | None = None
         self._moved: np.ndarray | None = None
         self._closed = False
         self._turn = 0  # number of vectors packed
@@ -56,10 +58,19 @@ class Mailbox:
 
     # The worker's own side
 
-    def show(self, vector: Callable[[], np.ndarray], measure: float = 0.0) -> None:
-        """Publishes the worker; the vector is made when a peer asks for it."""
+    def show(
+        self,
+        vector: Callable[[], np.ndarray],
+        measure: float = 0.0,
+        reference: np.ndarray | None = None,
+    ) -> None:
+        """Publishes the worker; the vector is made when a peer asks for it.
+
+        reference: is subtracted from contributions to means. Defaults to 0.
+        """
         with self._lock:
             self._vector, self._flat, self._measure = vector, None, measure
+            self._reference = reference
             self._tell(None)
 
     def packed(self, vector: np.ndarray) -> Any:
@@ -110,9 +121,16 @@ class Mailbox:
             self._closed = True
             return self.moved()
 
-    def contributed(self, number: int) -> Snapshot | None:
-        """Returns the worker's own `contribution` to a mean, as it arrives at others."""
-        return unpack(self._contribution(number))
+    def contributed(self, number: int) -> tuple[Snapshot, Any]:
+        """Returns the worker's own `contribution` to a mean, and its quantization error.
+
+        The contribution is as it arrives at others. The error is 0 if it is not finite.
+        """
+        traveling, exact = self._contribution(number)
+        arrived = unpack(traveling)
+        if not self.is_narrow or not finite(exact):
+            return arrived, np.float32(0)
+        return arrived, exact - arrived.vector
 
     # Requests of peers. The answer is None until there is something to answer.
 
@@ -149,9 +167,14 @@ class Mailbox:
             return self.count(vector if whole else vector[part])
 
     def contribution(self, number: int) -> Snapshot | None:
-        """Returns the contribution to mean `number`: the snapshot when first asked."""
+        """Returns the contribution to mean `number`: the snapshot when first asked.
+
+        Its vector is the difference to the reference, see `show`.
+        """
         with self._lock:
-            return self.count(self._contribution(number))
+            if self._vector is None:
+                return None
+            return self.count(self._contribution(number)[0])
 
     def wait(self, ask: Callable[[], Any], timeout: float) -> Any:
         """Waits until `ask` returns a value other than None; returns None on timeout.
@@ -178,15 +201,17 @@ class Mailbox:
         """Wakes requests that wait for a post under a key, or for `show` (None)."""
         self._lock.notify_all()
 
-    def _contribution(self, number: int) -> Snapshot | None:
+    def _contribution(self, number: int) -> tuple[Snapshot, np.ndarray]:
         with self._lock:
             if number not in self._contributed:
-                if (snapshot := self._snapshot()) is None:
-                    return None
-                self._contributed[number] = snapshot
+                exact = self._current()
+                if self._reference is not None:
+                    exact = exact - self._reference
+                traveling = Snapshot(self.packed(exact), self._measure)
+                self._contributed[number] = traveling, exact
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
-            return self._contributed.get(number)
+            return self._contributed[number]
 
     def _snapshot(self) -> Snapshot | None:
         """Returns the published worker, packed."""

@@ -36,6 +36,14 @@ class WAGMA:
     are skipped for a while. A worker that is not finite contributes nothing and takes the
     mean as it is.
 
+    In a narrow wire format Q the workers send differences to R, the last mean of all, so
+    that rounding is relative to the steps taken since:
+
+    .. math:: y \leftarrow R + \Bigl( \sum_{j \in \text{group}} (Q(y'_j - R) + e) + (y - R)
+      \Bigr) / (S + 1)
+
+    with e the worker's own quantization error, so that equal workers do not move.
+
     Args:
       group_size: S, a power of two.
       sync_period: steps per worker between means of all workers, τ.
@@ -43,9 +51,8 @@ class WAGMA:
       wire: the format in which vectors travel, or a `Wire`.
 
     Raises:
-      ValueError: a size that is not a power of two, a period or window below 1, a wire
-        format that rounds to nearest; at `bind`, a number of workers W that is not a power
-        of two.
+      ValueError: a size that is not a power of two, a period or window below 1; at `bind`,
+        a number of workers W that is not a power of two.
 
     Reference: Li, Ben-Nun, Dryden, Di Girolamo, Hoefler, Breaking (Global) Barriers in
     Parallel Stochastic Optimization with Wait-Avoiding Group Averaging, 2020,
@@ -63,13 +70,6 @@ class WAGMA:
 
     def __post_init__(self):
         check_wire(self.wire)
-        wire = Wire.of(self.wire)
-        if wire.format != "float32" and wire.rounding == "nearest":
-            raise ValueError(
-                "`wire` must be 'float32' or round at random for WAGMA, because "
-                "rounding to nearest takes its small steps back, such as "
-                f"'{wire.format}-stochastic'; got wire='{wire.format}'"
-            )
         check_group_size(self.group_size)
         check_positive_int("sync_period", self.sync_period)
         check_positive_int("window", self.window)
@@ -87,16 +87,25 @@ class WAGMA:
 class WAGMAWorker(FreeRunningWorker):
     """WAGMA in one worker."""
 
-    kept = ("rounds", "k")
-
     def __init__(self, method: WAGMA, worker: Worker):
         workers = worker.transport.position.workers
         self._hops = hops_of(method.group_size, workers)
         # A step claimed ahead would keep all other workers waiting at the next barrier.
         super().__init__(worker, range(workers), ahead=False)
         self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
-        self.rounds, self.k = 0, 0
+        self.rounds, self.k, self.kept = 0, 0, ("rounds", "k")
         self._error: np.ndarray | None = None  # quantization error, see `all_reduce`
+        if self.transport.mailbox.is_narrow:
+            worker.reference, self.kept = worker.vector(), ("rounds", "k", "reference")
+
+    @property
+    def reference(self) -> Any:
+        """The last mean of all, or the start: contributions are differences to it."""
+        return self.worker.reference
+
+    @reference.setter
+    def reference(self, mean: np.ndarray) -> None:
+        self.worker.reference = mean
 
     @property
     def _number(self) -> int:
@@ -110,7 +119,7 @@ class WAGMAWorker(FreeRunningWorker):
         group = self._group()
         self.peers.turn()
         if len(group) > 1 and all(map(self.peers.is_tried, group)):
-            self._mix(await self._contributions(group))
+            await self._mix(group)
         self._publish()
 
     def _publish(self) -> None:
@@ -123,39 +132,45 @@ class WAGMAWorker(FreeRunningWorker):
             group |= {i ^ hop for i in group}
         return sorted(group)
 
-    async def _contributions(self, group: list[int]) -> dict[int, Any]:
-        """Contribution of each member; None for a member that does not answer."""
-        me, number = self.worker.index, self._number
+    async def _mix(self, group: list[int]) -> None:
+        worker, number, first = self.worker, self._number, self.rounds * self._most
         for i in group:
-            if i != me:
+            if i != worker.index:
                 answer = self.transport.ask(i, "contribution", number)
-                self.in_flight[i] = InFlight(answer, self.worker.count, i)
-        mine = self.transport.mailbox.contributed(number)
-        return {i: mine if i == me else await self.answer(i) for i in group}
-
-    def _mix(self, contributions: dict[int, Any]) -> None:
-        if None in contributions.values():
+                self.in_flight[i] = InFlight(answer, worker.count, i)
+        mine, error = self.transport.mailbox.contributed(number)
+        given = [mine if i == worker.index else await self.answer(i) for i in group]
+        if any(each is None for each in given):
             return
-        worker, first = self.worker, self.rounds * self._most
-        mine, given = contributions[worker.index], list(contributions.values())
         vectors = [
-            each.vector for each in given if each.measure >= first and finite(each.vector)
+            each.vector
+            for each in given
+            if each.measure // self._most == self.rounds and finite(each.vector)
         ]
-        is_fresh = mine.measure == self._number
-        if self.is_finite and not is_fresh:
-            vectors.append(worker.vector())
+        counted = len(vectors)
+        if self.is_finite and mine.measure != number:
+            vectors.append(self._difference())
         if not vectors:
             return
         mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
-        if self.transport.mailbox.is_narrow and self.is_finite and is_fresh:
-            mean = mean + (worker.vector() - mine.vector)  # its quantization error
+        if self.reference is not None:
+            mean = mean + self.reference
+            if self.is_finite:
+                # A worker adds its own error to every contribution: equal ones do not move.
+                mean = mean + np.float32(counted / len(vectors)) * error
         self.pull(mean, 1.0, self.is_finite)
         oldest = min(max(each.measure, first) for each in given)
-        worker.report.staleness = max(0, self._number - oldest)
+        worker.report.staleness = max(0, number - oldest)
+
+    def _difference(self) -> np.ndarray:
+        vector = self.worker.vector()
+        return vector if self.reference is None else vector - self.reference
 
     async def join(self, number: int) -> None:
         """Takes the mean of all workers."""
         worker, transport = self.worker, self.transport
+        if self.reference is not None and number != self.rounds:
+            raise StaleWorkerError(f"worker {worker.index} has missed a mean of all")
         everyone = list(range(transport.position.workers))
         came = await worker.wait(transport.round(("join", number), None, everyone))
         self.rounds, self.k = number + 1, 0
@@ -163,7 +178,7 @@ class WAGMAWorker(FreeRunningWorker):
             raise StaleWorkerError(
                 f"worker {worker.index} came too late for the mean of all workers"
             )
-        vector = worker.vector()
+        vector = self._difference()
         if self._error is None and transport.mailbox.is_narrow:
             self._error = np.zeros_like(vector)
         total = all_reduce(
@@ -174,7 +189,11 @@ class WAGMAWorker(FreeRunningWorker):
         except UnreachableError:
             return
         if count:
-            self.pull(sums / np.float32(count), 1.0, self.is_finite)
+            mean = sums / np.float32(count)
+            if self.reference is not None:
+                mean = mean + self.reference
+            if self.pull(mean, 1.0, self.is_finite) and self.reference is not None:
+                self.reference = mean
         self._publish()
 
     def take_over(self, state: Any) -> None:

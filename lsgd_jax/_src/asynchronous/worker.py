@@ -92,6 +92,7 @@ class Worker:
       loss: at x.
       is_finite: whether the parameters are finite, as far as the method checks.
       measure: see `Snapshot`.
+      reference: is subtracted from contributions to means, see `Mailbox.show`.
       report: its progress, for the coordinator.
       status: the coordinator's last answer, or None.
     """
@@ -117,6 +118,7 @@ class Worker:
         self._asked: tuple[int, asyncio.Task[Claim]] | None = None
         self.is_finite: Any = True
         self.measure = 0.0
+        self.reference: np.ndarray | None = None
         self.method = method.bind(self, steps)
         transport.mailbox.state = self.state
 
@@ -138,7 +140,8 @@ class Worker:
     def publish(self) -> None:
         """Shows the present parameters to peers."""
         params = self.params
-        self.transport.mailbox.show(lambda: self.flat.vector(params), self.measure)
+        vector = lambda: self.flat.vector(params)
+        self.transport.mailbox.show(vector, self.measure, self.reference)
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
         """Returns whether the next step is granted; joins the rounds that are due first.

@@ -65,6 +65,25 @@ def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():
     assert sum(worker.count for worker in found) == 80 and found[1].count > 1
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("seconds", [[1, 1.01, 1.02, 3], [1, 5, 1, 5]])
+def test_small_steps_are_not_lost_to_rounding_at_unequal_speeds(format, seconds):
+    """One parameter moves 64 times as fast as all others of its block."""
+    slow = 1 / 16 / {"int8": 127, "int4": 7}[format]
+    by = jnp.full([256], -slow).at[0].set(-64 * slow)
+    task = toys.Training(
+        lambda i: ({"x": jnp.ones([256])}, (), i), lambda x, s, i, t: ({"x": by}, s, i, 1.0)
+    )
+
+    def fallen(wire):
+        method = WAGMA(2, sync_period=8, wire=wire)
+        return 1 - toys.stacked(toys.simulate(task, method, 1, 4, 128, seconds)).mean(0)
+
+    exact, rounded = fallen("float32"), fallen(format)
+    np.testing.assert_allclose(rounded[0], exact[0], rtol=0.01)
+    assert (rounded[1:] > 0.5 * exact[1:]).all()
+
+
 def test_the_number_of_workers_must_be_a_power_of_two():
     with pytest.raises(ValueError, match="a power of two workers .*, got 3"):
         toys.simulate(toys.training(), WAGMA(2, 4), 1, 3, 5)
