@@ -30,7 +30,7 @@ NAMES = {
     """,
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DecoupledDiLoCo DiLoCo GridPosition LSGD Method NETWORKS
-        Network Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
+        Network OSGP Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
         Transport UnreachableError WAGMA Worker heloco_correct heloco_step simulator work
     """,
     "lsgd_jax.checks": """

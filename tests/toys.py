@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.network import NETWORKS
 from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax._src.asynchronous.worker import Training
@@ -72,6 +73,25 @@ def broken(training, i, steps, value=jnp.nan):
         return u, s, own, loss
 
     return Training(training.init, step)
+
+
+def in_lock_step(method, nodes, locals, steps):
+    """The parameters of all workers, [W, n], after such steps in lock step."""
+    tx = optax.chain(BASE, method)
+    workers = lj.Workers(nodes, locals)
+    x = workers.replicate(start())
+    s, i = workers.map(tx.init)(x), workers.put(np.arange(nodes * locals))
+
+    def step(x, s, i, t):
+        loss, g = loss_and_grads(x, i, t.value)
+        u, s = tx.update(g, s, x, value=loss)
+        return lj.apply_updates(x, u), s
+
+    step = workers.map(step)
+    for t in range(1, steps + 1):
+        x, s = step(x, s, i, lj.Shared(jnp.int32(t)))
+    leaves = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(jax.device_get(x))]
+    return np.concatenate(leaves, axis=1)
 
 
 def stacked(workers):

@@ -14,6 +14,7 @@ from lsgd_jax._src.asynchronous.heloco import heloco_step as heloco_step
 from lsgd_jax._src.asynchronous.lsgd import LSGD as LSGD
 from lsgd_jax._src.asynchronous.network import NETWORKS as NETWORKS
 from lsgd_jax._src.asynchronous.network import Network as Network
+from lsgd_jax._src.asynchronous.osgp import OSGP as OSGP
 from lsgd_jax._src.asynchronous.pairwise import Pairwise as Pairwise
 from lsgd_jax._src.asynchronous.peer import Peer as Peer
 from lsgd_jax._src.asynchronous.pulls import Pulls as Pulls

@@ -86,7 +86,6 @@ WRONG = [  # a command line, and a part of the message
     ("digits --ray.timeout 5", "`ray.timeout` must be left out with method.name=lsgd, got"),
     ("digits --ray.start-timeout 5", "must be left out without ray.processes, got"),
     ("digits --method async-lsgd --ray.processes 2", "`ray.processes` must be left out wi"),
-    ("digits --method async-wagma --method.wire int8", "or round at random for WAGMA"),
     # Runs and data that do not exist.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
     ("digits --resume --run-dir none", "config.json cannot be read: "),

@@ -68,6 +68,36 @@ def diloco(
     )
 
 
+def sgp(
+    topology: lj.topology.Graph = lj.topology.exponential,
+    staleness: int = 1,
+    wire: lj.WireFormat = "float32",
+) -> lj.asynchronous.Method:
+    """Overlap SGP: messages of push-sum travel while the workers compute.
+
+    Args:
+      topology: the graph along whose edges messages travel.
+      staleness: number of steps after which a worker waits for a message.
+      wire: the format in which parameters travel.
+    """
+    return lj.asynchronous.OSGP(topology, staleness, wire=wire)
+
+
+def dpsgd(
+    topology: lj.topology.Graph = lj.topology.ring,
+    staleness: int = 1,
+    wire: lj.WireFormat = "float32",
+) -> lj.asynchronous.Method:
+    """D-PSGD whose messages travel while the workers compute: overlap SGP on a ring.
+
+    Args:
+      topology: the graph of the neighbors.
+      staleness: number of steps after which a worker waits for a message.
+      wire: the format in which parameters travel.
+    """
+    return sgp(topology, staleness, wire)
+
+
 def decoupled_diloco(
     local_steps: int = 64,
     outer_learning_rate: float = 0.7,

@@ -149,6 +149,8 @@ ROWS = (
     Row("decoupled-diloco", asynchronous=asynchronous_methods.decoupled_diloco),
     Row("overlapped-lsgd", lj.lsgd, delay=8),
     Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
+    Row("overlapped-sgp", asynchronous=asynchronous_methods.sgp),
+    Row("overlapped-dpsgd", asynchronous=asynchronous_methods.dpsgd),
 )
 
 
@@ -194,7 +196,7 @@ class Method:
           ValueError: options are impossible, or do not apply to asynchronous workers.
         """
         if self.row.asynchronous is not None:
-            return self.row.asynchronous(**vars(self))
+            return self._made(self.row.asynchronous, 1.0)
         made = self.exchanges(1.0)
         assert made is not None
         return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
@@ -211,8 +213,11 @@ class Method:
         return functools.partial(make, self.name, **vars(self)), ()
 
     def _made(
-        self, factory: Factory, learning_rate: optax.ScalarOrSchedule, **given: Any
-    ) -> optax.GradientTransformation:
+        self,
+        factory: Callable[..., Any],
+        learning_rate: optax.ScalarOrSchedule,
+        **given: Any,
+    ) -> Any:
         for name in inspect.signature(factory).parameters:
             if name in self.row.made:
                 make = self.row.made[name]

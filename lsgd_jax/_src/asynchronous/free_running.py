@@ -128,7 +128,7 @@ class FreeRunningWorker:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns the parameters after the worker's own step."""
         del t
-        y, self.worker.is_finite = _own_step(x, u, loss)
+        y, self.worker.is_finite = own_step(x, u, loss)
         return y
 
     async def before_step(self) -> bool:
@@ -239,7 +239,7 @@ def _in_type_of(own: Any, new: Any) -> Any:
 
 
 @jax.jit
-def _own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
+def own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
     """Returns x + u, and whether it and the loss are finite.
 
     If the loss is not finite, only the finite part of u is applied.

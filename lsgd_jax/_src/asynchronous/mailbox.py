@@ -38,6 +38,7 @@ class Mailbox:
         self.wire, self._index = Wire.of(wire), index
         self._lock = threading.Condition(threading.RLock())
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
+        self._readers: dict[Hashable, int] = {}  # fetches left
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
         # Each as it travels, and its exact vector.
         self._contributed: OrderedDict[int, tuple[Snapshot, np.ndarray]] = OrderedDict()
@@ -83,14 +84,19 @@ class Mailbox:
         packed = self.packed(vector)
         return packed, unpack(packed)
 
-    def post(self, key: Hashable, vector: Any) -> None:
+    def post(self, key: Hashable, vector: Any, readers: int | None = None) -> None:
         """Leaves a vector for peers to fetch; forgets the oldest one if there are many.
 
-        vector: any content that travels, or a function of it, called at the first fetch.
+        Args:
+          key: under which peers fetch it.
+          vector: any content that travels, or a function of it, called at the first fetch.
+          readers: the number of fetches after which it is forgotten. Defaults to no limit.
         """
         packed = self.packed(vector) if isinstance(vector, np.ndarray) else vector
         with self._lock:
             self._posted[key] = packed
+            if readers is not None:
+                self._readers[key] = readers
             while len(self._posted) > KEPT:
                 self.drop(next(iter(self._posted)))
             self._tell(key)
@@ -99,6 +105,7 @@ class Mailbox:
         """Forgets the vector posted under a key: a later fetch gets `GONE`."""
         with self._lock:
             self._posted.pop(key, None)
+            self._readers.pop(key, None)
             self._forgotten[key] = None
             while len(self._forgotten) > 100 * KEPT:
                 self._forgotten.popitem(last=False)
@@ -163,6 +170,10 @@ class Mailbox:
                 return GONE if key in self._forgotten else None
             if callable(vector):
                 vector = self._posted[key] = vector()
+            if key in self._readers:
+                self._readers[key] -= 1
+                if not self._readers[key]:
+                    self.drop(key)
             whole = part == slice(None) or not isinstance(vector, np.ndarray)
             return self.count(vector if whole else vector[part])
 

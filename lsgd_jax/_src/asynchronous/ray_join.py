@@ -124,9 +124,14 @@ class ServedMailbox(Mailbox):
         self._actor, self._timeout = actor, timeout
         self._shown: Any = None
 
-    def show(self, vector: Callable[[], np.ndarray], *given: Any) -> None:
+    def show(
+        self,
+        vector: Callable[[], np.ndarray],
+        measure: float = 0.0,
+        reference: np.ndarray | None = None,
+    ) -> None:
         """Publishes the worker in the actor, one snapshot at a time."""
-        super().show(vector, *given)
+        super().show(vector, measure, reference)
         if self._shown is not None:
             ray.wait([self._shown], timeout=self._timeout)
         self._shown = self._actor.show.remote(self.latest())

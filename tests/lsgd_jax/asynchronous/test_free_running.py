@@ -14,6 +14,7 @@ from lsgd_jax._src.asynchronous.free_running import MOST, Peers
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
+    OSGP,
     WAGMA,
     DecoupledDiLoCo,
     DiLoCo,
@@ -35,14 +36,19 @@ METHODS = {
     "diloco-together": DiLoCo(4, learning_rate=0.3, momentum=0.3, together=True),
     "decoupled-diloco": DecoupledDiLoCo(4, learning_rate=0.3, momentum=0.3),
 }
-SPREAD = Pulls(lj.lsgd(local_period=2, global_period=4), budget=True)
+# Their workers stay together, so that each takes its own share of the steps.
+TOGETHER = {
+    "osgp": OSGP(),
+    "pulls": Pulls(lj.lsgd(local_period=2, global_period=4), budget=True),
+}
 all_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 TIMEOUT = 2.0
 
 
-@pytest.mark.parametrize("name", ["lsgd", "pairwise", "adpsgd", "wagma"])
+@pytest.mark.parametrize("name", ["lsgd", "pairwise", "adpsgd", "wagma", "osgp"])
 def test_alone_it_is_the_base_optimizer(name):
-    alone = toys.simulate(toys.training(), METHODS[name], 1, 1, steps=5)[0]
+    method = {**METHODS, **TOGETHER}[name]
+    alone = toys.simulate(toys.training(), method, 1, 1, steps=5)[0]
     off = toys.simulate(toys.training(), LSGD(0.0, 0.0), 1, 1, steps=5)[0]
     np.testing.assert_array_equal(alone.vector(), off.vector())
     assert alone.count == 5 and alone.report.bytes_sent == 0
@@ -62,7 +68,7 @@ def test_a_slow_worker_holds_no_other_up(name):
     assert max(worker.report.staleness for worker in workers) >= 1
 
 
-@all_methods
+@pytest.mark.parametrize("method", [*METHODS.values(), OSGP()], ids=[*METHODS, "osgp"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method, index):
     """No step moves a worker here, so that all must end where they have started."""
@@ -100,12 +106,13 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert np.isfinite(toys.stacked(workers)).all()
 
 
-@pytest.mark.parametrize("method", [*METHODS.values(), SPREAD], ids=[*METHODS, "pulls"])
-def test_bfloat16_and_integer_leaves_keep_their_dtypes(method):
+@pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
+def test_bfloat16_and_integer_leaves_keep_their_dtypes(name):
     odd = jnp.int32(2**24 + 1)  # no float32
     task = toys.resting(apart=0.0)
     init = lambda i: ({**toys.start(jnp.bfloat16), "n": odd}, *task.init(i)[1:])
-    workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, [1, 1.1, 1.2, 1.3])
+    method, seconds = {**METHODS, **TOGETHER}[name], [1, 1.1, 1.2, 1.3]
+    workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, seconds)
     assert all(worker.params["w"].dtype == jnp.bfloat16 for worker in workers)
     assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
 
@@ -140,6 +147,7 @@ def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay, wire):
         *[(Pairwise, x) for x in ({"interpolation": "none"}, {"value": 1.5})],
         *[(Pairwise, x) for x in ({"fetch_probability": -1}, {"window": 0})],
         (ADPSGD, {"window": 0}),
+        *[(OSGP, x) for x in ({"staleness": 0}, {"window": 0})],
         *[(WAGMA, x) for x in ({"group_size": 3}, {"sync_period": 0})],
         *[(DiLoCo, x) for x in ({"local_steps": 0}, {"learning_rate": -1.0})],
         *[(DiLoCo, x) for x in ({"momentum": 2.0}, {"momentum_every": 0})],

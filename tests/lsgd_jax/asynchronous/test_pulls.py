@@ -17,24 +17,6 @@ SPREAD = Pulls(lj.lsgd(**LEVELS), budget=True)
 SECONDS = Speeds(step=1.0)
 
 
-def in_lock_step(method, nodes, locals, steps):
-    tx = optax.chain(toys.BASE, method)
-    workers = lj.Workers(nodes, locals)
-    x = workers.replicate(toys.start())
-    s, i = workers.map(tx.init)(x), workers.put(np.arange(nodes * locals))
-
-    def step(x, s, i, t):
-        loss, g = toys.loss_and_grads(x, i, t.value)
-        u, s = tx.update(g, s, x, value=loss)
-        return lj.apply_updates(x, u), s
-
-    step = workers.map(step)
-    for t in range(1, steps + 1):
-        x, s = step(x, s, i, lj.Shared(jnp.int32(t)))
-    leaves = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(jax.device_get(x))]
-    return np.concatenate(leaves, axis=1)
-
-
 def run(method, nodes=2, locals=2, steps=10, training=None, **options):
     options.setdefault("speeds", SECONDS)
     training = toys.training() if training is None else training
@@ -65,7 +47,7 @@ QUICK = ("lsgd", "diloco_streaming", "diloco+int8", "wagma+stochastic")
 def test_every_method_equals_lock_step(name):
     """Also with rounding, as no difference is near a bound between two codes here."""
     method = METHODS[name].make(4)
-    expected = in_lock_step(method, 2, 2, steps=10)
+    expected = toys.in_lock_step(method, 2, 2, steps=10)
     methods = [Pulls(method)]
     if name in ("lsgd", "lsgd+int8"):
         methods.append(Pulls(method, budget=True))
@@ -77,7 +59,7 @@ def test_every_method_equals_lock_step(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 1)])
 def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
-    expected = in_lock_step(lj.lsgd(**LEVELS), *grid, steps=8)
+    expected = toys.in_lock_step(lj.lsgd(**LEVELS), *grid, steps=8)
     found = toys.stacked(run(SPREAD, *grid, steps=8))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 

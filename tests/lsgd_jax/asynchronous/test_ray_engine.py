@@ -24,8 +24,10 @@ from harness import METHODS
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous import ray_engine
 from lsgd_jax.asynchronous import (
+    OSGP,
     Coordinator,
     DecoupledDiLoCo,
+    Method,
     Pulls,
     Report,
     Training,
@@ -145,8 +147,8 @@ ROWS = [
 @pytest.mark.slow
 def test_every_method_equals_the_simulator(on_ray):
     """`test_pulls` compares the simulator with lock step."""
-    for name in ROWS:
-        method = Pulls(METHODS[name].make(2))
+    methods: dict[str, Method] = {name: Pulls(METHODS[name].make(2)) for name in ROWS}
+    for name, method in {**methods, "async osgp": OSGP()}.items():
         expected = simulator.run(training()(0), method, 1, 2, 6).workers
         found = run(training(), method, 1, 2, 6, options=Options(timeout=60)).states
         for worker, state in zip(expected, found):

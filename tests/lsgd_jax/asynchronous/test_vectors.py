@@ -15,6 +15,7 @@ from lsgd_jax._src.asynchronous.vectors import pack, unpack
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
+    OSGP,
     WAGMA,
     DecoupledDiLoCo,
     DiLoCo,
@@ -98,6 +99,7 @@ METHODS = {
     "sgp": Pulls(lj.sgp()),
     "async lsgd": LSGD(0.1, 0.1, 4, 8),
     "adpsgd": ADPSGD(),
+    "async osgp": OSGP(lj.topology.ring),
     "pairwise": Pairwise(),
     "wagma": WAGMA(group_size=2, sync_period=8),
     "async diloco": DiLoCo(4, learning_rate=0.25, momentum=0.0, momentum_every=1),
