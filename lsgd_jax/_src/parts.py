@@ -196,14 +196,19 @@ def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
         return [True] * len(jax.tree.leaves(tree))
     if isinstance(part, Fragment):
         return _runs_of_fragment(part, tree)
-    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    taken: list[Run | bool] = list(map(_taker(part), paths))
-    if paths and not any(taken):
+    held = taken(part, tree)
+    if held and not any(held):
+        paths = _paths(tree)
         raise ValueError(
             f"`part` must hold at least one leaf, got {part=} for the leaves "
             f"{', '.join(map(repr, paths[:8]))}{', …' * (len(paths) > 8)}"
         )
-    return taken
+    return [*held]
+
+
+def taken(part: Any, tree: Tree) -> list[bool]:
+    """Returns for each leaf whether it is in a part that is no fragment."""
+    return list(map(_taker(part), _paths(tree)))
 
 
 def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
@@ -285,6 +290,10 @@ def _are_paths(part: Any) -> bool:
 
 def _is_under(path: str, start: str) -> bool:
     return not start or path == start or path.startswith(f"{start}/")
+
+
+def _paths(tree: Tree) -> list[str]:
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _name(path: Any) -> str:

@@ -119,11 +119,17 @@ def decoupled_diloco(
       quorum: number of answers that close a turn, after a grace. Defaults to a majority.
       deviations: the grace is the median of the lags of answers that came after a quorum,
         plus this many median absolute deviations.
-      merge: 'radial', the mean norm along the mean direction of every tensor, or 'mean'.
+      merge: 'radial', the mean norm along the mean direction of every tensor that is no
+        embedding, or 'mean'.
       mixing: share of its own parameters that a worker keeps when a fragment arrives.
       wire: the format in which parameters travel.
     """
     outer, closing = (outer_learning_rate, outer_momentum), (quorum, deviations, merge)
     return lj.asynchronous.DecoupledDiLoCo(
-        local_steps, *outer, fragments, *closing, mixing=mixing, wire=wire
+        local_steps, *outer, fragments, *closing, is_embedding, mixing=mixing, wire=wire
     )
+
+
+def is_embedding(path: str) -> bool:
+    """Whether a parameter is an embedding, which the radial merge leaves out."""
+    return path.rpartition("/")[2] == "embedding"

@@ -84,6 +84,8 @@ class DecoupledDiLoCo:
       quorum: K. Defaults to a majority, W // 2 + 1.
       deviations: k ≥ 0.
       merge: 'radial', or 'mean' for the weighted mean.
+      averaged: a function from the path of a tensor to whether it takes the weighted mean
+        although `merge` is 'radial'. The paper averages embeddings. Defaults to none.
       tokens: tokens of one step of each worker. Defaults to equal ones, so that w is
         proportional to the steps.
       mixing: γ in [0, 1].
@@ -111,6 +113,7 @@ class DecoupledDiLoCo:
     quorum: int | None = None
     deviations: float = 3.0
     merge: Merge = "radial"
+    averaged: Callable[[str], bool] | None = None
     tokens: Sequence[float] | None = None
     mixing: float = 0.0
     window: int = 10
@@ -165,7 +168,8 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         self._period = method.local_steps // self._count  # steps between two turns
         self._tokens = 1.0 if method.tokens is None else method.tokens[index]
         self._quorum = method.quorum or workers // 2 + 1
-        self._cuts = fragments_of(worker.params, method.fragments)
+        averaged = (lambda path: True) if method.merge == "mean" else method.averaged
+        self._cuts = fragments_of(worker.params, method.fragments, averaged)
         start = worker.vector()
         zeros = np.zeros_like(start)
         self.outers = [np.concatenate([start[c.run], zeros[c.run]]) for c in self._cuts]
@@ -341,7 +345,7 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         if not weights.any():
             return outer
         weights /= weights.sum()
-        delta = merged(deltas, weights, self._cuts[p].sizes, method.merge)
+        delta = merged(deltas, weights, self._cuts[p].tensors)
         return np.asarray(
             delayed_nesterov(
                 outer, delta, 1, method.learning_rate, method.momentum, every=1
@@ -367,29 +371,34 @@ class Cut:
 
     Attributes:
       run: its elements.
-      sizes: the number of elements of each of its tensors.
+      tensors: (elements, whether it takes the weighted mean) of each of its tensors.
     """
 
     run: slice
-    sizes: tuple[int, ...]
+    tensors: tuple[tuple[int, bool], ...]
 
 
-def fragments_of(params: Any, count: int) -> list[Cut]:
+def fragments_of(
+    params: Any, count: int, averaged: Callable[[str], bool] | None = None
+) -> list[Cut]:
     """Returns the fragments of the flat vector of a tree.
 
     Raises:
       ValueError: more fragments than tensors.
 
-    >>> fragments_of([jnp.zeros(4), jnp.zeros(3), jnp.zeros(2)], 2)
-    [Cut(run=slice(0, 4, None), sizes=(4,)), Cut(run=slice(4, 9, None), sizes=(3, 2))]
+    >>> fragments_of({"a": jnp.zeros(4), "b": jnp.zeros(3)}, 1, lambda path: path == "a")
+    [Cut(run=slice(0, 7, None), tensors=((4, True), (3, False)))]
     """
     held = trees.floats(params)
-    sizes = [x.size for x in jax.tree.leaves(held)]
-    ends, cuts = list(itertools.accumulate(sizes, initial=0)), []
+    mean = [False] * len(jax.tree.leaves(held))
+    if averaged is not None:
+        mean = parts.taken(averaged, held)
+    tensors = [(x.size, each) for x, each in zip(jax.tree.leaves(held), mean)]
+    ends, cuts = list(itertools.accumulate((n for n, _ in tensors), initial=0)), []
     for i in range(count):
         mine = np.flatnonzero(parts.runs_of(parts.fragment(i, count), held))
         first, last = int(mine[0]), int(mine[-1]) + 1
-        cuts.append(Cut(slice(ends[first], ends[last]), tuple(sizes[first:last])))
+        cuts.append(Cut(slice(ends[first], ends[last]), tuple(tensors[first:last])))
     return cuts
 
 
@@ -409,21 +418,21 @@ def adaptive_deadline(lags: Sequence[float], deviations: float) -> float:
     return float(median + deviations * np.median(np.abs(seconds - median)))
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "merge"))
-def merged(deltas: Array, weights: Array, sizes: tuple[int, ...], merge: Merge) -> Array:
+@functools.partial(jax.jit, static_argnames="tensors")
+def merged(deltas: Array, weights: Array, tensors: tuple[tuple[int, bool], ...]) -> Array:
     """Returns the merge of some flat pseudo-gradients, tensor by tensor.
 
     Args:
       deltas: float32 [W, n].
       weights: float32 [W], of sum 1.
-      sizes: the number of elements of each tensor, n in all.
-      merge: 'mean', or 'radial' for the mean norm along the mean direction.
+      tensors: (elements, whether it takes the weighted mean) of each tensor. Otherwise it
+        has the mean norm along the mean direction.
     """
-    if merge == "mean":
-        return weights @ deltas
-    ends = list(itertools.accumulate(sizes))[:-1]
-    tensors = jnp.split(deltas, ends, axis=1)
-    return jnp.concatenate([_radial_mean(each, weights) for each in tensors])
+    ends = list(itertools.accumulate(size for size, _ in tensors))[:-1]
+    each = zip(jnp.split(deltas, ends, axis=1), tensors)
+    return jnp.concatenate(
+        [weights @ x if mean else _radial_mean(x, weights) for x, (_, mean) in each]
+    )
 
 
 def _radial_mean(deltas: Array, weights: Array) -> Array:

@@ -44,7 +44,7 @@ def test_equally_fast_and_with_a_quorum_of_all_it_is_streaming_diloco(W, merge):
 def test_merge_and_weight_are_those_of_the_oracle():
     case = UNITS["radial_directional_average"]
     vectors, weights = (jnp.asarray(case[k], jnp.float32) for k in ("vectors", "weights"))
-    found = decoupled.merged(vectors, weights / weights.sum(), (6,), "radial")
+    found = decoupled.merged(vectors, weights / weights.sum(), ((6, False),))
     np.testing.assert_allclose(found, case["out"], rtol=1e-5, atol=1e-6)
     for tokens, steps, weight in UNITS["learner_weight"]:
         assert decoupled.learner_weight(tokens, steps) == weight
@@ -52,8 +52,31 @@ def test_merge_and_weight_are_those_of_the_oracle():
 
 def test_tensors_whose_directions_cancel_take_the_mean():
     deltas = jnp.asarray([[1.0, 0.0, 2.0], [-3.0, 0.0, 4.0]])
-    found = decoupled.merged(deltas, jnp.asarray([0.5, 0.5]), (2, 1), "radial")
+    found = decoupled.merged(deltas, jnp.asarray([0.5, 0.5]), ((2, False), (1, False)))
     assert found.tolist() == [-1.0, 0.0, 3.0]
+
+
+def test_tensors_named_by_averaged_take_the_weighted_mean():
+    """Embeddings, by hand: two workers move at right angles."""
+    apart = jnp.asarray([[3.0, 0.0], [0.0, 4.0]])
+
+    @jax.jit
+    def step(x, s, i, t):
+        return jax.tree.map(lambda x: apart[i], x), s, i, jnp.float32(1)
+
+    start = {"body": jnp.zeros(2), "embedding": jnp.zeros(2)}
+    task = Training(lambda i: (start, (), jnp.int32(i)), step)
+    method = DecoupledDiLoCo(
+        1, 1.0, 0.0, fragments=1, quorum=2, averaged=lambda path: path == "embedding"
+    )
+    anchors = {}
+
+    def note(worker):
+        anchors[worker.count] = decoupled.half(worker.method.state()["outers"][0])
+
+    toys.simulate(task, method, 1, 2, 3, observe=note)
+    radial = 3.5 / 2**0.5
+    np.testing.assert_allclose(anchors[2], [radial, radial, 1.5, 2.0], rtol=1e-6)
 
 
 def moving(*updates):
