@@ -104,7 +104,8 @@ def main():
     options = parser.parse_args()
     if options.library:
         time_one = {"jax": in_jax, "torch": in_torch}[options.library]
-        return print(json.dumps([time_one(*layer) for layer in LAYERS.values()]))
+        with one_line_errors():
+            return print(json.dumps([time_one(*layer) for layer in LAYERS.values()]))
     found = [
         (measured(sys.executable, "jax"), measured(options.torch, "torch"))
         for _ in range(options.rounds)

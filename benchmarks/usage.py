@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the program if data, options or another program are missing or wrong."""
+    """Ends the program if data, options, packages or programs are missing or wrong."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
