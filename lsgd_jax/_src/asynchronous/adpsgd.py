@@ -77,12 +77,34 @@ class ADPSGDWorker(FreeRunningWorker):
         if not await super().before_step():
             await self._finish()
             return False
-        if not self.in_flight and (self._is_active or not self.is_finite):
-            if (peer := self.peers.choose()) is not None:
-                self._ask(peer)
+        self._ask()
         return True
 
-    def _ask(self, peer: int) -> None:
+    async def after_step(self) -> None:
+        """Moves by an answer that has arrived, and as active workers have left it."""
+        await self._move()
+        self.worker.publish()
+
+    def sent(self) -> None:
+        """Publishes the parameters after a step of the program, see `Peer`."""
+        self.worker.publish()
+
+    async def receive(self) -> None:
+        """Moves as peers have moved this worker, and asks another one."""
+        await self._move()
+        self._ask()
+
+    async def _move(self) -> None:
+        await self.land_arrived()
+        if (moved := self.transport.mailbox.moved()) is not None:
+            self.shift(moved)
+
+    def _ask(self) -> None:
+        """Asks a random peer, if this worker is active and no request is in flight."""
+        if self.in_flight or not (self._is_active or not self.is_finite):
+            return
+        if (peer := self.peers.choose()) is None:
+            return
         if not self.is_finite:
             self.ask_snapshot(peer)
             return
@@ -91,13 +113,6 @@ class ADPSGDWorker(FreeRunningWorker):
         self.transport.mailbox.count(packed)
         answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
-
-    async def after_step(self) -> None:
-        """Moves by an answer that has arrived, and as active workers have left it."""
-        await self.land_arrived()
-        if (moved := self.transport.mailbox.moved()) is not None:
-            self.shift(moved)
-        self.worker.publish()
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Moves half the way to a peer; takes the peer's snapshot if not finite."""

@@ -111,16 +111,26 @@ class PairwiseWorker(FreeRunningWorker):
         """Returns whether there is another step to take; asks a peer."""
         if not await super().before_step():
             return False
-        self.ask()
+        self._ask()
         return True
 
     async def after_step(self) -> None:
         """Mixes in the snapshot that has arrived."""
         self.clock += 1
         await self.land_arrived()
-        self.publish()
+        self._publish()
 
-    def ask(self) -> None:
+    def sent(self) -> None:
+        """Publishes the parameters after a step of the program, see `Peer`."""
+        self.clock += 1
+        self._publish()
+
+    async def receive(self) -> None:
+        """Mixes in the snapshot that has arrived, and asks for another one."""
+        await self.land_arrived()
+        self._ask()
+
+    def _ask(self) -> None:
         """Asks a random peer with probability p, if no request is in flight."""
         t = jnp.int32(self.worker.count + 1)
         probability = float(value_at(self._method.fetch_probability, t))
@@ -128,7 +138,7 @@ class PairwiseWorker(FreeRunningWorker):
             if (peer := self.peers.choose()) is not None:
                 self.ask_snapshot(peer)
 
-    def publish(self) -> None:
+    def _publish(self) -> None:
         """Shows the parameters and the measure to peers."""
         self.worker.measure = self._measure
         self.worker.publish()

@@ -6,30 +6,37 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from lsgd_jax._src.asynchronous.adpsgd import ADPSGD
 from lsgd_jax._src.asynchronous.pairwise import Pairwise
 from lsgd_jax._src.asynchronous.transport import Transport
 from lsgd_jax._src.asynchronous.worker import Training, Worker
 from lsgd_jax._src.trees import Tree, all_finite
 
 
+Joinable = Pairwise | ADPSGD  # methods that need no coordinator
+
+
 class Peer:
-    r"""A worker of pairwise averaging inside a running program; made by `join`.
+    r"""A worker of `Pairwise` or `ADPSGD` inside a running program; made by `join`.
 
     After each step the program gives its parameters y to `send`. Then `receive` returns
+    them mixed. With `Pairwise` this is
 
     .. math:: f y_j + (1 - f) y
 
     with y_j the parameters that a random peer j had sent when it was asked, and f the
-    weight of `Pairwise`. A peer is asked in `receive`, and its answer travels while the
-    program computes its next step. `receive` never waits: without an answer it returns y.
-    If y or the loss is not finite, f = 1.
+    weight of `Pairwise`; f = 1 if y or the loss is not finite. With `ADPSGD` y moves half
+    the way to an odd rank that an even one has asked, or as even ranks have moved it.
+
+    A peer is asked in `receive`, and its answer travels while the program computes its next
+    step. `receive` waits for no peer: without an answer it returns y.
 
     A peer that has left or crashed is asked less and less often, until it is back.
 
     As a context manager it leaves at the end.
     """
 
-    def __init__(self, method: Pairwise, transport: Transport, on_leave: Callable[[], Any]):
+    def __init__(self, method: Joinable, transport: Transport, on_leave: Callable[[], Any]):
         self._method, self._transport, self._on_leave = method, transport, on_leave
         self._worker: Worker | None = None
         self._has_left = False
@@ -52,11 +59,11 @@ class Peer:
             nothing: Any = None  # the program itself takes the steps
             training = Training(lambda rank: (params, None, None), nothing)
             self._worker = Worker(training, self._method, self._transport, steps=0)
-        worker, pairwise = self._worker, self._pairwise
+        worker = self._worker
+        method: Any = worker.method
         worker.params, worker.loss, worker.count = params, float(loss), worker.count + 1
         worker.is_finite = math.isfinite(worker.loss) and bool(all_finite(params))
-        pairwise.clock += 1
-        pairwise.publish()
+        method.sent()
 
     def receive(self) -> Tree:
         """Returns the parameters sent last, mixed with a peer's if some have arrived.
@@ -68,7 +75,8 @@ class Peer:
         self._check_is_there()
         if self._worker is None:
             raise RuntimeError("`send` must be called before `receive`")
-        self._run(self._exchange())
+        method: Any = self._worker.method
+        self._run(method.receive())
         return self._worker.params
 
     def leave(self) -> None:
@@ -89,16 +97,6 @@ class Peer:
 
     def __exit__(self, *exception: Any) -> None:
         self.leave()
-
-    @property
-    def _pairwise(self) -> Any:
-        """The method in this worker, a `PairwiseWorker`."""
-        return None if self._worker is None else self._worker.method
-
-    async def _exchange(self) -> None:
-        """Mixes in what has arrived, and asks for more."""
-        await self._pairwise.land_arrived()
-        self._pairwise.ask()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs a coroutine on the loop of the requests, and waits for it."""

@@ -10,12 +10,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd_jax._src.asynchronous.mailbox import Mailbox
-from lsgd_jax._src.asynchronous.pairwise import Pairwise
-from lsgd_jax._src.asynchronous.peer import Peer
+from lsgd_jax._src.asynchronous.peer import Joinable, Peer
 from lsgd_jax._src.asynchronous.ray_actors import RayTransport, worker_name
 from lsgd_jax._src.asynchronous.ray_cluster import Options, cluster, environment
 from lsgd_jax._src.asynchronous.transport import GridPosition
-from lsgd_jax._src.asynchronous.vectors import Snapshot
 from lsgd_jax._src.checks import check_positive_int
 
 
@@ -23,7 +21,7 @@ NAMESPACE = "lsgd"
 
 
 def join(
-    method: Pairwise,
+    method: Joinable,
     name: str,
     rank: int,
     num_workers: int,
@@ -31,14 +29,14 @@ def join(
     address: str | None = "auto",
     timeout: float = 10.0,
 ) -> Peer:
-    """Joins this program to others that average their parameters pairwise, on Ray.
+    """Joins this program to others that average their parameters in pairs, on Ray.
 
     Every program calls it under the same name with a rank of its own. Programs may join and
     leave at any time. A process beside this one, which ends with it, serves the parameters.
     If Ray is not initialized in this program, `join` does so, and leaving shuts it down.
 
     Args:
-      method: `Pairwise`. Other methods need a coordinator: see `ray_engine.run`.
+      method: `Pairwise` or `ADPSGD`. Others need a coordinator: see `ray_engine.run`.
       name: of the run, the same in all programs.
       rank: of this program, in 0..W-1; it may join again after it has left or crashed.
       num_workers: W, the largest number of programs.
@@ -62,25 +60,25 @@ def join(
               peer.send(params, loss)
               params = peer.receive()
     """
-    if not isinstance(method, Pairwise):
-        raise ValueError(f"`method` must be a `Pairwise`, got {method=}")
+    if not isinstance(method, Joinable):
+        raise ValueError(f"`method` must be a `Pairwise` or an `ADPSGD`, got {method=}")
     check_positive_int("num_workers", num_workers)
     if rank not in range(num_workers):
         raise ValueError(f"`rank` must be in 0..{num_workers - 1}, got {rank=}")
     position = GridPosition(rank, 1, num_workers)
     with ExitStack() as stack:
         stack.enter_context(cluster(Options(address=address, timeout=timeout), 1))
-        actor = _started(name, rank, timeout)
+        actor = _started(name, rank, method, timeout)
         stack.callback(ray.kill, actor)
         mailbox = ServedMailbox(method, rank, actor, timeout)
         transport = RayTransport(name, position, timeout, mailbox, time.time(), NAMESPACE)
         return Peer(method, transport, stack.pop_all().close)
 
 
-def _started(name: str, rank: int, timeout: float) -> Any:
+def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
     here = ray.get_runtime_context().get_node_id()
-    actor: Any = ray.remote(SnapshotActor)
+    actor: Any = ray.remote(MailboxActor)
     actor = actor.options(
         name=worker_name(name, rank),
         namespace=NAMESPACE,
@@ -92,7 +90,7 @@ def _started(name: str, rank: int, timeout: float) -> Any:
     until = time.monotonic() + timeout
     while True:
         try:
-            return actor.remote()
+            return actor.remote(method.wire, rank)
         except ValueError as error:
             if time.monotonic() > until:
                 raise ValueError(
@@ -101,25 +99,29 @@ def _started(name: str, rank: int, timeout: float) -> Any:
             time.sleep(0.1)
 
 
-class SnapshotActor:
-    """Serves the snapshot that a program has sent last."""
+class MailboxActor:
+    """The mailbox of a program, in a process that serves it."""
 
-    def __init__(self):
-        self._snapshot: Snapshot | None = None
+    def __init__(self, wire: Any, rank: int):
+        self._mailbox = Mailbox(wire, rank)
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Replaces the snapshot."""
-        self._snapshot = snapshot
+    def show(self, vector: np.ndarray, measure: float) -> None:
+        self._mailbox.show(lambda: vector, measure)
 
-    def latest(self) -> Snapshot | None:
-        """Returns the snapshot, or None before the first one."""
-        return self._snapshot
+    def moved(self) -> np.ndarray | None:
+        return self._mailbox.moved()
+
+    def latest(self) -> Any:
+        return self._mailbox.latest()
+
+    def exchange(self, vector: Any) -> Any:
+        return self._mailbox.exchange(vector)
 
 
 class ServedMailbox(Mailbox):
-    """The mailbox of a program, whose snapshots an actor serves."""
+    """The program's end of its mailbox, which an actor serves."""
 
-    def __init__(self, method: Pairwise, rank: int, actor: Any, timeout: float):
+    def __init__(self, method: Joinable, rank: int, actor: Any, timeout: float):
         super().__init__(method.wire, rank)
         self._actor, self._timeout = actor, timeout
         self._shown: Any = None
@@ -130,8 +132,11 @@ class ServedMailbox(Mailbox):
         measure: float = 0.0,
         reference: np.ndarray | None = None,
     ) -> None:
-        """Publishes the worker in the actor, one snapshot at a time."""
-        super().show(vector, measure, reference)
+        """Publishes the worker in the actor, one vector at a time."""
         if self._shown is not None:
             ray.wait([self._shown], timeout=self._timeout)
-        self._shown = self._actor.show.remote(self.latest())
+        self._shown = self._actor.show.remote(vector(), measure)
+
+    def moved(self) -> np.ndarray | None:
+        """Asks the actor, see `Mailbox.moved`."""
+        return ray.get(self._actor.moved.remote(), timeout=self._timeout)

@@ -13,6 +13,7 @@ import pytest
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.mailbox import Mailbox
 from lsgd_jax.asynchronous import (
+    ADPSGD,
     WAGMA,
     GridPosition,
     Pairwise,
@@ -91,6 +92,23 @@ def test_the_weight_follows_the_losses_and_the_clocks(pair):
     assert a.receive()["w"].tolist() == [4.0] * 3
 
 
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_a_pair_of_adpsgd_meets_half_way_and_keeps_its_steps(pair, wire):
+    a, b = pair(ADPSGD(wire=wire))
+    a.send(place(0.0), 1.0)
+    b.send(place(4.0), 1.0)
+    assert a.receive()["w"].tolist() == [0, 0, 0]  # only asks
+    assert b.receive()["w"].tolist() == [2, 2, 2]  # moved by its peer
+    a.send(place(1.0), 1.0)  # a step of 1 meanwhile
+    moved = a.receive()
+    assert moved["w"].tolist() == [3, 3, 3] and moved["n"] == 7
+    # A loss that is not finite: the passive worker takes the active one's parameters.
+    b.send(place(9.0), np.nan)
+    b.receive()
+    b.send(place(9.0), np.nan)
+    assert b.receive()["w"].tolist() == [1, 1, 1]
+
+
 def test_a_peer_that_has_left_does_not_stop_the_other_one(pair):
     a, b = pair(Pairwise())
     b.send(place(4.0), 1.0)
@@ -117,7 +135,7 @@ def test_wrong_use_is_refused(pair):
     with pytest.raises(ValueError, match="a vector of 4 elements for 3"):
         a.receive()
     for options, message in {
-        (WAGMA(), 0, 2): "`method` must be a `Pairwise`",
+        (WAGMA(), 0, 2): "`method` must be a `Pairwise` or an `ADPSGD`",
         (Pairwise(), 2, 2): r"`rank` must be in 0\.\.1, got rank=2",
         (Pairwise(), 0, 0): "`num_workers` must be a positive int",
     }.items():
@@ -132,10 +150,10 @@ PROGRAM = textwrap.dedent(
     import os, sys, time
     import jax.numpy as jnp, lsgd_jax as lj
 
-    address, stop, *numbers = sys.argv[1:]
+    name, address, stop, *numbers = sys.argv[1:]
     rank, crash, steps = map(int, numbers)
     x, t, moved = jnp.zeros(3), 0, 0
-    method = lj.asynchronous.Pairwise(seed=1)
+    method = getattr(lj.asynchronous, name)(seed=1)
     with lj.asynchronous.join(method, "run", rank, 3, address=address, timeout=20) as peer:
         while t < steps and not os.path.exists(stop):
             x, t = x + 0.2 * (rank - x), t + 1
@@ -151,7 +169,8 @@ PROGRAM = textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path):
+@pytest.mark.parametrize("method", ["Pairwise", "ADPSGD"])
+def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path, method):
     import ray
 
     address, stop = ray.get_runtime_context().gcs_address, tmp_path / "stop"
@@ -159,7 +178,7 @@ def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path):
     env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
     def begin(rank, crash=0, steps=10**6):
-        given = [address, stop, rank, crash, steps]
+        given = [method, address, stop, rank, crash, steps]
         command = [sys.executable, "-c", PROGRAM, *map(str, given)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
