@@ -260,7 +260,7 @@ class Worker:
         if "own" in state:
             self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
         self.count, self.number = int(state["count"]), int(state["number"])
-        self.method.take_over(jax.tree.map(jnp.asarray, state["method"]))
+        self.method.take_over(state["method"])
 
     async def enter(self) -> None:
         """Takes part; takes over from a peer if the others have begun already."""
@@ -355,5 +355,7 @@ def _to_host(x: Any) -> Any:
 
 def _to_device(like: Any, x: Any) -> Any:
     if _is_key(like):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+        x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    if isinstance(like, jax.Array) and like.committed:
+        return jax.device_put(x, like.sharding)
     return jnp.asarray(x) if isinstance(like, jax.Array) else x
