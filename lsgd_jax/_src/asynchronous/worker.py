@@ -31,7 +31,8 @@ class Training(NamedTuple):
     Attributes:
       init: index -> (params, opt_state, own). A restarted worker takes over `params` and
         `opt_state`, the base optimizer's state, from a peer. `own` stays with the worker:
-        its data, random keys, batch statistics.
+        its data, random keys, batch statistics. The worker keeps the layout of parameters
+        that are sharded over devices of its process, see `island`.
       step: (params, opt_state, own, t) -> (updates, opt_state, own, loss), jitted; t = 1,
         2, … int32, the worker's own step; loss at params, before the step. It must have no
         other effect, since engines may call it once more to compile it.

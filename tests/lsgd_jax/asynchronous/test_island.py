@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from toys import FREE_RUNNING as METHODS
 
 import lsgd_jax as lj
+from lsgd_jax._src.asynchronous.sharding import placed_like
 from lsgd_jax.asynchronous import Pulls, Training, island
 
 
@@ -60,6 +61,8 @@ def test_islands_compute_the_same_and_stay_sharded(name):
         assert worker.count == other.count
         assert worker.report.bytes_sent == other.report.bytes_sent
         assert check_shards((worker.params, worker.x, worker.opt_state)) == 6
+        arrived = jax.device_get(worker.params)
+        assert check_shards(placed_like(worker.params, arrived)) == 2
         assert check_shards(worker.flat.placed(worker.vector())) == 2
         check_shards(worker.method.state())
 
