@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -47,7 +47,9 @@ def mesh(axes: dict[str, int]) -> Mesh | None:
             f"the process of a worker must have {count} devices (workers.inside), got "
             f"{len(devices)}; see --ray.gpus-per-worker, JAX_NUM_CPU_DEVICES and XLA_FLAGS"
         )
-    return Mesh(np.reshape(devices[:count], tuple(axes.values())), tuple(axes))
+    types = (AxisType.Auto,) * len(axes)
+    grid = np.reshape(devices[:count], tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=types)
 
 
 def split_batch(tree: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src.checks import check_all_auto
 from lsgd_jax._src.layouts import Layouts, keys
 from lsgd_jax._src.trees import Tree
 
@@ -111,14 +112,11 @@ def sharding_of(params: Tree) -> Sharding | None:
 
 def check_mesh(mesh: Mesh) -> None:
     """Raises ValueError for a mesh of explicit axes, or with devices of other processes."""
-    if not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types:
-        raise ValueError(
-            "the mesh of a worker must be a jax.sharding.Mesh with axis_types=(AxisType."
-            f"Auto, ...), as Mesh(devices, names) makes it, got {mesh!r}"
-        )
+    check_all_auto(mesh)
     if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise ValueError(
-            f"the mesh of a worker must have devices of its own process only, got {mesh!r}"
+            "the mesh of an asynchronous worker must have devices of its own process only, "
+            f"got {mesh!r}"
         )
 
 
