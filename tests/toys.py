@@ -12,11 +12,33 @@ import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.network import NETWORKS
 from lsgd_jax._src.asynchronous.speeds import Speeds
 from lsgd_jax._src.asynchronous.worker import Training
-from lsgd_jax.asynchronous import simulator
+from lsgd_jax.asynchronous import (
+    ADPSGD,
+    LSGD,
+    WAGMA,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Pairwise,
+    simulator,
+)
 
 
 BASE = optax.sgd(0.05, momentum=0.5)
 PLACES = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
+# Every free-running method, with short periods.
+FREE_RUNNING = {
+    "lsgd": LSGD(0.5, 0.25, local_period=2, global_period=4),
+    "pairwise": Pairwise(),
+    "pairwise-loss": Pairwise("loss"),
+    "pairwise-clock": Pairwise("clock"),
+    "adpsgd": ADPSGD(),
+    "wagma": WAGMA(2, sync_period=8),
+    "wagma-int8": WAGMA(2, sync_period=8, wire="int8"),
+    "diloco": DiLoCo(4, learning_rate=0.3, momentum=0.3),
+    "diloco-delayed": DiLoCo(4, learning_rate=0.3, momentum=0.3, delay=4),
+    "diloco-together": DiLoCo(4, learning_rate=0.3, momentum=0.3, together=True),
+    "decoupled-diloco": DecoupledDiLoCo(4, learning_rate=0.3, momentum=0.3),
+}
 NOISE = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)
 
 

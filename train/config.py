@@ -167,7 +167,6 @@ class WorkersConfig:
     inside: Annotated[
         tuple[str, ...],
         Rule("different names with sizes, such as fsdp=4", _are_axes),
-        LOCK_STEP,
     ] = ()
 
     @property
@@ -284,7 +283,8 @@ class RayConfig:
     # CPUs that Ray reserves for each worker or process.
     cpus_per_worker: Annotated[float, SHARE] = 1.0
     # GPUs that Ray reserves for each worker or process. With a fraction, several workers
-    # share a GPU; with 0, workers use the CPU.
+    # share a GPU; with 0, workers use the CPU. An asynchronous worker of several devices
+    # (--workers.inside) needs as many.
     gpus_per_worker: Annotated[float, SHARE] = 0.0
     # Seconds that a worker waits for another worker before it continues without it.
     timeout: Annotated[Positive, ASYNCHRONOUS] = 10.0
@@ -486,6 +486,9 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
             yield "ray.min_processes", rule, ray.min_processes <= ray.processes
             rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
             yield "workers.nodes", rule, grid.nodes % ray.processes == 0
+    elif each > 1:
+        rule = f"0 or {each}, the devices of a worker (workers.inside)"
+        yield "ray.gpus_per_worker", rule, ray.gpus_per_worker in (0, each)
     if ray.address is not None:
         why = "with ray.address, whose cluster has its own"
         _check_left_out(["ray.object_store"], why, values)

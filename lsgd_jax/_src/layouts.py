@@ -228,7 +228,7 @@ def inside_axes() -> tuple[str, ...]:
 
     Returns:
       The names of the automatic axes of the mesh that are larger than 1; none outside of
-      `Workers.map`.
+      `Workers.map` and of `asynchronous.island`.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj

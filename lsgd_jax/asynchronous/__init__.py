@@ -11,6 +11,7 @@ from lsgd_jax._src.asynchronous.decoupled import DecoupledDiLoCo as DecoupledDiL
 from lsgd_jax._src.asynchronous.diloco import DiLoCo as DiLoCo
 from lsgd_jax._src.asynchronous.heloco import heloco_correct as heloco_correct
 from lsgd_jax._src.asynchronous.heloco import heloco_step as heloco_step
+from lsgd_jax._src.asynchronous.island import island as island
 from lsgd_jax._src.asynchronous.lsgd import LSGD as LSGD
 from lsgd_jax._src.asynchronous.network import NETWORKS as NETWORKS
 from lsgd_jax._src.asynchronous.network import Network as Network

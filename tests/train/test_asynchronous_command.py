@@ -59,8 +59,9 @@ def in_session(process, name):
 
 
 def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
+    """Begun with workers of two devices each, resumed with fewer workers of one."""
     folder = tmp_path / "run"
-    process = start(folder, "--steps", "100000")
+    process = start(folder, "--steps", "100000", "--workers.inside", "fsdp=2")
     try:
         wait_until(lambda: len(paces(folder)) > 2, process)
         os.kill(in_session(process, "ray::WorkerActor")[0], signal.SIGKILL)

@@ -77,6 +77,10 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method overlapped-lsgd --method.delay 64", "must be an int in [0, 64), got"),
     # Several settings.
     ("digits --workers.inside fsdp=3", "`batch_size` must be a multiple of 3, the device"),
+    (
+        "digits --method async-lsgd --workers.inside fsdp=2 --ray.gpus-per-worker 1",
+        "`ray.gpus_per_worker` must be 0 or 2, the devices of a worker (workers.inside), g",
+    ),
     ("digits --workers.locals 40000", "must be at most 1 with workers.locals=40000, got w"),
     ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
     ("digits --data.dir X", "`data.dir` must be left out with data.name=digits, got data"),

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lsgd_jax as lj
 from train import compilation_cache
+from train.cluster import devices
 from train.cluster.session import Session
 from train.config import Config
+from train.task import inside
 from train.task.datasets import load_dataset
 from train.task.experiment import BaseExperiment, Task
 from train.task.state import AsynchronousState, EngineState, TrainState
@@ -38,13 +41,16 @@ class Own(NamedTuple):
 
 
 def training(
-    config: Config, warn: Callable[[str], None] = warnings.warn
+    config: Config,
+    warn: Callable[[str], None] = warnings.warn,
+    mesh: Mesh | None = None,
 ) -> lj.asynchronous.Training:
     """The training of the workers of one process, compiled once for all of them.
 
     Args:
       config: the configuration.
       warn: see `Task`.
+      mesh: the devices over which each worker is sharded. Defaults to one device.
 
     Raises:
       ValueError, DataError: see `Task`.
@@ -55,7 +61,7 @@ def training(
 
     @functools.cache
     def task_of(index: int) -> tuple[Task, "Batches"]:
-        place = Place(index, grid.nodes * grid.locals, placed)
+        place = Place(index, grid.nodes * grid.locals, placed, mesh)
         task = Task(config, dataset, place, warn, Session())
         return task, Batches(task.forward.source)
 
@@ -81,45 +87,61 @@ def training(
         updates, opt_state, stats, loss = learn(state, data, batch)
         return updates, opt_state, own._replace(stats=stats), loss
 
-    return lj.asynchronous.Training(init, step)
+    alone = lj.asynchronous.Training(init, step)
+    if mesh is None:
+        return alone
+    return lj.asynchronous.island(alone, mesh, inside.specs(dict(mesh.shape)))
 
 
 def of_worker(config: Config, index: int) -> lj.asynchronous.Training:
     """The training of a worker in its own process."""
     del index
-    lj.tune_cpu()  # hosts of a cluster do not inherit the driver's environment
+    # Hosts of a cluster do not inherit the driver's environment.
+    devices.provide(config.workers.devices_each)
     compilation_cache.use(say=False)
-    return training(config)
+    return training(config, mesh=inside.mesh(config.workers.axes))
 
 
 class Place:
-    """Puts the data of one worker without a grid on the device; see `Task`.
+    """Puts the data of one worker without a grid on its devices; see `Task`.
 
     Args:
       index: the worker.
       num_workers: W.
       placed: the data that all workers of the process share, by their host arrays.
+      mesh: the worker's devices. Defaults to one device.
 
     >>> place = Place(2, num_workers=4, placed={})
     >>> place.owned, place.put_owned(jnp.ones((1, 3))).shape
     (range(2, 3), (3,))
     """
 
-    def __init__(self, index: int, num_workers: int, placed: dict[tuple, Any]):
+    def __init__(
+        self,
+        index: int,
+        num_workers: int,
+        placed: dict[tuple, Any],
+        mesh: Mesh | None = None,
+    ):
         self.owned, self.num_workers = range(index, index + 1), num_workers
         self._placed = placed
+        self._on = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def share(self, tree: Any) -> lj.Shared:
         """Puts a tree on the device, once for all workers of the process."""
         key = tuple(map(id, jax.tree.leaves(tree)))
         if key not in self._placed:
-            self._placed[key] = tree, jax.tree.map(jnp.asarray, tree)
+            self._placed[key] = tree, self._put(tree)
         return lj.Shared(self._placed[key][1])
 
-    @staticmethod
-    def put_owned(rows: Any) -> Any:
+    def put_owned(self, rows: Any) -> Any:
         """Puts the worker's rows [1, ...] on the device, without their leading axis."""
-        return jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+        return self._put(jax.tree.map(lambda x: x[0], rows))
+
+    def _put(self, tree: Any) -> Any:
+        """Puts a tree on the device, or whole on each of several devices."""
+        put = functools.partial(jax.tree.map, jnp.asarray)
+        return put(tree) if self._on is None else jax.device_put(tree, self._on)
 
 
 class Batches:

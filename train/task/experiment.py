@@ -157,9 +157,9 @@ class BaseExperiment(abc.ABC):
     ):
         self._config = config
         grid, session = config.workers, session or Session()
-        self.workers = lj.Workers(
-            grid.nodes, grid.locals, devices=devices, inside=grid.axes
-        )
+        # Asynchronous workers have devices of their own, in other processes.
+        axes = {} if config.method.is_asynchronous else grid.axes
+        self.workers = lj.Workers(grid.nodes, grid.locals, devices=devices, inside=axes)
         session.connect(self.workers.mesh)
         self.task = Task(config, dataset, self.workers, warn, session)
         self.forward = self.task.forward

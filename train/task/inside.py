@@ -4,7 +4,9 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -26,6 +28,28 @@ def specs(axes: dict[str, int]) -> Any:
         return None
     axis = names if len(names) > 1 else names[0]
     return lj.largest_dimension(axis, math.prod(axes.values()), SMALLEST)
+
+
+def mesh(axes: dict[str, int]) -> Mesh | None:
+    """The devices of a worker that has a process of its own, or None without axes.
+
+    Args:
+      axes: names and sizes of the mesh axes.
+
+    Raises:
+      ValueError: the process has fewer devices.
+    """
+    if not axes:
+        return None
+    devices, count = jax.local_devices(), math.prod(axes.values())
+    if len(devices) < count:
+        raise ValueError(
+            f"the process of a worker must have {count} devices (workers.inside), got "
+            f"{len(devices)}; see --ray.gpus-per-worker, JAX_NUM_CPU_DEVICES and XLA_FLAGS"
+        )
+    types = (AxisType.Auto,) * len(axes)
+    grid = np.reshape(devices[:count], tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=types)
 
 
 def split_batch(tree: Any) -> Any:

@@ -345,12 +345,13 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         if not weights.any():
             return outer
         weights /= weights.sum()
-        delta = merged(deltas, weights, self._cuts[p].tensors)
-        return np.asarray(
-            delayed_nesterov(
-                outer, delta, 1, method.learning_rate, method.momentum, every=1
+        with self.worker.flat.on_host():
+            delta = merged(deltas, weights, self._cuts[p].tensors)
+            return np.asarray(
+                delayed_nesterov(
+                    outer, delta, 1, method.learning_rate, method.momentum, every=1
+                )
             )
-        )
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's turn and fragments."""

@@ -261,7 +261,7 @@ class DiLoCoWorker(FreeRunningWorker):
         holders: dict[int, int],
     ) -> np.ndarray:
         """Returns the outer state after the pseudo-gradients of a turn."""
-        transport, me, method = self.transport, self.worker.index, self._method
+        transport, me = self.transport, self.worker.index
         outer = await self._latest(holders)
         requests = {
             i: transport.ask(i, "fetch", ("brought", number))
@@ -272,6 +272,18 @@ class DiLoCoWorker(FreeRunningWorker):
         given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
         if not given:
             return outer
+        with self.worker.flat.on_host():
+            return self._outer_step(number, outer, given, came)
+
+    def _outer_step(
+        self,
+        number: int,
+        outer: np.ndarray,
+        given: dict[int, np.ndarray],
+        came: dict[int, float],
+    ) -> np.ndarray:
+        """Returns the outer state after some pseudo-gradients with their weights."""
+        method = self._method
         if method.correction == "heloco":
             sizes = tuple(map(math.prod, self.worker.flat.shapes))
             given = {i: heloco.corrected(outer, g, sizes) for i, g in given.items()}

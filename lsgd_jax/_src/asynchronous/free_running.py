@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.sharding import Sharding, constrained
 from lsgd_jax._src.asynchronous.transport import UnreachableError
 from lsgd_jax._src.asynchronous.vectors import Flat, finite
 from lsgd_jax._src.asynchronous.worker import Worker
@@ -128,7 +129,8 @@ class FreeRunningWorker:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns the parameters after the worker's own step."""
         del t
-        y, self.worker.is_finite = own_step(x, u, loss)
+        sharding = self.worker.flat.sharding
+        y, self.worker.is_finite = own_step(sharding, x, u, loss)
         return y
 
     async def before_step(self) -> bool:
@@ -222,12 +224,14 @@ class FreeRunningWorker:
             )
         if not finite(z):
             return False
-        worker.params = _pulled(worker.flat, worker.params, z, weight, is_finite)
+        placed = worker.flat.placed(z)
+        worker.params = _pulled(worker.flat, worker.params, placed, weight, is_finite)
         return True
 
     def shift(self, by: Any) -> None:
         """Adds a vector to the parameters, which keeps steps taken in the meantime."""
-        self.worker.params = _shifted(self.worker.flat, self.worker.params, by)
+        flat = self.worker.flat
+        self.worker.params = _shifted(flat, self.worker.params, flat.placed(by))
 
     def note_staleness(self, request: InFlight) -> None:
         """Reports how many own steps were taken while a request was in flight."""
@@ -238,15 +242,15 @@ def _in_type_of(own: Any, new: Any) -> Any:
     return np.asarray(new) if isinstance(own, np.ndarray) else type(own)(new)
 
 
-@jax.jit
-def own_step(x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
+@functools.partial(jax.jit, static_argnums=0)
+def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
     """Returns x + u, and whether it and the loss are finite.
 
     If the loss is not finite, only the finite part of u is applied.
     """
     is_trusted = jnp.isfinite(loss)
     y = plus(x, jax.tree.map(lambda u: jnp.where(is_trusted, u, finite_part(u)), u))
-    return y, is_trusted & all_finite(y)
+    return constrained(y, sharding), is_trusted & all_finite(y)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -255,12 +259,12 @@ def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
     whole = ~jnp.asarray(is_finite) | (weight == 1)
     # Exactly z, so that all workers that take the same z are bit-identical.
     leaf = lambda y, z: jnp.where(whole, z, widened(y) + weight * (z - widened(y)))
-    return _map_floats(leaf, y, flat.tree(z))
+    return constrained(_map_floats(leaf, y, flat.of_placed(z)), flat.sharding)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
-    return _map_floats(jnp.add, y, flat.tree(shift))
+    return constrained(_map_floats(jnp.add, y, flat.of_placed(shift)), flat.sharding)
 
 
 def _map_floats(leaf: Callable[[Any, Any], Any], y: Tree, z: Tree) -> Tree:

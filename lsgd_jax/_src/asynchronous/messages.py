@@ -22,6 +22,7 @@ from jax import Array
 from lsgd_jax._src import kernel
 from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce, broadcast
 from lsgd_jax._src.asynchronous.free_running import Peers
+from lsgd_jax._src.asynchronous.sharding import placed_like
 from lsgd_jax._src.asynchronous.transport import (
     StaleWorkerError,
     Transport,
@@ -214,10 +215,13 @@ class Conversation:
             case "gather":
                 return await self._gather(key, members, np.asarray(content))
             case "broadcast":
-                return await self._broadcast(key, members, *content), members
+                got = await self._broadcast(key, members, *content)
+                return placed_like(content[0], got), members
             case "sum":
-                return await self._sum(key, members, *content)
-        return await self._permute(key, content, message.static), members
+                (total, count), came = await self._sum(key, members, *content)
+                return (placed_like(content[0], total), count), came
+        got = await self._permute(key, content, message.static)
+        return placed_like(content, got), members
 
     async def _gather(self, key: Hashable, members: list[int], x: np.ndarray) -> Any:
         if x.size <= SMALL:

@@ -1,6 +1,7 @@
 """Overlap SGP: push-sum gossip beside the steps, which is D-PSGD on balanced graphs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.asynchronous.free_running import FreeRunningWorker, InFlight, own_step
+from lsgd_jax._src.asynchronous.sharding import Sharding
 from lsgd_jax._src.asynchronous.vectors import Snapshot, check_wire
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.checks import check_positive_int
@@ -138,7 +140,8 @@ class OSGPWorker(FreeRunningWorker):
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns x + u / w."""
-        y, self.worker.is_finite = _push_sum_step(x, u, self.weight, loss)
+        sharding = self.worker.flat.sharding
+        y, self.worker.is_finite = _push_sum_step(sharding, x, u, self.weight, loss)
         return y
 
     async def after_step(self) -> None:
@@ -182,8 +185,10 @@ class OSGPWorker(FreeRunningWorker):
             self.transport.mailbox.post(("gossip", t), NOTHING)
 
 
-@jax.jit
-def _push_sum_step(x: Tree, u: Tree, weight: Any, loss: Any) -> tuple[Tree, Any]:
+@functools.partial(jax.jit, static_argnums=0)
+def _push_sum_step(
+    sharding: Sharding | None, x: Tree, u: Tree, weight: Any, loss: Any
+) -> tuple[Tree, Any]:
     """Returns x + u / w, and whether it and the loss are finite."""
     scaled = jax.tree.map(lambda u: u / weight.astype(u.dtype), floats(u))
-    return own_step(x, refill(scaled, u), loss)
+    return own_step(sharding, x, refill(scaled, u), loss)

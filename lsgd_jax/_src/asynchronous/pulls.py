@@ -13,6 +13,7 @@ import numpy as np
 
 from lsgd_jax._src import kernel, parts, trees
 from lsgd_jax._src.asynchronous.messages import Conversation, alone
+from lsgd_jax._src.asynchronous.sharding import Sharding, constrained
 from lsgd_jax._src.asynchronous.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.worker import Worker
 from lsgd_jax._src.exchange import Exchange
@@ -94,7 +95,9 @@ class PullsWorker:
         self._conversations = [
             Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
         ]
-        self._compiled = _compiled(self._pulls, (position.nodes, position.locals))
+        self._sharding = worker.flat.sharding
+        grid = position.nodes, position.locals
+        self._compiled = _compiled(self._pulls, grid, self._sharding)
         self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
         self._counts: Any = [True] * len(self._pulls)  # before the first step
         self._is_finite: Any = np.bool_(True)
@@ -208,10 +211,12 @@ class PullsWorker:
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's state; discards what is in flight."""
-        self._states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
+        states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
+        put = functools.partial(jax.tree.map, jnp.asarray)
+        states = put(states) if self._sharding is None else self._sharding.put(states)
         self._states = tuple(
             s._replace(wire=s.wire.without_error(jnp.asarray(True)) if s.wire else ())
-            for s in self._states
+            for s in states
         )
         self._in_flight, self._is_finite = {}, np.bool_(True)
 
@@ -219,8 +224,13 @@ class PullsWorker:
 class _Compiled:
     """The kernel of one worker, compiled once for all workers of a process."""
 
-    def __init__(self, pulls: tuple[Pull, ...], grid: tuple[int, int]):
-        self._pulls, self._grid = pulls, grid
+    def __init__(
+        self,
+        pulls: tuple[Pull, ...],
+        grid: tuple[int, int],
+        sharding: Sharding | None,
+    ):
+        self._pulls, self._grid, self._sharding = pulls, grid, sharding
         self.init: Any = jax.jit(self._init)
         self.local, self.all_finite = jax.jit(self._local), jax.jit(self._all_finite)
         self.land = [jax.jit(functools.partial(self._land, pull)) for pull in pulls]
@@ -229,14 +239,17 @@ class _Compiled:
         x = trees.floats(params)
         begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
         # A target in flight is a task of the driver, not a part of the state.
-        return tuple(state._replace(pending=()) for state in alone(begin))
+        states = (state._replace(pending=()) for state in alone(begin))
+        return tuple(map(self._kept, self._pulls, states))
 
     def _local(self, x, u, states, loss, t, is_finite):
         own, step = trees.floats(x), trees.widen(trees.floats(u))
         step, states, counts, _ = kernel.local(
             self._pulls, own, step, loss, states, is_finite, t
         )
-        return trees.apply_updates(x, trees.refill(step, u)), states, counts
+        y = trees.apply_updates(x, trees.refill(step, u))
+        states = tuple(map(self._kept, self._pulls, states))
+        return constrained(y, self._sharding), states, counts
 
     def _all_finite(self, params: Tree) -> Any:
         return trees.all_finite(trees.floats(params))
@@ -251,7 +264,12 @@ class _Compiled:
         )
         moved = trees.apply_updates(mine, u)
         moved = parts.put_back(pull.part, moved, trees.floats(y))
-        return trees.refill(moved, y), state, restored
+        moved = constrained(trees.refill(moved, y), self._sharding)
+        return moved, self._kept(pull, state), restored
+
+    def _kept(self, pull: Pull, state: PullState) -> PullState:
+        """The state in the worker's layout, unless it lies in the host's memory."""
+        return state if pull.memory == "host" else constrained(state, self._sharding)
 
 
 _compiled = functools.lru_cache(maxsize=32)(_Compiled)

@@ -30,7 +30,8 @@ class Options:
       namespace: of the actors' names.
       num_cpus: per worker, as Ray counts them, for placement only.
       num_gpus: per worker; workers share a GPU if this is a fraction, and use the CPU if it
-        is 0.
+        is 0. A worker of several GPUs sees all of them as its jax devices, for an `island`.
+        On the CPU an island's `make_training` calls `lsgd_jax.emulate_devices` first.
       object_store: bytes of the object store of a cluster that is started here. Defaults to
         Ray's choice.
       timeout: seconds that a worker waits for another one.
@@ -39,7 +40,7 @@ class Options:
       stall: seconds after which a worker that takes no step is started again; must be more
         than the time to compile the first step.
       vain: the run ends when a worker is lost this many times in a row before a new step.
-      env: environment variables of the workers, such as XLA_FLAGS.
+      env: environment variables of the workers, such as XLA_FLAGS or JAX_NUM_CPU_DEVICES.
       log: whether the output of workers and of Ray is also written here.
     """
 

@@ -1,4 +1,4 @@
-"""Asynchronous workers under simulated time, with real steps on one device.
+"""Asynchronous workers under simulated time, with real steps in one process.
 
 The methods run unchanged, on an event loop of virtual time. The seed decides everything:
 two runs give the same parameters and the same times.

@@ -6,6 +6,7 @@ quantization error where it would be lost otherwise (sums, the anchor of DiLoCo,
 of an exchange).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.sharding import Sharding, cpu, sharding_of
 from lsgd_jax._src.codec import Codec, draws
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.trees import Tree, floats
@@ -30,6 +32,7 @@ class Flat:
     Args:
       treedef: the structure.
       shapes: shape of each leaf that holds floats.
+      sharding: the layout of the tree on several devices, or None.
 
     >>> tree = {"a": jnp.zeros(2, jnp.bfloat16), "b": jnp.ones([1, 2]), "n": jnp.int32(3)}
     >>> flat = flat_of(tree)
@@ -41,6 +44,7 @@ class Flat:
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
+    sharding: Sharding | None = None
 
     @property
     def size(self) -> int:
@@ -49,12 +53,31 @@ class Flat:
 
     def vector(self, tree: Tree) -> np.ndarray:
         """Returns the tree as float32 [size], in the host's memory."""
-        return np.asarray(_joined(floats(tree)))
+        if self.sharding is None:
+            return np.asarray(_joined(floats(tree)))
+        # No device of an island holds the whole vector.
+        leaves = [np.asarray(x, np.float32) for x in jax.tree.leaves(floats(tree))]
+        return np.concatenate([x.reshape(-1) for x in leaves])
+
+    def on_host(self) -> contextlib.AbstractContextManager:
+        """Computes with whole vectors on the CPU in the `with` block, if in an island."""
+        if self.sharding is None:
+            return contextlib.nullcontext()
+        return jax.default_device(cpu())
+
+    def placed(self, vector: Any) -> Any:
+        """Returns a vector as compiled functions take it: in an island as placed shards."""
+        return vector if self.sharding is None else self.sharding.put(self.tree(vector))
+
+    def of_placed(self, placed: Any) -> Tree:
+        """Returns the tree of a `placed` vector."""
+        return self.tree(placed) if self.sharding is None else placed
 
     def tree(self, vector: Any) -> Tree:
         """Returns the tree with float32 leaves."""
         ends = np.cumsum([math.prod(shape) for shape in self.shapes], dtype=int)
-        slices = jnp.split(vector, ends[:-1])
+        split = np.split if isinstance(vector, np.ndarray) else jnp.split
+        slices = split(vector, ends[:-1])
         leaves = [x.reshape(shape) for x, shape in zip(slices, self.shapes)]
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -62,7 +85,8 @@ class Flat:
 def flat_of(tree: Tree) -> Flat:
     """Returns the conversion for trees like this one."""
     leaves, treedef = jax.tree.flatten(floats(tree))
-    return Flat(treedef, tuple(jnp.shape(x) for x in leaves))
+    shapes = tuple(jnp.shape(x) for x in leaves)
+    return Flat(treedef, shapes, sharding_of(tree))
 
 
 @jax.jit

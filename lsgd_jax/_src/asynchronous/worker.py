@@ -31,7 +31,8 @@ class Training(NamedTuple):
     Attributes:
       init: index -> (params, opt_state, own). A restarted worker takes over `params` and
         `opt_state`, the base optimizer's state, from a peer. `own` stays with the worker:
-        its data, random keys, batch statistics.
+        its data, random keys, batch statistics. The worker keeps the layout of parameters
+        that are sharded over devices of its process, see `island`.
       step: (params, opt_state, own, t) -> (updates, opt_state, own, loss), jitted; t = 1,
         2, … int32, the worker's own step; loss at params, before the step. It must have no
         other effect, since engines may call it once more to compile it.
@@ -263,7 +264,7 @@ class Worker:
         if "own" in state:
             self.own, self.resumed = jax.tree.map(_to_device, self.own, state["own"]), True
         self.count, self.number = int(state["count"]), int(state["number"])
-        self.method.take_over(jax.tree.map(jnp.asarray, state["method"]))
+        self.method.take_over(state["method"])
 
     async def enter(self) -> None:
         """Takes part; takes over from a peer if the others have begun already."""
@@ -358,5 +359,7 @@ def _to_host(x: Any) -> Any:
 
 def _to_device(like: Any, x: Any) -> Any:
     if _is_key(like):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+        x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
+    if isinstance(like, jax.Array) and like.committed:
+        return jax.device_put(x, like.sharding)
     return jnp.asarray(x) if isinstance(like, jax.Array) else x

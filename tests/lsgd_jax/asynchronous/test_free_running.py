@@ -23,19 +23,7 @@ from lsgd_jax.asynchronous import (
 )
 
 
-METHODS = {
-    "lsgd": LSGD(0.5, 0.25, local_period=2, global_period=4),
-    "pairwise": Pairwise(),
-    "pairwise-loss": Pairwise("loss"),
-    "pairwise-clock": Pairwise("clock"),
-    "adpsgd": ADPSGD(),
-    "wagma": WAGMA(2, sync_period=8),
-    "wagma-int8": WAGMA(2, sync_period=8, wire="int8"),
-    "diloco": DiLoCo(4, learning_rate=0.3, momentum=0.3),
-    "diloco-delayed": DiLoCo(4, learning_rate=0.3, momentum=0.3, delay=4),
-    "diloco-together": DiLoCo(4, learning_rate=0.3, momentum=0.3, together=True),
-    "decoupled-diloco": DecoupledDiLoCo(4, learning_rate=0.3, momentum=0.3),
-}
+METHODS = toys.FREE_RUNNING
 # Their workers stay together, so that each takes its own share of the steps.
 TOGETHER = {
     "osgp": OSGP(),

@@ -20,6 +20,8 @@ import pytest
 import ray
 import toys
 from harness import METHODS
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous import ray_engine
@@ -31,6 +33,7 @@ from lsgd_jax.asynchronous import (
     Pulls,
     Report,
     Training,
+    island,
     simulator,
 )
 from lsgd_jax.asynchronous.ray_engine import Options, run
@@ -43,10 +46,12 @@ IN_LOCK_STEP = Pulls(lj.diloco(period=2))
 TIMEOUT = 10.0
 
 
-def training(before_step=lambda i, t: None, size=3):
-    """Noisy squares; `before_step` may end, stop or slow a worker."""
+def training(before_step=lambda i, t: None, size=3, devices=1):
+    """Noisy squares; `before_step` may end, stop or slow a worker, an island of devices."""
 
     def make(i):
+        if devices > 1:
+            lj.emulate_devices(devices)
         optimizer = optax.sgd(0.1, momentum=0.5)
 
         def init(i):
@@ -64,9 +69,13 @@ def training(before_step=lambda i, t: None, size=3):
 
         def step(params, opt_state, own, t):
             before_step(i, int(t))
+            assert len(params["w"].addressable_shards) == devices
             return compute(params, opt_state, own, t)
 
-        return Training(init, step)
+        if devices == 1:
+            return Training(init, step)
+        mesh = Mesh(np.array(jax.local_devices()), "fsdp")
+        return island(Training(init, step), mesh, {"w": P("fsdp"), "b": P()})
 
     return make
 
@@ -104,11 +113,12 @@ class Watching:
 
 
 @pytest.mark.slow
-def test_equals_the_simulator_also_when_it_is_resumed(on_ray):
-    method = Pulls(lj.diloco(period=2))
-    expected = simulator.run(training()(0), method, 1, 2, 8).workers
-    half = run(training(), method, 1, 2, 4)
-    whole = run(training(), method, 1, 2, 8, states=half.states)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_equals_the_simulator_also_when_it_is_resumed(devices, on_ray):
+    method, make = Pulls(lj.diloco(period=2)), training(size=4, devices=devices)
+    expected = simulator.run(training(size=4)(0), method, 1, 2, 8).workers
+    half = run(make, method, 1, 2, 4)
+    whole = run(make, method, 1, 2, 8, states=half.states)
     assert [state["count"] for state in half.states] == [4, 4]
     assert not whole.stopped and whole.restarts == [0, 0]
     for worker, state in zip(expected, whole.states):

@@ -1,6 +1,7 @@
 """Asynchronous workers and workers in lock step train alike."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.task import asynchronous, methods
+from train.task import asynchronous, inside, methods
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 
@@ -21,10 +22,17 @@ def stack(*rows):
 
 
 @pytest.mark.parametrize(
-    "delay, shard", [(0, True), pytest.param(1, False, marks=pytest.mark.slow)]
+    "delay, shard, axes",
+    [
+        (0, True, {"fsdp": 2, "model": 2}),
+        pytest.param(1, False, {}, marks=pytest.mark.slow),
+        pytest.param(1, False, {"fsdp": 2}, marks=pytest.mark.slow),
+    ],
 )
-def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeypatch):
+def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, axes, monkeypatch):
+    """Also workers of several devices, which are sharded in the end."""
     tiny.install(set=monkeypatch.setattr)
+    monkeypatch.setattr(inside, "SMALLEST", 1)
     rate = dict(schedule="cosine", warmup_steps=3)
     config = dataclasses.replace(
         tiny.SMALL,
@@ -43,7 +51,7 @@ def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeyp
 
     seen = [[] for _ in range(4)]
     workers = lj.asynchronous.simulator.run(
-        asynchronous.training(config),
+        asynchronous.training(config, mesh=inside.mesh(axes)),
         config.method.asynchronous(),
         nodes=2,
         locals=2,
@@ -51,6 +59,11 @@ def test_workers_at_equal_speed_equal_workers_in_lock_step(delay, shard, monkeyp
         observe=lambda worker: seen[worker.index].append(worker.loss),
     ).workers
     np.testing.assert_allclose(np.transpose(seen), losses, rtol=1e-5)
+    count = math.prod(axes.values())
+    for worker in workers:
+        (kernel,) = (x for x in jax.tree.leaves(worker.params) if x.shape == (64, 10))
+        shards = [shard.data.shape for shard in kernel.addressable_shards]
+        assert shards == [(64 // count, 10)] * count
     put = lambda trees: experiment.workers.put(jax.tree.map(stack, *trees))
     mine = state._replace(
         params=put([worker.params for worker in workers]),
