@@ -175,7 +175,6 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         self.outers = [np.concatenate([start[c.run], zeros[c.run]]) for c in self._cuts]
         self.turn, self.received = 0, [0] * self._count
         self._sent = 0  # own step after which it last began or fetched a turn
-        self._has_diverged = False
         self._lags: deque[float] = deque(maxlen=LAGS)
         # Quantization errors of the fragments that this worker moved, added to the next.
         self._errors: list[Any] = [np.float32(0)] * self._count
@@ -190,18 +189,11 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
 
     # On every step
 
-    def step(self, x: Any, u: Any, loss: Any, t: int) -> Any:
-        """Returns the parameters after the worker's own step."""
-        y = super().step(x, u, loss, t)
-        if self._has_diverged:
-            self.worker.is_finite = False
-        return y
-
     async def after_step(self) -> None:
         """Applies the fragment that has arrived, and begins the turn that is due."""
         await self.worker.hear()
         await self.land_arrived()
-        if not self.is_finite and not self._has_diverged:
+        if not self.is_finite and not self.has_diverged:
             self.pull(self._anchor, 1.0, False)
             self.received = [self.worker.count] * self._count
         self._post_answers()
@@ -257,10 +249,10 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
             p = self._fragment(number)
             run, anchor = self._cuts[p].run, half(outer)
             self.outers[p], self.received[p] = outer, worker.count
-            self._has_diverged |= not finite(outer)
+            self.has_diverged |= not finite(outer)
             moved[run] = anchor + self._method.mixing * (moved[run] - anchor)
         self.note_staleness(request)
-        if self._has_diverged:
+        if self.has_diverged:
             worker.is_finite = False
         elif self.is_finite:
             self.pull(moved, 1.0, True)
@@ -357,7 +349,7 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         """Continues from another worker's turn and fragments."""
         super().take_over(state)
         self.worker.report.rounds, self._sent = self.turn, self.worker.count
-        self._has_diverged = not all(map(finite, self.outers))
+        self.has_diverged = not all(map(finite, self.outers))
         self._errors = [np.float32(0)] * self._count
 
 

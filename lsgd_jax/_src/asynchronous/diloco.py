@@ -159,18 +159,11 @@ class DiLoCoWorker(FreeRunningWorker):
 
     def _set(self, turn: int, outer: np.ndarray) -> None:
         self.turn, self.outer, self.worker.report.rounds = turn, outer, turn
-        self._has_diverged = not finite(outer)
+        self.has_diverged = not finite(outer)
 
     @property
     def _anchor(self) -> np.ndarray:
         return self.outer[: self.worker.flat.size]
-
-    def step(self, x: Any, u: Any, loss: Any, t: int) -> Any:
-        """Returns the parameters after the worker's own step."""
-        y = super().step(x, u, loss, t)
-        if self._has_diverged:
-            self.worker.is_finite = False
-        return y
 
     async def after_step(self) -> None:
         """Lands the anchor that has arrived and sends the pseudo-gradient that is due."""
@@ -211,7 +204,7 @@ class DiLoCoWorker(FreeRunningWorker):
         self._set(*answer)
         self.begun = request.since
         worker.report.staleness = self.turn - 1 - before
-        if self._has_diverged:
+        if self.has_diverged:
             worker.is_finite = False
         elif worker.count == request.since or not self.is_finite:
             self.pull(self._anchor, 1.0, self.is_finite)

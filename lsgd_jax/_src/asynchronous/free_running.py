@@ -108,6 +108,7 @@ class FreeRunningWorker:
     """
 
     kept: tuple[str, ...] = ()
+    has_diverged = False  # whether an anchor that all follow is not finite
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class FreeRunningWorker:
         """Returns the parameters after the worker's own step."""
         del t
         sharding = self.worker.flat.sharding
-        y, self.worker.is_finite = own_step(sharding, x, u, loss)
+        y, is_finite = own_step(sharding, x, u, loss)
+        self.worker.is_finite = False if self.has_diverged else is_finite
         return y
 
     async def before_step(self) -> bool:
