@@ -44,8 +44,8 @@ class OSGP:
     stochastic P, such as that of a `ring`, w is 1 after every step, and the numbers are
     those of `lsgd_jax.dpsgd`.
 
-    A neighbor that does not answer is asked less and less often, until it answers again.
-    In the meantime it counts as one with this worker's parameters and a weight of 1. A
+    A neighbor that does not answer is not asked until it takes part again. In the meantime
+    it counts as one with this worker's parameters and a weight of 1. A
     worker that is not finite keeps its weight, sends nothing, and takes the first message
     whole.
 
@@ -121,7 +121,7 @@ class OSGPWorker(FreeRunningWorker):
             self.transport.mailbox.post(("gossip", t), message, readers)
         self.peers.turn()
         for peer in self._neighbors(mixing[me]):
-            if self.peers.is_tried(peer):
+            if self.peers.is_tried(peer) and self._is_there(peer):
                 answer = self.transport.ask(peer, "fetch", ("gossip", t))
                 slot = t * self._workers + peer
                 self.in_flight[slot] = InFlight(answer, self.worker.count, peer)
@@ -162,11 +162,17 @@ class OSGPWorker(FreeRunningWorker):
         message = await self.answer(slot)
         if message is None:
             self.weight += share
+            self.transport.tell("missed", request.peer)  # so that no other waits for it
         elif mass := share * message.measure:
             weight = self.weight + mass
             if self.pull(message.vector, mass / weight, self._has_x):
                 self.weight, self._has_x = weight, True
                 self.note_staleness(request)
+
+    def _is_there(self, peer: int) -> bool:
+        """Whether a worker takes part, or has done so to the end, as far as is known."""
+        status = self.worker.status
+        return status is None or peer in {*status.present, *status.finished}
 
     def _mixing_at(self, t: int) -> np.ndarray:
         """The mixing matrix P of step t."""

@@ -83,8 +83,9 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(wire):
     rest = toys.simulate(toys.training(), method, 1, 4, 100, **options)
     rest = [worker for worker in rest if worker.index != 1]
     assert [worker.count for worker in rest] == [100] * 3
-    # Less and less time goes into asking it: 2 s times 7.
-    assert max(worker.report.waited for worker in rest) < 30
+    for worker in rest:  # it waits once, and in every step for the slowest of them
+        behind = 1.3 - options["seconds"][worker.index]
+        assert worker.report.waited < 100 * behind + 2.0
     np.testing.assert_allclose([worker.method.weight for worker in rest], 1, rtol=0.1)
 
     seen = []
