@@ -24,8 +24,8 @@ scenario the workers differ in one way:
 In a population, rates travel: a worker takes the target's learning rate together with its
 parameters. Where rates also vary, a worker that has taken a target multiplies the rate by
 0.8 or by 1.25 at random. With a leader this is population based training (PBT) in which
-all follow the best (Jaderberg et al., arXiv:1711.09846, section 4.1). These four
-methods run only if `--methods` names them, or the word population.
+all follow the best (Jaderberg et al., arXiv:1711.09846). These four methods run only if
+`--methods` names them, or the word population.
 
 Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise. The script
 prints a Markdown table of the center's test error in percent, of text the nats per
