@@ -3,6 +3,7 @@
     python benchmarks/when_to_follow.py [--task digits] [--seeds 3] [--steps 800]
     python benchmarks/when_to_follow.py --task cifar10 --cifar CIFAR
     python benchmarks/when_to_follow.py --task text --files FILE
+    python benchmarks/when_to_follow.py --methods population --scenarios "learning rates"
 
 trains a network of two layers with 8 workers by SGD without momentum: on scikit-learn's
 digits, on CIFAR-10 at 8 x 8 pixels, or on the next character of a text after 16 others
@@ -20,10 +21,17 @@ scenario the workers differ in one way:
 - adversary: one worker reports a loss of 0, for itself and for the peer that it judges, and
   each of its steps ends at a random network.
 
+In a population, rates travel: a worker takes the target's learning rate together with its
+parameters. Where rates also vary, a worker that has taken a target multiplies the rate by
+0.8 or by 1.25 at random. With a leader this is population based training (PBT) in which
+all follow the best (Jaderberg et al., arXiv:1711.09846). These four methods run only if
+`--methods` names them, or the word population.
+
 Targets of a pull are taken whole (λ = 1) unless a method's name says otherwise. The script
 prints a Markdown table of the center's test error in percent, of text the nats per
 character, mean ± sd over the seeds. The steps end with an exchange. `--json` also writes
-the numbers of each seed, with those of the best worker, and `--figure` draws the table.
+the numbers of each seed, with those of the best worker and the learning rates at the end,
+and `--figure` draws the table.
 A task takes about ten minutes on two cores.
 """
 
@@ -52,36 +60,77 @@ from train.metrics import tables
 
 WORKERS, BATCH, WIDTH, PERIOD = 8, 32, 64, 8
 CONTEXT, EMBEDDING, TESTED = 16, 8, 20_000  # of text
-SGD = optax.sgd(1.0)  # the gradients are already scaled by the worker's learning rate
+SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)  # see `trainer` for the rate
 GUARD = lj.Guard(warmup=20, decay=0.1)  # of about 100 exchanges
 
 
-def pulled_to(rule: lj.Rule) -> optax.GradientTransformation:
-    """Returns SGD whose workers take the target of a rule whole."""
-    return optax.chain(SGD, lj.exchange(lj.Pull(rule, 1.0, every=PERIOD)))
+def pulled_to(rule: lj.Rule) -> lj.Exchange:
+    """Returns the exchange whose workers take the target of a rule whole."""
+    return lj.exchange(lj.Pull(rule, 1.0, every=PERIOD))
 
 
-def leader(pull: float, judged_by: Any = "own") -> optax.GradientTransformation:
+def leader(pull: float, judged_by: Any = "own") -> lj.Exchange:
     """Returns LSGD with one level."""
-    return optax.chain(SGD, lj.lsgd(pull, 0.0, PERIOD, judged_by=judged_by))
+    return lj.lsgd(pull, 0.0, PERIOD, judged_by=judged_by)
+
+
+def varied(exchange: lj.Exchange) -> optax.GradientTransformationExtraArgs:
+    r"""Varies the learning rate of each worker that an exchange has moved.
+
+    .. math:: \eta \leftarrow c \, \eta, \quad c = 0.8 \text{ or } 1.25
+
+    with η the rate after the exchange and c drawn by each worker with equal probability.
+    """
+
+    def init(params: Any) -> Any:
+        return exchange.init(params), jax.random.key(jax.lax.axis_index("local"))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        key, draw = jax.random.split(state[1])
+        after, inner = exchange.update(updates, state[0], params, **extra_args)
+        # An exchange leaves the update of its leader bit-identical.
+        unlike = jax.tree.map(lambda a, b: (a != b).any(), after, updates)
+        factor = jnp.where(jax.random.bernoulli(draw), 1.25, 0.8)
+        before = optax.tree.get(params, "learning_rate")
+        rate = before + optax.tree.get(after, "learning_rate")
+        rate *= jnp.where(jnp.any(jnp.array(jax.tree.leaves(unlike))), factor, 1.0)
+        return optax.tree.set(after, learning_rate=rate - before), (inner, key)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rates_travel(
+    exchange: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformation:
+    """Returns SGD whose learning rate is exchanged with the parameters."""
+    return lj.with_state(SGD, exchange, "learning_rate")
 
 
 METHODS = {
-    "all-reduce": optax.chain(lj.allreduce(), SGD),
-    "all-reduce, coordinate median": optax.chain(lj.coordinate_median(), SGD),
-    "mean (local SGD)": optax.chain(SGD, lj.local_sgd(PERIOD)),
-    "mean (DiLoCo)": optax.chain(SGD, lj.diloco(PERIOD)),
-    "mean (DiLoCo with EDiT's guard)": optax.chain(SGD, lj.diloco(PERIOD, guard=GUARD)),
-    "weighted mean (GRAWA)": optax.chain(SGD, lj.grawa(1.0, PERIOD)),
-    "trimmed mean, 2 of 8": pulled_to(lj.robust_mean("trimmed_mean", cut=2)),
-    "Krum, 2 faulty": pulled_to(lj.robust_mean("krum", faulty=2)),
-    "best 2": pulled_to(lj.best_mean(2)),
-    "best 2, judged by peers": pulled_to(lj.best_mean(2, judged_by="peers")),
-    "leader": leader(1.0),
-    "leader, judged by peers": leader(1.0, "peers"),
-    "leader, λ = 0.1": leader(0.1),
-    "leader, λ = 0.1, judged by peers": leader(0.1, "peers"),
-    "center (EASGD)": optax.chain(SGD, lj.easgd(period=PERIOD)),
+    name: optax.chain(SGD, exchange)
+    for name, exchange in {
+        "all-reduce": lj.allreduce(),
+        "all-reduce, coordinate median": lj.coordinate_median(),
+        "mean (local SGD)": lj.local_sgd(PERIOD),
+        "mean (DiLoCo)": lj.diloco(PERIOD),
+        "mean (DiLoCo with EDiT's guard)": lj.diloco(PERIOD, guard=GUARD),
+        "weighted mean (GRAWA)": lj.grawa(1.0, PERIOD),
+        "trimmed mean, 2 of 8": pulled_to(lj.robust_mean("trimmed_mean", cut=2)),
+        "Krum, 2 faulty": pulled_to(lj.robust_mean("krum", faulty=2)),
+        "best 2": pulled_to(lj.best_mean(2)),
+        "best 2, judged by peers": pulled_to(lj.best_mean(2, judged_by="peers")),
+        "leader": leader(1.0),
+        "leader, judged by peers": leader(1.0, "peers"),
+        "leader, λ = 0.1": leader(0.1),
+        "leader, λ = 0.1, judged by peers": leader(0.1, "peers"),
+        "center (EASGD)": lj.easgd(period=PERIOD),
+    }.items()
+}
+POPULATION = {
+    "leader, rates travel": rates_travel(leader(1.0)),
+    "leader, rates travel and vary (PBT)": rates_travel(varied(leader(1.0))),
+    "best 2, rates travel": rates_travel(pulled_to(lj.best_mean(2))),
+    "best 2, rates travel and vary": rates_travel(varied(pulled_to(lj.best_mean(2)))),
 }
 
 
@@ -286,8 +335,8 @@ def with_fault(gradient: Any, key: jax.Array, probability: jax.Array) -> Any:
 
 def trainer(
     task: Task, tx: optax.GradientTransformation, steps: int
-) -> Callable[[Setting, int], tuple[Any, Any]]:
-    """Returns (setting, seed) -> (parameters [W, ...], center), compiled once."""
+) -> Callable[[Setting, int], tuple[Any, Any, Any]]:
+    """Returns (setting, seed) -> (parameters [W, ...], center, rates), compiled once."""
     workers = lj.Workers(nodes=1, locals=WORKERS, devices=jax.devices()[:1])
     update = optax.with_extra_args_support(tx).update
 
@@ -310,44 +359,46 @@ def trainer(
             grads = jax.tree.map(
                 lambda g, x, z: jnp.where(setting.lies, x - z, g), grads, params, wrong
             )
-            scaled = jax.tree.map(lambda g: setting.rate * g, grads)
             more = {"value": reported(params), "value_fn": reported, "grad": grads}
-            updates, state = update(scaled, state, params, **more)
+            updates, state = update(grads, state, params, **more)
             return (lj.apply_updates(params, updates), state), None
 
         keys = jax.random.split(key, steps)
-        return jax.lax.scan(step, (params, tx.init(params)), keys)[0]
+        state = optax.tree.set(tx.init(params), learning_rate=setting.rate)
+        return jax.lax.scan(step, (params, state), keys)[0]
 
     run = workers.map(train)
 
-    def train_all(setting: Setting, seed: int) -> tuple[Any, Any]:
+    def train_all(setting: Setting, seed: int) -> tuple[Any, Any, Any]:
         start = workers.replicate(start_of(task, jax.random.key(seed)))
         keys = jax.random.split(jax.random.key(100 + seed), WORKERS)
         given = start, workers.put(setting), workers.put(keys)
         params, state = run(*given, workers.share(task.inputs))
-        return params, lj.center(params, state)
+        rates = optax.tree.get(state, "learning_rate")
+        return params, lj.center(params, state), rates
 
     return train_all
 
 
 # Results
 
-Results = dict[str, dict[str, dict[str, list[float]]]]  # method, scenario, model, seeds
+Results = dict[str, dict[str, dict[str, list]]]  # method, scenario, quantity, seeds
 
 
 def measure(task: Task, options: argparse.Namespace) -> Results:
-    """Returns the test results of the center and of the best worker."""
+    """Returns the test results of the center and of the best worker, and the last rates."""
     results, test = {}, tester(task)
     for method in options.methods:
-        train, row = trainer(task, METHODS[method], options.steps), {}
+        train, row = trainer(task, (METHODS | POPULATION)[method], options.steps), {}
         for name in options.scenarios:
-            row[name] = {"center": [], "best worker": []}
+            cell = row[name] = {"center": [], "best worker": [], "rates": []}
             for seed in range(options.seeds):
-                params, center = train(SCENARIOS[name](task, seed), seed)
+                params, center, rates = train(SCENARIOS[name](task, seed), seed)
                 one = jax.tree.map(lambda x: x[None], center)
-                row[name]["center"].append(float(test(one)[0]))
-                row[name]["best worker"].append(float(test(params).min()))
-            said = {k: spread(v, digits_of(task)) for k, v in row[name].items()}
+                cell["center"].append(float(test(one)[0]))
+                cell["best worker"].append(float(test(params).min()))
+                cell["rates"].append(rates.tolist())
+            said = spread(cell["center"], digits_of(task))
             print(f"{method}, {name}: {said}", file=sys.stderr, flush=True)
         results[method] = row
     return results
@@ -402,13 +453,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--files", nargs="+", default=[], help="the files of the text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=800, help="steps of every worker")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    names = [*METHODS, *POPULATION, "population"]
+    parser.add_argument("--methods", nargs="+", choices=names, default=list(METHODS))
     parser.add_argument(
         "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS)
     )
     parser.add_argument("--figure", type=pathlib.Path)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
+    options.methods = [
+        name
+        for given in options.methods
+        for name in (POPULATION if given == "population" else [given])
+    ]
     if options.task == "cifar10" and options.cifar is None:
         parser.error("--task cifar10 needs --cifar, the folder of the images")
     tasks = {

@@ -8,7 +8,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+
+import lsgd_jax as lj
 
 
 FILE = pathlib.Path(__file__).parents[1] / "benchmarks" / "when_to_follow.py"
@@ -86,3 +89,27 @@ def test_a_fault_flips_one_bit():
     assert sum(unlike) == 1
     sound = benchmark.with_fault(tree, jax.random.key(0), 0.0)
     assert jax.tree.all(jax.tree.map(np.array_equal, tree, sound))
+
+
+def test_rates_travel_from_the_leader_and_vary():
+    """The leader keeps its rate; each other worker takes it times 1, or 0.8 or 1.25."""
+    workers = lj.Workers(1, 4)
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    loss, rate = np.array([3, 2, 1, 4], np.float32), np.float32([8, 4, 2, 1])
+
+    def rates(exchange):
+        tx = benchmark.rates_travel(exchange)
+
+        def train(x, loss, rate):
+            state = optax.tree.set(tx.init(x), learning_rate=rate)
+            step = lambda state, _: (tx.update(0 * x, state, x, value=loss)[1], None)
+            state, _ = jax.lax.scan(step, state, length=benchmark.PERIOD)
+            return optax.tree.get(state, "learning_rate")
+
+        return workers.map(train)(*workers.put((x, loss, rate))).tolist()
+
+    assert rates(benchmark.leader(1.0)) == [2, 2, 2, 2]
+    *others, leader, last = rates(benchmark.varied(benchmark.leader(1.0)))
+    factors = np.divide([*others, last], 2)
+    assert leader == 2
+    np.testing.assert_allclose(np.where(factors < 1, 0.8, 1.25), factors, rtol=1e-6)

@@ -23,16 +23,17 @@ def with_state(
 ) -> optax.GradientTransformationExtraArgs:
     r"""A base optimizer with an exchange of the parameters and of fields of its state.
 
-    With s the fields, which are trees like the parameters x, and ŝ the fields after the
-    base optimizer's step:
+    With x the parameters, s the fields, which are trees of floats, and ŝ the fields after
+    the base optimizer's step:
 
     .. math:: (u, \; s') \leftarrow \text{exchange}(x, s; \; u, \; \hat s - s), \qquad
       s \leftarrow s + s'
 
     so that s is pulled, sent and restored like x, by the same leader or mean. Use it for a
     state that belongs to a point in parameter space and must move with it (z of
-    ``optax.contrib.schedule_free``), or to average momenta as well ("mu", "trace").
-    Otherwise every worker keeps its own state.
+    ``optax.contrib.schedule_free``), to average momenta as well ("mu", "trace"), or to
+    take over a leader's learning rate (of ``optax.inject_hyperparams``). Otherwise every
+    worker keeps its own state.
 
     Args:
       base: the base optimizer of one worker.

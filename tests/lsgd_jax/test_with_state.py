@@ -67,6 +67,25 @@ def test_a_restored_worker_takes_the_leaders_momentum():
     np.testing.assert_allclose(lj.apply_updates(x, update), 0.9, rtol=1e-6)
 
 
+def test_learning_rates_travel_with_the_parameters():
+    """A rate in `inject_hyperparams` is a scalar, unlike the parameters."""
+    base = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx, workers = (
+        lj.with_state(base, lj.lsgd(1.0, 0.0, 1), "learning_rate"),
+        lj.Workers(1, W),
+    )
+    x, rate = workers.put((np.zeros([W, 2], np.float32), TARGETS))
+
+    def step(x, rate):
+        state = optax.tree.set(tx.init(x), learning_rate=rate)
+        updates, state = tx.update(jnp.ones(2), state, x, value=jnp.square(rate - 3))
+        return lj.apply_updates(x, updates), optax.tree.get(state, "learning_rate")
+
+    x, rate = workers.fetch(workers.map(step)(x, rate))
+    np.testing.assert_array_equal(rate, [3, 3, 3, 3])
+    np.testing.assert_array_equal(x, np.full([W, 2], -3.0))
+
+
 def test_fields_have_the_weights_of_the_gradients():
     """With GRAWA's weights 1 / i, and gradients -2 i, after one step from 0."""
     tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.grawa(1.0, period=1), "trace")
