@@ -49,6 +49,25 @@ def test_a_text_of_its_own(capsys, tmp_path):
     assert float(row.strip("| ").split(" | ")[1]) < 1.5  # of log 15 = 2.7
 
 
+@pytest.mark.slow
+def test_cnn7_on_a_device_per_worker(monkeypatch):
+    """Each worker takes its own steps; the last of them ends at an exchange."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
+    made = benchmark.Images(images, (np.arange(64) % 10).astype(np.uint8))
+    both = benchmark.cifar10.Dataset(made, made, 10)
+    monkeypatch.setattr(benchmark.cifar10, "load", lambda *given, **named: both)
+    task = benchmark.cnn7_task("")
+    train = benchmark.trainer(task, benchmark.default_methods(8)["leader"], steps=8)
+    params, center, rates = train(benchmark.equal_workers(task, 0), 0)
+    start = task.start(jax.random.key(0))
+    for x, one, old in zip(*map(jax.tree.leaves, (params, center, start))):
+        np.testing.assert_allclose(x, np.stack([one] * 8), rtol=1e-5, atol=1e-7)
+        assert (one != old).any()
+    assert 0 < benchmark.tester(task)(center) <= 100
+    np.testing.assert_allclose(rates, 0.05)
+
+
 def test_missing_data_end_it_with_one_line(capsys):
     for options in (["text", "--files", "no/such/file"], ["cifar10", "--cifar", "nowhere"]):
         with pytest.raises(SystemExit) as ended:
@@ -60,7 +79,8 @@ def test_missing_data_end_it_with_one_line(capsys):
 def test_scenarios_change_only_what_they_name():
     labels, inputs = np.arange(1440) % 10, np.zeros((1440, 1), np.float32)
     order = np.argsort(labels, kind="stable")
-    task = benchmark.Task(inputs, labels, inputs, labels, 10, order, 0.1, "loss in nats")
+    given: tuple = (inputs, labels, inputs, labels, 10, order, 0.1, "loss in nats")
+    task = benchmark.Task(*given, start=None, logits=None)
     equal = benchmark.equal_workers(task, 0)
     changed = {
         name: {
