@@ -49,7 +49,7 @@ def test_xla_is_tuned_wherever_steps_are_taken(start, emulated, monkeypatch):
     tuned = []
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # does not change jax's configuration
     monkeypatch.setattr("lsgd_jax.tune_cpu", lambda: tuned.append(True))
-    monkeypatch.setattr(asynchronous, "training", lambda config: None)
+    monkeypatch.setattr(asynchronous, "training", lambda config, mesh: None)
     monkeypatch.setattr(asynchronous.compilation_cache, "use", lambda say: None)
     start()
     assert tuned == [True]
