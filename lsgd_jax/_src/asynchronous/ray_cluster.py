@@ -122,7 +122,11 @@ def advice(address: str | None, error: Exception) -> str:
             f"them ({reason})"
         )
     if address is not None:
-        return f"no Ray cluster answers at {address}: try `ray status` there ({reason})"
+        return (
+            f"no Ray cluster answers at {address}: try `ray status` there; if it runs, this "
+            "host's token or RAY_AUTH_MODE may not be the cluster's "
+            f"({reason})"
+        )
     return (
         "Ray did not start on this machine: check for processes of an earlier run (`ray "
         f"stop` ends them), for free memory and for space in /tmp and /dev/shm ({reason})"
