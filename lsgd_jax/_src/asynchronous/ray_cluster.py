@@ -123,9 +123,8 @@ def advice(address: str | None, error: Exception) -> str:
         )
     if address is not None:
         return (
-            f"no Ray cluster answers at {address}: try `ray status` there; if it runs, this "
-            "host's token or RAY_AUTH_MODE may not be the cluster's "
-            f"({reason})"
+            f"no Ray cluster answers at {address}: try `ray status` there; if it runs, the "
+            f"token or RAY_AUTH_MODE of this host may not be the cluster's ({reason})"
         )
     return (
         "Ray did not start on this machine: check for processes of an earlier run (`ray "
