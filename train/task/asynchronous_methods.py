@@ -68,21 +68,6 @@ def diloco(
     )
 
 
-def sgp(
-    topology: lj.topology.Graph = lj.topology.exponential,
-    staleness: int = 1,
-    wire: lj.WireFormat = "float32",
-) -> lj.asynchronous.Method:
-    """Overlap SGP: messages of push-sum travel while the workers compute.
-
-    Args:
-      topology: the graph along whose edges messages travel.
-      staleness: number of steps after which a worker waits for a message.
-      wire: the format in which parameters travel.
-    """
-    return lj.asynchronous.OSGP(topology, staleness, wire=wire)
-
-
 def dpsgd(
     topology: lj.topology.Graph = lj.topology.ring,
     staleness: int = 1,
@@ -95,7 +80,7 @@ def dpsgd(
       staleness: number of steps after which a worker waits for a message.
       wire: the format in which parameters travel.
     """
-    return sgp(topology, staleness, wire)
+    return lj.asynchronous.OSGP(topology, staleness, wire=wire)
 
 
 def decoupled_diloco(

@@ -149,7 +149,7 @@ ROWS = (
     Row("decoupled-diloco", asynchronous=asynchronous_methods.decoupled_diloco),
     Row("overlapped-lsgd", lj.lsgd, delay=8),
     Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
-    Row("overlapped-sgp", asynchronous=asynchronous_methods.sgp),
+    Row("overlapped-sgp", asynchronous=lj.asynchronous.OSGP),
     Row("overlapped-dpsgd", asynchronous=asynchronous_methods.dpsgd),
 )
 

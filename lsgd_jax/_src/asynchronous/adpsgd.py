@@ -100,10 +100,9 @@ class ADPSGDWorker(FreeRunningWorker):
             self.shift(moved)
 
     def _ask(self) -> None:
-        """Asks a random peer, if this worker is active and no request is in flight."""
-        if self.in_flight or not (self._is_active or not self.is_finite):
-            return
-        if (peer := self.peers.choose()) is None:
+        """Asks a random peer; a passive worker does so only if it is not finite."""
+        asks = self._is_active or not self.is_finite
+        if self.in_flight or not asks or (peer := self.peers.choose()) is None:
             return
         if not self.is_finite:
             self.ask_snapshot(peer)

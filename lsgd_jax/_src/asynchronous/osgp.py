@@ -51,7 +51,7 @@ class OSGP:
 
     Args:
       topology: any graph, or a function of W that builds it.
-      staleness: σ ≥ 1.
+      staleness: σ ≥ 1, the number of steps after which a worker waits for a message.
       window: number of losses in a worker's score.
       wire: the format in which vectors travel, or a `Wire`.
 

@@ -152,19 +152,22 @@ class WAGMAWorker(FreeRunningWorker):
             vectors.append(self._difference())
         if not vectors:
             return
-        mean = sum(vectors[1:], vectors[0]) / np.float32(len(vectors))
-        if self.reference is not None:
-            mean = mean + self.reference
-            if self.is_finite:
-                # A worker adds its own error to every contribution: equal ones do not move.
-                mean = mean + np.float32(counted / len(vectors)) * error
+        mean = self._vector_at(sum(vectors[1:], vectors[0]) / np.float32(len(vectors)))
+        if self.is_finite and self.transport.mailbox.is_narrow:
+            # A worker adds its own error to every contribution: equal ones do not move.
+            mean = mean + np.float32(counted / len(vectors)) * error
         self.pull(mean, 1.0, self.is_finite)
         oldest = min(max(each.measure, first) for each in given)
         worker.report.staleness = max(0, number - oldest)
 
     def _difference(self) -> np.ndarray:
+        """Returns the parameters as they travel: y - R, or y in float32."""
         vector = self.worker.vector()
         return vector if self.reference is None else vector - self.reference
+
+    def _vector_at(self, difference: np.ndarray) -> np.ndarray:
+        """Returns the parameters at such a difference; inverts `_difference`."""
+        return difference if self.reference is None else difference + self.reference
 
     async def join(self, number: int) -> None:
         """Takes the mean of all workers."""
@@ -189,9 +192,7 @@ class WAGMAWorker(FreeRunningWorker):
         except UnreachableError:
             return
         if count:
-            mean = sums / np.float32(count)
-            if self.reference is not None:
-                mean = mean + self.reference
+            mean = self._vector_at(sums / np.float32(count))
             if self.pull(mean, 1.0, self.is_finite) and self.reference is not None:
                 self.reference = mean
         self._publish()
