@@ -80,6 +80,7 @@ from lsgd_jax._src.outer import OuterState as OuterState
 from lsgd_jax._src.outer import outer as outer
 from lsgd_jax._src.parts import Fragment as Fragment
 from lsgd_jax._src.parts import fragment as fragment
+from lsgd_jax._src.phases import Phase as Phase
 from lsgd_jax._src.resize import resize as resize
 from lsgd_jax._src.rule import Rule as Rule
 from lsgd_jax._src.rule import combine_then_adapt as combine_then_adapt

@@ -346,6 +346,10 @@ class Config:
     checkpoint_every: Annotated[Count, FREE] = 200
     # Number of recent checkpoints to keep, besides the latest one with finite losses.
     keep_checkpoints: Annotated[Count, FREE] = 3
+    # Compile one program for each phase of the method (no exchange, an exchange, …) in
+    # place of one with conditionals. Defaults to yes on accelerators: there the message of
+    # a method with a delay travels while the gradient is computed.
+    static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
     # Folder in which new run folders are created.

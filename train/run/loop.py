@@ -50,7 +50,10 @@ def take_steps(run: Run) -> Reason | None:
     left = range(run.step, config.steps)
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
-            run.state, loss = experiment.step(run.state, experiment.data, batch)
+            phase = experiment.phase(run.step + 1)
+            run.state, loss = experiment.step(
+                run.state, experiment.data, batch, phase=phase
+            )
             backlog.add(loss)
             run.step += 1
             run.buffer.add(run.step, loss, run.state.opt_state)

@@ -95,9 +95,12 @@ class Task:
         return jax.random.split(key, grid.nodes * grid.locals)
 
     def learn(
-        self, state: TrainState, data: Any, batch: Any
+        self, state: TrainState, data: Any, batch: Any, phase: lj.Phase | None = None
     ) -> tuple[Any, Any, Any, Array]:
-        """One worker's step without its application: (updates, opt_state, stats, loss)."""
+        """One worker's step without its application: (updates, opt_state, stats, loss).
+
+        phase: what the method does at this step. With None, the step count decides.
+        """
         key = jax.random.fold_in(state.key, state.step.value)
 
         def loss_of(params):
@@ -112,12 +115,15 @@ class Task:
             value=loss,
             grad=grads,
             value_fn=lambda params: loss_of(params)[0],
+            phase=phase,
         )
         return updates, opt_state, stats, loss
 
-    def step(self, state: TrainState, data: Any, batch: Any) -> tuple[TrainState, Array]:
-        """One worker's step in lock step: (state, loss)."""
-        updates, opt_state, stats, loss = self.learn(state, data, batch)
+    def step(
+        self, state: TrainState, data: Any, batch: Any, phase: lj.Phase | None = None
+    ) -> tuple[TrainState, Array]:
+        """One worker's step in lock step: (state, loss); phase as in `learn`."""
+        updates, opt_state, stats, loss = self.learn(state, data, batch, phase)
         params = lj.apply_updates(state.params, updates)
         if self._config.batch_statistics == "average":
             stats = batch_statistics.averaged(stats, state.opt_state, opt_state)
@@ -272,9 +278,23 @@ class Experiment(BaseExperiment):
         )
 
     @functools.cached_property
-    def step(self) -> Callable[[TrainState, Any, Any], tuple[TrainState, Array]]:
-        """The step of all workers: (state, data, batch) -> (state, loss [W])."""
-        return self.workers.map(self.task.step, donate=0)
+    def step(self) -> Callable[..., tuple[TrainState, Array]]:
+        """The step of all workers: (state, data, batch, phase=None) -> (state, loss [W])."""
+        return self.workers.map(self.task.step, donate=0, static="phase")
+
+    @functools.cached_property
+    def method(self) -> lj.Exchange | None:
+        """The pulls at the end of the optimizer, or None if there are none."""
+        rate = schedules.learning_rate(self._config.optimizer, self._config.steps)
+        return self._config.method.exchanges(rate)
+
+    def phase(self, step: int) -> lj.Phase | None:
+        """What the method does at a step, from 1; None if one program serves all steps."""
+        is_static = self._config.static_phases
+        if is_static is None:
+            # On CPUs a program for each phase costs more to compile than it saves.
+            is_static = self.workers.mesh.devices.flat[0].platform != "cpu"
+        return self.method.phase(step) if is_static and self.method else None
 
     def bytes_sent(self, state: TrainState) -> int:
         diagnostics = self.workers.fetch(lj.diagnostics(state.opt_state))

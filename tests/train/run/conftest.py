@@ -1,6 +1,7 @@
 """A finished run, shared by the tests of runs."""
 
 import dataclasses
+import functools
 import shutil
 
 import pytest
@@ -22,9 +23,10 @@ def traces():
     """Tasks of traced training steps. A compilation traces the step twice."""
     seen, step = [], Task.step
 
-    def counted(self, *arguments):
+    @functools.wraps(step)
+    def counted(self, *arguments, **named):
         seen.append(self)
-        return step(self, *arguments)
+        return step(self, *arguments, **named)
 
     tiny.Shared.of.cache_clear()  # other packages may have compiled these experiments
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +69,11 @@ def trained():
     def trained(run, change):
         step = run.experiment.step
         with pytest.MonkeyPatch.context() as patch:  # the experiment is shared
-            patch.setattr(run.experiment, "step", lambda *given: change(*step(*given)))
+            patch.setattr(
+                run.experiment,
+                "step",
+                lambda *given, **named: change(*step(*given, **named)),
+            )
             return train(run)
 
     return trained

@@ -4,6 +4,7 @@ import json
 import signal
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,10 +81,26 @@ def test_steps_without_a_pull_communicate_nothing(finished):
     run, _ = finished
     experiment = run.experiment
     arguments = experiment.init(), experiment.data, experiment.batch(0)
-    always, when_due = exchanges(experiment.step.lower(*arguments).compile().as_text())
+    always, when_due = exchanges(
+        experiment.step.lower(*arguments, phase=None).compile().as_text()
+    )
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
     assert always == 0
     assert when_due == [4 * (numbers + 1)] * 2
+
+
+def test_a_program_for_each_phase_computes_the_same(finished, opened):
+    expected, _ = finished
+    run = opened(static_phases=True)
+    train(run)
+    chex.assert_trees_all_close(
+        run.state.params, expected.state.params, rtol=1e-5, atol=1e-6
+    )
+    arguments = run.experiment.init(), run.experiment.data, run.experiment.batch(0)
+    for step, sent in ((1, False), (2, True)):
+        lowered = run.experiment.step.lower(*arguments, phase=run.experiment.phase(step))
+        always, when_due = exchanges(lowered.compile().as_text())
+        assert (always > 0, when_due) == (sent, [])
 
 
 def test_figures_can_be_drawn_again(finished, capsys):
@@ -123,7 +140,7 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     run, _ = finished
     assert traces.count(run.experiment.task) == 2
     experiment, state = run.experiment, run.experiment.init()
-    experiment.step(state, experiment.data, experiment.batch(0))
+    experiment.step(state, experiment.data, experiment.batch(0), phase=None)
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.size > 100]
     assert len(arrays) >= 2 and all(leaf.is_deleted() for leaf in arrays)
 
