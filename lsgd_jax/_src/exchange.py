@@ -268,7 +268,9 @@ class Step:
             return [self._send_pending(k, x, state) for k, state in zip(delayed, states)]
 
         due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
-        sent = cond(due, send, lambda states: states, [states[k] for k in delayed])
+        # A loaded checkpoint may be on the device.
+        kept = [kernel.stored(self._pulls[k], states[k]) for k in delayed]
+        sent = cond(due, send, lambda states: states, kept)
         after = dict(zip(delayed, sent))
         return tuple(after.get(k, state) for k, state in enumerate(states))
 

@@ -13,6 +13,7 @@ T = TypeVar("T")
 Tree = Any
 Axes = str | tuple[str, ...]
 
+HOST = jax.memory.Space.Host
 WORKER_AXES = ("node", "local")
 
 # The names of 'node' and 'local' on a mesh that the user has made.
@@ -75,15 +76,18 @@ def shared_flags(tree: Tree) -> list[bool]:
 
 
 def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
-    """One worker's part of a tree, as a tree of `jax.ShapeDtypeStruct`.
+    """One worker's part of a tree, as a tree of shapes, dtypes and memories.
 
     leading_axes: how many axes are dropped from leaves that are not shared.
     """
 
-    def one(x: Any, is_shared: bool) -> jax.ShapeDtypeStruct:
+    def one(x: Any, is_shared: bool) -> Any:
         dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
         shape = np.shape(x)[0 if is_shared else leading_axes :]
         weak = getattr(x, "weak_type", False)
+        if isinstance(x, jax.Array) and jax.typeof(x).memory_space == HOST:
+            # A `jax.ShapeDtypeStruct` without a mesh cannot say in which memory it is.
+            return jax.core.ShapedArray(shape, dtype, weak, memory_space=HOST)
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
 
     leaves, treedef = jax.tree.flatten(tree)

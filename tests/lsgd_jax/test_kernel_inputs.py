@@ -58,6 +58,18 @@ def test_integers_and_bools_are_bit_identical_also_before_floats(method):
     assert not sum(level.misplaced for level in lj.diagnostics(state)).any()
 
 
+def test_the_parameters_alone_decide_which_leaves_are_exchanged():
+    """The update of an integer is a float behind `optax.sgd`."""
+    workers, tx = lj.Workers(1, 2), optax.chain(optax.sgd(0.5), lj.local_sgd(1))
+    x = workers.put({"n": jnp.array([4, 4]), "w": jnp.array([1.0, 4.0])})
+    g = {"n": jnp.zeros(2), "w": jnp.zeros(2)}
+    step = workers.map(lambda x, s, g: tx.update(g, s, x, value=x["w"]))
+    u, _ = step(x, workers.map(tx.init)(x), workers.put(g))
+    moved = workers.map(lj.apply_updates)(x, u)
+    assert moved["w"].tolist() == [2.5, 2.5] and moved["n"].tolist() == [4, 4]
+    assert moved["n"].dtype == jnp.int32
+
+
 def test_trees_without_floats_and_empty_leaves_pass_unchanged():
     workers = lj.Workers(1, 2)
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):

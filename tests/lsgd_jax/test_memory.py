@@ -107,6 +107,28 @@ def test_the_bytes_per_parameter_are_those_in_the_docs(code, device, with_host, 
     )
 
 
+def test_host_memory_in_a_scan_over_steps():
+    workers = lj.Workers(1, 2)
+    x = workers.put(np.array([[1.0, 2.0], [3.0, 5.0]], np.float32))
+    us = workers.put(np.random.default_rng(0).normal(size=(2, 6, 2)).astype(np.float32))
+
+    def final(memory):
+        tx = lj.diloco(4, delay=1, memory=memory)
+
+        def steps(x, state, us):
+            def one(carry, u):
+                u, state = tx.update(u, carry[1], carry[0], value=0.0)
+                return (lj.apply_updates(carry[0], u), state), None
+
+            return jax.lax.scan(one, (x, state), us)[0]
+
+        return workers.map(steps)(x, workers.map(tx.init)(x), us)
+
+    (expected, _), (found, state) = final("device"), final("host")
+    np.testing.assert_array_equal(found, expected)
+    assert state.pulls[0].pending.z.sharding.memory_kind == "pinned_host"
+
+
 def test_outer_keeps_trees_in_host_memory():
     o = lj.outer(lj.diloco(2, memory="host"))
     workers = lj.Workers(1, 2)

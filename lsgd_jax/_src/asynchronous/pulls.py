@@ -123,7 +123,7 @@ class PullsWorker:
         """Sends and lands the pulls that are due by the worker's own count."""
         if self._period is None:
             t = self._worker.count
-            sends = [t % pull.every == pull.sends_at for pull in self._pulls]
+            sends = [t % pull.every == pull.agrees_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
             await self._communicate(t, set(self._everyone), sends, lands)
         self._worker.publish()
