@@ -357,7 +357,7 @@ def send_pending(
     Returns:
       (state, bytes_sent): the state with the target in place of what was kept.
     """
-    kept = Pending(*fetched(pull, state).pending)
+    kept: Any = fetched(pull, state).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, value_fn)
