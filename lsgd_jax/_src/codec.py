@@ -229,6 +229,14 @@ class Line:
         self._count(x)
         return self.channel.gather(x)
 
+    def transpose(self, x: Array) -> Array:
+        self._count(x)
+        return self.channel.transpose(x)
+
+    def add(self, x: Array, times: int) -> Array:
+        self._count([x] * times)
+        return self.channel.add(x)
+
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         self._count(tree)
         return self.channel.broadcast(tree, source)

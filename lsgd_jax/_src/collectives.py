@@ -35,6 +35,8 @@ class MeshChannel:
       axes: the names of the axes.
     """
 
+    transposes = True
+
     def __init__(self, axes: Sequence[str]):
         self._axes = tuple(axes)
 
@@ -93,6 +95,21 @@ class MeshChannel:
         if devices:
             stacked = lax.all_gather(stacked, devices)
         return stacked.reshape(self.size, *x.shape)
+
+    def transpose(self, x: Array) -> Array:
+        """Row i of worker j becomes row j of worker i: shape [size, ...] in and out."""
+        devices, slots = self._devices_and_slots()
+        sizes = [math.prod(map(lax.axis_size, devices)), *map(lax.axis_size, slots)]
+        rows = x.reshape(*sizes, *x.shape[1:])
+        # Vmapped axes can only be exchanged one at a time.
+        for d, names in enumerate([devices, *slots]):
+            if names:
+                rows = lax.all_to_all(rows, names, d, d, tiled=True)
+        return rows.reshape(x.shape)
+
+    def add(self, x: Array) -> Array:
+        """The sum of all workers' x."""
+        return lax.psum(x, self._names) if self._names else x
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """The tree of worker `source`, sent to the whole group."""

@@ -16,8 +16,8 @@ from jax import Array
 from lsgd_jax._src.codec import Line
 from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.layouts import shard_by_shard
-from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
+from lsgd_jax._src.shares import Shares
 from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
 
 
@@ -28,7 +28,10 @@ class Channel(Protocol):
       size: the number of workers in the group.
       index: this worker's index in the group, int32; varying.
       is_all: whether the group is all workers.
+      transposes: whether it has `transpose` and `add`, which only compiled programs have.
     """
+
+    transposes: bool
 
     @property
     def size(self) -> int: ...
@@ -126,6 +129,19 @@ class Group:
         The row of an asynchronous worker that has failed is nan, or 0 for integers.
         """
         return self._line.gather(x)
+
+    def transpose(self, x: Array) -> Array:
+        """Sends row i of x to worker i; row j of the result comes from worker j.
+
+        Args:
+          x: [size, ...]; varying. Only in compiled programs, not between asynchronous
+            workers.
+        """
+        return self._line.transpose(x)
+
+    def add(self, x: Array, times: int = 1) -> Array:
+        """Returns the sum of all workers' x; in a loop it counts as so many messages."""
+        return self._line.add(x, times)
 
     def elect(self, score: Array) -> tuple[Array, Array]:
         """Elects the worker with the lowest score; ties go to the lowest index.
@@ -239,22 +255,21 @@ class Group:
         return self.switch(r, list(map(along, rounds)), (tree, weight))
 
     def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
-        """Applies a rule [W, n] -> [n] to the W values of the group at every coordinate.
+        """Applies a rule [W, ...] -> [...] to the group's W values at every coordinate.
 
-        The rule is called with values in float32 or wider, and with the scalars. Traced
+        Each worker applies it to 1/W of the coordinates, see `Shares`. The rule is called
+        with values in float32 or wider, and with the scalars. Traced
         values must be passed as scalars, not in a closure. The result has the dtypes of the
         tree.
         """
 
-        def collect(tree: Tree, *scalars: Any) -> Tree:
-            packing = Packing(tree)
-            rows = map(self.gather, packing.pack(tree))
-            return packing.unpack(
-                [rule(widened(x), *scalars).astype(x.dtype) for x in rows]
-            )
+        def of_shards(tree: Tree, *scalars: Any) -> Tree:
+            shares = Shares(self, tree)
+            rows = shares.rows(tree)
+            return shares.join([rule(widened(x), *scalars).astype(x.dtype) for x in rows])
 
         scalars = jax.tree.map(jnp.asarray, scalars)
-        return shard_by_shard(collect, tree, *scalars, out=lambda specs, *_: specs)
+        return shard_by_shard(of_shards, tree, *scalars, out=lambda specs, *_: specs)
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` for branches that communicate; r is the same for the whole group."""

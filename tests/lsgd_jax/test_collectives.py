@@ -1,4 +1,4 @@
-"""elect, broadcast, mean, permute against NumPy, with workers on 8, 4, 2, 1 devices."""
+"""A group's messages against NumPy, with workers on 8, 4, 2, 1 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,15 @@ def test_permute(workers, tree, axes, kind):
             for source, target in permutation:
                 expected[target] = tree[name][group[source]]
             np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
+
+
+@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
+def test_transpose(workers, axes):
+    size = len(groups(axes)[0])
+    x = np.arange(8 * size * 3).reshape(8, size, 3)
+    got = workers.map(lambda x: lj.Group(axes).transpose(x))(workers.put(x))
+    for group in groups(axes):
+        np.testing.assert_array_equal(np.asarray(got)[group], x[group].swapaxes(0, 1))
 
 
 @pytest.mark.parametrize(

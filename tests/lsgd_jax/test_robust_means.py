@@ -87,6 +87,49 @@ def test_multi_krum_is_the_mean_of_the_best():
     assert np.abs(aggregated(lj.krum(faulty=1, keep=3), far)).max() < 10
 
 
+def by_member(axes, x):
+    """The values [8, ...] of 2 x 4 workers, one row for each member of a group."""
+    grid = np.asarray(x, np.float32).reshape(2, 4, -1)
+    rows = {"local": grid.swapaxes(0, 1), "node": grid}.get(axes, grid.reshape(8, 1, -1))
+    return rows.reshape(len(rows), -1)
+
+
+@pytest.mark.parametrize("axes", ["local", "node", ("node", "local")], ids=str)
+@pytest.mark.parametrize("kind", ["coordinate_median", *KINDS])
+def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes):
+    """All members of a group get the same bits; those of the median are NumPy's."""
+    rng = np.random.default_rng(0)
+    shapes = {"cut": (8, 2), "padded": (3, 50001), "scalar": (), "empty": (0, 3)}
+    g = {k: rng.normal(size=(8, *shape)).astype(np.float32) for k, shape in shapes.items()}
+    g["narrow"] = g["cut"].astype(jnp.bfloat16)
+    g["cut"][3] = np.nan
+    tx = getattr(lj, kind)(axes=axes)
+    expected = {}
+    if kind == "coordinate_median":
+        expected = {k: np.nanmedian(by_member(axes, x), axis=0) for k, x in g.items()}
+    for devices in 8, 2, 1:
+        workers = lj.Workers(2, 4, devices=jax.devices()[:devices])
+        seen = workers.map(lambda g: tx.update(g, tx.init(g))[0])(workers.put(g))
+        for name, x in seen.items():
+            first, *others = by_member(axes, x)
+            for row in others:
+                np.testing.assert_array_equal(row, first)
+            close = 1e-2 if name == "narrow" else 1e-5
+            other = expected.setdefault(name, first)
+            np.testing.assert_allclose(first, other, rtol=close, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["krum", "geometric_median"])
+def test_bytes_do_not_grow_with_the_workers(kind):
+    """The gradient, 1/W of the result, a count, and W x W or W sums of distances."""
+    for W in 2, 4, 8:
+        workers, tx = lj.Workers(1, W), KINDS[kind][0]()
+        state = lambda g, tx=tx: tx.update(g, tx.init(g))[1]
+        (seen,) = lj.diagnostics(workers.map(state)(workers.put(jnp.ones([W, 800]))))
+        sums = W * W if kind == "krum" else 32 * W
+        assert seen.bytes_sent == 4 * (800 + 800 // W + 1 + sums)
+
+
 def test_a_sharded_worker_counts_every_coordinate_once():
     """One leaf lies in shards, the other one whole on both devices of each worker."""
     workers = lj.Workers(1, 4, inside={"fsdp": 2})

@@ -77,6 +77,7 @@ class MessageChannel:
     """
 
     is_all = True  # no value is stored once for several workers
+    transposes = False
 
     def __init__(self, size: int, index: Any, answers: Sequence[Any]):
         self.size, self.index = size, jnp.asarray(index, jnp.int32)

@@ -1,7 +1,8 @@
 """Robust means of the workers of a group: Krum, the geometric and the trimmed mean.
 
-Each is a function of the rows of all workers, which every worker gathers. The functions
-serve as aggregates of gradients (`robust.py`) and as the target of a pull (`robust_mean`).
+Each is a function of the rows of all workers, of which every worker sees its share of the
+coordinates (`Shares`). The functions serve as aggregates of gradients (`robust.py`) and as
+the target of a pull (`robust_mean`).
 """
 
 import inspect
@@ -18,32 +19,35 @@ from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
-from lsgd_jax._src.packing import Packing
 from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.shares import Shares
 from lsgd_jax._src.trees import Tree, widened
 
 
 Rows = Sequence[Array]  # buffers [W, ...]; zeros in the rows that do not count
-Total = Callable[[Sequence[Array]], Array]  # one partial sum per buffer -> their sum
+# (one partial sum per buffer, how often it is called) -> their sum over all workers
+Total = Callable[[Sequence[Array], int], Array]
 Mean = Callable[[Rows, Array, Total], Sequence[Array]]  # (rows, counts [W], total) -> mean
 
 RobustMean = Literal["krum", "geometric_median", "trimmed_mean"]
 
 
-def agreed(group: Group, tree: Tree, is_finite: Array, mean: Mean) -> tuple[Tree, Array]:
+def agreed(
+    group: Group, tree: Tree, is_finite: Array, mean: Mean, rounded: bool = False
+) -> tuple[Tree, Array]:
     """The mean of the trees of the workers that are finite, and whether there are any.
-
-    Every worker holds the trees of all W workers for a moment.
 
     Args:
       group: the workers.
       tree: of this worker; varying.
       is_finite: bool scalar, whether this worker counts; varying.
       mean: what is computed of all rows.
+      rounded: whether the mean travels, and is returned, in the dtypes of the tree.
 
     Returns:
-      (mean, found): a tree in float32 at least, nan if no worker is finite; a bool scalar.
+      (mean, found): a tree in float32 at least unless it is rounded, nan if no worker is
+      finite; a bool scalar.
     """
     axes = known_axes()
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -55,16 +59,20 @@ def agreed(group: Group, tree: Tree, is_finite: Array, mean: Mean) -> tuple[Tree
         shards = jax.tree.leaves(tree)
         # A leaf that is not sharded lies on all devices of a worker, and counts once.
         copies = [max(devices * x.size // n, 1) for x, n in zip(shards, whole)]
-        packing = Packing(tree, copies)
-        shares = [1 / copies[leaves[0]] for leaves in packing.members]
+        shares = Shares(group, tree, copies)
+        weights = [1 / copies[leaves[0]] for leaves in shares.packing.members]
 
-        def total(partial: Sequence[Array]) -> Array:
-            here = sum(share * x for share, x in zip(shares, partial))
-            return lax.psum(here, axes) if axes else jnp.asarray(here)
+        def total(partial: Sequence[Array], times: int) -> Array:
+            here = sum(weight * x for weight, x in zip(weights, partial))
+            here = lax.psum(here, axes) if axes else jnp.asarray(here)
+            return shares.total(here, times)
 
-        gathered = (widened(group.gather(x)) for x in packing.pack(tree))
-        rows = [jnp.where(_column(counts, x), x, 0) for x in gathered]
-        return packing.unpack(list(mean(rows, counts, total))), counts.any()
+        given = shares.rows(tree)
+        rows = [jnp.where(_column(counts, x), widened(x), 0) for x in given]
+        means = list(mean(rows, counts, total))
+        if rounded:
+            means = [m.astype(x.dtype) for m, x in zip(means, given)]
+        return shares.join(means), counts.any()
 
     return shard_by_shard(of_shards, tree, is_finite, out=lambda specs, _: (specs, Spec()))
 
@@ -79,8 +87,7 @@ def krum(faulty: int = 1, keep: int = 1) -> Mean:
     check_positive_int("keep", keep)
 
     def best(rows: Rows, counts: Array, total: Total) -> list[Array]:
-        apart = lambda x: jnp.square(x[:, None] - x[None]).sum(axis=_beyond(2, x))
-        gaps = total([apart(x) for x in rows])  # [W, W]
+        gaps = total([_gaps(x) for x in rows], 1)  # [W, W]
         workers = jnp.arange(len(counts))
         is_other = counts[None] & (workers[None] != workers[:, None])
         nearest = jnp.sort(jnp.where(is_other, gaps, jnp.inf), axis=1)
@@ -107,7 +114,7 @@ def geometric_median(iterations: int = 32) -> Mean:
     def median(rows: Rows, counts: Array, total: Total) -> list[Array]:
         def closer(_: Any, z: list[Array]) -> list[Array]:
             apart = lambda x, z: jnp.square(x - z[None]).sum(axis=_beyond(1, x))
-            gaps = jnp.sqrt(total(list(map(apart, rows, z))))
+            gaps = jnp.sqrt(total(list(map(apart, rows, z)), iterations))
             return _mean(rows, jnp.where(counts, 1 / jnp.maximum(gaps, 1e-6), 0))
 
         return lax.fori_loop(0, iterations, closer, _mean(rows, counts))
@@ -127,7 +134,7 @@ def trimmed_mean(cut: int = 1) -> Mean:
         rank, number = jnp.arange(len(counts)), counts.sum()
         stays = (rank >= cut) & (rank < number - cut)
         ordered = (
-            jnp.sort(jnp.where(_column(counts, x), x, jnp.inf), axis=0) for x in rows
+            lax.sort(jnp.where(_column(counts, x), x, jnp.inf), dimension=0) for x in rows
         )
         return _mean([jnp.where(_column(stays, x), x, 0) for x in ordered], stays)
 
@@ -158,7 +165,7 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
       largest values. Needs n > 2 cut.
 
     With fewer workers than a kind needs the target is their coordinate-wise median. Each
-    worker holds the parameters of all W workers for a moment. They travel in float32 only.
+    worker computes 1/W of the coordinates, for all workers. They travel in float32 only.
 
     Args:
       kind: which mean.
@@ -198,10 +205,30 @@ def _mean(rows: Rows, weights: Array) -> list[Array]:
     return [one(x) for x in rows]
 
 
+def _gaps(x: Array) -> Array:
+    """The squared distances of all rows, [W, W], from differences: exact for near rows."""
+    to = lambda i: jnp.square(x - x[i][None]).sum(axis=_beyond(1, x))
+    return lax.map(to, jnp.arange(len(x)))
+
+
 def _median(rows: Rows, counts: Array) -> list[Array]:
     """The coordinate-wise median of the rows that count."""
-    median = lambda x: jnp.nanmedian(jnp.where(_column(counts, x), x, jnp.nan), axis=0)
-    return [median(x) for x in rows]
+    return [median(jnp.where(_column(counts, x), x, jnp.nan)) for x in rows]
+
+
+def median(rows: Array) -> Array:
+    """The median over the first axis of what is finite; nan where nothing is.
+
+    >>> median(jnp.array([[1.0], [4.0], [jnp.nan], [2.0]])).tolist()
+    [2.0]
+    """
+    ordered = lax.sort(jnp.where(jnp.isfinite(rows), rows, jnp.inf), dimension=0)
+    number = jnp.isfinite(ordered).sum(axis=0)[None]
+    rank = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    # A sum over ranks, because indexing by rank would take further copies.
+    at = lambda k: jnp.where(rank == k, ordered, 0).sum(axis=0)
+    middle = 0.5 * at((number - 1) // 2) + 0.5 * at(number // 2)
+    return jnp.where(number[0] > 0, middle, jnp.nan)
 
 
 def _column(row: Array, x: Array) -> Array:

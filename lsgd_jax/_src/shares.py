@@ -1,0 +1,84 @@
+"""Shares: each worker computes on 1/W of the coordinates of all W workers.
+
+Gathering the trees of W workers takes W times the memory of one. An all-to-all takes that
+of one: it gives worker i the i-th share of the coordinates, of all workers. A gather of the
+results then gives every worker all coordinates. Between asynchronous workers, which only
+gather, a share is everything.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.trees import Tree
+
+
+class Shares:
+    """The trees of a group's workers, cut by coordinates.
+
+    Args:
+      group: the workers.
+      tree: the tree of this worker, as its devices see it.
+      of: the group of each leaf, as for `Packing`.
+
+    Attributes:
+      packing: how the tree lies in buffers.
+    """
+
+    def __init__(self, group: Any, tree: Tree, of: Sequence[Hashable] | None = None):
+        self._group, self._is_cut = group, group.channel.transposes
+        self.packing = Packing(tree, of)
+
+    def rows(self, tree: Tree) -> list[Array]:
+        """For each buffer this worker's share of all workers' values, [W, ...]."""
+        return list(map(self._rows, self.packing.pack(tree)))
+
+    def join(self, shares: Sequence[Array]) -> Tree:
+        """The tree of all workers' shares, one for each buffer, [...]."""
+        shapes = map(self.packing.shape, range(len(self.packing.members)))
+        return self.packing.unpack(list(map(self._join, shares, shapes)))
+
+    def total(self, partial: Array, times: int = 1) -> Array:
+        """The sum of what workers computed of their shares; in a loop of `times` turns."""
+        return self._group.add(partial, times) if self._is_cut else partial
+
+    def _rows(self, x: Array) -> Array:
+        if not self._is_cut or not x.size:
+            return self._group.gather(x)
+        return self._group.transpose(cut(x, self._group.size))
+
+    def _join(self, share: Array, shape: tuple[int, ...]) -> Array:
+        if not self._is_cut or not share.size:
+            return share
+        return uncut(self._group.gather(share), shape)
+
+
+def cut(x: Array, parts: int) -> Array:
+    """x in equal parts, [parts, ...], with zeros at the end if it does not divide.
+
+    >>> cut(jnp.ones(3), 2)
+    Array([[1., 1.],
+           [1., 0.]], dtype=float32)
+    """
+    if _divides(x.shape, parts):  # flattening would copy the array on accelerators
+        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return jnp.pad(x.ravel(), (0, -x.size % parts)).reshape(parts, -1)
+
+
+def uncut(rows: Array, shape: tuple[int, ...]) -> Array:
+    """The array of that shape of which `cut` made the rows.
+
+    >>> uncut(cut(jnp.ones(3), 2), (3,))
+    Array([1., 1., 1.], dtype=float32)
+    """
+    if _divides(shape, len(rows)):
+        return rows.reshape(shape)
+    return rows.ravel()[: math.prod(shape)].reshape(shape)
+
+
+def _divides(shape: tuple[int, ...], parts: int) -> bool:
+    return bool(shape) and shape[0] % parts == 0
