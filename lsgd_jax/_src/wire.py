@@ -132,7 +132,7 @@ class Coded(NamedTuple):
 
     Attributes:
       codes: int8 [n]; with 'int4' uint8 [ceil(n / 2)], two codes to a byte; with
-        'bfloat16' uint8 [2 n], its bytes: sums of bytes with zeros are exact on every
+        'bfloat16' uint16 [n], its words: sums of words with zeros are exact on every
         backend, while CPUs add bfloat16 in float32.
       scales: float32, one for each block; None with 'bfloat16'.
     """
@@ -161,7 +161,7 @@ def encode(
     flat = jnp.where(jnp.isfinite(flat), flat, 0)
     if wire.format == "bfloat16":
         rounded = _only(_to_bfloat16(flat, key), runs)
-        return Coded(lax.bitcast_convert_type(rounded, jnp.uint8).ravel(), None)
+        return Coded(lax.bitcast_convert_type(rounded, jnp.uint16), None)
     levels = LEVELS[wire.format]
     blocks = jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
     scales = jnp.abs(blocks).max(axis=1) / levels
@@ -184,8 +184,7 @@ def decode(
     size = math.prod(shape)
     travels = size if runs is None else sum(n for _, n in runs)
     if scales is None:
-        pairs = codes.reshape(-1, 2)
-        values = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+        values = lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
         return _spread(values, runs, 1).reshape(shape)
     if wire.format == "int4":
         codes = _out_of_bytes(codes, travels)
@@ -205,7 +204,7 @@ def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
     """
     x = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)
     if wire.format == "bfloat16":
-        return Coded(lax.bitcast_convert_type(_to_bfloat16(x, key), jnp.uint8), None)
+        return Coded(lax.bitcast_convert_type(_to_bfloat16(x, key), jnp.uint16), None)
     axis, size = _blocks_in(x.shape, wire)
     levels, cut = LEVELS[wire.format], (x.shape[axis] // size, size)
     blocks = x.reshape(*x.shape[:axis], *cut, *x.shape[axis + 1 :])
