@@ -94,6 +94,17 @@ class MeshChannel:
             stacked = lax.all_gather(stacked, devices)
         return stacked.reshape(self.size, *x.shape)
 
+    def swap(self, rows: Array) -> Array:
+        """Sends row i of each worker to worker i: [size, ...], stacked by their sources."""
+        devices, slots = self._devices_and_slots()
+        sizes = [lax.axis_size(name) for name in slots]
+        swapped = rows.reshape(-1, *sizes, *rows.shape[1:])
+        for axis, name in enumerate(slots, 1):
+            swapped = lax.all_to_all(swapped, name, axis, axis, tiled=True)
+        if devices:
+            swapped = lax.all_to_all(swapped, devices, 0, 0, tiled=True)
+        return swapped.reshape(rows.shape)
+
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """The tree of worker `source`, sent to the whole group."""
 
