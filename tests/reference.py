@@ -44,3 +44,28 @@ def lsgd(
         x = x + u
         history.append(x)
     return np.stack(history)
+
+
+def rounded(x, levels, block):
+    """Q(x) for a flat x [n] with a scale per block: codes of -levels..levels."""
+    blocks = np.pad(x, (0, -len(x) % block)).reshape(-1, block)
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / levels
+    codes = np.round(blocks / np.where(scales > 0, scales, 1))
+    return (codes * scales).ravel()[: len(x)]
+
+
+def sum_of_shares(owed, Q, block):
+    """The sum of W messages [W, n] by shares of whole blocks, and the workers' errors.
+
+    Worker i sends Q(x_i). The owner of a share sends Q of the sum, and keeps its error.
+    """
+    sent = np.stack([Q(x) for x in owed])
+    total = sent.sum(axis=0)
+    arrives = Q(total)
+    errors = owed - sent
+    workers, n = owed.shape
+    blocks = -(-n // block)
+    share = -(-blocks // workers) * block  # elements of a share
+    for k in range(n):
+        errors[k // share, k] += total[k] - arrives[k]
+    return arrives, errors

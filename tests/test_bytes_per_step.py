@@ -35,4 +35,5 @@ def test_fragments_lower_the_peak_and_int8_lowers_peak_and_mean():
     assert abs(peak - 4 * mean) < 1e-3 and abs(kept - 2 * peak) < 0.02
     narrow = sent("--method.fragments 2 --method.wire int8")
     assert 0.125 * peak < narrow[0] < 0.2 * peak
-    assert 0.25 < narrow[1] / mean < 0.27 and abs(narrow[2] - 3 * peak) < 0.02
+    # Of 4 workers each also sends the mean of its share, a quarter of the parameters.
+    assert 0.25 < narrow[1] / mean / 1.25 < 0.27 and abs(narrow[2] - 3 * peak) < 0.02

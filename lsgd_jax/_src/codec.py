@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src import top_k, trees
+from lsgd_jax._src import narrow_sums, top_k, trees
 from lsgd_jax._src.layouts import (
     known_axes,
     may_be_sharded,
@@ -72,6 +72,11 @@ class Codec:
         self._packing = Packing(tree, sizes if wire.is_sparse else coded, align)
         self._coded = [coded[leaves[0]] for leaves in self._packing.members]
         self.pack = self._packing.pack
+
+    @property
+    def coded(self) -> list[bool]:
+        """For each buffer, whether it is encoded; otherwise it travels as it is."""
+        return self._coded
 
     def encode(
         self, tree: Tree, error: Tree | None = None, key: Array | None = None
@@ -319,10 +324,11 @@ class NarrowLine(Line):
     def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
         if self._adds_exactly:
             return super().sum(tree, where)
+        in_shares = self._in_shares(tree)
 
         def add_up(tree: Tree, kept: WireState, where: Array) -> Any:
             codec = Codec(tree, self._wire)
-            sums, count, kept = self._sums(codec, codec.pack(tree), kept, where)
+            sums, count, kept = self._sums(codec, codec.pack(tree), kept, where, in_shares)
             return (codec.unpack(sums), count), kept
 
         total, self.kept = self._by_shard(add_up, tree, self.kept, where, out=_and_kept)
@@ -331,13 +337,14 @@ class NarrowLine(Line):
     def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
         if self._adds_exactly:
             return super().mean(tree, where, reference)
+        in_shares = self._in_shares(tree)
 
         def average(tree: Tree, kept: WireState, where: Array, reference: Any) -> Any:
             codec = Codec(tree, self._wire)
             v = codec.pack(tree)
             r = codec.pack(_reference(kept) if reference is None else reference)
             gaps = list(map(_minus, v, r))
-            sums, count, kept = self._sums(codec, gaps, kept, where)
+            sums, count, kept = self._sums(codec, gaps, kept, where, in_shares)
             z = list(map(_plus, v, r, trees.mean_of(sums, count)))
             if reference is not None:
                 return (codec.unpack(z), count), kept
@@ -377,6 +384,15 @@ class NarrowLine(Line):
         """Whether a sum needs no message; a worker alone holds back what 'top-k' does."""
         return self.channel.size == 1 and not self._wire.is_sparse
 
+    def _in_shares(self, tree: Tree) -> bool:
+        """Whether a sum is taken by shares in place of a gather, which any channel has."""
+        if self._wire.is_sparse or not self.channel.transposes:
+            return False
+        if may_be_sharded() and not known_axes():
+            return False  # a share would cut shards
+        coded = list(filter(_is_coded, jax.tree.leaves(tree)))
+        return narrow_sums.pays(coded, self._wire, self.channel.size)
+
     def _by_shard(
         self,
         fn: Callable,
@@ -400,7 +416,12 @@ class NarrowLine(Line):
         return result
 
     def _sums(
-        self, codec: Codec, v: list[Array], kept: WireState, where: Array
+        self,
+        codec: Codec,
+        v: list[Array],
+        kept: WireState,
+        where: Array,
+        in_shares: bool,
     ) -> tuple[list[Array], Array, WireState]:
         """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
@@ -411,35 +432,66 @@ class NarrowLine(Line):
             raise ValueError(_KEEPS.format("'error'"))
         take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
         decay = self._wire.decay
-        by_senders = self._wire.is_sparse and self._wire.aggregate == "senders"
         e = codec.pack(kept.error)
         owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
+        if in_shares:
+            sums, e, count = self._sums_of_shares(codec, owed, where)
+        else:
+            sums, e, count = self._sums_of_messages(codec, owed, where)
+        return sums, count, kept._replace(error=codec.unpack(e, self._t))
+
+    def _sums_of_messages(
+        self, codec: Codec, owed: list[Array], where: Array
+    ) -> tuple[list[Array], list[Array], Array]:
+        """Sums of all workers' gathered messages, the errors, and the number of workers."""
+        by_senders = self._wire.is_sparse and self._wire.aggregate == "senders"
         sent = codec.encode_buffers(owed, self._key())
         e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
-        kept = kept._replace(error=codec.unpack(e, self._t))
 
+        def read(sent: Message) -> tuple[list[Array], list[Array]]:
+            return codec.decode_buffers(sent), codec.senders(sent) if by_senders else []
+
+        (sums, senders), count = self._gathered_sums(sent, where, read)
+        if by_senders:
+            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
+            sums = [s * share(n) for s, n in zip(sums, senders)]
+        return sums, e, count
+
+    def _sums_of_shares(
+        self, codec: Codec, owed: list[Array], where: Array
+    ) -> tuple[list[Array], list[Array], Array]:
+        """The same by shares; the error of the sum of a share is its owner's."""
+        buffers = [x for x, coded in zip(owed, codec.coded) if coded]
+        plain = [x for x, coded in zip(owed, codec.coded) if not coded]
+        key = self._key()
+        of_buffer = lambda b: None if key is None else jax.random.fold_in(key, b)
+        keys = list(map(of_buffer, range(len(buffers) + 1)))
+        sums, errors = map(iter, narrow_sums.add_up(buffers, self._wire, keys, self))
+        exact, count = self._gathered_sums(plain, where, lambda sent: sent)
+        exact, none = iter(exact), iter(list(map(jnp.zeros_like, plain)))
+        merge = lambda these, those: [next(these if c else those) for c in codec.coded]
+        return merge(sums, exact), merge(errors, none), count
+
+    def _gathered_sums(
+        self, sent: Message, where: Array, read: Callable[[Message], Tree]
+    ) -> tuple[Tree, Array]:
+        """Σ read(sent) over the workers for which `where` holds, and their number."""
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
         rows = [self.gather(buffer) for buffer in packing.pack(message)]
 
-        def of_worker(i: Any) -> tuple[list[Array], list[Array], Array]:
+        def of_worker(i: Any) -> tuple[Tree, Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
             sent, gives = packing.unpack([row(x) for x in rows])
             gives = gives == 1  # nan for a worker that has failed
             add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
-            values = map(add, codec.decode_buffers(sent))
-            senders = map(add, codec.senders(sent) if by_senders else ())
-            return list(values), list(senders), gives.astype(jnp.float32)
+            return jax.tree.map(add, read(sent)), gives.astype(jnp.float32)
 
         def add(i: Array, sums: Any) -> Any:
             return jax.tree.map(jnp.add, sums, of_worker(i))
 
         none = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_worker, 0))
-        sums, senders, count = lax.fori_loop(0, self.channel.size, add, none)
-        if by_senders:
-            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
-            sums = [s * share(n) for s, n in zip(sums, senders)]
-        return sums, count, kept
+        return lax.fori_loop(0, self.channel.size, add, none)
 
     def _remembered(
         self, codec: Codec, z: list[Array], r: list[Array], kept: WireState

@@ -1,6 +1,6 @@
 """Top-k messages: the largest entries of every chunk of a leaf, a few bits for each."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -16,9 +16,9 @@ class TopK(NamedTuple):
     """A leaf as it travels with the format 'top-k'.
 
     Attributes:
-      indices: uint8 bytes, the place of each entry in its chunk, packed without gaps; None
-        if all entries are sent.
-      codes: uint8 bytes, the bin of each entry, packed likewise; None without `bits`.
+      indices: uint8 bytes, the place of each entry in its chunk, bit by bit; None if all
+        entries are sent.
+      codes: uint8 bytes, the bin of each entry, likewise; None without `bits`.
       values: the value of each bin, float32 at least; without `bits` that of each entry.
     """
 
@@ -149,15 +149,31 @@ def _positions(found: Array, shape: Shape) -> Array:
     return chunk * shape.chunk + found.astype(jnp.int32)
 
 
+# Bytes hold one bit of each of 8 numbers, an eighth of the array apart: an axis of 8 or of
+# some bits at the end would be padded to 128 on TPUs.
+
+
 def _to_bytes(numbers: Array, bits: int) -> Array:
-    """Numbers of so many bits as bytes, without gaps."""
-    places = jnp.arange(bits, dtype=numbers.dtype)
-    digits = (numbers[:, None] >> places[None]) & 1
-    return jnp.packbits(digits.astype(jnp.uint8).ravel(), bitorder="little")
+    """uint8 [bits, ceil(n / 8)], the bits of n numbers.
+
+    >>> _to_bytes(jnp.array([1, 2, 3]), bits=2).tolist()
+    [[5], [6]]
+    """
+    columns = jnp.pad(numbers, (0, -numbers.size % 8)).reshape(1, 8, -1)
+    digits = columns >> _along(0, bits, numbers.dtype) & 1
+    bytes_ = digits.astype(jnp.uint8) << _along(1, 8, jnp.uint8)
+    return bytes_.sum(axis=1, dtype=jnp.uint8)
 
 
 def _out_of_bytes(packed: Array, bits: int, count: int) -> Array:
     """int32 [count], the numbers that `_to_bytes` has packed."""
-    digits = jnp.unpackbits(packed, count=bits * count, bitorder="little")
-    places = jnp.arange(bits, dtype=jnp.int32)
-    return (digits.reshape(count, bits).astype(jnp.int32) << places[None]).sum(axis=1)
+    digits = packed[:, None] >> _along(1, 8, jnp.uint8) & 1
+    numbers = (digits.astype(jnp.int32) << _along(0, bits, jnp.int32)).sum(axis=0)
+    return numbers.ravel()[:count]
+
+
+def _along(axis: int, size: int, dtype: Any) -> Array:
+    """0, 1, … along one axis of three."""
+    return jnp.arange(size, dtype=dtype).reshape(
+        [size if i == axis else 1 for i in range(3)]
+    )

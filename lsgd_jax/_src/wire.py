@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.packing import joined
+from lsgd_jax._src.trees import finite_part
 
 
 Bits = Literal["float32", "bfloat16", "int8", "int4"]
@@ -132,7 +133,7 @@ class Coded(NamedTuple):
 
     Attributes:
       codes: int8 [n]; with 'int4' uint8 [ceil(n / 2)], two codes to a byte; with
-        'bfloat16' uint8 [2 n], its bytes: sums of bytes with zeros are exact on every
+        'bfloat16' uint16 [n], its words: sums of words with zeros are exact on every
         backend, while CPUs add bfloat16 in float32.
       scales: float32, one for each block; None with 'bfloat16'.
     """
@@ -157,16 +158,12 @@ def encode(
     >>> encode(jnp.array([0.5, -1.0, 0.1]), Wire("int8")).codes.tolist()
     [64, -127, 13]
     """
-    flat = x.ravel().astype(jnp.float32)
-    flat = jnp.where(jnp.isfinite(flat), flat, 0)
+    flat = finite_part(x.ravel().astype(jnp.float32))
     if wire.format == "bfloat16":
-        rounded = _only(_to_bfloat16(flat, key), runs)
-        return Coded(lax.bitcast_convert_type(rounded, jnp.uint8).ravel(), None)
-    levels = LEVELS[wire.format]
+        return Coded(_only(_to_words(flat, key), runs), None)
     blocks = jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
-    scales = jnp.abs(blocks).max(axis=1) / levels
-    codes = _codes(flat, _of_elements(scales, flat.size, wire), levels, key)
-    codes = _only(codes, runs)
+    codes, scales = _rounded(blocks, wire, key)
+    codes = _only(codes.ravel()[: flat.size], runs)
     return Coded(_two_to_a_byte(codes) if wire.format == "int4" else codes, scales)
 
 
@@ -184,13 +181,51 @@ def decode(
     size = math.prod(shape)
     travels = size if runs is None else sum(n for _, n in runs)
     if scales is None:
-        pairs = codes.reshape(-1, 2)
-        values = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
-        return _spread(values, runs, 1).reshape(shape)
+        return _spread(_of_words(codes), runs, 1).reshape(shape)
     if wire.format == "int4":
         codes = _out_of_bytes(codes, travels)
     steps = _spread(codes, runs, wire.block).astype(jnp.float32)
     return (steps * _of_elements(scales, size, wire)).reshape(shape)
+
+
+def encode_blocks(blocks: Array, wire: Wire, key: Array | None = None) -> Coded:
+    """Encodes finite blocks [..., b], each by itself: codes [..., .] and scales [...].
+
+    >>> import jax.numpy as jnp
+    >>> coded = encode_blocks(jnp.array([[0.5, -1.0], [1.0, 2.0]]), Wire("int8"))
+    >>> coded.codes.tolist(), coded.scales.shape
+    ([[64, -127], [64, 127]], (2,))
+    """
+    if wire.format == "bfloat16":
+        return Coded(_to_words(blocks, key), None)
+    codes, scales = _rounded(blocks, wire, key)
+    return Coded(_two_to_a_byte(codes, -1) if wire.format == "int4" else codes, scales)
+
+
+def decode_blocks(coded: Coded, wire: Wire) -> Array:
+    """The blocks that arrive, in float32.
+
+    >>> import jax.numpy as jnp
+    >>> wire = Wire("int4", block=3)
+    >>> decode_blocks(encode_blocks(jnp.array([[7.0, -2.0, 4.0]]), wire), wire).tolist()
+    [[7.0, -2.0, 4.0]]
+    """
+    codes, scales = coded
+    if scales is None:
+        return _of_words(codes)
+    if wire.format == "int4":
+        codes = _out_of_bytes(codes, wire.block, -1)
+    return codes.astype(jnp.float32) * scales[..., None]
+
+
+def block_nbytes(wire: Wire) -> int:
+    """The bytes of an encoded block with its scale.
+
+    >>> block_nbytes(Wire("int8")), block_nbytes(Wire("int4"))
+    (260, 132)
+    """
+    b = wire.block
+    return {"bfloat16": 2 * b, "int8": b + 4, "int4": -(-b // 2) + 4}[wire.format]
 
 
 def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
@@ -201,16 +236,15 @@ def encode_whole(x: Array, wire: Wire, key: Array | None = None) -> Coded:
     >>> import jax.numpy as jnp
     >>> coded = encode_whole(jnp.array([[0.5, -1.0], [1.0, 2.0]]), Wire("int8"))
     >>> coded.codes.tolist(), coded.scales.shape
-    ([[[64, -127]], [[64, 127]]], (2, 1, 1))
+    ([[[64, -127]], [[64, 127]]], (2, 1))
     """
-    x = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)
+    x = finite_part(x).astype(jnp.float32)
     if wire.format == "bfloat16":
-        return Coded(lax.bitcast_convert_type(_to_bfloat16(x, key), jnp.uint8), None)
+        return Coded(_to_words(x, key), None)
     axis, size = _blocks_in(x.shape, wire)
-    levels, cut = LEVELS[wire.format], (x.shape[axis] // size, size)
+    cut = x.shape[axis] // size, size
     blocks = x.reshape(*x.shape[:axis], *cut, *x.shape[axis + 1 :])
-    scales = jnp.abs(blocks).max(axis=axis + 1, keepdims=True) / levels
-    codes = _codes(blocks, scales, levels, key)
+    codes, scales = _rounded(blocks, wire, key, axis + 1)
     is_half = wire.format == "int4"
     return Coded(_two_to_a_byte(codes, axis + 1) if is_half else codes, scales)
 
@@ -225,10 +259,11 @@ def decode_whole(coded: Coded, wire: Wire, shape: tuple[int, ...]) -> Array:
     """
     codes, scales = coded
     if scales is None:
-        return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
+        return _of_words(codes)
+    axis, size = _blocks_in(shape, wire)
     if wire.format == "int4":
-        axis, size = _blocks_in(shape, wire)
         codes = _out_of_bytes(codes, size, axis + 1)
+    scales = jnp.expand_dims(scales, axis + 1)
     return (codes.astype(jnp.float32) * scales).reshape(shape)
 
 
@@ -242,14 +277,21 @@ def _blocks_in(shape: tuple[int, ...], wire: Wire) -> tuple[int, int]:
     return axis, size
 
 
-def _codes(x: Array, scales: Array, levels: int, key: Array | None) -> Array:
-    """x / scales, rounded to nearest, or at random with a key: int8."""
-    steps = x / jnp.where(scales > 0, scales, 1)
+def _rounded(
+    blocks: Array, wire: Wire, key: Array | None, axis: int = -1
+) -> tuple[Array, Array]:
+    """The int8 codes of blocks along an axis, and their scales, which lack that axis.
+
+    Codes are x / s, rounded to nearest, or at random with a key.
+    """
+    levels = LEVELS[wire.format]
+    scales = jnp.abs(blocks).max(axis=axis) / levels
+    steps = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)
     if key is None:
         steps = jnp.round(steps)
     else:
-        steps = jnp.floor(steps + jax.random.uniform(key, x.shape))
-    return jnp.clip(steps, -levels, levels).astype(jnp.int8)
+        steps = jnp.floor(steps + jax.random.uniform(key, blocks.shape))
+    return jnp.clip(steps, -levels, levels).astype(jnp.int8), scales
 
 
 def _only(x: Array, runs: Runs | None) -> Array:
@@ -272,8 +314,8 @@ def _of_elements(scales: Array, size: int, wire: Wire) -> Array:
     return jnp.broadcast_to(scales[:, None], (scales.size, wire.block)).ravel()[:size]
 
 
-def _to_bfloat16(x: Array, key: Array | None) -> Array:
-    """Finite float32 as bfloat16, rounded to nearest, or at random with a key."""
+def _to_words(x: Array, key: Array | None) -> Array:
+    """Finite float32 as bfloat16 in uint16, rounded to nearest, or at random with a key."""
     largest = float(jnp.finfo(jnp.bfloat16).max)  # beyond, it would round to inf
     x = jnp.clip(x, -largest, largest)
     if key is not None:
@@ -281,7 +323,11 @@ def _to_bfloat16(x: Array, key: Array | None) -> Array:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         bits += jax.random.bits(key, x.shape, jnp.uint16)
         x = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-    return x.astype(jnp.bfloat16)
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _of_words(words: Array) -> Array:
+    return lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
 
 
 def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
@@ -291,7 +337,8 @@ def _two_to_a_byte(codes: Array, axis: int = 0) -> Array:
     """
     size = codes.shape[axis]
     half = -(-size // 2)
-    missing = [(0, 2 * half - size if i == axis else 0) for i in range(codes.ndim)]
+    gap = 2 * half - size
+    missing = [(0, gap * (i == axis % codes.ndim)) for i in range(codes.ndim)]
     nibbles = jnp.pad(codes, missing).astype(jnp.uint8) & 15
     first, second = jnp.split(nibbles, 2, axis)
     return first | second << 4

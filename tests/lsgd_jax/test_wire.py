@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from harness import exchanges
 
 import lsgd_jax as lj
@@ -191,8 +192,34 @@ def test_lsgd_and_diloco_by_hand(format):
     close(states_of(state)[0].pulls[0].wire.error, e)
 
 
-def _train(tx, start, steps, losses):
-    workers = lj.Workers(1, len(start), devices=jax.devices()[: len(start)])
+@pytest.mark.parametrize("nodes, locals, devices", [(1, 3, 3), (2, 4, 4), (2, 4, 2)])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_means_by_shares_by_hand(format, nodes, locals, devices, monkeypatch):
+    """Both errors are fed back, and a worker that is not finite still owns its share."""
+    monkeypatch.setattr(shares, "SMALL", 0)
+    block, W, rng = 8, nodes * locals, np.random.default_rng(0)
+    Q = functools.partial(reference.rounded, levels=LEVELS[format], block=block)
+    start = rng.normal(size=(W, 37 * block + 5)).astype(np.float32)
+    steps = rng.normal(size=(4, W, start.shape[1])).astype(np.float32)
+    losses = rng.uniform(size=(4, W)).astype(np.float32)
+    losses[1, 1] = np.nan
+
+    wire = lj.Wire(format, block=block)
+    tx = optax.chain(lj.diloco(1, optax.sgd(0.5), wire=wire))
+    seen, state = _train(tx, start, steps, losses, nodes, devices)
+    a, e, x = start.mean(axis=0), 0, start
+    for t in range(4):
+        owed = np.where(np.isfinite(losses[t])[:, None], x + steps[t] - a + e, 0)
+        total, e = reference.sum_of_shares(owed, Q, block)
+        a = a + 0.5 * total / np.isfinite(losses[t]).sum()
+        x = np.stack([a] * W)
+        close(seen[t], x)
+    close(states_of(state)[0].pulls[0].wire.error, e, atol=W * 1e-6)
+
+
+def _train(tx, start, steps, losses, nodes=1, devices=None):
+    W = len(start)
+    workers = lj.Workers(nodes, W // nodes, devices=jax.devices()[: devices or W])
     x, seen = workers.put(start), []
     state = workers.map(tx.init)(x)
 
@@ -377,8 +404,10 @@ def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
         _, state = compiled(x, state)
         (level,) = lj.diagnostics(state)
         assert always == 0 and level.payload == level.bytes_sent == sent[wire]
-    shares = {wire: count / sent["float32"] for wire, count in sent.items()}
-    assert shares["bfloat16"] < 0.51 and shares["int8"] < 0.27 and shares["int4"] < 0.14
+    # A mean travels twice: all of it to the owners of shares, and a share to all workers.
+    twice = 1 + 1 / 4 if name == "diloco" else 1
+    part = {wire: count / sent["float32"] / twice for wire, count in sent.items()}
+    assert part["bfloat16"] < 0.51 and part["int8"] < 0.27 and part["int4"] < 0.14
 
 
 def test_a_quadratic_is_solved_up_to_the_rounding():
