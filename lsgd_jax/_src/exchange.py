@@ -207,13 +207,13 @@ def advance(
       check: see `exchange`.
       extras: see `extras_of`.
     """
-    t = step_of(state)
+    t, common = step_of(state), common_step_of(state)
     u, states, counts, is_finite = kernel.local(
         pulls, x, u, loss, state.pulls, state.is_finite, t, check, extras
     )
 
     def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
-        return run_pulls(pulls, x, u, states, counts, is_finite, t, sent, extras)
+        return run_pulls(pulls, x, u, states, counts, is_finite, common, sent, extras)
 
     return when_due(
         pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due
@@ -222,6 +222,11 @@ def advance(
 
 def step_of(state: ExchangeState) -> Array:
     """The number t of the step that follows this state, counted from 1."""
+    return jnp.asarray(optax.safe_increment(state.count.value))
+
+
+def common_step_of(state: ExchangeState) -> Array:
+    """The same t for branches; see `the_same_for_all`."""
     return jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
 
 
@@ -241,9 +246,10 @@ def when_due(
     if due is not None and not isinstance(due, bool):
         raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
     sent: dict[int, float] = {}
-    any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
+    turns = [(pull.every, at) for pull in pulls for at in _turns(pull)]
+    any_due = lambda t: any_of(*(is_due(t, *turn) for turn in turns))
     tree, states, is_finite = cond(
-        any_due if due is None else due,
+        any_due(common_step_of(state)) if due is None else due,
         lambda tree, states: run(tree, states, sent),
         lambda tree, states: (tree, states, state.is_finite),
         tree,
@@ -253,7 +259,7 @@ def when_due(
         each._replace(traffic=each.traffic.each(sent[k])) if k in sent else each
         for k, each in enumerate(states)
     )
-    missed = jnp.asarray(any_due if due is False else False, jnp.int32)
+    missed = jnp.asarray(any_due(t) if due is False else False, jnp.int32)
     return tree, ExchangeState(
         count=Shared(t),
         is_finite=is_finite,

@@ -124,7 +124,8 @@ class Outer(ByValue):
     ) -> Any:
         """With y alone, the step starts from x = y and u = 0."""
         pulls, before = self.method.pulls, state.exchange
-        t, y = lock_step.step_of(before), trees.floats(params)
+        t, common = lock_step.step_of(before), lock_step.common_step_of(before)
+        y = trees.floats(params)
         still = trees.zeros(y)
         u, states, counts = kernel.step_rules(
             pulls, y, still, loss, before.pulls, t, extras
@@ -133,8 +134,9 @@ class Outer(ByValue):
             y = trees.plus(y, u)
 
         def run(y: Tree, states: Any, sent: dict[int, float]) -> Any:
+            still, is_finite = trees.zeros(y), before.is_finite
             u, states, is_finite = lock_step.run_pulls(
-                pulls, y, trees.zeros(y), states, counts, before.is_finite, t, sent, extras
+                pulls, y, still, states, counts, is_finite, common, sent, extras
             )
             return trees.apply_updates(y, u), states, is_finite
 
