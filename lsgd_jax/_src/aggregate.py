@@ -87,7 +87,7 @@ def aggregate(
 
     def update(updates, state, params=None, **extra_args) -> Any:
         del extra_args
-        count = the_same_for_all(state.count.value)
+        count = state.count.value
 
         def communicate(g, own, traffic):
             finite, line = trees.all_finite(g), Line(Group(axes).channel)
@@ -98,7 +98,7 @@ def aggregate(
         def keep(g, own, traffic):
             return g, own, traffic, jnp.asarray(False)
 
-        due = True if until is None else count < until
+        due = True if until is None else the_same_for_all(count) < until
         g, own, traffic, excluded = cond(
             due, communicate, keep, updates, state.own, state.traffic
         )

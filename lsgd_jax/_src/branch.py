@@ -52,7 +52,9 @@ def the_same_for_all(count: Array) -> Array:
     """Returns a step count; under `jax.vmap`, the count of the first row for all rows.
 
     All workers have the same count, so one row represents all. With a batched count as
-    predicate, a `cond` would become a `select`, which communicates on every step.
+    predicate, a `cond` would become a `select`, which communicates on every step. To read
+    one row of a count that is sharded over the workers is a message of 4 bytes, so only
+    branches use the result: a program without branches drops the message.
     """
     return count
 

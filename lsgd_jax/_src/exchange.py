@@ -226,7 +226,7 @@ def advance(
       check: see `exchange`.
       extras: see `extras_of`.
     """
-    at = Step(pulls, step_of(state), plan, extras)
+    at = Step(pulls, state, plan, extras)
     states = at.depart(x, state.pulls)
     u, states, counts, is_finite = kernel.local(
         pulls, x, u, loss, states, state.is_finite, at.t, check, extras
@@ -235,24 +235,28 @@ def advance(
     return u, at.after(state, states, is_finite)
 
 
-def step_of(state: ExchangeState) -> Array:
-    """The number t of the step that follows this state, counted from 1."""
-    return jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
-
-
 class Step:
     """One step of the pulls, while it is traced.
 
     Args:
       pulls: the pulls, in order.
-      t: int32 scalar, the step.
+      state: the state before the step.
       plan: what is due.
       extras: see `extras_of`.
+
+    Attributes:
+      t: int32 scalar, the number of this step, counted from 1.
     """
 
-    def __init__(self, pulls: Sequence[Pull], t: Array, plan: Plan, extras: Extras):
-        self.t, self._pulls, self._plan, self._extras = t, pulls, plan, extras
-        self._turns = plan.turns(pulls, t)
+    def __init__(
+        self, pulls: Sequence[Pull], state: ExchangeState, plan: Plan, extras: Extras
+    ):
+        count = state.count.value
+        self.t = jnp.asarray(optax.safe_increment(count))
+        # The same t for branches and what stands in them; see `the_same_for_all`.
+        self._common = jnp.asarray(optax.safe_increment(the_same_for_all(count)))
+        self._pulls, self._plan, self._extras = pulls, plan, extras
+        self._turns = plan.turns(pulls, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
     def depart(self, x: Tree, states: Sequence[PullState]) -> tuple[PullState, ...]:
@@ -281,7 +285,7 @@ class Step:
         def send(state: PullState) -> PullState:
             like = parts.select(pull.part, x)
             state, self._sent[k] = kernel.send_pending(
-                pull, like, state, self.t - 1, value_fn
+                pull, like, state, self._common - 1, value_fn
             )
             return state
 
@@ -354,10 +358,8 @@ class Step:
                 is_finite |= restored
             else:
                 # Packing again what was unpacked costs nothing: XLA joins the slices.
-                u, part = (
-                    whole.packing.unpack(us),
-                    functools.partial(parts.select, pull.part),
-                )
+                u = whole.packing.unpack(us)
+                part = functools.partial(parts.select, pull.part)
                 some = _Buffers.of(part(x), None if frame is None else part(frame))
                 others = kernel.position(frame, u)
                 mine = some.packing.pack(part(u))
@@ -367,7 +369,7 @@ class Step:
                 # Restoring a part does not restore the other leaves.
                 is_finite |= finite_now(us)
             after.append(state)
-        u = whole.packing.unpack(kernel.stay(whole.xs, us), t=self.t)
+        u = whole.packing.unpack(kernel.stay(whole.xs, us), t=self._common)
         return u, tuple(after), is_finite
 
     def _pull(
@@ -392,11 +394,11 @@ class Step:
 
         def land(us: list[Array], target: Any, state: PullState) -> Any:
             packed = target._replace(z=packing.pack(target.z))
-            return kernel.land(pull, xs, us, packed, state, is_finite, self.t)
+            return kernel.land(pull, xs, us, packed, state, is_finite, self._common)
 
         def send_and_land(us: list[Array], state: PullState) -> Any:
             target, state, self._sent[k] = kernel.send(
-                pull, None, x, y_of(us), state, is_finite, self.t, value_fn
+                pull, None, x, y_of(us), state, is_finite, self._common, value_fn
             )
             return land(us, target, state)
 

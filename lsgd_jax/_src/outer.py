@@ -123,7 +123,7 @@ class Outer(ByValue):
         # Where x is not finite, `apply_updates` uses u as the parameter itself.
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
-        at = Step(self.method.pulls, lock_step.step_of(before), plan, extras)
+        at = Step(self.method.pulls, before, plan, extras)
         states = at.depart(y, before.pulls)
         stepped, states, counts, is_finite = kernel.local(
             self.method.pulls,
@@ -148,7 +148,7 @@ class Outer(ByValue):
     ) -> Any:
         """With y alone, the rules' own steps start from x = y and u = 0."""
         before, y = state.exchange, trees.floats(params)
-        at = Step(self.method.pulls, lock_step.step_of(before), plan, extras)
+        at = Step(self.method.pulls, before, plan, extras)
         states, still = at.depart(y, before.pulls), trees.zeros(y)
         u, states, counts = kernel.step_rules(
             self.method.pulls, y, still, loss, states, at.t, extras

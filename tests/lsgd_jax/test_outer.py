@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -233,11 +234,11 @@ def test_replicas_send_shards_and_only_when_due(name, face):
     mesh, method = mesh_of(), ON_REPLICAS[name]
     o = lj.outer(method)
 
-    def step(params, state, loss):
+    def step(params, state, loss, due=None):
         if face == "outer":
-            return o.step(params, state, loss=loss)
+            return o.step(params, state, loss=loss, due=due)
         still = jax.tree.map(jnp.zeros_like, params)
-        u, state = method.update(still, state, params, loss=loss)
+        u, state = method.update(still, state, params, loss=loss, due=due)
         return lj.apply_updates(params, u), state
 
     with jax.set_mesh(mesh):
@@ -246,6 +247,11 @@ def test_replicas_send_shards_and_only_when_due(name, face):
         compiled = jax.jit(over_replicas(step)).lower(params, state, jnp.ones(2)).compile()
         silent, in_branches = exchanges(compiled.as_text())
         after, _ = compiled(params, state, jnp.ones(2))
+        quiet = jax.jit(over_replicas(functools.partial(step, due=False)))
+        rows = NamedSharding(mesh, P("replica"))
+        state = jax.tree.map(lambda x: jax.device_put(x, rows) if x.ndim == 1 else x, state)
+        text = quiet.lower(params, state, jnp.ones(2)).compile().as_text()
+        assert not re.search(r" (all|collective|reduce)-[a-z-]+\(", text)
     shard = sum(x.nbytes for x in params.values()) / 8  # of one replica, of one device
     assert silent == 0 and 0 < max(in_branches)
     # Whole biases, scales and flags are extra. Gathered leaves would be 4 times as large.

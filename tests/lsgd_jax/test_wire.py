@@ -196,7 +196,7 @@ def test_lsgd_and_diloco_by_hand(format):
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_means_by_shares_by_hand(format, nodes, locals, devices, monkeypatch):
     """Both errors are fed back, and a worker that is not finite still owns its share."""
-    monkeypatch.setattr(shares, "SMALL", 0)
+    monkeypatch.setattr(narrow_sums, "SMALL", 0)
     block, W, rng = 8, nodes * locals, np.random.default_rng(0)
     Q = functools.partial(reference.rounded, levels=LEVELS[format], block=block)
     start = rng.normal(size=(W, 37 * block + 5)).astype(np.float32)

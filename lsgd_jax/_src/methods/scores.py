@@ -30,7 +30,9 @@ def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
             f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
         )
     window, dtype = len(losses), losses.dtype
-    losses = losses.at[(t - 1) % window].set(jnp.asarray(loss, dtype))
+    # Under a user's `jax.vmap`, a scatter over rows of several workers would communicate.
+    is_here = jnp.arange(window) == (t - 1) % window
+    losses = jnp.where(is_here, jnp.asarray(loss, dtype), losses)
     return losses, losses.sum() / jnp.minimum(t, window).astype(dtype)
 
 
