@@ -69,7 +69,8 @@ def is_due(t: Array, every: int, at: int) -> Any:
 
 
 def any_of(*conditions: Any) -> Any:
-    """The logical or; the Python value True if one of the conditions is True."""
+    """The logical or; a Python bool where the Python values among them decide."""
     if any(condition is True for condition in conditions):
         return True
-    return functools.reduce(jnp.logical_or, conditions, False)
+    open_ = [condition for condition in conditions if condition is not False]
+    return functools.reduce(jnp.logical_or, open_) if open_ else False

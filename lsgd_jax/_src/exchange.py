@@ -6,6 +6,7 @@ each under a `cond` on the shared step count.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
@@ -16,12 +17,13 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import kernel, parts, trees
-from lsgd_jax._src.branch import any_of, cond, is_due, the_same_for_all
+from lsgd_jax._src.branch import any_of, cond, the_same_for_all
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_option, check_same_tree
-from lsgd_jax._src.kernel import Check, Pull, PullState, Target
+from lsgd_jax._src.kernel import Check, Pull, PullState
 from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.phases import QUIET, Phase, Plan, all_phases, phase_at
 from lsgd_jax._src.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.rule import NO_EXTRAS, Extras, Rule
 from lsgd_jax._src.shared import Shared
@@ -62,9 +64,17 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
     pulls: tuple[Pull, ...] = ()
     check: Check = "due"
 
+    def phase(self, step: int) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; for host loops."""
+        return phase_at(self.pulls, step)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Returns all phases from the second step on, in the order of their appearance."""
+        return all_phases(self.pulls)
+
     def is_due(self, step: int) -> bool:
-        """Whether a pull sends or lands at this step, counted from 1; for host loops."""
-        return any(step % p.every == at for p in self.pulls for at in _turns(p))
+        """Whether a pull does anything at this step, counted from 1; for host loops."""
+        return self.phase(step) != QUIET
 
 
 @by_value
@@ -83,10 +93,14 @@ def exchange(
       y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau \\
       u &\leftarrow y - x
 
-    On all other steps u passes unchanged and nothing is communicated. A loop that counts
-    its steps may compile those steps separately: ``tx.update(grads, state, params,
-    value=loss, due=False)`` omits the pulls, for steps on which `Exchange.is_due` is False.
-    A due pull that was omitted is counted as misplaced.
+    On all other steps u passes unchanged and nothing is communicated. The message of a
+    delayed pull leaves at the start of step o - d + 1, so that it travels while that step's
+    gradient is computed.
+
+    A loop that counts its steps knows what is due: with ``p = tx.phase(t)``, ``tx.update(
+    grads, state, params, value=loss, phase=p)`` compiles exactly that, without a
+    conditional, once for each of `Exchange.phases`. ``due=False`` is the phase in which
+    nothing is due. A phase other than that of the step count is counted as misplaced.
 
     The update determines the next x, so an exchange stands **last** in its chain. If x
     differs at the next step, `diagnostics` counts it as misplaced.
@@ -162,6 +176,7 @@ def exchange(
         grad=None,
         value_fn=None,
         due=None,
+        phase=None,
         **extra_args,
     ) -> Any:
         del extra_args
@@ -169,16 +184,20 @@ def exchange(
             raise ValueError(NO_PARAMS)
         check_same_tree("updates", updates, params)
         loss, extras = loss_of(value, loss), extras_of(pulls, params, grad, value_fn)
+        plan = Plan.of(pulls, due, phase)
         with naming_the_state(state, lambda: init(params)):
-            return step(updates, state, params, loss, extras, due)
+            return step(updates, state, params, loss, extras, plan)
 
-    def step(updates, state, params, loss, extras, due) -> Any:
-        x, u = trees.floats(params), trees.widen(trees.floats(updates))
+    def step(updates, state, params, loss, extras, plan) -> Any:
+        x, u = trees.floats(params), trees.widen(trees.floats(updates, like=params))
         wrong = misplaced(state.expected, x)
-        u, after = advance(pulls, x, u, state, loss, due, check, extras)
+        u, after = advance(pulls, x, u, state, loss, plan, check, extras)
+        # Elements of u can be read only if u is an array of its own. On a quiet step it is
+        # fused with the optimizer and `apply_updates`, and reading it would cost a pass.
+        is_fused = plan.phase == QUIET
         return trees.refill(u, updates), after._replace(
             misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
-            expected=sample_after(x, u),
+            expected=unknown(x) if is_fused else sample_after(x, u),
         )
 
     transformation = Exchange(init, update)
@@ -192,7 +211,7 @@ def advance(
     u: Tree,
     state: ExchangeState,
     loss: Any,
-    due: bool | None,
+    plan: Plan,
     check: Check,
     extras: Extras,
 ) -> tuple[Tree, ExchangeState]:
@@ -203,21 +222,17 @@ def advance(
       x, u: the leaves of floats; u in float32 or wider.
       state: the state before the step.
       loss: the loss at x, or None.
-      due: whether a pull is due. With None, the step count decides.
+      plan: what is due.
       check: see `exchange`.
       extras: see `extras_of`.
     """
-    t = step_of(state)
+    at = Step(pulls, step_of(state), plan, extras)
+    states = at.depart(x, state.pulls)
     u, states, counts, is_finite = kernel.local(
-        pulls, x, u, loss, state.pulls, state.is_finite, t, check, extras
+        pulls, x, u, loss, states, state.is_finite, at.t, check, extras
     )
-
-    def run(u: Tree, states: Sequence[PullState], sent: dict[int, float]) -> Any:
-        return run_pulls(pulls, x, u, states, counts, is_finite, t, sent, extras)
-
-    return when_due(
-        pulls, run, u, state._replace(pulls=states, is_finite=is_finite), t, due
-    )
+    u, states, is_finite = at.arrive(x, x, u, states, counts, is_finite)
+    return u, at.after(state, states, is_finite)
 
 
 def step_of(state: ExchangeState) -> Array:
@@ -225,158 +240,205 @@ def step_of(state: ExchangeState) -> Array:
     return jnp.asarray(optax.safe_increment(the_same_for_all(state.count.value)))
 
 
-def when_due(
-    pulls: Sequence[Pull],
-    run: Callable[[Tree, Sequence[PullState], dict[int, float]], Any],
-    tree: Tree,
-    state: ExchangeState,
-    t: Array,
-    due: bool | None,
-) -> tuple[Tree, ExchangeState]:
-    """Returns the tree and the state after step t, from `run` if a pull is due.
+class Step:
+    """One step of the pulls, while it is traced.
 
-    run: (tree, pulls' states, sent) -> (tree, pulls' states, is_finite). While it is
-    traced, it records in `sent` the bytes that each pull sends.
+    Args:
+      pulls: the pulls, in order.
+      t: int32 scalar, the step.
+      plan: what is due.
+      extras: see `extras_of`.
     """
-    if due is not None and not isinstance(due, bool):
-        raise ValueError(f"`due` must be a bool while tracing, or None, got {due!r}")
-    sent: dict[int, float] = {}
-    any_due = any_of(*(is_due(t, p.every, at) for p in pulls for at in _turns(p)))
-    tree, states, is_finite = cond(
-        any_due if due is None else due,
-        lambda tree, states: run(tree, states, sent),
-        lambda tree, states: (tree, states, state.is_finite),
-        tree,
-        state.pulls,
-    )
-    states = tuple(
-        each._replace(traffic=each.traffic.each(sent[k])) if k in sent else each
-        for k, each in enumerate(states)
-    )
-    missed = jnp.asarray(any_due if due is False else False, jnp.int32)
-    return tree, ExchangeState(
-        count=Shared(t),
-        is_finite=is_finite,
-        misplaced=state.misplaced + missed,
-        expected=state.expected,
-        pulls=states,
-    )
 
+    def __init__(self, pulls: Sequence[Pull], t: Array, plan: Plan, extras: Extras):
+        self.t, self._pulls, self._plan, self._extras = t, pulls, plan, extras
+        self._turns = plan.turns(pulls, t)
+        self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
 
-# A due step
+    def depart(self, x: Tree, states: Sequence[PullState]) -> tuple[PullState, ...]:
+        """Sends the messages of delayed pulls, before anything of this step is known.
 
+        x: the leaves of floats.
+        """
+        delayed = [k for k, pull in enumerate(self._pulls) if pull.delay]
+        if not delayed:
+            return tuple(states)
 
-def run_pulls(
-    pulls: Sequence[Pull],
-    x: Tree,
-    u: Tree,
-    states: Sequence[PullState],
-    counts: Sequence[Array],
-    is_finite: Array,
-    t: Array,
-    sent: dict[int, float],
-    extras: Extras,
-) -> tuple[Tree, tuple[PullState, ...], Array]:
-    """Runs the due pulls: returns u, the pulls' states, and whether y is finite."""
-    whole, after = _packed(x), []
-    us = whole.packing.pack(u)
+        def send(states: list[PullState]) -> list[PullState]:
+            return [self._send_pending(k, x, state) for k, state in zip(delayed, states)]
 
-    def finite_now(us: list[Array]) -> Array:
-        return trees.all_finite(whole.packing.named(trees.plus(whole.xs, us)))
+        due = any_of(*(self._turns[k].sends for k in delayed)) if self._plan.skips else True
+        sent = cond(due, send, lambda states: states, [states[k] for k in delayed])
+        after = dict(zip(delayed, sent))
+        return tuple(after.get(k, state) for k, state in enumerate(states))
 
-    is_finite &= finite_now(us)
-    for k, (pull, state) in enumerate(zip(pulls, states)):
-        takes_part = counts[k] & is_finite
-        if pull.part is None:
-            us, state, restored, sent[k] = _run_pull(
-                pull, whole, us, state, takes_part, t, extras.value_fn
+    def _send_pending(self, k: int, x: Tree, state: PullState) -> PullState:
+        pull = self._pulls[k]
+        value_fn = _value_of_part(pull, self._extras.value_fn, x)
+
+        def send(state: PullState) -> PullState:
+            like = parts.select(pull.part, x)
+            state, self._sent[k] = kernel.send_pending(
+                pull, like, state, self.t - 1, value_fn
             )
-            is_finite |= restored
-        else:
-            # Packing again what was unpacked costs nothing: XLA joins the slices.
-            part, u = _packed(parts.select(pull.part, x)), whole.packing.unpack(us)
-            mine = part.packing.pack(parts.select(pull.part, u))
-            value_fn = _value_of_part(pull, extras.value_fn, x, u)
-            mine, state, _, sent[k] = _run_pull(
-                pull, part, mine, state, takes_part, t, value_fn
+            return state
+
+        return cond(self._turns[k].sends, send, lambda state: state, state)
+
+    def arrive(
+        self,
+        x: Tree,
+        frame: Tree | None,
+        u: Tree,
+        states: Sequence[PullState],
+        counts: Sequence[Array],
+        is_finite: Array,
+    ) -> tuple[Tree, tuple[PullState, ...], Array]:
+        """Runs the pulls that are due after the worker's own step.
+
+        Args:
+          x: the parameters before the step, for the rules that read them.
+          frame: x if u is an update of it, or None if u is y itself.
+          u, states, counts, is_finite: see `kernel.local`.
+
+        Returns:
+          (u, states, is_finite).
+        """
+        run = lambda u, states: self._run(x, frame, u, states, counts, is_finite)
+        keep = lambda u, states: (u, states, is_finite)
+        due = any_of(*(turn.arrives for turn in self._turns))
+        due = due if self._plan.skips else True
+        return cond(due, run, keep, u, tuple(states))
+
+    def after(
+        self, state: ExchangeState, states: Sequence[PullState], is_finite: Array
+    ) -> ExchangeState:
+        """Returns the state after this step."""
+        states = tuple(
+            each._replace(traffic=each.traffic.each(self._sent[k]))
+            if k in self._sent
+            else each
+            for k, each in enumerate(states)
+        )
+        missed = self._plan.differs(self._pulls, self.t)
+        return ExchangeState(
+            count=Shared(self.t),
+            is_finite=is_finite,
+            misplaced=state.misplaced + jnp.asarray(missed, jnp.int32),
+            expected=state.expected,
+            pulls=states,
+        )
+
+    def _run(
+        self,
+        x: Tree,
+        frame: Tree | None,
+        u: Tree,
+        states: Sequence[PullState],
+        counts: Sequence[Array],
+        is_finite: Array,
+    ) -> tuple[Tree, tuple[PullState, ...], Array]:
+        whole, after = _Buffers.of(x, frame), []
+        us = whole.packing.pack(u)
+
+        def finite_now(us: list[Array]) -> Array:
+            return trees.all_finite(whole.packing.named(kernel.position(whole.xs, us)))
+
+        is_finite &= finite_now(us)
+        for k, (pull, state) in enumerate(zip(self._pulls, states)):
+            takes_part = counts[k] & is_finite
+            if pull.part is None:
+                us, state, restored = self._pull(k, whole, us, state, takes_part, None)
+                is_finite |= restored
+            else:
+                # Packing again what was unpacked costs nothing: XLA joins the slices.
+                u, part = (
+                    whole.packing.unpack(us),
+                    functools.partial(parts.select, pull.part),
+                )
+                some = _Buffers.of(part(x), None if frame is None else part(frame))
+                others = kernel.position(frame, u)
+                mine = some.packing.pack(part(u))
+                mine, state, _ = self._pull(k, some, mine, state, takes_part, others)
+                mine = parts.put_back(pull.part, some.packing.unpack(mine), u)
+                us = whole.packing.pack(mine)
+                # Restoring a part does not restore the other leaves.
+                is_finite |= finite_now(us)
+            after.append(state)
+        u = whole.packing.unpack(kernel.stay(whole.xs, us), t=self.t)
+        return u, tuple(after), is_finite
+
+    def _pull(
+        self,
+        k: int,
+        leaves: "_Buffers",
+        us: list[Array],
+        state: PullState,
+        is_finite: Array,
+        others: Tree | None,
+    ) -> tuple[list[Array], PullState, Array]:
+        """Runs one pull: returns us, its state, and whether it restored the worker.
+
+        others: y of all leaves, if the pull has only some of them.
+        """
+        pull, turn, (packing, x, xs) = self._pulls[k], self._turns[k], leaves
+        value_fn = _value_of_part(pull, self._extras.value_fn, others)
+        not_restored = jnp.asarray(False)
+
+        def y_of(us: list[Array]) -> Tree:
+            return packing.unpack(kernel.position(xs, us))
+
+        def land(us: list[Array], target: Any, state: PullState) -> Any:
+            packed = target._replace(z=packing.pack(target.z))
+            return kernel.land(pull, xs, us, packed, state, is_finite, self.t)
+
+        def send_and_land(us: list[Array], state: PullState) -> Any:
+            target, state, self._sent[k] = kernel.send(
+                pull, None, x, y_of(us), state, is_finite, self.t, value_fn
             )
-            us = whole.packing.pack(parts.put_back(pull.part, part.packing.unpack(mine), u))
-            # Restoring a part does not restore the other leaves.
-            is_finite |= finite_now(us)
-        after.append(state)
-    u = whole.packing.unpack(kernel.stay(whole.xs, us), t=t)
-    return u, tuple(after), is_finite
+            return land(us, target, state)
+
+        def land_pending(us: list[Array], state: PullState) -> Any:
+            return land(us, kernel.fetched(pull, state).pending, state)
+
+        def record(us: list[Array], state: PullState) -> PullState:
+            pending = kernel.pending(pull, x, y_of(us), is_finite)
+            return kernel.stored(pull, state._replace(pending=pending))
+
+        arrive = land_pending if pull.delay else send_and_land
+        keep = lambda us, state: (us, state, not_restored)
+        us, state, restored = cond(turn.lands, arrive, keep, us, state)
+        if pull.delay:
+            state = cond(turn.records, record, lambda us, state: state, us, state)
+        return us, state, restored
 
 
-class _Packed(NamedTuple):
-    """The leaves that a pull exchanges, x, and the same in a few buffers, xs."""
+class _Buffers(NamedTuple):
+    """The leaves that a pull exchanges.
+
+    Attributes:
+      packing: the buffers that they lie in.
+      x: the leaves, before the step.
+      xs: x in the buffers, or None if y is held itself.
+    """
 
     packing: Packing
     x: Tree
-    xs: list[Array]
+    xs: list[Array] | None
 
-
-def _packed(x: Tree) -> _Packed:
-    packing = Packing(x)
-    return _Packed(packing, x, packing.pack(x))
+    @classmethod
+    def of(cls, x: Tree, frame: Tree | None) -> "_Buffers":
+        packing = Packing(x)
+        return cls(packing, x, None if frame is None else packing.pack(frame))
 
 
 def _value_of_part(
-    pull: Pull, value_fn: Callable[[Tree], Array] | None, x: Tree, u: Tree
+    pull: Pull, value_fn: Callable[[Tree], Array] | None, y: Tree | None
 ) -> Callable[[Tree], Array] | None:
-    """Returns the loss as a function of the pull's leaves; the others are of x + u."""
-    if value_fn is None:
-        return None
-    return lambda part: value_fn(parts.put_back(pull.part, part, trees.plus(x, u)))
-
-
-def _run_pull(
-    pull: Pull,
-    leaves: _Packed,
-    us: list[Array],
-    state: PullState,
-    is_finite: Array,
-    t: Array,
-    value_fn: Callable[[Tree], Array] | None,
-) -> tuple[list[Array], PullState, Array, float]:
-    """Runs one pull: returns us, its state, whether it restored the worker, bytes sent."""
-    packing, x, xs = leaves
-    sent, not_restored = [0.0], jnp.asarray(False)
-
-    def send(us: list[Array], state: PullState) -> tuple[Target, PullState]:
-        y = packing.unpack(trees.plus(xs, us))
-        target, state, sent[0] = kernel.send(
-            pull, None, x, y, state, is_finite, t, value_fn
-        )
-        return target, state
-
-    def land(us: list[Array], target: Target, state: PullState) -> Any:
-        packed = target._replace(z=packing.pack(target.z))
-        return kernel.land(pull, xs, us, packed, state, is_finite, t)
-
-    def send_and_land(us: list[Array], state: PullState) -> Any:
-        return land(us, *send(us, state))
-
-    def land_pending(us: list[Array], state: PullState) -> Any:
-        return land(us, Target(*kernel.fetched(pull, state).pending), state)
-
-    def send_pending(us: list[Array], state: PullState) -> PullState:
-        (z, found), state = send(us, state)
-        state = state._replace(pending=Target(trees.widen(z), found))
-        return kernel.stored(pull, state)
-
-    sends, lands = (is_due(t, pull.every, at) for at in _turns(pull))
-    keep = lambda us, state: (us, state, not_restored)
-    due, arrives = (lands, land_pending) if pull.delay else (sends, send_and_land)
-    us, state, restored = cond(due, arrives, keep, us, state)
-    if pull.delay:
-        state = cond(sends, send_pending, lambda us, state: state, us, state)
-    return us, state, restored, sent[0]
-
-
-def _turns(pull: Pull) -> tuple[int, int]:
-    """The steps of its period on which a pull sends and lands."""
-    return pull.sends_at, pull.offset
+    """Returns the loss as a function of the pull's leaves; the others are those of y."""
+    if value_fn is None or pull.part is None:
+        return value_fn
+    return lambda part: value_fn(parts.put_back(pull.part, part, y))
 
 
 # Checks
@@ -442,7 +504,7 @@ def extras_of(
     extras = NO_EXTRAS
     if grad is not None and any(pull.rule.reads_gradient for pull in pulls):
         check_same_tree("grad", grad, params)
-        extras = extras._replace(grad=trees.floats(grad))
+        extras = extras._replace(grad=trees.floats(grad, like=params))
     if any(pull.rule.reads_value_fn for pull in pulls):
         if not callable(value_fn):
             raise ValueError(

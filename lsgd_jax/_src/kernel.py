@@ -9,8 +9,8 @@ With x the worker's parameters before its own step, y its current parameters, z 
 Two drivers call them: `exchange` in lock step, inside one program, and
 `asynchronous.pulls`, which awaits the messages between `send` and `land`.
 
-Until a pull moves it, y is the pair (x, u) with y = x + u. An update is therefore
-bit-identical after a step on which nothing lands.
+In a chain, until a pull moves it, y is the pair (x, u) with y = x + u. An update is
+therefore bit-identical after a step on which nothing lands. In an `outer` y is itself.
 """
 
 import dataclasses
@@ -47,7 +47,8 @@ class Pull:
     """One pull of an `exchange`: its target, strength, period, delay, and leaves.
 
     At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
-    y ← y + λ(t) (z - y).
+    y ← y + λ(t) (z - y). The message of a delayed pull leaves at the start of the step
+    after the agreement, before that step's gradient, so that it travels meanwhile.
 
     Attributes:
       rule: computes the target z.
@@ -117,9 +118,14 @@ class Pull:
         return Wire.of(self.wire).format != "float32"
 
     @property
-    def sends_at(self) -> int:
-        """The step of the period on which it communicates."""
+    def agrees_at(self) -> int:
+        """The step of the period whose y the agreement is about."""
         return (self.offset - self.delay) % self.every
+
+    @property
+    def sends_at(self) -> int:
+        """The step of the period on which it communicates: the next one with a delay."""
+        return (self.agrees_at + (self.delay > 0)) % self.every
 
     def weight(self, t: Array) -> Any:
         """λ(t), clipped to [0, 1] so that no pull overshoots its target."""
@@ -140,12 +146,28 @@ class Target(NamedTuple):
     found: Array
 
 
+class Pending(NamedTuple):
+    """What a delayed pull keeps between its agreement and its landing; per worker.
+
+    Attributes:
+      z: y at the agreement until the message has left, then the target; a tree like the
+        part, in float32 or wider.
+      found: bool scalar: whether this worker takes part, then whether there is a target.
+      x: the parameters before the step of the agreement if the rule reads them, a tree
+        like the part; otherwise ().
+    """
+
+    z: Tree
+    found: Array
+    x: Tree | tuple[()] = ()
+
+
 class PullState(NamedTuple):
     """The state of one pull.
 
     Attributes:
       rule: the rule's own state.
-      pending: the `Target` in flight if the pull is delayed, otherwise (); per worker.
+      pending: a `Pending` if the pull is delayed, otherwise (); per worker.
       restored: int32 scalar, how often this worker took the whole target because it was not
         finite; per worker.
       traffic: the traffic counters; shared.
@@ -153,23 +175,22 @@ class PullState(NamedTuple):
     """
 
     rule: Any
-    pending: Target | tuple[()]
+    pending: Pending | tuple[()]
     restored: Array
     traffic: Traffic
     wire: Any = ()
 
     def __lsgd_resized__(self) -> "PullState":
-        """For `resize`: discards a target in flight, which belongs to the old workers."""
+        """For `resize`: discards a message in flight, which belongs to the old workers."""
         if not self.pending:
             return self
-        z, found = self.pending
-        return self._replace(pending=Target(z, jnp.zeros_like(found)))
+        found = jnp.zeros_like(self.pending.found)
+        return self._replace(pending=self.pending._replace(found=found))
 
 
 def init(pull: Pull, params: Tree) -> PullState:
     """Returns the state of a pull before the first step."""
     part, axes = parts.select(pull.part, params), pull.rule.axes
-    nothing = Target(trees.widen(part), jnp.asarray(False))
     if pull.memory == "host":
         check_host()
     group = Group(axes)
@@ -177,7 +198,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         check_auto_mesh()
     state = PullState(
         rule=pull.rule.init(part),
-        pending=nothing if pull.delay else (),
+        pending=pending(pull, part, part, jnp.asarray(False)) if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, pull.every, pull.sends_at),
         wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
@@ -185,6 +206,11 @@ def init(pull: Pull, params: Tree) -> PullState:
         else (),
     )
     return stored(pull, state)
+
+
+def pending(pull: Pull, x: Tree, y: Tree, is_finite: Array) -> Pending:
+    """Returns what a delayed pull keeps of the step of its agreement; see `send`."""
+    return Pending(trees.widen(y), is_finite, x if pull.rule.reads_x else ())
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -309,6 +335,36 @@ def send(
     return Target(z, jnp.asarray(found)), stored(pull, state), line.bytes_sent
 
 
+def send_pending(
+    pull: Pull,
+    like: Tree,
+    state: PullState,
+    t: Array,
+    value_fn: Callable[[Tree], Array] | None = None,
+) -> tuple[PullState, float]:
+    """Sends the message of a delayed pull: `send` with what the state has kept.
+
+    The operands stand in the state, so nothing of this step's gradient depends on the
+    collectives, and XLA may compute it while they run.
+
+    Args:
+      pull: a pull with a delay.
+      like: a tree like the pull's part, for its dtypes.
+      state: the pull's state after the step of the agreement.
+      t: int32 scalar, the step of the agreement.
+      value_fn: see `send`.
+
+    Returns:
+      (state, bytes_sent): the state with the target in place of what was kept.
+    """
+    kept = fetched(pull, state).pending
+    y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
+    x = kept.x if pull.rule.reads_x else y
+    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, value_fn)
+    arrived = kept._replace(z=trees.widen(target.z), found=target.found)
+    return stored(pull, state._replace(pending=arrived)), bytes_sent
+
+
 def _in_the_form_of(before: Tree, after: Tree) -> Tree:
     """Returns the state `after`, with `Shared` nodes in the places where `before` has them.
 
@@ -320,9 +376,9 @@ def _in_the_form_of(before: Tree, after: Tree) -> Tree:
 
 def land(
     pull: Pull,
-    x: Tree,
+    x: Tree | None,
     u: Tree,
-    target: Target,
+    target: Target | Pending,
     state: PullState,
     is_finite: Array,
     t: Array,
@@ -331,7 +387,8 @@ def land(
 
     Args:
       pull: the pull.
-      x, u: the worker's parameters and update, as any trees like `target.z`.
+      x, u: the worker's parameters and update, as any trees like `target.z`. If x is None,
+        u is y itself.
       target: see `send`.
       state: the pull's state.
       is_finite: bool scalar, whether y is finite and the worker took part.
@@ -378,15 +435,24 @@ def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
     return jax.tree.map(leaf, x, u)
 
 
-def stay(x: Tree, u: Tree) -> Tree:
+def stay(x: Tree | None, u: Tree) -> Tree:
     """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
+    if x is None:
+        return u
     keep = lambda x: trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
     leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
     return jax.tree.map(leaf, x, u)
 
 
-def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array) -> Tree:
-    """Returns the u that moves x to y + λ (z - y), with y = x + u.
+def position(x: Tree | None, u: Tree) -> Tree:
+    """Returns y: x + u in the dtypes of x, or u itself without an x."""
+    return u if x is None else trees.plus(x, u)
+
+
+def move(
+    x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array
+) -> Tree:
+    """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
 
     It moves x to z itself if λ is 1 or the worker is not finite. Without a target, and for
     elements that do not move, u is bit-identical. `apply_updates` replaces an x that is not
@@ -400,13 +466,22 @@ def move(x: Tree, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array)
     )
     keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0.0, jnp.nan))
 
-    def leaf(x: Array, u: Array, z: Array) -> Array:
-        y = trees.widened((x + u).astype(x.dtype))
-        near = trees.where_finite(y, y, fill.astype(y.dtype)) * keep.astype(y.dtype)
-        z = trees.finite_part(z.astype(y.dtype))
+    def towards(y: Array, z: Array) -> Array:
+        wide = trees.widened(y)
+        near = trees.where_finite(wide, wide, fill.astype(wide.dtype))
+        near = near * keep.astype(wide.dtype)
+        z = trees.finite_part(z.astype(wide.dtype))
         # Rounded to the dtype of x, so that x + u rounds to the same value on all workers.
-        to = trees.widened((near + pull.astype(y.dtype) * (z - near)).astype(x.dtype))
-        step = to - trees.finite_part(trees.widened(x))
+        return (near + pull.astype(wide.dtype) * (z - near)).astype(y.dtype)
+
+    def moved(y: Array, z: Array) -> Array:
+        to = towards(y, z)
+        return jnp.where(to == y, y, to)
+
+    def update(x: Array, u: Array, z: Array) -> Array:
+        y = (x + u).astype(x.dtype)
+        to = towards(y, z)
+        step = trees.widened(to) - trees.finite_part(trees.widened(x))
         return jnp.where(to == y, u, step.astype(u.dtype))
 
-    return jax.tree.map(leaf, x, u, z)
+    return jax.tree.map(moved, u, z) if x is None else jax.tree.map(update, x, u, z)

@@ -13,7 +13,8 @@ from lsgd_jax._src import exchange as lock_step
 from lsgd_jax._src import kernel, trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
-from lsgd_jax._src.exchange import Exchange, ExchangeState
+from lsgd_jax._src.exchange import Exchange, ExchangeState, Step
+from lsgd_jax._src.phases import Phase, Plan
 from lsgd_jax._src.rule import Extras
 from lsgd_jax._src.trees import Tree
 
@@ -71,6 +72,7 @@ class Outer(ByValue):
         grad: Tree | None = None,
         value_fn: Callable[[Tree], Any] | None = None,
         due: bool | None = None,
+        phase: Phase | None = None,
     ) -> tuple[Tree, OuterState]:
         """Returns the parameters and the state after the pulls that are due at this step.
 
@@ -86,6 +88,8 @@ class Outer(ByValue):
             judge workers by their peers.
           due: True or False compiles the step with or without the pulls (see `is_due`).
             With None, the step count in the state decides at run time.
+          phase: what `phase(t)` returned for this step: exactly that is compiled, without
+            a conditional. A static value of the compiled function.
 
         Raises:
           ValueError: parameters or a state of another structure or shape than those of
@@ -93,53 +97,67 @@ class Outer(ByValue):
         """
         loss = lock_step.loss_of(value, loss)
         extras = lock_step.extras_of(self.method.pulls, params, grad, value_fn)
+        plan = Plan.of(self.method.pulls, due, phase)
+        run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):
-            if self.remembers:
-                return self._from_before(params, state, loss, extras, due)
-            return self._from_here(params, state, loss, extras, due)
+            return run(params, state, loss, extras, plan)
+
+    def phase(self, step: int) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; for host loops."""
+        return self.method.phase(step)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Returns all phases from the second step on."""
+        return self.method.phases()
 
     def is_due(self, step: int) -> bool:
-        """Whether a pull sends or lands at this step, counted from 1; for host loops."""
+        """Whether a pull does anything at this step, counted from 1; for host loops."""
         return self.method.is_due(step)
 
     def _from_before(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, due: Any
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
     ) -> Any:
         """With x known, the step is that of `exchange` with u = y - x."""
-        x, y = state.before, trees.floats(params)
+        x, y, before = state.before, trees.floats(params), state.exchange
         check_same_tree("params", y, x)
         # Where x is not finite, `apply_updates` uses u as the parameter itself.
         gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
         u = jax.tree.map(gap, x, y)
-        moved, after = lock_step.advance(
-            self.method.pulls, x, u, state.exchange, loss, due, self.method.check, extras
+        at = Step(self.method.pulls, lock_step.step_of(before), plan, extras)
+        states = at.depart(y, before.pulls)
+        stepped, states, counts, is_finite = kernel.local(
+            self.method.pulls,
+            x,
+            u,
+            loss,
+            states,
+            before.is_finite,
+            at.t,
+            self.method.check,
+            extras,
         )
         # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
         keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
-        y = jax.tree.map(keep, y, trees.apply_updates(x, moved), u, moved)
-        return trees.refill(y, params), OuterState(after, y)
+        y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
+        y, states, is_finite = at.arrive(x, None, y, states, counts, is_finite)
+        after = OuterState(at.after(before, states, is_finite), y)
+        return trees.refill(y, params), after
 
     def _from_here(
-        self, params: Tree, state: OuterState, loss: Any, extras: Extras, due: Any
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
     ) -> Any:
-        """With y alone, the step starts from x = y and u = 0."""
-        pulls, before = self.method.pulls, state.exchange
-        t, y = lock_step.step_of(before), trees.floats(params)
-        still = trees.zeros(y)
+        """With y alone, the rules' own steps start from x = y and u = 0."""
+        before, y = state.exchange, trees.floats(params)
+        at = Step(self.method.pulls, lock_step.step_of(before), plan, extras)
+        states, still = at.depart(y, before.pulls), trees.zeros(y)
         u, states, counts = kernel.step_rules(
-            pulls, y, still, loss, before.pulls, t, extras
+            self.method.pulls, y, still, loss, states, at.t, extras
         )
         if not trees.is_same(u, still):
             y = trees.plus(y, u)
-
-        def run(y: Tree, states: Any, sent: dict[int, float]) -> Any:
-            u, states, is_finite = lock_step.run_pulls(
-                pulls, y, trees.zeros(y), states, counts, before.is_finite, t, sent, extras
-            )
-            return trees.apply_updates(y, u), states, is_finite
-
-        y, after = lock_step.when_due(pulls, run, y, before._replace(pulls=states), t, due)
-        return trees.refill(y, params), OuterState(after, ())
+        y, states, is_finite = at.arrive(y, None, y, states, counts, before.is_finite)
+        after = OuterState(at.after(before, states, is_finite), ())
+        return trees.refill(y, params), after
 
 
 @by_value

@@ -25,9 +25,13 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
-def floats(tree: Tree) -> Tree:
-    """The tree with an empty node in place of every leaf that does not hold floats."""
-    return jax.tree.map(lambda x: x if is_float(x) else optax.MaskedNode(), tree)
+def floats(tree: Tree, like: Tree | None = None) -> Tree:
+    """The tree with an empty node in place of every leaf that does not hold floats.
+
+    like: the tree whose leaves decide. Defaults to the tree itself.
+    """
+    keep = lambda x, decides: x if is_float(decides) else optax.MaskedNode()
+    return jax.tree.map(keep, tree, tree if like is None else like)
 
 
 def refill(part: Tree, tree: Tree) -> Tree:

@@ -120,19 +120,34 @@ def test_one_worker_alone_needs_no_axis():
     close(seen, [-1, first, first - 1, first - 0.5 * (2 + 0.9 * trace)])
 
 
-def test_a_loop_that_counts_may_compile_steps_without_pulls():
+def test_a_loop_that_counts_may_compile_each_phase():
     o, workers = lj.outer(lj.lsgd(0.5, 0.5, 2, 4)), lj.Workers(2, 2)
-    quiet, due = (
-        workers.map(lambda x, s, due=due: o.step(x, s, loss=x.sum(), due=due))
-        for due in (False, True)
+    step = workers.map(
+        lambda x, s, phase: o.step(x, s, loss=x.sum(), phase=phase), static="phase"
     )
     x = workers.put(np.arange(8.0, dtype=np.float32).reshape(4, 2))
     state = workers.map(o.init)(x)
-    assert [o.is_due(t) for t in range(1, 5)] == [False, True, False, True]
-    assert exchanges(quiet.lower(x, state).compile().as_text()) == (0, [])
-    x, state = quiet(x, state)
-    x, state = quiet(x, state)  # a pull was due
+    phases = [o.phase(t) for t in range(1, 5)]
+    assert [str(phase) for phase in phases] == [
+        "quiet",
+        "send 0, land 0",
+        "quiet",
+        "send 0+1, land 0+1",
+    ]
+    assert {*o.phases()} == {*phases} and [o.is_due(t) for t in (1, 2)] == [False, True]
+    quiet = step.lower(x, state, phase=phases[0]).compile().as_text()
+    assert exchanges(quiet) == (0, [])
+    x, state = step(x, state, phase=phases[0])
+    x, state = step(x, state, phase=phases[0])  # a pull was due
     assert lj.diagnostics(state)[0].misplaced.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("make", [lambda: lj.local_sgd(1), lambda: lj.diloco(1, delay=0)])
+def test_a_whole_pull_leaves_all_workers_bit_identical(make):
+    workers, o = lj.Workers(2, 2), lj.outer(make())
+    x = workers.put(np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32))
+    x, _ = workers.map(o.step)(x, workers.map(o.init)(x))
+    assert (x == x[:1]).all()
 
 
 def test_invalid_arguments_are_refused():

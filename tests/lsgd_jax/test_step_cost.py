@@ -58,11 +58,11 @@ PULLS = {
 
 
 def stepping(pulls, workers):
-    """Returns (due -> step, parameters, state, gradients, losses)."""
+    """Returns (options of update -> step, parameters, state, gradients, losses)."""
     tx, rng = optax.chain(optax.sgd(0.1), pulls), np.random.default_rng(0)
 
-    def step(x, state, g, loss, due=None):
-        u, state = tx.update(g, state, x, value=loss, due=due)
+    def step(x, state, g, loss, **options):
+        u, state = tx.update(g, state, x, value=loss, **options)
         return lj.apply_updates(x, u), state
 
     tree = lambda: {
@@ -70,27 +70,38 @@ def stepping(pulls, workers):
     }
     x, g = workers.put(tree()), workers.put(tree())
     loss = workers.put(jnp.arange(float(workers.num_workers)))
-    of = lambda due: workers.map(functools.partial(step, due=due))
+    of = lambda **options: workers.map(functools.partial(step, **options))
     return of, x, workers.map(tx.init)(x), g, loss
 
 
 @pytest.mark.parametrize("name", PULLS)
-def test_a_step_compiled_without_pulls_is_a_step_without_a_due_pull(name):
+def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
     pulls = PULLS[name]()
     of, x, state, *rest = stepping(pulls, lj.Workers(2, 2))
-    usual, step = of(None), {due: of(due) for due in (True, False)}
+    usual, quiet, step = of(), of(due=False), functools.cache(lambda p: of(phase=p))
     expected = (x, state)
     for t in range(1, 9):
+        phase = pulls.phase(t)
+        assert t == 1 or phase in pulls.phases()
         expected = usual(*expected, *rest)
-        x, state = step[pulls.is_due(t)](x, state, *rest)
-    chex.assert_trees_all_close((x, state), expected, rtol=1e-6)
-    text = step[False].lower(x, state, *rest).compile().as_text()
+        x, state = (step(phase) if pulls.is_due(t) else quiet)(x, state, *rest)
+    # After a quiet step no sample of the parameters is kept.
+    unsampled = lambda s: (s[0], s[1]._replace(expected=()) if pulls.pulls else s[1])
+    chex.assert_trees_all_close(
+        (x, unsampled(state)), (expected[0], unsampled(expected[1])), rtol=1e-6
+    )
+    text = quiet.lower(x, state, *rest).compile().as_text()
     assert exchanges(text) == (0, []) and " conditional(" not in text
+    for phase in pulls.phases():
+        text = step(phase).lower(x, state, *rest).compile().as_text()
+        sent, branches = exchanges(text)
+        assert bool(sent or branches) == (not phase.is_quiet)
+        assert not branches or name == "sgp_in_nodes"  # one for each round of its graph
 
 
 def test_a_due_pull_that_was_omitted_is_reported():
     of, x, state, *rest = stepping(lj.local_sgd(2), lj.Workers(1, 2))
-    step = of(False)
+    step = of(due=False)
     for _ in range(4):
         x, state = step(x, state, *rest)
     (level,) = lj.diagnostics(state)
@@ -100,4 +111,12 @@ def test_a_due_pull_that_was_omitted_is_reported():
 def test_due_must_be_known_while_tracing():
     of, *given = stepping(lj.local_sgd(2), lj.Workers(1, 2))
     with pytest.raises(ValueError, match="`due` must be a bool while tracing, or None"):
-        of(jnp.asarray(True))(*given)
+        of(due=jnp.asarray(True))(*given)
+    for phase, message in (
+        (True, "`phase` must be what `phase"),
+        (lj.lsgd().phase(128), "which has 1 pulls, got phase=send 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of(phase=phase)(*given)
+    with pytest.raises(ValueError, match="pass `due` or `phase`"):
+        of(due=True, phase=lj.lsgd().phase(1))(*given)
