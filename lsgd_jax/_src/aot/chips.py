@@ -8,7 +8,8 @@ class Chip(NamedTuple):
 
     Attributes:
       name: as in `tpu` and `gpu`.
-      memory: bytes of HBM.
+      kind: jax's name, the `device_kind` of a device.
+      memory: bytes of HBM; for GPUs, those that XLA may use.
       flops: peak bfloat16 operations per second, without sparsity.
       memory_bandwidth: bytes per second between HBM and the chip.
       link: bytes per second that a device can send to others in its slice or host.
@@ -16,6 +17,7 @@ class Chip(NamedTuple):
     """
 
     name: str
+    kind: str
     memory: int
     flops: float
     memory_bandwidth: float
@@ -23,34 +25,65 @@ class Chip(NamedTuple):
     source: str
 
 
-GB, GIB = 10**9, 2**30
+GIB = 2**30
 GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/"
 
 # Links are half of the published numbers, which add both directions.
 TPUS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 32 * GIB, 275e12, 1228e9, 150e9, f"{GOOGLE}v4"),
-        Chip("v5e", 16 * GIB, 197e12, 819e9, 200e9, f"{GOOGLE}v5e"),
-        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, f"{GOOGLE}v5p"),
-        Chip("v6e", 32 * GIB, 918e12, 1638e9, 400e9, f"{GOOGLE}v6e"),
+        Chip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, f"{GOOGLE}v5e"),
+        Chip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, f"{GOOGLE}v5p"),
+        Chip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, f"{GOOGLE}v6e"),
         # jax has two devices per chip; each has half of the published figures.
-        Chip("tpu7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, f"{GOOGLE}tpu7x"),
+        Chip("tpu7x", "TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, f"{GOOGLE}tpu7x"),
     )
 }
 GPUS = {
     chip.name: chip
     for chip in (
-        Chip("a100", 80 * GB, 312e12, 2039e9, 300e9, f"{NVIDIA}data-center/a100/"),
-        Chip("h100", 80 * GB, 989e12, 3350e9, 450e9, f"{NVIDIA}data-center/h100/"),
-        Chip("h200", 141 * GB, 989e12, 4800e9, 450e9, f"{NVIDIA}data-center/h200/"),
-        Chip("b200", 180 * GB, 2250e12, 7700e9, 900e9, f"{NVIDIA}data-center/dgx-b200/"),
+        Chip(
+            "a100",
+            "NVIDIA A100-SXM4-80GB",
+            85100068864,
+            312e12,
+            2039e9,
+            300e9,
+            f"{NVIDIA}data-center/a100/",
+        ),
+        Chip(
+            "h100",
+            "NVIDIA H100 80GB HBM3",
+            84942979072,
+            989e12,
+            3350e9,
+            450e9,
+            f"{NVIDIA}data-center/h100/",
+        ),
+        Chip(
+            "h200",
+            "NVIDIA H200 141GB HBM3e",
+            151397597184,
+            989e12,
+            4800e9,
+            450e9,
+            f"{NVIDIA}data-center/h200/",
+        ),
+        Chip(
+            "b200",
+            "NVIDIA B200",
+            191514411008,
+            2250e12,
+            7700e9,
+            900e9,
+            f"{NVIDIA}data-center/dgx-b200/",
+        ),
     )
 }
 
 
 class Target(NamedTuple):
-    """The numbers by which XLA distinguishes GPUs of NVIDIA's data centers.
+    """The numbers by which XLA distinguishes NVIDIA's GPUs.
 
     The source is xla/backends/gpu/target_config/specs in https://github.com/openxla/xla.
     """

@@ -85,8 +85,8 @@ class Placement(NamedTuple):
     splits: bool
 
 
-def collectives(program: Program, placement: Placement) -> list[Collective]:
-    """Returns all collectives of a program, in the order of execution of each computation."""
+def collectives_of(program: Program, placement: Placement) -> list[Collective]:
+    """Returns all collectives of a program, computation by computation."""
     everything = program.products(program.entry)
     found = []
     for lines, times, conditional in program.runs():
@@ -100,7 +100,14 @@ def collectives(program: Program, placement: Placement) -> list[Collective]:
             size = each.bytes
             found.append(
                 Collective(
-                    each.line.name, each.kind, size, sent, across, times, conditional, overlap
+                    each.line.name,
+                    each.kind,
+                    size,
+                    sent,
+                    across,
+                    times,
+                    conditional,
+                    overlap,
                 )
             )
     return found
@@ -157,7 +164,9 @@ def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer
             for inner in _inside(program, line):
                 channel = CHANNEL.search(inner.attributes)
                 is_async = "async_collective_fusion_config" in inner.attributes
-                key = (inner.opcode, channel and channel.group(1)) if is_async else inner.name
+                key = (
+                    (inner.opcode, channel and channel.group(1)) if is_async else inner.name
+                )
                 spans[key].append((i, inner))
     for places in spans.values():
         (first, line), (last, _) = places[0], places[-1]
@@ -248,5 +257,3 @@ def _between_slices(each: _Transfer) -> float:
     if each.kind == "all-gather":
         return each.bytes * (n - 1.0)  # the message is a device's own share
     return _share(each.kind, n) * each.bytes
-
-

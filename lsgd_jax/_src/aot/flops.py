@@ -1,6 +1,6 @@
 """Counts the floating-point operations of matrix products in a traced function.
 
-XLA's own count (`cost_analysis`) takes the body of a loop once, and does not exist for GPUs.
+XLA's own count (`cost_analysis`) takes the body of a loop once. It has none for GPUs.
 """
 
 import math

@@ -76,7 +76,9 @@ def _of_mesh(axes: str, devices: str, of: str) -> Groups:
     grid = ids.reshape(shape)
     rest = [i for i in range(len(shape)) if i not in chosen]
     members = math.prod(shape[i] for i in chosen)
-    return [tuple(row) for row in grid.transpose(*rest, *chosen).reshape(-1, members).tolist()]
+    return [
+        tuple(row) for row in grid.transpose(*rest, *chosen).reshape(-1, members).tolist()
+    ]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

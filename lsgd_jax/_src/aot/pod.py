@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,14 +29,14 @@ class Pod:
       name: such as ``2 slices of v5p:4x4x4``.
       devices: all devices, slice by slice or host by host. They can be compiled for and
         hold no data.
-      chip: public figures of a device.
+      chip: public figures of a device; None if they are not known.
       groups: the number of slices (TPU) or hosts (GPU).
       unit: 'slice' or 'host', between which the network is slow.
     """
 
     name: str
     devices: tuple[jax.Device, ...]
-    chip: Chip
+    chip: Chip | None
     groups: int
     unit: str
 
@@ -94,7 +94,6 @@ def tpu(topology: str, slices: int = 1) -> Pod:
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError('`aot.tpu` needs libtpu: pip install "lsgd_jax[tpu]"')
-    _prepare_libtpu()
     more = {"num_slices": slices} if slices > 1 else {}
     devices = _described(topology, "topology", platform="tpu", **more)
     name = f"{slices} slice{'s' * (slices > 1)} of {topology}"
@@ -120,20 +119,32 @@ def gpu(kind: str, hosts: int = 1, each: int = 8) -> Pod:
         )
     if not any(map(importlib.util.find_spec, CUDA_PACKAGES)):
         raise ImportError(
-            "`aot.gpu` needs jax's plugin for CUDA: pip install "
-            '"lsgd_jax[gpu-compile]"'
+            '`aot.gpu` needs jax\'s plugin for CUDA: pip install "lsgd_jax[gpu-compile]"'
         )
     shape = f"1x{hosts}x{each}"
     target = chips.TARGETS[kind].text()
-    devices = _described(
-        "", "kind", platform="cuda", topology=shape, target_config=target
-    )
+    devices = _described("", "kind", platform="cuda", topology=shape, target_config=target)
     name = f"{hosts} host{'s' * (hosts > 1)} of {each} {kind}"
     return _pod(name, devices, chips.GPUS[kind], hosts, "host")
 
 
+def pod_of(devices: Iterable[jax.Device]) -> Pod:
+    """Describes a cluster by its devices, which may also be real ones."""
+    devices = tuple(devices)
+    kind, unit = devices[0].device_kind, "slice" if _platform(devices) == "tpu" else "host"
+    known = (*chips.TPUS.values(), *chips.GPUS.values())
+    chip = next((chip for chip in known if chip.kind == kind), None)
+    groups = len({_across(device, unit) for device in devices})
+    name = f"{groups} {unit}{'s' * (groups > 1)} of {kind}"
+    return _pod(name, devices, chip, groups, unit)
+
+
+def _platform(devices: Sequence[jax.Device]) -> str:
+    return devices[0].platform
+
+
 def _pod(
-    name: str, devices: Sequence[jax.Device], chip: Chip, groups: int, unit: str
+    name: str, devices: Sequence[jax.Device], chip: Chip | None, groups: int, unit: str
 ) -> Pod:
     order: Callable[[Any], Any] = lambda d: (_across(d, unit), d.process_index, d.id)
     return Pod(name, tuple(sorted(devices, key=order)), chip, groups, unit)
@@ -149,8 +160,14 @@ def _described(name: str, argument: str, **options: Any) -> Sequence[jax.Device]
     """The devices of a topology, or a ValueError of one line."""
     from jax.experimental import topologies
 
+    _prepare()
     try:
         return topologies.get_topology_desc(name, **options).devices
+    except NotImplementedError as error:
+        raise ValueError(
+            "jax has started without its CUDA plugin: call `aot.gpu` before jax uses a "
+            "device, or set JAX_PLATFORMS=cpu before jax is imported"
+        ) from error
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -158,14 +175,15 @@ def _described(name: str, argument: str, **options: Any) -> Sequence[jax.Device]
         ) from error
 
 
-def _prepare_libtpu() -> None:
-    """Sets what libtpu reads when it is loaded, on machines without a TPU.
+def _prepare() -> None:
+    """Sets what libtpu and the CUDA plugin read when they are loaded.
 
-    Otherwise it asks the cloud's metadata server for minutes, and a second process that
-    loads it fails.
+    Without a TPU libtpu asks the cloud's metadata server for minutes, and a second process
+    that loads it fails. Without cuDNN the plugin does not load, but compiling needs none.
     """
-    if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
-        return
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if not any(map(os.path.exists, ("/dev/accel0", "/dev/vfio/0"))):
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if not os.path.exists("/dev/nvidiactl"):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
