@@ -42,7 +42,7 @@ def _of_equation(eqn: Any) -> int:
         return params["length"] * sum(inner)
     if name == "shard_map":
         sizes = params["mesh"].shape
-        manual = params.get("manual_axes", sizes)
+        manual = params.get("newly_manual_axes", sizes)
         return math.prod(sizes[axis] for axis in manual) * sum(inner)
     return sum(inner)
 
