@@ -181,9 +181,14 @@ def _prepare() -> None:
     Without a TPU libtpu asks the cloud's metadata server for minutes, and a second process
     that loads it fails. Without cuDNN the plugin does not load, but compiling needs none.
     """
-    if not any(map(os.path.exists, ("/dev/accel0", "/dev/vfio/0"))):
+    has_tpu = any(map(os.path.exists, ("/dev/accel0", "/dev/vfio/0")))
+    has_gpu = os.path.exists("/dev/nvidiactl")
+    if not has_tpu:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    if not os.path.exists("/dev/nvidiactl"):
+    if not has_gpu:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    if not (has_tpu or has_gpu or jax.config.values["jax_platforms"]):
+        # Otherwise jax tries both when it first needs a device, and prints errors.
+        jax.config.update("jax_platforms", "cpu")

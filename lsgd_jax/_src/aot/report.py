@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from lsgd_jax._src.aot.pod import Pod, pod_of
 from lsgd_jax._src.aot.shapes import batch_of, carry_of
 from lsgd_jax._src.exchange import Exchange
 from lsgd_jax._src.outer import Outer
+from lsgd_jax._src.phases import Phase
 from lsgd_jax._src.workers import Workers
 
 
@@ -212,6 +213,8 @@ def report(
     batch: Any,
     method: Exchange | Outer | None = None,
     *,
+    phases: Iterable[Phase] | None = None,
+    pod: Pod | None = None,
     specs: Any = None,
     batch_specs: Any = None,
     bandwidth: float = BANDWIDTH,
@@ -230,6 +233,8 @@ def report(
         ``train_step(*state, batch, phase=phase)``, returns ``(*state, …)``.
       batch: shapes of the batch of one worker, a tree of `jax.ShapeDtypeStruct`.
       method: the method in the step, whose phases are compiled.
+      phases: the phases to compile. Defaults to ``method.phases()``.
+      pod: the cluster. Defaults to the devices of the workers.
       specs: how the parameters are sharded inside a worker, as for `Workers.put`.
       batch_specs: likewise for the batch.
       bandwidth: bytes per second that a host sends to other slices or hosts.
@@ -257,12 +262,13 @@ def report(
     >>> [(program.name, round(program.share, 2)) for program in r.programs]
     [('send 0, land 0', 0.1), ('quiet', 0.9)]
     """
-    phases = _phases(method)
+    shares = _phases(method)
+    chosen = list(shares if phases is None else phases)
     carry, batch = carry_of(workers, init, specs), batch_of(workers, batch, batch_specs)
     donated = tuple(range(len(carry)))
-    pod = pod_of(workers.mesh.devices.flat)
+    pod = pod or pod_of(workers.mesh.devices.flat)
     programs = []
-    for phase, share in phases.items():
+    for phase in chosen:
         named = {} if method is None else {"phase": phase}
         one = functools.partial(train_step, **named)
         mapped: Any = workers.map(one, donate=donated)
@@ -272,7 +278,7 @@ def report(
         name = "step" if method is None else str(phase)
         program = _program(compiled, seconds, error, pod, name, each)
         quiet = None if method is None else phase.is_quiet
-        program = dataclasses.replace(program, is_quiet=quiet, share=share)
+        program = dataclasses.replace(program, is_quiet=quiet, share=shares.get(phase))
         programs.append(program)
         if on_program is not None:
             on_program(program)
