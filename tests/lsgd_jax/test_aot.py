@@ -7,6 +7,7 @@ The tests with the marker compile for TPUs and GPUs, and need the extras `tpu` a
 import functools
 import importlib.util
 import json
+import pathlib
 import re
 import sys
 
@@ -27,85 +28,13 @@ from lsgd_jax._src.aot.groups import groups_of
 from lsgd_jax._src.aot.hlo import Program
 
 
-# Scheduled programs, cut out of what XLA wrote for 2 slices of v5e:2x2 and 2 hosts of 4 H100
+# Scheduled programs: shortened from what XLA wrote for 2 slices of v5e:2x2 and 2 hosts of
+# 4 H100. The first one has a loop without a trip count.
 
-MEGASCALE = (
-    'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
-    '_xla_host_transfer_rendezvous="%s",_xla_megascale_target=%s,'
-    '_xla_megascale_transfer_type="%s"}'
-)
+SCHEDULES = pathlib.Path(__file__).parent / "schedules"
+TPU = (SCHEDULES / "two_slices_of_v5e.txt").read_text()
+GPU = (SCHEDULES / "two_hosts_of_h100.txt").read_text()
 HEAD = "HloModule step, is_scheduled=true\n\n"
-TPU = f"""{HEAD}%product (p.0: f32[32,512], p.1: f32[512,512]) -> f32[32,512] {{
-  %p.0 = f32[32,512]{{1,0:T(8,128)}} parameter(0)
-  %p.1 = f32[512,512]{{1,0:T(8,128)}} parameter(1)
-  ROOT %conv = f32[32,512]{{1,0:T(8,128)}} convolution(%p.0, %p.1), dim_labels=bf_io->bf
-}}
-
-%body (arg: (s32[], f32[32,512])) -> (s32[], f32[32,512]) {{
-  %arg = (s32[]{{:T(128)}}, f32[32,512]{{1,0:T(8,128)}}) parameter(0)
-  %i = s32[]{{:T(128)}} get-tuple-element(%arg), index=0
-  %x = f32[32,512]{{1,0:T(8,128)}} get-tuple-element(%arg), index=1
-  %all-gather.1 = f32[512,512]{{1,0:T(8,128)}} all-gather(%x), replica_groups={{{{0,1,2,3}}}}
-  %fusion.1 = f32[32,512]{{1,0:T(8,128)}} fusion(%x, %all-gather.1), kind=kOutput, calls=%product
-  ROOT %tuple.1 = (s32[]{{:T(128)}}, f32[32,512]{{1,0:T(8,128)}}) tuple(%i, %fusion.1)
-}}
-
-%condition (arg.1: (s32[], f32[32,512])) -> pred[] {{
-  %limit = s32[]{{:T(128)}} constant(8)
-  %arg.1 = (s32[]{{:T(128)}}, f32[32,512]{{1,0:T(8,128)}}) parameter(0)
-  %i.1 = s32[]{{:T(128)}} get-tuple-element(%arg.1), index=0
-  ROOT %lt = pred[]{{:T(512)}} compare(%i.1, %limit), direction=LT
-}}
-
-%due (arg.2: f32[32,512]) -> f32[32,512] {{
-  %arg.2 = f32[32,512]{{1,0:T(8,128)}} parameter(0)
-  ROOT %all-reduce.1 = f32[32,512]{{1,0:T(8,128)}} all-reduce(%arg.2), replica_groups={{{{0,1,2,3}}}}
-}}
-
-%silent (arg.3: f32[32,512]) -> f32[32,512] {{
-  ROOT %arg.3 = f32[32,512]{{1,0:T(8,128)}} parameter(0)
-}}
-
-ENTRY %main (x.1: f32[32,512], y: f32[7,8,128]) -> f32[32,512] {{
-  %x.1 = f32[32,512]{{1,0:T(8,128)}} parameter(0)
-  %y = f32[7,8,128]{{2,1,0:T(8,128)}} parameter(1)
-  %after-all = token[] after-all()
-  %one = s32[]{{:T(128)}} constant(1)
-  %copy.1 = s32[]{{:T(128)}} copy(%one)
-  %send = (f32[7,8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) send(%y, %after-all), \
-{MEGASCALE % ("psum_0", '"{1,2}x{0:3}"', "ALL_REDUCE")}
-  %recv = (f32[7,8,128]{{2,1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) recv(%after-all), \
-{MEGASCALE % ("psum_0", '"{1,2}x{0:3}"', "ALL_REDUCE")}
-  %tuple = (s32[]{{:T(128)}}, /*index=1*/f32[32,512]{{1,0:T(8,128)}}) tuple(%copy.1, %x.1)
-  %while = (s32[]{{:T(128)}}, f32[32,512]{{1,0:T(8,128)}}) while(%tuple), \
-condition=%condition, body=%body
-  %out = f32[32,512]{{1,0:T(8,128)}} get-tuple-element(%while), index=1
-  %send-done = token[] send-done(%send)
-  %recv-done = (f32[7,8,128]{{2,1,0:T(8,128)}}, token[]) recv-done(%recv)
-  %send.1 = (f32[8,512]{{1,0:T(8,128)}}, u32[]{{:S(2)}}, token[]) send(%out, %after-all), \
-{MEGASCALE % ("permute_0", "{{100001->200000},{100002->200001},{100003->200002}}", "ONE_TO_ONE")}
-  %send-done.1 = token[] send-done(%send.1)
-  %p = pred[]{{:T(512)}} constant(true)
-  ROOT %cond = f32[32,512]{{1,0:T(8,128)}} conditional(%p, %out, %out), \
-branch_computations={{%silent, %due}}
-}}
-"""
-GPU = f"""{HEAD}ENTRY %main (x: f32[64,64], w: f32[64,64]) -> f32[64,64] {{
-  %x = f32[64,64]{{1,0}} parameter(0)
-  %w = f32[64,64]{{1,0}} parameter(1)
-  %all-reduce-start = ((f32[64,64]{{1,0}}), f32[64,64]{{1,0}}) all-reduce-start(%x), \
-replica_groups=mesh['node'=2,'local'=4] {{'node','local'}}, to_apply=%add
-  %gemm = (f32[64,64]{{1,0}}, s8[4194304]{{0}}) custom-call(%w, %w), \
-custom_call_target="__cublas$gemm"
-  %all-reduce-done = f32[64,64]{{1,0}} all-reduce-done(%all-reduce-start)
-  %gemm.1 = (f32[64,64]{{1,0}}, s8[4194304]{{0}}) custom-call(%w, %w), \
-custom_call_target="__cublas$gemm"
-  %reduce-scatter = f32[16,64]{{1,0}} reduce-scatter(%w), replica_groups=[2,4]<=[8]
-  %all-gather = bf16[16,64]{{1,0}} all-gather(%w), replica_groups=[4,2]<=[2,4]T(1,0)
-  ROOT %permute = f32[64,64]{{1,0}} collective-permute(%w), \
-source_target_pairs={{{{0,4}},{{4,0}},{{1,2}}}}
-}}
-"""
 
 
 def found(text, splits):
@@ -387,8 +316,8 @@ def cluster(kind):
 
 
 # For methods by name (the first pattern that fits): temporaries of a due step beyond those
-# of a step without an exchange, as a multiple of the parameters; bytes that leave a slice or
-# host, as a multiple of what `lj.diagnostics` says; seconds of XLA.
+# of a step without an exchange, as a multiple of the parameters; bytes that leave a slice
+# or host, as a multiple of what `lj.diagnostics` says; seconds of XLA.
 LIMITS = {
     # Each device works on 1/W of the coordinates of all workers.
     r"coordinate_median|licm|robust|median_worker|best_mean|cge": (3.0, 1.1, 30),
@@ -435,10 +364,6 @@ def chosen(exchange):
     return [*quiet[:1], max(phases, key=lambda phase: (len(phase.sends), len(phase.lands)))]
 
 
-class Chosen(lj.Exchange):
-    """An exchange of which only some phases are compiled."""
-
-
 BASE = optax.sgd(0.1, momentum=0.9)
 
 
@@ -460,15 +385,10 @@ def on_workers(kind, name):
 
     init = lambda: (zeros(), tx.init(zeros()))
     batch = jax.ShapeDtypeStruct((), jnp.float32)
-    return phases_of(exchange, lambda one: aot.report(workers, init, one, batch), step)
-
-
-def phases_of(exchange, report, step):
-    """{phase: program} of the phases that are compiled."""
-    if exchange is None:
-        return {None: report(step).programs[0]}
-    each = {p: functools.partial(step, phase=p) for p in chosen(exchange)}
-    return {phase: report(one).programs[0] for phase, one in each.items()}
+    phases = chosen(exchange) if exchange else [None]
+    each = phases if exchange else None
+    report = aot.report(workers, init, step, batch, exchange, phases=each)
+    return dict(zip(phases, report.programs))
 
 
 @functools.cache
@@ -503,11 +423,14 @@ def on_replicas(kind, name):
         shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         state = jax.tree.map(shape, lowered.out_info, placed)
 
-    def report(one):
-        jitted = jax.jit(replicas(one), donate_argnums=(0, 1))
-        return aot.report_of(jitted.lower(params, state, loss))
+    def program(**phase):
+        one = replicas(functools.partial(step, **phase))
+        jitted = jax.jit(one, donate_argnums=(0, 1))
+        return aot.report_of(jitted.lower(params, state, loss)).programs[0]
 
-    return phases_of(exchange, report, step)
+    if exchange is None:
+        return {None: program()}
+    return {phase: program(phase=phase) for phase in chosen(exchange)}
 
 
 @functools.cache
@@ -529,8 +452,17 @@ FORMS = {
     "workers-tpu": (on_workers, "tpu", 1),
     "replicas-tpu": (on_replicas, "tpu", 4),
     "workers-gpu": (on_workers, "gpu", 1),
+    "replicas-gpu": (on_replicas, "gpu", 4),
 }
-FULL = {"workers-gpu", "replicas-gpu"}
+# The stage in .ci/run compiles each method once per form; other wire formats are slow.
+WIRES = {"lsgd+int8", "local_sgd+stochastic", "diloco+int8", "easgd+bfloat16", "sgp+int4"}
+
+
+def rows(names):
+    """Cases of a parametrized test; most wire formats are marked slow."""
+    slow = lambda n: re.search(r"\+(bfloat16|int8|int4|stochastic)", n) and n not in WIRES
+    mark = lambda n: (pytest.mark.slow,) if slow(n) else ()
+    return [pytest.param(name, marks=mark(name), id=name) for name in names]
 
 
 def check(name, form):
@@ -563,13 +495,20 @@ PULLS = [name for name, method in METHODS.items() if exchange_in(method, 2) is n
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rows(METHODS))
 @pytest.mark.parametrize("form", ["workers-tpu", "workers-gpu"])
 def test_methods_as_workers(name, form):
     check(name, form)
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", PULLS)
+@pytest.mark.parametrize("name", rows(PULLS))
 def test_methods_around_a_step_under_vmap(name):
     check(name, "replicas-tpu")
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rows(PULLS))
+def test_methods_around_a_step_under_vmap_on_gpus(name):
+    check(name, "replicas-gpu")
