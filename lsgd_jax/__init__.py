@@ -1,5 +1,6 @@
 """Leader-based and communication-efficient training as optax transformations."""
 
+from lsgd_jax import aot as aot
 from lsgd_jax import asynchronous as asynchronous
 from lsgd_jax import checks as checks
 from lsgd_jax import topology as topology

@@ -19,7 +19,7 @@ NAMES = {
         Exchange ExchangeState Fragment GPAState GradientNormState Group Guard
         LeaderState NoLoCoState Outer OuterState PairwiseState ParleState Pull PullState
         PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd aggregate
-        allreduce anchored apply_updates asynchronous average best_mean butterfly center
+        allreduce anchored aot apply_updates asynchronous average best_mean butterfly center
         cge checks combine_then_adapt consensus consensus_distance coordinate_median
         desloc diagnostics diloco downpour dpsgd easgd emulate_devices exchange
         following fragment geometric_median gosgd gpa gpa_average gradient_weighted
@@ -27,6 +27,10 @@ NAMES = {
         moving_center neighbors noloco osgp outer pairwise parle push_sum resize
         robust_mean scoping sgp slowmo sparse_diloco sparta static_args topology
         trimmed_mean tune_cpu unrolled wagma waiting with_state
+    """,
+    "lsgd_jax.aot": """
+        Chip Collective Memory Pod Program Report Seconds check_quiet gpu report report_of
+        tpu
     """,
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DecoupledDiLoCo DiLoCo GridPosition LSGD Method NETWORKS
@@ -52,6 +56,7 @@ def public(module):
 def test_the_public_names_are_these(module):
     found = {
         "lsgd_jax": lj,
+        "lsgd_jax.aot": lj.aot,
         "lsgd_jax.asynchronous": lj.asynchronous,
         "lsgd_jax.checks": lj.checks,
         "lsgd_jax.topology": lj.topology,

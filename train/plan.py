@@ -12,6 +12,11 @@ the command as you would start the training. It writes no files.
     python -m train.plan digits --step-ms 30 --parameter-mb 4 --mbit 100 --latency-ms 1
 
 plans for the given numbers and measures the others. The network is that of all workers.
+
+    python -m train.plan text --topology v5p:4x4x4 --slices 2 --mbit 100000 --latency-ms 1
+
+plans for a cluster that is not here: the seconds of a step are computed from the compiled
+program and public figures of the chip (see `python -m train.compile`).
 """
 
 import dataclasses
@@ -30,7 +35,8 @@ import rich.table
 import tyro
 
 import lsgd_jax as lj
-from train import cli, command, compilation_cache
+from lsgd_jax import aot
+from train import cli, command, compilation_cache, compile
 from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
@@ -206,6 +212,23 @@ def measure(config: Config, session: Session) -> Setting:
     return Setting(_step(experiment, state), payload, links, leaves)
 
 
+def computed(config: Config, pod: aot.Pod) -> tuple[Setting, Config]:
+    """Computes the step of an experiment on a cluster that is not here.
+
+    Returns:
+      The setting, without links, and the configuration with the workers of the cluster.
+    """
+    config = dataclasses.replace(config, method=methods.make("independent"))
+    config = compile.on(config, pod)
+    params = compile.parameters(config)
+    report = compile.compiled(config, pod)
+    (program,), payload = report.programs, sum(4 * x.size for x in params)
+    seconds = report.seconds(program)
+    if seconds is None:
+        raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
+    return Setting(seconds.step, payload, {}, len(params)), config
+
+
 def measure_link(
     workers: lj.Workers, params: Any, axes: tuple[str, ...], count: int
 ) -> Link:
@@ -270,7 +293,7 @@ def _median(work: Callable[[], Any], times: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(compile.Cluster):
     """The options of a plan.
 
     Args:
@@ -282,7 +305,10 @@ class Options:
       latency_ms: milliseconds of an exchange of one number, with --mbit.
     """
 
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    # Fields of the base class come first, and they have defaults.
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = (
+        dataclasses.field(kw_only=True)
+    )
     share: float = 0.05
     step_ms: float | None = None
     parameter_mb: float | None = None
@@ -300,7 +326,16 @@ class Options:
                 raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
         if ("mbit" in given) != ("latency_ms" in given):
             raise ValueError("`mbit` and `latency_ms` must be given together")
+        if self.is_described and "mbit" not in given:
+            raise ValueError(
+                "`mbit` and `latency_ms` must be given for a cluster that is not here"
+            )
         return given
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the plan is for a cluster that is not here."""
+        return self.topology is not None or self.gpu is not None
 
 
 def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> Setting:
@@ -360,17 +395,26 @@ def main(arguments: Sequence[str]) -> int:
         given = options.given()
         config = cli.parse([options.experiment, *others])
         jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the plan
-        session = rendezvous.join(config)
+        if not options.is_described:
+            session = rendezvous.join(config)
         compilation_cache.use(say=session.is_main)
         is_known = len(given) == 4
-        setting = Setting(0.0, 0, {}) if is_known else measure(config, session)
-    except ValueError as error:
+        if is_known or not options.is_described:
+            setting = Setting(0.0, 0, {}) if is_known else measure(config, session)
+        else:
+            setting, config = computed(config, options.pod())
+    except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     quiet = not session.is_main
     console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
-    if not is_known:
+    if not is_known and not options.is_described:
         report(setting, console)
     setting = put(given, setting, config.workers.nodes, config.workers.locals)
+    if options.is_described and not is_known:
+        console.print(
+            f"computed, not measured: parameters {setting.payload / 1e6:.1f} MB; a step "
+            f"without exchanges {1e3 * setting.step:.3g} ms"
+        )
     if setting.links:
         propose(setting, options.share, console)
     return SUCCESS

@@ -144,6 +144,10 @@ class _PerSharding:
         """Lowers the function, as `jax.jit(...).lower` does."""
         return self._of(args, named).lower(*args, **named)
 
+    def trace(self, *args: Any, **named: Any) -> Any:
+        """Traces the function, as `jax.jit(...).trace` does."""
+        return self._of(args, named).trace(*args, **named)
+
     def _of(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         _, arrays = _without(self._static, self._fn, args, named)
         shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arrays)]

@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation for clusters that this machine does not have."""

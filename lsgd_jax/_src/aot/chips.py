@@ -1,0 +1,140 @@
+"""Public figures of accelerators, and the description of a GPU that XLA compiles for."""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """Public figures of one device.
+
+    Attributes:
+      name: as in `tpu` and `gpu`.
+      kind: jax's name, the `device_kind` of a device.
+      memory: bytes of HBM; for GPUs, those that XLA may use.
+      flops: peak bfloat16 operations per second, without sparsity.
+      memory_bandwidth: bytes per second between HBM and the chip.
+      link: bytes per second that a device can send to others in its slice or host.
+      source: the page with these figures.
+    """
+
+    name: str
+    kind: str
+    memory: int
+    flops: float
+    memory_bandwidth: float
+    link: float
+    source: str
+
+
+GIB = 2**30
+GOOGLE, NVIDIA = "https://cloud.google.com/tpu/docs/", "https://www.nvidia.com/en-us/"
+
+# Links are half of the published numbers, which add both directions.
+TPUS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, f"{GOOGLE}v5e"),
+        Chip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, f"{GOOGLE}v5p"),
+        Chip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, f"{GOOGLE}v6e"),
+        # jax has two devices per chip; each has half of the published figures.
+        Chip("tpu7x", "TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, f"{GOOGLE}tpu7x"),
+    )
+}
+GPUS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "a100",
+            "NVIDIA A100-SXM4-80GB",
+            85100068864,
+            312e12,
+            2039e9,
+            300e9,
+            f"{NVIDIA}data-center/a100/",
+        ),
+        Chip(
+            "h100",
+            "NVIDIA H100 80GB HBM3",
+            84942979072,
+            989e12,
+            3350e9,
+            450e9,
+            f"{NVIDIA}data-center/h100/",
+        ),
+        Chip(
+            "h200",
+            "NVIDIA H200 141GB HBM3e",
+            151397597184,
+            989e12,
+            4800e9,
+            450e9,
+            f"{NVIDIA}data-center/h200/",
+        ),
+        Chip(
+            "b200",
+            "NVIDIA B200",
+            191514411008,
+            2250e12,
+            7700e9,
+            900e9,
+            f"{NVIDIA}data-center/dgx-b200/",
+        ),
+    )
+}
+
+
+class Target(NamedTuple):
+    """The numbers by which XLA distinguishes NVIDIA's GPUs.
+
+    The source is xla/backends/gpu/target_config/specs in https://github.com/openxla/xla.
+    """
+
+    name: str
+    capability: int
+    cores: int
+    fpus: int
+    shared_memory: int
+    shared_memory_optin: int
+    bandwidth: int
+    l2_cache: int
+    clock: float
+    memory: int
+
+    def text(self) -> str:
+        """The `target_config` of `jax.experimental.topologies`, a text protobuf."""
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block_optin: {self.shared_memory_optin}
+  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.l2_cache}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {self.capability} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{self.name}"
+"""
+
+
+_HOPPER = 9, 132, 128, 233472, 232448
+TARGETS = {
+    "a100": Target(
+        "NVIDIA A100-SXM4-80GB",
+        *(8, 108, 64, 167936, 166912),
+        *(2039040000000, 41943040, 1.41, 85100068864),
+    ),
+    "h100": Target(
+        "NVIDIA H100 80GB HBM3", *_HOPPER, 3352320000000, 52428800, 1.98, 84942979072
+    ),
+    "h200": Target(
+        "NVIDIA H200 141GB HBM3e", *_HOPPER, 4800000000000, 52428800, 1.98, 151397597184
+    ),
+    "b200": Target(
+        "NVIDIA B200",
+        *(10, 148, 128, 233472, 232448),
+        *(7672320000000, 132644864, 1.965, 191514411008),
+    ),
+}

@@ -1,0 +1,259 @@
+"""The collectives of a compiled program: their bytes, whom they reach, what hides them."""
+
+import collections
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from lsgd_jax._src.aot.groups import Groups, expanded, groups_of, pairs_of
+from lsgd_jax._src.aot.hlo import Instruction, Program, nbytes
+
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+)
+KIND = re.compile(rf"^({'|'.join(KINDS)})(-start)?$")
+CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+MEGASCALE = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+FIELD = re.compile(
+    r'_xla_(megascale_\w+|host_transfer_rendezvous)=(?:"([^"]*)"|(\{.*?\}\}))'
+)
+SLICE = 100_000  # XLA gives the devices of slice i the ids from i * SLICE
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    All bytes are those of one device and one execution. The bytes that are sent are the
+    fewest that any algorithm sends: for an all-reduce of S bytes among n devices
+    2 (n - 1) / n S, and 2 (h - 1) / h S leave each of h slices or hosts.
+
+    Attributes:
+      name: its name in the program.
+      kind: such as 'all-reduce'.
+      bytes: the size of its result. For a transfer between slices, the size of the message.
+      sent: the bytes that a device sends.
+      across: the bytes that leave the device's slice or host; 0 if it stays inside.
+      times: how often it is executed; more than once in a loop.
+      conditional: whether it stands in a conditional, which XLA waits for as a whole.
+      overlap: the share of the program's matrix products that are scheduled between its
+        start and its end.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    sent: float
+    across: float
+    times: int
+    conditional: bool
+    overlap: float
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it sends anything to another slice or host."""
+        return self.across > 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether matrix products are scheduled between its start and its end."""
+        return self.overlap > 0
+
+
+class Placement(NamedTuple):
+    """Where the devices of a program stand.
+
+    Attributes:
+      groups: for each device in the order of the program, its slice or host.
+      splits: whether XLA writes transfers between groups as sends, so that all other
+        collectives stay inside (TPU slices).
+    """
+
+    groups: Sequence[int]
+    splits: bool
+
+
+def collectives_of(program: Program, placement: Placement) -> list[Collective]:
+    """Returns all collectives of a program, computation by computation."""
+    everything = program.products(program.entry)
+    found = []
+    for lines, times, conditional in program.runs():
+        before = [0]
+        for line in lines:
+            before.append(before[-1] + program.products_of(line))
+        for each in _transfers(program, lines):
+            products = times * (before[each.end] - before[each.start + each.alone])
+            overlap = min(1.0, products / everything) if everything else 0.0
+            sent, across = _sent(each, placement)
+            size = each.bytes
+            found.append(
+                Collective(
+                    each.line.name,
+                    each.kind,
+                    size,
+                    sent,
+                    across,
+                    times,
+                    conditional,
+                    overlap,
+                )
+            )
+    return found
+
+
+class _Transfer(NamedTuple):
+    """A collective in a computation.
+
+    alone: 1 if the instruction at `start` holds the collective only, 0 if it is a fusion
+    that also computes.
+    """
+
+    kind: str
+    line: Instruction
+    bytes: int
+    start: int
+    end: int
+    alone: int = 1
+
+
+def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+    """Pairs starts with ends, among the instructions of one computation."""
+    ends = {}  # name of a start -> (position, instruction) of its end
+    for i, line in enumerate(lines):
+        if line.opcode.endswith("-done"):
+            for operand in line.operands:
+                ends[operand] = i, line
+    received = {}
+    for line in lines:
+        if line.opcode == "recv" and "xla_megascale_runtime" in line.attributes:
+            received[_fields(line).get("host_transfer_rendezvous")] = line
+    for i, line in enumerate(lines):
+        if found := KIND.match(line.opcode):
+            at, done = ends.get(line.name, (i, line))
+            yield _Transfer(found.group(1), line, done.nbytes, i, at)
+        elif line.opcode == "async-start":
+            at, done = ends.get(line.name, (i, line))
+            for inner in _inside(program, line):
+                yield _Transfer(inner.opcode, inner, inner.nbytes, i, at)
+        elif line.opcode == "send" and "xla_megascale_runtime" in line.attributes:
+            fields = _fields(line)
+            back = received.get(fields.get("host_transfer_rendezvous"), line)
+            at, _ = ends.get(back.name, ends.get(line.name, (i, line)))
+            kind = MEGASCALE.get(fields.get("megascale_transfer_type", ""), "send")
+            yield _Transfer(kind, line, _message(line), i, at)
+    yield from _fused(program, lines)
+
+
+def _fused(program: Program, lines: Sequence[Instruction]) -> Iterator[_Transfer]:
+    """Collectives in fusions. One that runs beside products spans several fusions."""
+    spans: dict[Any, list[tuple[int, Instruction]]] = collections.defaultdict(list)
+    for i, line in enumerate(lines):
+        if line.opcode == "fusion":
+            for inner in _inside(program, line):
+                channel = CHANNEL.search(inner.attributes)
+                is_async = "async_collective_fusion_config" in inner.attributes
+                key = (
+                    (inner.opcode, channel and channel.group(1)) if is_async else inner.name
+                )
+                spans[key].append((i, inner))
+    for places in spans.values():
+        (first, line), (last, _) = places[0], places[-1]
+        kind = line.opcode.removesuffix("-start")
+        if kind == "send":
+            kind = MEGASCALE.get(_fields(line).get("megascale_transfer_type", ""), kind)
+        end = last if first == last else last + 1
+        yield _Transfer(kind, line, line.nbytes, first, end, int(first == last))
+
+
+def _inside(program: Program, line: Instruction) -> Iterator[Instruction]:
+    for name in line.called:
+        for inner in program.computations.get(name, ()):
+            if KIND.match(inner.opcode):
+                yield inner
+            elif inner.opcode == "fusion":
+                yield from _inside(program, inner)
+
+
+def _fields(line: Instruction) -> dict[str, str]:
+    return {name: a or b for name, a, b in FIELD.findall(line.attributes)}
+
+
+def _message(line: Instruction) -> int:
+    """The bytes of a send, whose type is (message, context, token)."""
+    return nbytes(line.type.partition(", u32[]")[0])
+
+
+# Bytes
+
+
+def _sent(each: _Transfer, placement: Placement) -> tuple[float, float]:
+    """Returns the bytes that a device sends, and those that leave its slice or host."""
+    if each.line.opcode == "send":
+        across = _between_slices(each)
+        return across, across
+    count = len(placement.groups)
+    if each.kind == "collective-permute":
+        pairs = [(a, b) for a, b in pairs_of(each.line.attributes) if a != b]
+        apart = [p for p in pairs if _span(placement, p) > 1]
+        return each.bytes * min(1, len(pairs) / count), each.bytes * len(apart) / count
+    groups = groups_of(each.line.attributes, count)
+    size = max(map(len, groups))
+    whole = each.bytes * (size if each.kind == "reduce-scatter" else 1)
+    return _share(each.kind, size) * whole, _leaving(each.kind, whole, groups, placement)
+
+
+def _share(kind: str, n: int) -> float:
+    """The share of the whole array that each of n members sends to the others."""
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * (n - 1) / n
+
+
+def _leaving(kind: str, whole: float, groups: Groups, placement: Placement) -> float:
+    """Mean bytes per device that leave its slice or host."""
+    total = 0.0
+    for members in groups:
+        hosts = _span(placement, members)
+        # In an exchange of all with all each member has its own array.
+        arrays = len(members) / hosts if "all-to-all" in kind else 1
+        total += hosts * _share(kind, hosts) * whole * arrays
+    return total / sum(map(len, groups))
+
+
+def _span(placement: Placement, members: Iterable[int]) -> int:
+    """The number of slices or hosts among which these devices lie."""
+    if placement.splits:
+        return 1
+    count = len(placement.groups)
+    return len({placement.groups[i % count] for i in members})
+
+
+def _between_slices(each: _Transfer) -> float:
+    """Bytes that a device sends to other slices in a transfer that XLA wrote as a send."""
+    fields = _fields(each.line)
+    target = fields.get("megascale_target", "")
+    if "->" in target:
+        pairs = re.findall(r"(\d+)->(\d+)", target)
+        senders = {a for a, _ in pairs}
+        inside = max((int(x) % SLICE for pair in pairs for x in pair), default=0) + 1
+        slices = {int(x) // SLICE for pair in pairs for x in pair}
+        return each.bytes * min(1.0, len(senders) / (inside * len(slices)))
+    if "x" in target:
+        first = re.findall(r"\{([\d,:]+)\}", target.partition("}x")[0] + "}")
+        n = len(expanded(first[0])) if first else 2
+    else:
+        n = len({int(x) // SLICE for x in re.findall(r"\d+", target)}) or 2
+    if each.kind == "all-gather":
+        return each.bytes * (n - 1.0)  # the message is a device's own share
+    return _share(each.kind, n) * each.bytes

@@ -1,0 +1,514 @@
+"""aot: the reader of scheduled programs, reports, and all methods on pods (marker aot).
+
+The tests with the marker compile for TPUs and GPUs, and need the extras `tpu` and
+`gpu-compile`. All others run anywhere.
+"""
+
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import METHODS
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+from lsgd_jax import aot
+from lsgd_jax._src.aot import memory, pod
+from lsgd_jax._src.aot.collectives import Placement, collectives_of
+from lsgd_jax._src.aot.groups import groups_of
+from lsgd_jax._src.aot.hlo import Program
+
+
+# Scheduled programs: shortened from what XLA wrote for 2 slices of v5e:2x2 and 2 hosts of
+# 4 H100. The first one has a loop without a trip count.
+
+SCHEDULES = pathlib.Path(__file__).parent / "schedules"
+TPU = (SCHEDULES / "two_slices_of_v5e.txt").read_text()
+GPU = (SCHEDULES / "two_hosts_of_h100.txt").read_text()
+HEAD = "HloModule step, is_scheduled=true\n\n"
+
+
+def found(text, splits):
+    placed = Placement([0, 0, 0, 0, 1, 1, 1, 1], splits)
+    return {each.name: each for each in collectives_of(Program(text), placed)}
+
+
+def test_a_tpu_program_is_read():
+    each = found(TPU, splits=True)
+    assert list(each) == ["send", "send.1", "all-gather.1", "all-reduce.1"]
+    message = 7 * 8 * 128 * 4
+    # Two slices exchange all-reduces of S bytes by sending S each, beside seven products.
+    assert each["send"].kind == "all-reduce" and each["send"].bytes == message
+    assert each["send"].across == message and each["send"].hidden
+    assert each["send"].overlap == 1.0 and not each["send"].conditional
+    # Of four devices in a slice three send to the other slice.
+    assert each["send.1"].kind == "collective-permute" and not each["send.1"].hidden
+    assert each["send.1"].across == 8 * 512 * 4 * 3 / 8
+    # The loop runs from 1 to 8, and a device sends three shards of the four.
+    assert each["all-gather.1"].times == 7 and not each["all-gather.1"].crosses
+    assert each["all-gather.1"].sent == 512 * 512 * 4 * 3 / 4
+    assert each["all-reduce.1"].conditional and each["all-reduce.1"].times == 1
+
+
+def test_a_gpu_program_is_read():
+    each = found(GPU, splits=False)
+    reduce, size = each["all-reduce-start"], 64 * 64 * 4
+    assert reduce.bytes == size and reduce.sent == 2 * 7 / 8 * size
+    # Between two hosts S bytes must leave each of them, with four devices on each.
+    assert reduce.across == size / 4 and reduce.overlap == 0.5
+    assert not each["reduce-scatter"].crosses and not each["reduce-scatter"].hidden
+    assert each["reduce-scatter"].sent == 3 / 4 * size
+    gather = each["all-gather"]  # each device with its counterpart on the other host
+    assert gather.across == gather.sent == 16 * 64 * 2 / 2
+    assert each["permute"].across == size * 2 / 8 and each["permute"].sent == size * 3 / 8
+
+
+def test_a_collective_beside_products_in_one_fusion_is_hidden():
+    config = 'backend_config={"async_collective_fusion_config":{}}'
+    gather = f"all-gather(%a), channel_id=5, replica_groups={{{{0,1,2,3}}}}, {config}"
+    part = lambda name, more="": (
+        f"%{name} (a: f32[8]) -> f32[8] {{\n  %a = f32[8]{{0}} parameter(0)\n{more}"
+        f"  ROOT %g.{name} = f32[32]{{0}} {gather}\n}}\n\n"
+    )
+    dot = "  %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={0}\n"
+    text = HEAD + part("start") + part("steps", dot) + part("done")
+    text += "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+    for name in ("start", "steps", "done"):
+        text += f"  %f.{name} = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{name}\n"
+    (each,) = found(text + "}\n", splits=True).values()
+    assert each.overlap == 1.0 and each.times == 1 and each.sent == 3 / 4 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "text, groups",
+    [
+        ("replica_groups={{0,2},{1,3}}, a=b", [(0, 2), (1, 3)]),
+        ("replica_groups=[1,4]<=[4], a=b", [(0, 1, 2, 3)]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, c", [(0, 1), (2, 3)]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}, c", [(0, 2), (1, 3)]),
+        ("dimensions={0}", [(0, 1, 2, 3)]),
+    ],
+)
+def test_groups_are_read_in_all_forms(text, groups):
+    assert groups_of(text, 4) == groups
+
+
+# Reports, on the emulated CPU devices
+
+
+def step_of(method, base=None):
+    """An init and a step of one worker, whose parameters descend to a batch."""
+    base = optax.sgd(0.1, momentum=0.9) if base is None else base
+    tx = base if method is None else optax.chain(base, method)
+
+    def init():
+        params = {"w": jnp.zeros((16, 16))}
+        return params, tx.init(params)
+
+    def train_step(params, state, x, **phase):
+        loss_of = lambda p: jnp.square(x @ p["w"]).mean()
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = optax.with_extra_args_support(tx).update(
+            grads, state, params, value=loss, **phase
+        )
+        return lj.apply_updates(params, updates), state, loss
+
+    return init, train_step
+
+
+BATCH = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+@functools.cache
+def small():
+    method = lj.lsgd(0.1, 0.1, 2, 4)
+    return aot.report(lj.Workers(2, 4), *step_of(method), BATCH, method)
+
+
+def test_a_report_has_a_program_for_each_phase():
+    report = small()
+    assert [(p.is_quiet, p.share) for p in report.programs] == [
+        (False, 0.25),
+        (False, 0.25),
+        (True, 0.5),
+    ]
+    # The loss and the gradient: two products of 4 x 16 x 16 per device.
+    assert all(p.flops == 2 * 2 * 4 * 16 * 16 for p in report.programs)
+    inner, outer, quiet = report.programs
+    assert quiet.inside == quiet.across == 0 < inner.inside < outer.inside
+    assert report.mean(lambda p: 4.0 * (p.is_quiet or False)) == 2.0
+    assert report.fits and report.programs[0].fits is None  # the memory of CPUs is unknown
+    assert report.programs[0].memory.peak > 0 and report.seconds(quiet) is None
+    aot.check_quiet(report)
+
+
+def test_a_report_is_a_small_table_and_json(tmp_path):
+    report = small()
+    lines = str(report).splitlines()
+    assert lines[0].startswith("1 host of cpu: 8 devices; 100 Gbit/s per host")
+    assert lines[1].split()[:4] == ["program", "share", "of", "steps"]
+    assert len(lines) == 7 and len(set(map(len, lines[1:5]))) == 1
+    assert "not measured" in lines[-1]
+    read = json.loads(report.to_json())
+    assert [p["name"] for p in read["programs"]] == [p.name for p in report.programs]
+    with pytest.raises(ValueError, match="no figures of this chip are known"):
+        report.figure(tmp_path / "figure.png")
+
+
+def priced(across=0.0, overlap=0.0, quiet=True, fits=True):
+    """A report of one program on a v5e, with one collective."""
+    each = aot.Collective("a", "all-reduce", 0, across, across, 2, False, overlap)
+    figures = aot.Memory(0, 0, 0, 0) if fits else None
+    program = aot.Program(
+        "quiet", quiet, 1.0, 0.5, figures, 2**30, fits, 197e12, None, (each,)
+    )
+    devices = np.repeat(jax.devices()[:4], 1)
+    cluster = aot.Pod("2 slices", tuple(devices), pod.chips.TPUS["v5e"], 2, "slice")
+    return aot.Report(cluster, (program,), bandwidth=1e9)
+
+
+def test_seconds_follow_from_the_figures():
+    # One second of compute. Four devices of a host send 2 x 0.5 GB each at 1 GB/s.
+    seconds = priced(across=0.5e9, overlap=0.25).seconds
+    report = priced(across=0.5e9, overlap=0.25)
+    seconds = report.seconds(report.programs[0])
+    assert seconds == aot.Seconds(1.0, 0, 0, 4 - 0.25, 0.25) and seconds.step == 4.75
+    faster = report.at(8e9).seconds(report.programs[0])
+    assert (faster.across_exposed, faster.across_hidden) == (0.25, 0.25)
+    hidden = priced(across=0.1e9, overlap=1.0)
+    assert hidden.seconds(hidden.programs[0]) == aot.Seconds(1.0, 0, 0, 0, 0.8)
+
+
+def test_a_figure_is_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    priced(across=1e9).figure(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib"):
+        priced(across=1e9).figure(tmp_path / "figure.png")
+
+
+def test_a_quiet_phase_that_sends_is_refused():
+    aot.check_quiet(priced())
+    message = r"the quiet phase 'quiet' sends across slices: all-reduce \(4 bytes\)"
+    with pytest.raises(AssertionError, match=message):
+        aot.check_quiet(priced(across=4))
+    with pytest.raises(ValueError, match="the report has no quiet phase"):
+        aot.check_quiet(priced(quiet=False))
+
+
+def test_a_program_that_does_not_fit_says_by_how_much():
+    report = priced(fits=False)
+    assert not report.fits and report.seconds(report.programs[0]) is None
+    assert "no, +1.00 GiB" in str(report) and json.loads(report.to_json())["fits"] is False
+
+
+def test_messages_about_memory_are_read():
+    gigabytes = lambda text: memory.excess(ValueError(text)) / 2**30
+    text = (
+        "total memory required for HLO temporaries (64.00G) exceeds available HBM (15.75G)"
+    )
+    assert gigabytes(text) == 48.25
+    assert gigabytes("Used 25.5G of 15.5G hbm. Exceeded hbm capacity by 10.00G.") == 10
+    assert memory.excess(ValueError("RESOURCE_EXHAUSTED")) is None
+
+
+def test_shards_of_a_worker_are_laid_out_as_put_does():
+    workers = lj.Workers(nodes=2, inside={"fsdp": 4})
+    method = lj.diloco(4)
+    specs = lj.largest_dimension("fsdp", 4, smallest=1)
+    init, step = step_of(method)
+    report = aot.report(
+        workers, init, step, BATCH, method, specs=specs, batch_specs=P("fsdp")
+    )
+    whole = aot.report(lj.Workers(2, 4), init, step, BATCH, method)
+    for sharded, other in zip(report.programs, whole.programs):
+        assert sharded.memory.arguments < other.memory.arguments / 2
+        assert sharded.flops == other.flops / 4
+
+
+def test_a_step_of_ones_own_is_reported_in_all_its_stages():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    rows = NamedSharding(mesh, P("d"))
+    x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=rows)
+    mean = jax.jit(lambda x: (x @ x).mean(0))
+    traced = mean.trace(x)
+    reports = [aot.report_of(s) for s in (traced, traced.lower(), traced.lower().compile())]
+    for report in reports:
+        (program,) = report.programs
+        assert [c.kind for c in program.collectives] == ["all-reduce"]
+    assert reports[0].programs[0].flops == 2 * 64**3
+
+
+# Errors, one line each
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (
+            lambda: aot.tpu("v9:2x2"),
+            ValueError,
+            "one of v5e, v5p, v6e, tpu7x, got 'v9:2x2'",
+        ),
+        (lambda: aot.tpu("v5e"), ValueError, "`topology` must be a generation and a shape"),
+        (
+            lambda: aot.tpu("v5e:2x2", slices=0),
+            ValueError,
+            "`slices` must be a positive int",
+        ),
+        (
+            lambda: aot.gpu("h101"),
+            ValueError,
+            "`kind` must be one of a100, h100, h200, b200",
+        ),
+        (lambda: aot.gpu("h100", each=0), ValueError, "`each` must be a positive int"),
+        (lambda: aot.tpu("v5e:2x2"), ImportError, r'pip install "lsgd_jax\[tpu\]"'),
+        (lambda: aot.gpu("h100"), ImportError, r'pip install "lsgd_jax\[gpu-compile\]"'),
+        (lambda: priced().pod.mesh(a=3), ValueError, "multiply to 4 devices, got a=3"),
+        (lambda: priced().at(0), ValueError, "`bandwidth` must be above 0"),
+        (
+            lambda: aot.report(lj.Workers(1, 2), *step_of(None), BATCH, optax.sgd(0.1)),
+            ValueError,
+            "`method` must be a method that pulls",
+        ),
+    ],
+)
+def test_errors(make, error, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(error, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_of_libtpu_are_left_alone_on_machines_with_a_tpu(monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(pod.os.path, "exists", lambda path: True)
+    pod._prepare()
+    assert "TPU_SKIP_MDS_QUERY" not in pod.os.environ
+
+
+# All methods on pods
+
+NEEDED = {
+    "tpu": (("libtpu",), 'pip install "lsgd_jax[tpu]"'),
+    "gpu": (pod.CUDA_PACKAGES[:1], 'pip install "lsgd_jax[gpu-compile]"'),
+}
+
+
+@functools.cache
+def cluster(kind):
+    names, install = NEEDED[kind]
+    if not all(map(importlib.util.find_spec, names)):
+        pytest.skip(f"needs {install}")
+    if kind == "tpu":
+        return aot.tpu("v5e:2x2", slices=2)
+    return aot.gpu("h100", hosts=2, each=4)
+
+
+# For methods by name (the first pattern that fits): temporaries of a due step beyond those
+# of a step without an exchange, as a multiple of the parameters; bytes that leave a slice
+# or host, as a multiple of what `lj.diagnostics` says; seconds of XLA.
+LIMITS = {
+    # Each device works on 1/W of the coordinates of all workers.
+    r"coordinate_median|licm|robust|median_worker|best_mean|cge": (3.0, 1.1, 30),
+    r"noloco|pairwise|gosgd|adpsgd|sgp|osgp|dpsgd|wagma": (3.0, 1.1, 40),
+    # Encoded reduce-scatter and all-gather, and two errors.
+    r".*\+(bfloat16|int8|int4|stochastic)": (1.5, 1.1, 30),
+    r".*": (1.0, 1.1, 30),
+}
+SLACK = 16_384  # bytes of scores, counts and scales, and of padding
+
+
+def limits(name):
+    return next(limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, name))
+
+
+SHAPES = {f"small{i}": (128, 128) for i in range(24)} | {
+    f"large{i}": (512, 512) for i in range(2)
+}
+PARAMETERS = sum(map(np.prod, SHAPES.values()))
+
+
+def zeros():
+    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def gradient(params, target):
+    """A descent to a number: what is compiled is the exchange."""
+    grads = jax.tree.map(lambda x: x - target, params)
+    return jnp.sum(jnp.square(grads["small0"])), grads
+
+
+def exchange_in(method, W):
+    """The exchange whose phases are compiled, or None."""
+    if method.then is not None or method.first:
+        return None
+    tx = method.make(W)
+    return tx if isinstance(tx, lj.Exchange) else None
+
+
+def chosen(exchange):
+    """The quiet phase if there is one, and the phase that sends most."""
+    phases = exchange.phases()
+    quiet = [phase for phase in phases if phase.is_quiet and not phase.lands]
+    return [*quiet[:1], max(phases, key=lambda phase: (len(phase.sends), len(phase.lands)))]
+
+
+BASE = optax.sgd(0.1, momentum=0.9)
+
+
+@functools.cache
+def on_workers(kind, name):
+    """The report of a method as `Workers`, one worker per device."""
+    workers = lj.Workers(mesh=cluster(kind).mesh(node=2, local=4), axes=("node", "local"))
+    method = METHODS.get(name)
+    tx = BASE if method is None else method.chain(8, BASE)
+    exchange = None if method is None else exchange_in(method, 8)
+
+    def step(params, state, x, **phase):
+        loss, grads = gradient(params, x)
+        more = {"value_fn": lambda p: gradient(p, x)[0], "grad": grads, **phase}
+        updates, state = optax.with_extra_args_support(tx).update(
+            grads, state, params, value=loss, **more
+        )
+        return lj.apply_updates(params, updates), state
+
+    init = lambda: (zeros(), tx.init(zeros()))
+    batch = jax.ShapeDtypeStruct((), jnp.float32)
+    phases = chosen(exchange) if exchange else [None]
+    each = phases if exchange else None
+    report = aot.report(workers, init, step, batch, exchange, phases=each)
+    return dict(zip(phases, report.programs))
+
+
+@functools.cache
+def on_replicas(kind, name):
+    """The report of `outer` around a step, under a vmap over slices, with fsdp inside."""
+    mesh = cluster(kind).mesh(replica=2, fsdp=4)
+    method = METHODS.get(name)
+    exchange = None if method is None else method.make(2)
+    o = None if exchange is None else lj.outer(exchange)
+    replicas = lambda f: jax.vmap(
+        jax.vmap(f, axis_name="local"), axis_name="node", spmd_axis_name="replica"
+    )
+    spec = P("replica", None, None, "fsdp")
+    laid_out = lambda shape, spec: jax.ShapeDtypeStruct(
+        (2, 1, *shape), jnp.float32, sharding=NamedSharding(mesh, spec)
+    )
+    params = {name: laid_out(shape, spec) for name, shape in SHAPES.items()}
+    loss = laid_out((), P("replica"))
+
+    def step(params, state, target, **phase):
+        loss, grads = gradient(params, target)
+        params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
+        if o is None:
+            return params, state
+        value_fn = lambda p: gradient(p, target)[0]
+        return o.step(params, state, loss=loss, grad=grads, value_fn=value_fn, **phase)
+
+    state = ()
+    if o is not None:
+        lowered = jax.jit(replicas(o.init)).lower(params)
+        placed = lowered.compile().output_shardings
+        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(shape, lowered.out_info, placed)
+
+    def program(**phase):
+        one = replicas(functools.partial(step, **phase))
+        jitted = jax.jit(one, donate_argnums=(0, 1))
+        return aot.report_of(jitted.lower(params, state, loss)).programs[0]
+
+    if exchange is None:
+        return {None: program()}
+    return {phase: program(phase=phase) for phase in chosen(exchange)}
+
+
+@functools.cache
+def payloads(name, W, chained):
+    """The bytes per parameter that each pull sends, and its axes, from the counters."""
+    method, P_ = METHODS[name], 4096 * W
+    workers = lj.Workers(2, W // 2)
+    params = workers.put({"w": np.ones((W, P_), np.float32)})
+    tx = method.chain(W, BASE) if chained else method.make(W)
+    value_fn = lambda p: p["w"].sum()
+    step = lambda x: tx.update(
+        x, tx.init(x), x, value=x["w"].sum(), value_fn=value_fn, grad=x
+    )[1]
+    levels = lj.diagnostics(workers.map(step)(params))
+    return [(level.payload / P_, level.axes) for level in levels]
+
+
+FORMS = {
+    "workers-tpu": (on_workers, "tpu", 1),
+    "replicas-tpu": (on_replicas, "tpu", 4),
+    "workers-gpu": (on_workers, "gpu", 1),
+    "replicas-gpu": (on_replicas, "gpu", 4),
+}
+# The stage in .ci/run compiles each method once per form; other wire formats are slow.
+WIRES = {"lsgd+int8", "local_sgd+stochastic", "diloco+int8", "easgd+bfloat16", "sgp+int4"}
+
+
+def rows(names):
+    """Cases of a parametrized test; most wire formats are marked slow."""
+    slow = lambda n: re.search(r"\+(bfloat16|int8|int4|stochastic)", n) and n not in WIRES
+    mark = lambda n: (pytest.mark.slow,) if slow(n) else ()
+    return [pytest.param(name, marks=mark(name), id=name) for name in names]
+
+
+def check(name, form):
+    make, kind, shards = FORMS[form]
+    W, unit = 8 // shards, cluster(kind).unit
+    method = METHODS[name]
+    temporaries, factor, seconds = limits(name)
+    (base,) = make(kind, "").values()
+    for phase, program in make(kind, name).items():
+        crossing = [x for x in program.collectives if x.crosses]
+        if phase is not None and phase.is_quiet:
+            assert not crossing, f"a quiet step sends across {unit}s: {crossing}"
+            continue
+        if phase is None and method.due > 1:
+            assert all(x.conditional for x in crossing), "a silent step sends"
+        sends = payloads(name, W, chained=phase is None)
+        if phase is not None:
+            sends = [sends[i] for i in phase.sends]
+        said = sum(each for each, axes in sends if "node" in axes) * PARAMETERS / shards
+        assert program.across <= factor * said + SLACK, f"{program.across / said:.2f} times"
+        assert said == 0 or program.across > 0
+        if shards > 1:  # all that a worker sends goes to another slice
+            assert program.across >= said / factor - SLACK, f"{program.across / said:.2f}"
+        more = program.memory.temporaries - base.memory.temporaries
+        assert more <= temporaries * 4 * PARAMETERS / shards, f"{more / PARAMETERS / 4:.2f}"
+        assert program.compile_seconds <= seconds
+
+
+PULLS = [name for name, method in METHODS.items() if exchange_in(method, 2) is not None]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", rows(METHODS))
+@pytest.mark.parametrize("form", ["workers-tpu", "workers-gpu"])
+def test_methods_as_workers(name, form):
+    check(name, form)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", rows(PULLS))
+def test_methods_around_a_step_under_vmap(name):
+    check(name, "replicas-tpu")
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rows(PULLS))
+def test_methods_around_a_step_under_vmap_on_gpus(name):
+    check(name, "replicas-gpu")

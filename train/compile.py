@@ -1,0 +1,212 @@
+"""python -m train.compile NAME: compiles an experiment for a pod that is not here.
+
+    python -m train.compile text --topology v5e:4x4 --slices 2 --workers.inside fsdp=16
+    python -m train.compile cifar10-cnn7 --gpu h100 --hosts 4 --each 8 --data.dir DIR
+
+The command prints for each phase of the method the memory per device, the bytes inside and
+across slices or hosts, and computed seconds. No accelerator is needed, but the extra `tpu`
+or `gpu-compile` of lsgd_jax. All options of `python -m train` may follow. Nodes are the
+slices or hosts; each has as many workers as its devices hold.
+
+The exit status is 1 if a program does not fit into the memory of a device.
+"""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import lsgd_jax as lj
+from lsgd_jax import aot
+from train import cli, command
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
+from train.config import Config
+from train.task import inside
+from train.task.experiment import Task
+from train.task.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The cluster to compile for.
+
+    Args:
+      topology: generation and shape of a TPU slice, such as v5e:4x4.
+      slices: number of slices.
+      gpu: kind of GPU, in place of a topology: a100, h100, h200 or b200.
+      hosts: number of hosts with GPUs.
+      each: number of GPUs in a host.
+      gbit: Gbit/s of a host to other slices or hosts.
+    """
+
+    topology: str | None = None
+    slices: int = 1
+    gpu: str | None = None
+    hosts: int = 1
+    each: int = 8
+    gbit: float = 100.0
+
+    def pod(self) -> aot.Pod:
+        """The described cluster.
+
+        Raises:
+          ValueError: neither or both kinds, or one that is not known. ImportError: a
+            package is missing.
+        """
+        if (self.topology is None) == (self.gpu is None):
+            raise ValueError("either `topology` or `gpu` must be given")
+        if not 0 < self.gbit < math.inf:
+            raise ValueError(f"`gbit` must be above 0, got gbit={self.gbit:g}")
+        if self.topology is not None:
+            return aot.tpu(self.topology, self.slices)
+        assert self.gpu is not None
+        return aot.gpu(self.gpu, self.hosts, self.each)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Cluster):
+    """The options of a compilation.
+
+    Args:
+      experiment: a named experiment, such as text.
+      json: file for the report.
+      figure: file for a figure of the seconds.
+    """
+
+    # Fields of the base class come first, and they have defaults.
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = (
+        dataclasses.field(kw_only=True)
+    )
+    json: pathlib.Path | None = None
+    figure: pathlib.Path | None = None
+
+
+class Shapes:
+    """Takes the place of `lj.Workers` for data of which only one worker's shapes matter."""
+
+    def __init__(self, num_workers: int):
+        self.num_workers, self.owned = num_workers, range(1)
+
+    def put_owned(self, rows: Any) -> Any:
+        """The shapes of one worker's row."""
+        return jax.tree.map(lambda x: _shape(x, np.shape(x)[1:]), rows)
+
+    def share(self, tree: Any) -> lj.Shared:
+        """The shapes of a tree that all workers read."""
+        return lj.Shared(jax.tree.map(lambda x: _shape(x, np.shape(x)), tree))
+
+
+def _shape(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def compiled(
+    config: Config,
+    pod: aot.Pod,
+    bandwidth: float = 12.5e9,
+    on_program: Callable[[aot.Program], None] | None = None,
+) -> aot.Report:
+    """Compiles the step of an experiment on all devices of a cluster.
+
+    Raises:
+      ValueError: a worker's devices do not divide those of a slice or host; an asynchronous
+        method; see `Task`.
+    """
+    if config.method.is_asynchronous:
+        raise ValueError(
+            f"`method` must run in lock step, got {config.method.name}: its workers are "
+            "separate programs"
+        )
+    config = on(config, pod)
+    axes, locals = config.workers.axes, config.workers.locals
+    mesh = pod.mesh(node=pod.groups, local=locals, **axes)
+    workers = lj.Workers(mesh=mesh, axes=("node", "local"))
+    place = Shapes(workers.num_workers)
+    task = Task(config, None, place, lambda text: print(text, file=sys.stderr), Session())
+    source, tx = task.forward.source, task.tx
+    batch = source.data, next(iter(source.batches(range(1))))
+
+    def init() -> tuple:
+        key = jax.random.key(config.seed)
+        start = task.forward.init(key)
+        params = start.pop("params")
+        step = lj.Shared(jnp.zeros([], jnp.int32))
+        return tuple(TrainState(params, start, tx.init(params), key, step))
+
+    def train_step(*carry: Any, **phase: Any) -> tuple:
+        *state, (data, batch) = carry
+        update = lambda *args, **named: tx.update(*args, **{**named, **phase})
+        task.tx = tx._replace(update=update)
+        after, loss = task.step(TrainState(*state), data, batch)
+        return (*after, loss)
+
+    return aot.report(
+        workers,
+        init,
+        train_step,
+        batch,
+        config.method.exchanges(1.0),
+        pod=pod,
+        specs=inside.specs(axes),
+        bandwidth=bandwidth,
+        on_program=on_program,
+    )
+
+
+def on(config: Config, pod: aot.Pod) -> Config:
+    """Returns the configuration with as many workers as the cluster holds.
+
+    Raises:
+      ValueError: a worker's devices do not divide those of a slice or host.
+    """
+    devices, each = len(pod.devices) // pod.groups, config.workers.devices_each
+    if devices % each:
+        raise ValueError(
+            f"`workers.inside` must divide the {devices} devices of a {pod.unit}, got "
+            f"{each} devices for each worker"
+        )
+    grid = dataclasses.replace(config.workers, nodes=pod.groups, locals=devices // each)
+    return dataclasses.replace(config, workers=grid)
+
+
+def parameters(config: Config) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of a worker's parameters."""
+    workers = config.workers.nodes * config.workers.locals
+    task = Task(config, None, Shapes(workers), lambda text: None, Session())
+    start = jax.eval_shape(lambda: task.forward.init(jax.random.key(config.seed)))
+    return jax.tree.leaves(start["params"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compiles and prints.
+
+    Returns:
+      The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
+    """
+    try:
+        options, others = cli.run_with_others(
+            Options, arguments, "python -m train.compile", __doc__
+        )
+        pod = options.pod()
+        config = cli.parse([options.experiment, *others])
+        report = compiled(config, pod, options.gbit / 8 * 1e9)
+        if options.figure is not None:
+            report.figure(options.figure)
+    except (ValueError, ImportError) as error:
+        return Session().leave(WRONG_USAGE, str(error))
+    if options.json is not None:
+        options.json.write_text(report.to_json() + "\n")
+    print(report)
+    return SUCCESS if report.fits else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
