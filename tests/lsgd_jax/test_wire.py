@@ -13,6 +13,7 @@ import reference
 from harness import exchanges
 
 import lsgd_jax as lj
+from lsgd_jax._src import narrow_sums
 from lsgd_jax._src.wire import LEVELS, decode, encode
 
 
