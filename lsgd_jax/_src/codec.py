@@ -255,8 +255,7 @@ class Line:
 
     def permute(self, tree: Tree, permutation: Any, turn: int = 0) -> Tree:
         del turn
-        self._count(tree)
-        return self.channel.permute(tree, permutation)
+        return self._permuted(tree, permutation)
 
     def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
         del tree, turn
@@ -284,6 +283,11 @@ class Line:
     def _total(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
         self._count((trees.widen(tree), jnp.float32(0)))  # the number of workers, too
         return self.channel.sum(tree, where, mean)
+
+    def _permuted(self, tree: Tree, permutation: Any) -> Tree:
+        travels = 2 if isinstance(permutation, Array) else 1  # see `MeshChannel.permute`
+        self._count([tree] * travels)
+        return self.channel.permute(tree, permutation)
 
     def _count(self, tree: Tree) -> None:
         if self.channel.size > 1:
@@ -362,8 +366,7 @@ class NarrowLine(Line):
         def send(tree: Tree) -> Tree:
             codec = Codec(tree, self._wire)
             message, _ = codec.encode(tree, key=self._key(turn))
-            self._count(message)
-            return codec.decode(self.channel.permute(message, permutation))
+            return codec.decode(self._permuted(message, permutation))
 
         return self._by_shard(send, tree)
 

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
-from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.packing import Packing, cut, uncut
 from lsgd_jax._src.shared import WORKER_AXES, named
 from lsgd_jax._src.trees import Tree, widen
 
 
-Permutation = Sequence[tuple[int, int]]
+Permutation = Sequence[tuple[int, int]] | Array
 
 # With several workers on a device, `Workers` may split an axis in two: the devices along
 # it, and the slots of one device (a vmapped axis).
@@ -139,13 +139,32 @@ class MeshChannel:
         return shard_by_shard(add_up, tree, where, out=lambda specs, *_: (specs, Spec()))
 
     def permute(self, tree: Tree, permutation: Permutation) -> Tree:
-        """Each worker's tree sent along a permutation of the group."""
+        """Each worker's tree sent along a permutation of the group.
+
+        A permutation that depends on the step is an array [size] of sources, -1 for none.
+        Such a tree travels twice: its i-th part goes to worker i, and on to where it
+        belongs. Both times every worker sends to every other, so one program serves all
+        permutations.
+        """
+        if isinstance(permutation, Array):
+            through_all = lambda x: self._through_all(x, permutation)
+            return shard_by_shard(
+                lambda tree: _packed(through_all, tree), tree, out=lambda specs: specs
+            )
         check_permutation(permutation, self.size)
         devices, slots = self._devices_and_slots()
         along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
         return shard_by_shard(
             lambda tree: _packed(along, tree), tree, out=lambda specs: specs
         )
+
+    def _through_all(self, x: Array, sources: Array) -> Array:
+        if not x.size:
+            return x
+        parts = self.transpose(cut(x, self.size))
+        has_source = sources.reshape(-1, *(1,) * (parts.ndim - 1)) >= 0
+        onward = jnp.where(has_source, parts[sources], 0)
+        return uncut(self.transpose(onward), x.shape)
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch`."""

@@ -6,11 +6,13 @@ between asynchronous workers (`asynchronous.messages.MessageChannel`). Neither c
 a rule is traced. Counters and memory of one agreement are kept by its `codec.Line`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lsgd_jax._src.codec import Line
@@ -225,6 +227,9 @@ class Group:
     ) -> tuple[Tree, Array]:
         """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
 
+        A compiled program holds few rounds as branches. Of many rounds, such as random
+        matchings, it holds none: messages travel twice, see `MeshChannel.permute`.
+
         Args:
           tree: the tree to send, finite; varying.
           weight: float scalar, or [n] with one weight per permutation of the round;
@@ -252,6 +257,9 @@ class Group:
 
             return send
 
+        if self.channel.transposes and len(set(rounds)) > most_branches(self.size):
+            sources = jnp.asarray(sources_of(rounds, self.size))[r]
+            return along(list(sources))((tree, weight))
         return self.switch(r, list(map(along, rounds)), (tree, weight))
 
     def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
@@ -279,6 +287,25 @@ class Group:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         key = jax.random.fold_in(jax.random.key(seed), t)
         return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
+
+
+def most_branches(size: int) -> int:
+    """The most rounds of a graph that a program holds as branches, a little over log2 W."""
+    return math.ceil(math.log2(size)) + 1
+
+
+def sources_of(rounds: Sequence[Sequence[Permutation]], size: int) -> np.ndarray:
+    """For each round and each of its permutations the workers' sources, -1 for none.
+
+    >>> sources_of([[[(0, 1), (1, 0)]], [[(0, 2)]]], 3).tolist()
+    [[[1, 0, -1]], [[-1, -1, 0]]]
+    """
+    sources = np.full((len(rounds), max(map(len, rounds)), size), -1, np.int32)
+    for r, permutations in enumerate(rounds):
+        for n, permutation in enumerate(permutations):
+            for source, destination in permutation:
+                sources[r, n, destination] = source
+    return sources
 
 
 def lowest(scores: Array) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@ operation on a tree. Both are cheaper on a few buffers.
 """
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -123,3 +124,30 @@ def _run(buffer: Array, start: Any, size: int) -> Array:
     if isinstance(start, int):
         return lax.slice(buffer, [start], [start + size])
     return lax.dynamic_slice(buffer, [start], [size], allow_negative_indices=False)
+
+
+def cut(x: Array, parts: int) -> Array:
+    """x in equal parts, [parts, ...], with zeros at the end if it does not divide.
+
+    >>> cut(jnp.ones(3), 2)
+    Array([[1., 1.],
+           [1., 0.]], dtype=float32)
+    """
+    if _divides(x.shape, parts):  # flattening would copy the array on accelerators
+        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return jnp.pad(x.ravel(), (0, -x.size % parts)).reshape(parts, -1)
+
+
+def uncut(rows: Array, shape: tuple[int, ...]) -> Array:
+    """The array of that shape of which `cut` made the rows.
+
+    >>> uncut(cut(jnp.ones(3), 2), (3,))
+    Array([1., 1., 1.], dtype=float32)
+    """
+    if _divides(shape, len(rows)):
+        return rows.reshape(shape)
+    return rows.ravel()[: math.prod(shape)].reshape(shape)
+
+
+def _divides(shape: tuple[int, ...], parts: int) -> bool:
+    return bool(shape) and shape[0] % parts == 0

@@ -6,14 +6,12 @@ results then gives every worker all coordinates. Between asynchronous workers, w
 gather, a share is everything.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.packing import Packing, cut, uncut
 from lsgd_jax._src.trees import Tree
 
 
@@ -55,30 +53,3 @@ class Shares:
         if not self._is_cut or not share.size:
             return share
         return uncut(self._group.gather(share), shape)
-
-
-def cut(x: Array, parts: int) -> Array:
-    """x in equal parts, [parts, ...], with zeros at the end if it does not divide.
-
-    >>> cut(jnp.ones(3), 2)
-    Array([[1., 1.],
-           [1., 0.]], dtype=float32)
-    """
-    if _divides(x.shape, parts):  # flattening would copy the array on accelerators
-        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
-    return jnp.pad(x.ravel(), (0, -x.size % parts)).reshape(parts, -1)
-
-
-def uncut(rows: Array, shape: tuple[int, ...]) -> Array:
-    """The array of that shape of which `cut` made the rows.
-
-    >>> uncut(cut(jnp.ones(3), 2), (3,))
-    Array([1., 1., 1.], dtype=float32)
-    """
-    if _divides(shape, len(rows)):
-        return rows.reshape(shape)
-    return rows.ravel()[: math.prod(shape)].reshape(shape)
-
-
-def _divides(shape: tuple[int, ...], parts: int) -> bool:
-    return bool(shape) and shape[0] % parts == 0

@@ -265,7 +265,9 @@ def complete(num_workers: int) -> Topology:
 def matchings(num_workers: int, rounds: int = 16, seed: int = 0) -> Topology:
     """Workers meet in random pairs, drawn anew for each of so many rounds.
 
-    With an odd number of workers one of them sits out in each round.
+    With an odd number of workers one of them sits out in each round. A compiled program
+    holds up to ceil(log2 W) + 1 different rounds of a graph as branches. Of more rounds it
+    holds none: a message then travels twice, in W parts, one through each worker.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.matchings(4, rounds=2))

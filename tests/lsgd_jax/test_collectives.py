@@ -106,13 +106,46 @@ def test_permute(workers, tree, axes, kind):
         "swap": [(i, i ^ 1) for i in range(size)],
         "partial": [(0, size - 1)],
     }[kind]
-    got = workers.map(lambda t: lj.Group(axes).permute(t, permutation))(workers.put(tree))
-    for group in groups(axes):
-        for name in tree:
-            expected = np.zeros_like(tree[name][group])
-            for source, target in permutation:
-                expected[target] = tree[name][group[source]]
-            np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
+    sources = np.full(size, -1)
+    for source, target in permutation:
+        sources[target] = source
+    for given in permutation, jnp.asarray(sources):  # known while tracing, or not
+        got = workers.map(lambda t, p=given: lj.Group(axes).permute(t, p))(
+            workers.put(tree)
+        )
+        for group in groups(axes):
+            for name in tree:
+                expected = np.zeros_like(tree[name][group])
+                for source, target in permutation:
+                    expected[target] = tree[name][group[source]]
+                np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
+
+
+@pytest.mark.parametrize("rounds", [3, 9])
+def test_push_has_the_same_numbers_with_and_without_branches(workers, rounds):
+    """Three rounds are branches. Of nine none is, and messages travel twice."""
+    rng = np.random.default_rng(0)
+    edges = [
+        [(i, j) for i in range(8) for j in range(8) if i != j and rng.random() < 0.2]
+        for _ in range(rounds)
+    ]
+    graph, x = lj.topology.from_edges(edges, 8), rng.normal(size=(8, 3, 7))
+
+    def push(x, r):
+        weight = jnp.asarray(graph.given, x.dtype)[r.value, lj.Group(BOTH).index]
+        return lj.Group(BOTH).push(x, weight, graph.rounds, r.value)
+
+    f, given = workers.map(push), workers.put(x.astype(np.float32))
+    assert ("all_to_all" in f.lower(given, workers.share(jnp.int32(0))).as_text()) == (
+        rounds == 9 and len(workers.mesh.devices.flat) > 1
+    )
+    for r in range(rounds):
+        others = graph.mixing[r] * (1 - np.eye(8))
+        sums, mass = f(given, workers.share(jnp.int32(r)))
+        np.testing.assert_allclose(
+            sums, np.einsum("ij,jab->iab", others, x), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(mass, others.sum(axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)

@@ -60,9 +60,14 @@ def noloco(
 
     φ are the slow weights of a worker (its start at first), δ their momentum (0 at first),
     G the worker and its peer in the exchange's round of the graph, with the old φ on the
-    right-hand sides. γ pulls the slow weights of a pair together. There is no collective:
-    each worker sends y - φ and φ to one peer, twice the bytes of its parameters. The mean
-    of all φ follows a momentum on the mean of all y - φ, since γ cancels in every group.
+    right-hand sides. γ pulls the slow weights of a pair together. Each worker sends
+    β (y - φ) + γ φ to one peer, which has the bytes of its parameters. The mean of all φ
+    follows a momentum on the mean of all y - φ, since γ cancels in every group.
+
+    With more than 4 workers a compiled program does not contain each random matching. It
+    sends messages through all workers, which takes twice the bytes and an all-to-all (see
+    `matchings`). With `bipartite_exponential` and in asynchronous workers every message
+    goes to its peer alone.
 
     A worker whose peer is not finite, or that has none, acts as if it were alone:
     G = {i}. A worker that is not finite keeps φ and δ, and goes back to φ.
@@ -80,8 +85,8 @@ def noloco(
       delay: steps that a fragment has to travel, below `period` / `fragments`.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which y - φ and φ travel, or a `Wire`; rather one with stochastic
-        rounding, see `neighbors`.
+      wire: the format in which β (y - φ) + γ φ travels, or a `Wire`; rather one with
+        stochastic rounding, see `neighbors`.
       part: the leaves to exchange, as for `Pull`; None: all.
       memory: where φ and δ are kept between exchanges, 'device' or 'host'.
 
@@ -112,16 +117,12 @@ def noloco(
 
     def agree(group, x, y, state, is_finite, t):
         exchange_number = (t - 1) // period + 1
-        progress = jax.tree.map(lambda y, slow: widened(y) - slow, y, state.slow)
-        message = (progress, state.slow)
-        (progress, center), *_ = pairs.agree(
-            group, None, message, (), is_finite, exchange_number
-        )
-
-        def momentum(old, progress, center, slow):
-            return alpha * old + beta * progress + gamma * (center - slow)
-
-        moved = jax.tree.map(momentum, state.momentum, progress, center, state.slow)
+        # Means are linear, so y - φ and φ need not travel apart.
+        blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
+        message = jax.tree.map(blend, y, state.slow)
+        mean, _, _ = pairs.agree(group, None, message, (), is_finite, exchange_number)
+        momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
+        moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)
         state = trees.where(is_finite, stepped, state)
         return state.slow, jnp.asarray(True), state
