@@ -18,7 +18,8 @@ NAMES = {
         AggregateState AnchorState BestMeanState CenterState Detector Diagnostics
         Exchange ExchangeState Fragment GPAState GradientNormState Group Guard
         LeaderState NoLoCoState Outer OuterState PairwiseState ParleState Phase Pull
-        PullState PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd aggregate
+        PullState PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd
+        aggregate
         allreduce anchored aot apply_updates asynchronous average best_mean butterfly center
         cge checks combine_then_adapt consensus consensus_distance coordinate_median
         desloc diagnostics diloco downpour dpsgd easgd emulate_devices exchange

@@ -1,0 +1,99 @@
+"""Phases: compiled for pods, the message of a delayed pull lies beside the gradient."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import lsgd_jax as lj
+from lsgd_jax import aot
+
+
+LAYERS, WIDTH = 4, 256
+METHODS = {
+    "lsgd": lambda delay: lj.lsgd(0.1, 0.1, 16, 64, delay=delay),
+    "diloco": lambda delay: lj.diloco(64, delay=delay),
+    "fragments": lambda delay: lj.diloco(64, fragments=2, delay=delay, scan_axis=0),
+    "int8": lambda delay: lj.diloco(64, delay=delay, wire="int8"),
+}
+
+
+def test_the_phases_of_a_delay_beyond_one_step():
+    method = lj.diloco(8, fragments=2, delay=2)
+    assert [str(method.phase(t)) for t in range(1, 9)] == [
+        "quiet",
+        "record 0",
+        "send 0",
+        "land 0",
+        "quiet",
+        "record 1",
+        "send 1",
+        "land 1",
+    ]
+    assert len(method.phases()) == 3 * 2 + 1
+    # Before the first step there was none whose parameters could be sent.
+    early = lj.exchange(lj.Pull(lj.average(), 1.0, every=4, offset=1, delay=1))
+    assert [str(early.phase(t)) for t in (1, 5)] == ["land 0", "send 0, land 0"]
+
+
+def overlaps(kind, make, form):
+    """The share of the products beside each message of parameters across slices or hosts."""
+    if kind == "tpu":
+        if not importlib.util.find_spec("libtpu"):
+            pytest.skip('needs pip install "lsgd_jax[tpu]"')
+        pod, inside = aot.tpu("v5e:2x2", slices=2), {"fsdp": 4}
+        workers = lj.Workers(mesh=pod.mesh(replica=2, **inside), axes=("replica",))
+    else:
+        if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
+            pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+        pod = aot.gpu("h100", hosts=2, each=4)
+        workers = lj.Workers(mesh=pod.mesh(node=2, local=4), axes=("node", "local"))
+    base, o = optax.adamw(1e-3), lj.outer(make)
+    tx = optax.chain(base, make)
+
+    def init():
+        params = {"layers": jnp.zeros((LAYERS, WIDTH, WIDTH))}
+        if form == "chain":
+            return params, tx.init(params)
+        return params, (base.init(params), o.init(params))
+
+    def step(params, state, x, phase):
+        def loss_of(params):
+            layer = lambda x, w: (jnp.tanh(x @ w), None)
+            return jnp.square(jax.lax.scan(layer, x, params["layers"])[0]).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        if form == "chain":
+            u, state = tx.update(grads, state, params, value=loss, phase=phase)
+            return lj.apply_updates(params, u), state
+        u, of_base = base.update(grads, state[0], params)
+        moved = optax.apply_updates(params, u)
+        params, of_outer = o.step(moved, state[1], loss=loss, phase=phase)
+        return params, (of_base, of_outer)
+
+    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+    specs = {"layers": P(None, None, "fsdp")} if workers.inside else None
+    phase = max(make.phases(), key=lambda phase: (len(phase.sends), len(phase.lands)))
+    report = aot.report(workers, init, step, batch, make, phases=[phase], specs=specs)
+    parameters = LAYERS * WIDTH**2 // (pod.per_host if workers.inside else 1)
+    found = report.programs[0].collectives
+    return [x.overlap for x in found if x.crosses and x.bytes >= parameters / 4]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("form", ["outer", "chain"])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_a_delayed_message_travels_beside_the_whole_gradient(kind, name, form):
+    beside = overlaps(kind, METHODS[name](1), form)
+    assert beside and min(beside) > 0.9
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_without_a_delay_the_message_waits_for_the_gradient(kind):
+    waits = overlaps(kind, METHODS["diloco"](0), "outer")
+    assert waits and max(waits) < 0.1
