@@ -3,9 +3,9 @@
     python benchmarks/pods.py                                  # all, several hours
     python benchmarks/pods.py --workers 8 --platform tpu --method lsgd diloco
 
-Compiles a step on which everything is due and a quiet one, with one worker per device: on two
-slices of v5e or on hosts of four H100 (two for W = 2). Needs the extras `tpu` and
-`gpu-compile`, and neither TPUs nor GPUs. Prints a Markdown table:
+Compiles a step on which everything is due and a quiet one, with one worker per device, for
+two slices of v5e and for hosts of four H100. For W = 2 a worker has four TPUs. Needs the
+extras `tpu` and `gpu-compile`, and neither TPUs nor GPUs. Prints a Markdown table:
 
 - bytes per parameter: the results of all collectives of the due step, and what a device
   sends to other slices or hosts, divided by the parameters of a worker;

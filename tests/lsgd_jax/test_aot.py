@@ -512,3 +512,18 @@ def test_methods_around_a_step_under_vmap(name):
 @pytest.mark.parametrize("name", rows(PULLS))
 def test_methods_around_a_step_under_vmap_on_gpus(name):
     check(name, "replicas-gpu")
+
+
+@pytest.mark.aot
+def test_the_page_prints_a_report(capsys):
+    cluster("tpu")
+    page = (pathlib.Path(__file__).parents[2] / "docs/pods.md").read_text()
+    names = {}
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)), names)
+    said = re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.M).group(1)
+    table = str(names["report"])
+    first = lambda text: [line.split("  ")[0] for line in text.splitlines()]
+    assert first(table) == first(said)
+    sending = next(p for p in names["report"].programs if not p.is_quiet and p.across)
+    crossing = [each for each in sending.collectives if each.crosses]
+    assert crossing and all(each.hidden for each in crossing)  # the delay hides it
