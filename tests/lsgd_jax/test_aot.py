@@ -364,7 +364,7 @@ def chosen(exchange):
     return [*quiet[:1], max(phases, key=lambda phase: (len(phase.sends), len(phase.lands)))]
 
 
-BASE = optax.sgd(0.1, momentum=0.9)
+BASE = optax.sgd(0.1)
 
 
 @functools.cache
@@ -420,7 +420,12 @@ def on_replicas(kind, name):
     if o is not None:
         lowered = jax.jit(replicas(o.init)).lower(params)
         placed = lowered.compile().output_shardings
-        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
+        def shape(x, sharding):
+            if not isinstance(sharding, NamedSharding):  # a constant
+                sharding = NamedSharding(mesh, P())
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         state = jax.tree.map(shape, lowered.out_info, placed)
 
     def program(**phase):
