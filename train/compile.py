@@ -24,7 +24,6 @@ import numpy as np
 import tyro
 
 import lsgd_jax as lj
-from lsgd_jax import aot
 from train import cli, command
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
@@ -54,7 +53,7 @@ class Cluster:
     each: int = 8
     gbit: float = 100.0
 
-    def pod(self) -> aot.Pod:
+    def pod(self) -> lj.aot.Pod:
         """The described cluster.
 
         Raises:
@@ -66,9 +65,9 @@ class Cluster:
         if not 0 < self.gbit < math.inf:
             raise ValueError(f"`gbit` must be above 0, got gbit={self.gbit:g}")
         if self.topology is not None:
-            return aot.tpu(self.topology, self.slices)
+            return lj.aot.tpu(self.topology, self.slices)
         assert self.gpu is not None
-        return aot.gpu(self.gpu, self.hosts, self.each)
+        return lj.aot.gpu(self.gpu, self.hosts, self.each)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +109,10 @@ def _shape(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def compiled(
     config: Config,
-    pod: aot.Pod,
+    pod: lj.aot.Pod,
     bandwidth: float = 12.5e9,
-    on_program: Callable[[aot.Program], None] | None = None,
-) -> aot.Report:
+    on_program: Callable[[lj.aot.Program], None] | None = None,
+) -> lj.aot.Report:
     """Compiles the step of an experiment on all devices of a cluster.
 
     Raises:
@@ -148,7 +147,7 @@ def compiled(
         after, loss = task.step(TrainState(*state), data, batch)
         return (*after, loss)
 
-    return aot.report(
+    return lj.aot.report(
         workers,
         init,
         train_step,
@@ -161,7 +160,7 @@ def compiled(
     )
 
 
-def on(config: Config, pod: aot.Pod) -> Config:
+def on(config: Config, pod: lj.aot.Pod) -> Config:
     """Returns the configuration with as many workers as the cluster holds.
 
     Raises:

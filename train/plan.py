@@ -35,7 +35,6 @@ import rich.table
 import tyro
 
 import lsgd_jax as lj
-from lsgd_jax import aot
 from train import cli, command, compilation_cache, compile
 from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
@@ -212,7 +211,7 @@ def measure(config: Config, session: Session) -> Setting:
     return Setting(_step(experiment, state), payload, links, leaves)
 
 
-def computed(config: Config, pod: aot.Pod) -> tuple[Setting, Config]:
+def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config]:
     """Computes the step of an experiment on a cluster that is not here.
 
     Returns:

@@ -364,7 +364,7 @@ def chosen(exchange):
     return [*quiet[:1], max(phases, key=lambda phase: (len(phase.sends), len(phase.lands)))]
 
 
-BASE = optax.sgd(0.1, momentum=0.9)
+BASE = optax.sgd(0.1)
 
 
 @functools.cache
@@ -420,7 +420,12 @@ def on_replicas(kind, name):
     if o is not None:
         lowered = jax.jit(replicas(o.init)).lower(params)
         placed = lowered.compile().output_shardings
-        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
+        def shape(x, sharding):
+            if not isinstance(sharding, NamedSharding):  # a constant
+                sharding = NamedSharding(mesh, P())
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         state = jax.tree.map(shape, lowered.out_info, placed)
 
     def program(**phase):
@@ -512,3 +517,18 @@ def test_methods_around_a_step_under_vmap(name):
 @pytest.mark.parametrize("name", rows(PULLS))
 def test_methods_around_a_step_under_vmap_on_gpus(name):
     check(name, "replicas-gpu")
+
+
+@pytest.mark.aot
+def test_the_page_prints_a_report(capsys):
+    cluster("tpu")
+    page = (pathlib.Path(__file__).parents[2] / "docs/pods.md").read_text()
+    names = {}
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M)), names)
+    said = re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.M).group(1)
+    table = str(names["report"])
+    first = lambda text: [line.split("  ")[0] for line in text.splitlines()]
+    assert first(table) == first(said)
+    sending = next(p for p in names["report"].programs if not p.is_quiet and p.across)
+    crossing = [each for each in sending.collectives if each.crosses]
+    assert crossing and all(each.hidden for each in crossing)  # the delay hides it
