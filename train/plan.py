@@ -79,15 +79,18 @@ class Link(NamedTuple):
     def seconds(self, kind: str, payload: int, wire: lj.WireFormat = "float32") -> float:
         """Seconds of a pull towards a leader, including the election, or towards a mean.
 
-        With W workers, a worker receives 2 (W - 1) / W payloads in an all-reduce of
-        float32, and W - 1 payloads in a gather, which fewer bits need.
+        With W workers, a worker receives 2 (W - 1) / W payloads in an all-reduce. Fewer
+        bits need as many, in twice the messages.
         """
         if (kind, wire) in self.measured:
             return self.measured[kind, wire]
-        size, messages = WIRES[wire]
-        more = self.workers / 2 if kind == "mean" and wire != "float32" else 1
-        waits = messages + (kind == "leader")
-        return waits * self.latency + more * payload / 4 * size / self.rate
+        waits = self.messages(kind, wire) + (kind == "leader")
+        return waits * self.latency + payload / 4 * WIRES[wire][0] / self.rate
+
+    def messages(self, kind: str, wire: lj.WireFormat) -> int:
+        """Messages of a pull, one after the other. A mean in few bits takes two rounds."""
+        by_shares = kind == "mean" and wire != "float32" and self.workers > 2
+        return WIRES[wire][1] * (2 if by_shares else 1)
 
 
 # The proposals
@@ -164,7 +167,7 @@ class Setting(NamedTuple):
         """Latencies and leaves limit the number of fragments."""
         link = self.links.get(ALL) or self.links[INSIDE]
         whole = link.seconds("mean", self.payload, wire)
-        more = WIRES[wire][1] * link.latency
+        more = link.messages("mean", wire) * link.latency
         fits = lambda count: (count - 1) * more <= OVERHEAD * whole
         most, fragments = min(self.leaves, MOST_FRAGMENTS), 1
         while 2 * fragments <= most and fits(2 * fragments):

@@ -1,9 +1,10 @@
 """Trees of parameters on the wire, and the traffic of one agreement.
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
-z = r + Q(v - r). A mean: all workers' codes are gathered and added up in one order, so that
-z is bit-identical on all workers; a worker adds its quantization error to its next message
-(error feedback). To peers: Q(y), and the rule gives the error back to the sender.
+z = r + Q(v - r). A mean: all workers' codes are gathered, or a share of them by each worker
+(see `narrow_sums`), and added up in one order, so that z is bit-identical on all workers; a worker
+adds its quantization error to its next message (error feedback). To peers: Q(y), and the rule
+gives the error back to the sender.
 """
 
 import functools
@@ -428,8 +429,8 @@ class NarrowLine(Line):
     ) -> tuple[list[Array], Array, WireState]:
         """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
-        The error of a worker that does not take part becomes 0. If an entry is averaged
-        over its senders, its sum is multiplied by the number of workers over theirs.
+        The error of a worker that does not take part becomes 0, except for that of the
+        share of the sum that it owns. If an entry is averaged over its senders, its sum is multiplied by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))

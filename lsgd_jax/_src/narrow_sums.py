@@ -1,6 +1,6 @@
 """Sums of encoded buffers whose cost does not grow with the number of workers.
 
-All blocks of all buffers are cut into W shares of equal size. A worker sends each share of
+The blocks of each buffer are cut into W shares of equal size. A worker sends each share of
 its message to the share's owner (all-to-all), adds up the W messages of its own share in
 float32, encodes the sum, and sends it to all workers (all-gather):
 
@@ -60,43 +60,38 @@ def add_up(
       (sums, errors): the sums in float32, the same bits on all workers; this worker's
       errors, of its message and of the sum of its share.
     """
-    size = line.channel.size
-    sent = [encode_blocks(_blocks(x, wire), wire, key) for x, key in zip(buffers, keys)]
-    counts = [coded.codes.shape[0] for coded in sent]
-    share = -(-sum(counts) // size)
+    size, me = line.channel.size, line.channel.index
+    blocks = [_blocks(x, wire, size) for x in buffers]
+    sent = [encode_blocks(x, wire, key) for x, key in zip(blocks, keys)]
+    left = [x - decode_blocks(coded, wire) for x, coded in zip(blocks, sent)]
 
-    def shares(*rows: Array) -> Array:
-        joined = jnp.concatenate(rows)
-        gap = [(0, size * share - len(joined)), *[(0, 0)] * (joined.ndim - 1)]
-        return jnp.pad(joined, gap).reshape(size, share, *joined.shape[1:])
-
-    messages = jax.tree.map(shares, *sent)
-    arrived = jax.tree.map(line.transpose, messages)
+    by_owner = lambda rows: rows.reshape(size, -1, *rows.shape[1:])
+    joined = lambda *rows: jnp.concatenate(list(map(by_owner, rows)), axis=1)
+    arrived = jax.tree.map(lambda *rows: line.transpose(joined(*rows)), *sent)
 
     def add(i: Array, total: Array) -> Array:
         row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
         return total + decode_blocks(jax.tree.map(row, arrived), wire)
 
-    nothing = jnp.zeros([share, wire.block], jnp.float32)
+    counts = [len(x) // size for x in blocks]
+    nothing = jnp.zeros([sum(counts), wire.block], jnp.float32)
     total = finite_part(lax.fori_loop(0, size, add, nothing))
     coded = encode_blocks(total, wire, keys[-1])
-    mine = jnp.arange(size)[:, None, None] == line.channel.index
-    owed = jnp.where(mine, (total - decode_blocks(coded, wire))[None], 0)
-    owed = owed.reshape(size * share, wire.block)
-    flat = lambda x: line.gather(x).reshape(size * share, *x.shape[1:])
-    rows = jax.tree.map(flat, coded)
+    error = total - decode_blocks(coded, wire)
+    rows = jax.tree.map(line.gather, coded)
 
-    def of_buffer(x: Array, own: Any, end: int) -> tuple[Array, Array]:
-        cut = lambda rows: rows[end - own.codes.shape[0] : end]
+    def of_buffer(x: Array, left: Array, count: int, end: int) -> tuple[Array, Array]:
+        cut = lambda rows: rows[:, end - count : end].reshape(-1, *rows.shape[2:])
         whole = lambda blocks: blocks.ravel()[: x.size].reshape(x.shape)
-        arrives = whole(decode_blocks(jax.tree.map(cut, rows), wire))
-        return arrives, x - whole(decode_blocks(own, wire)) + whole(cut(owed))
+        own = lax.dynamic_slice_in_dim(left, me * count, count) + error[end - count : end]
+        left = lax.dynamic_update_slice_in_dim(left, own, me * count, 0)
+        return whole(decode_blocks(jax.tree.map(cut, rows), wire)), whole(left)
 
-    each = list(map(of_buffer, buffers, sent, itertools.accumulate(counts)))
+    each = list(map(of_buffer, buffers, left, counts, itertools.accumulate(counts)))
     return [sums for sums, _ in each], [errors for _, errors in each]
 
 
-def _blocks(x: Array, wire: Wire) -> Array:
-    """The elements of x in rows of one block, with zeros behind the last one."""
+def _blocks(x: Array, wire: Wire, size: int) -> Array:
+    """x in rows of one block, in a multiple of `size` rows, with zeros behind its end."""
     flat = x.ravel().astype(jnp.float32)
-    return jnp.pad(flat, (0, -flat.size % wire.block)).reshape(-1, wire.block)
+    return jnp.pad(flat, (0, -flat.size % (wire.block * size))).reshape(-1, wire.block)

@@ -48,7 +48,9 @@ class Wire:
 
     Means and sums have error feedback. With e the error of this worker's earlier messages
     (0 at first), v what it has to send now and β the `decay`, it sends
-    :math:`s = Q(\beta e + v)` and keeps :math:`e \leftarrow \beta e + v - s`.
+    :math:`s = Q(\beta e + v)` and keeps :math:`e \leftarrow \beta e + v - s`. From three
+    workers on, each worker adds up 1/W of a large tree, rounds this share S of the sum, and
+    adds :math:`S - Q(S)` to its e.
 
     Args:
       format: 'float32' (the parameters as they are), 'bfloat16', 'int8', 'int4' or

@@ -11,6 +11,7 @@ import optax
 import pytest
 import reference
 from harness import exchanges
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax._src import narrow_sums
@@ -280,11 +281,15 @@ def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
     assert distance < 0.7 * np.sqrt(7)  # they do come together
 
 
-def test_messages_and_errors_add_up_to_the_exact_messages():
-    """Over many exchanges of EASGD: Σ Q(v + e) + e = Σ v."""
-    tx, workers = lj.easgd(0.5, 1, wire="int4"), lj.Workers(1, 4)
+@pytest.mark.parametrize("inside, small", [({}, 10**6), ({}, 0), ({"fsdp": 2}, 0)])
+def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeypatch):
+    """Over many exchanges of EASGD: Σ Q(v + e) + e = Σ v, by a gather and by shares."""
+    monkeypatch.setattr(narrow_sums, "SMALL", small)
+    tx = lj.easgd(0.5, 1, wire=lj.Wire("int4", block=4))
+    workers = lj.Workers(2, 2, inside=inside)
     rng = np.random.default_rng(0)
-    x = workers.put(rng.normal(size=(4, 50)).astype(np.float32))
+    x = rng.normal(size=(4, 50)).astype(np.float32)
+    x = workers.put(x, P("fsdp") if inside else None)
     state = workers.map(tx.init)(x)
     first = states_of(state)[0].pulls[0].rule.center.value
     step = workers.map(lambda x, s: tx.update(jnp.zeros_like(x), s, x, value=0.0))
