@@ -2,9 +2,9 @@
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
 z = r + Q(v - r). A mean: all workers' codes are gathered, or a share of them by each worker
-(see `narrow_sums`), and added up in one order, so that z is bit-identical on all workers; a worker
-adds its quantization error to its next message (error feedback). To peers: Q(y), and the rule
-gives the error back to the sender.
+(see `narrow_sums`), and added up in one order, so that z is bit-identical on all workers; a
+worker adds its quantization error to its next message (error feedback). To peers: Q(y), and
+the rule gives the error back to the sender.
 """
 
 import functools
@@ -430,7 +430,8 @@ class NarrowLine(Line):
         """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
         The error of a worker that does not take part becomes 0, except for that of the
-        share of the sum that it owns. If an entry is averaged over its senders, its sum is multiplied by the number of workers over theirs.
+        share of the sum that it owns. If an entry is averaged over its senders, its sum is
+        multiplied by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))

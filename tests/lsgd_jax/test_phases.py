@@ -40,7 +40,7 @@ def test_the_phases_of_a_delay_beyond_one_step():
 
 
 def overlaps(kind, make, form):
-    """The share of the products beside each message of parameters across slices or hosts."""
+    """The shares of the products beside each message of parameters across slices."""
     if kind == "tpu":
         if not importlib.util.find_spec("libtpu"):
             pytest.skip('needs pip install "lsgd_jax[tpu]"')

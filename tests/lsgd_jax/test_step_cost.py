@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import exchanges
+from harness import METHODS, exchanges
 
 import lsgd_jax as lj
 from lsgd_jax._src.layouts import on_one_device
@@ -57,12 +57,24 @@ PULLS = {
 }
 
 
+def methods_that_pull():
+    """All methods of the table whose phases are known, besides those of `PULLS`."""
+    made = {name: METHODS[name].make(4) for name in METHODS if METHODS[name].then is None}
+    return [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name, tx in made.items()
+        if isinstance(tx, lj.Exchange) and not METHODS[name].first
+    ]
+
+
 def stepping(pulls, workers):
     """Returns (options of update -> step, parameters, state, gradients, losses)."""
     tx, rng = optax.chain(optax.sgd(0.1), pulls), np.random.default_rng(0)
 
     def step(x, state, g, loss, **options):
-        u, state = tx.update(g, state, x, value=loss, **options)
+        value_fn = lambda x: jnp.sum(x["a"] ** 2)
+        more = {"grad": g, "value_fn": value_fn, **options}
+        u, state = tx.update(g, state, x, value=loss, **more)
         return lj.apply_updates(x, u), state
 
     tree = lambda: {
@@ -74,9 +86,9 @@ def stepping(pulls, workers):
     return of, x, workers.map(tx.init)(x), g, loss
 
 
-@pytest.mark.parametrize("name", PULLS)
+@pytest.mark.parametrize("name", [*PULLS, *methods_that_pull()])
 def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
-    pulls = PULLS[name]()
+    pulls = PULLS[name]() if name in PULLS else METHODS[name].make(4)
     of, x, state, *rest = stepping(pulls, lj.Workers(2, 2))
     usual, quiet, step = of(), of(due=False), functools.cache(lambda p: of(phase=p))
     expected = (x, state)
@@ -87,16 +99,15 @@ def test_a_step_compiled_for_its_phase_is_the_usual_step(name):
         x, state = (step(phase) if pulls.is_due(t) else quiet)(x, state, *rest)
     # After a quiet step no sample of the parameters is kept.
     unsampled = lambda s: (s[0], s[1]._replace(expected=()) if pulls.pulls else s[1])
-    chex.assert_trees_all_close(
-        (x, unsampled(state)), (expected[0], unsampled(expected[1])), rtol=1e-6
-    )
+    found, expected = (x, unsampled(state)), (expected[0], unsampled(expected[1]))
+    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-7)
     text = quiet.lower(x, state, *rest).compile().as_text()
     assert exchanges(text) == (0, []) and " conditional(" not in text
     for phase in pulls.phases():
         text = step(phase).lower(x, state, *rest).compile().as_text()
         sent, branches = exchanges(text)
         assert bool(sent or branches) == (not phase.is_quiet)
-        assert not branches or name == "sgp_in_nodes"  # one for each round of its graph
+        assert not branches or name not in PULLS or name == "sgp_in_nodes"  # its graph
 
 
 def test_a_due_pull_that_was_omitted_is_reported():

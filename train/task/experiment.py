@@ -279,7 +279,7 @@ class Experiment(BaseExperiment):
 
     @functools.cached_property
     def step(self) -> Callable[..., tuple[TrainState, Array]]:
-        """The step of all workers: (state, data, batch, phase=None) -> (state, loss [W])."""
+        """The step of all workers: (state, data, batch[, phase]) -> (state, loss [W])."""
         return self.workers.map(self.task.step, donate=0, static="phase")
 
     @functools.cached_property
