@@ -1,9 +1,9 @@
 """Trees of parameters on the wire, and the traffic of one agreement.
 
 One source: the codes of Q(v - r) travel, and all workers, the source too, take
-z = r + Q(v - r). A mean: all workers' codes are gathered, or a share of them by each worker
-(see `shares`), and added up in one order, so that z is bit-identical on all workers; a worker
-adds its quantization error to its next message (error feedback). To peers: Q(y), and the rule
+z = r + Q(v - r). A mean: a worker gathers all workers' codes, or a share of them (see
+`shares`), and adds them up in one order, so that z is bit-identical on all workers. It adds
+its quantization error to its next message (error feedback). To peers: Q(y), and the rule
 gives the error back to the sender.
 """
 
@@ -422,8 +422,9 @@ class NarrowLine(Line):
     ) -> tuple[list[Array], Array, WireState]:
         """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
 
-        The error of a worker that does not take part becomes 0, except for that of the
-        share of the sum that it owns. If an entry is averaged over its senders, its sum is multiplied by the number of workers over theirs.
+        The error of a worker that does not take part becomes 0, except for the error of the
+        share of the sum that it owns. If an entry is averaged over its senders, its sum is
+        multiplied by the number of workers over theirs.
         """
         if kept.error is None:
             raise ValueError(_KEEPS.format("'error'"))
