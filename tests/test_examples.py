@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 
@@ -71,6 +73,17 @@ def test_the_page_on_rules_shows_the_rule_of_the_example():
     page = (ROOT / "docs" / "writing_a_rule.md").read_text()
     rule = FILE.read_text().partition("class MedianState")[2].partition("def main")[0]
     assert "class MedianState" + rule.rstrip() in page
+
+
+def test_flax_tells_how_parameters_lie():
+    example = load("flax_partitioning")
+    losses, params = example.main()
+    assert losses[-5:].mean() < losses[:5].mean()
+    kernel, out = params["Dense_0"]["kernel"], params["out"]
+    assert kernel.sharding.spec == P("replica", None, "fsdp")
+    assert out.sharding.spec == P("replica", "fsdp")
+    automatic, _ = example.main(AxisType.Auto)
+    np.testing.assert_allclose(automatic, losses, rtol=1e-5)
 
 
 def test_workers_of_several_devices_learn_and_send_shards():

@@ -11,6 +11,7 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.branch import cond, the_same_for_all
 from lsgd_jax._src.codec import Line
+from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.group import Group
 from lsgd_jax._src.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.shared import Axes, Shared
@@ -118,4 +119,6 @@ def aggregate(
             traffic=traffic,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(
+        with_automatic_axes(init), with_automatic_axes(update)
+    )

@@ -72,9 +72,10 @@ def check_same_tree(name: str, tree: Any, like: Any) -> None:
 
 
 def check_auto_mesh() -> None:
-    """Raises ValueError while tracing on a mesh that has an `AxisType.Explicit` axis.
+    """Raises ValueError while tracing with an `AxisType.Explicit` axis.
 
-    Exchanges flatten and join leaves, and the result has no explicit sharding.
+    For functions that take a function of the user's, whose axes would be unknown; all
+    others see automatic axes on any mesh (see `explicit`).
     """
     check_all_auto(jax.sharding.get_abstract_mesh())
 

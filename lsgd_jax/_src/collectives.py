@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
 from lsgd_jax._src.packing import Packing, cut, uncut
 from lsgd_jax._src.shared import WORKER_AXES, named
@@ -43,7 +42,6 @@ class MeshChannel:
     @property
     def _names(self) -> tuple[str, ...]:
         """The names of the axes in jax here, without axes of size 1."""
-        check_auto_mesh()
         found = []
         for axis in self._axes:
             whole, *parts = parts_of(axis)

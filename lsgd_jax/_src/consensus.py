@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from lsgd_jax._src.collectives import any_bound
 from lsgd_jax._src.diagnostics import states_of
+from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.memory import to_device
 from lsgd_jax._src.shared import WORKER_AXES, is_shared
 from lsgd_jax._src.trees import Tree, widened
@@ -51,7 +52,8 @@ def is_finite(params: Tree) -> Array:
         return jnp.ones([], bool)  # an empty tree does not tell the number of workers
     floats = filter(_has_mean, leaves)
     rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
-    return jnp.stack([jnp.ones(leaves[0].shape[0], bool), *rows]).all(axis=0)
+    # Not stacked: on explicit mesh axes the rows are sharded, unlike an array of ones.
+    return functools.reduce(jnp.logical_and, rows, jnp.ones(leaves[0].shape[0], bool))
 
 
 def _own_axes(x: Array) -> tuple[int, ...]:
@@ -114,11 +116,11 @@ def consensus(params: Tree) -> Tree:
 @functools.partial(jax.jit, static_argnames="packed")
 def _consensus(params: Tree, packed: bool) -> Tree:
     finite = is_finite(params)
-    first = jnp.argmax(finite)
+    first, row = jnp.argmax(finite), with_automatic_axes(lambda x, i: x[i])
     leaves, treedef = jax.tree.flatten(params)
     means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
     return treedef.unflatten(
-        next(means).astype(x.dtype) if _has_mean(x) else x[first] for x in leaves
+        next(means).astype(x.dtype) if _has_mean(x) else row(x, first) for x in leaves
     )
 
 

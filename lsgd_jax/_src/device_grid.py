@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from lsgd_jax._src.checks import check_all_auto, check_positive_int
+from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.collectives import DEVICE, SLOT
 from lsgd_jax._src.shared import WORKER_AXES
 
@@ -132,8 +132,8 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
     """Returns the names of the workers' axes of a mesh that a user has made.
 
     Raises:
-      ValueError: no mesh, or one with axes that are not automatic; axes that are not one or
-        two of its names.
+      ValueError: no mesh, or one with axes of several types; axes that are not one or two
+        of its names.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got mesh={mesh!r}")
@@ -145,7 +145,13 @@ def check_mesh(mesh: Any, axes: Any) -> tuple[str, ...]:
             "`axes` must name one or two axes of the mesh for the workers, from "
             f"{known}, got axes={axes!r}"
         )
-    check_all_auto(mesh)
+    if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
+        types = zip(mesh.axis_names, mesh.axis_types)
+        kinds = ", ".join(f"{name!r} is {kind.name}" for name, kind in types)
+        raise ValueError(
+            "the axes of `mesh` must all be AxisType.Explicit or all AxisType.Auto, but "
+            f"{kinds}"
+        )
     return names
 
 

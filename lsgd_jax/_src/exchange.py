@@ -20,6 +20,7 @@ from lsgd_jax._src import kernel, parts, trees
 from lsgd_jax._src.branch import any_of, cond, the_same_for_all
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_option, check_same_tree
+from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.kernel import Check, Pull, PullState
 from lsgd_jax._src.memory import Memory
 from lsgd_jax._src.packing import Packing
@@ -200,7 +201,7 @@ def exchange(
             expected=unknown(x) if is_fused else sample_after(x, u),
         )
 
-    transformation = Exchange(init, update)
+    transformation = Exchange(with_automatic_axes(init), with_automatic_axes(update))
     transformation.pulls, transformation.check = pulls, check
     return transformation
 

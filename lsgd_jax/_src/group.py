@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.codec import Line
 from lsgd_jax._src.collectives import MeshChannel, Permutation, any_bound
+from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.shares import Shares
@@ -125,6 +127,7 @@ class Group:
 
     # Messages
 
+    @with_automatic_axes
     def gather(self, x: Array) -> Array:
         """Returns all workers' x, stacked in the order of `index`: shape [size, ...].
 
@@ -145,6 +148,7 @@ class Group:
         """Returns the sum of all workers' x; in a loop it counts as so many messages."""
         return self._line.add(x, times)
 
+    @with_automatic_axes
     def elect(self, score: Array) -> tuple[Array, Array]:
         """Elects the worker with the lowest score; ties go to the lowest index.
 
@@ -158,10 +162,12 @@ class Group:
         """
         return lowest(self.gather(score))
 
+    @with_automatic_axes
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """Sends the tree of worker `source` (an index in the group) to the whole group."""
         return self._line.broadcast(tree, source)
 
+    @with_automatic_axes
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
         """Sum over the workers for which `where` (bool, varying) holds.
 
@@ -175,6 +181,7 @@ class Group:
         """
         return self._line.sum(tree, jnp.asarray(where))
 
+    @with_automatic_axes
     def masked_mean(
         self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
     ) -> tuple[Tree, Array]:
@@ -187,11 +194,13 @@ class Group:
         """
         return self._line.mean(tree, jnp.asarray(where), reference)
 
+    @with_automatic_axes
     def mean(self, tree: Tree) -> Tree:
         """Mean over all workers' trees, computed in float32 or wider."""
         means, _ = self.masked_mean(tree)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
+    @with_automatic_axes
     def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
         """Sends each worker's tree along a permutation of the group.
 
@@ -218,6 +227,7 @@ class Group:
         """
         return self._line.quantization_error(tree, turn)
 
+    @with_automatic_axes
     def push(
         self,
         tree: Tree,
@@ -270,6 +280,8 @@ class Group:
         values must be passed as scalars, not in a closure. The result has the dtypes of the
         tree.
         """
+
+        check_auto_mesh()
 
         def of_shards(tree: Tree, *scalars: Any) -> Tree:
             shares = Shares(self, tree)

@@ -24,7 +24,6 @@ from jax import Array, lax
 
 from lsgd_jax._src import parts, trees
 from lsgd_jax._src.checks import (
-    check_auto_mesh,
     check_fraction,
     check_option,
     check_period,
@@ -194,8 +193,6 @@ def init(pull: Pull, params: Tree) -> PullState:
     if pull.memory == "host":
         check_host()
     group = Group(axes)
-    if group.is_bound:
-        check_auto_mesh()
     state = PullState(
         rule=pull.rule.init(part),
         pending=pending(pull, part, part, jnp.asarray(False)) if pull.delay else (),

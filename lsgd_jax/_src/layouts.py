@@ -227,8 +227,8 @@ def inside_axes() -> tuple[str, ...]:
     """Returns the axes inside a worker, in a function of one worker while it is traced.
 
     Returns:
-      The names of the automatic axes of the mesh that are larger than 1; none outside of
-      `Workers.map` and of `asynchronous.island`.
+      The names of the automatic or explicit axes of the mesh that are larger than 1; none
+      outside of `Workers.map` and of `asynchronous.island`.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -239,7 +239,7 @@ def inside_axes() -> tuple[str, ...]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes)
-    return tuple(name for name, kind, n in kinds if kind == AxisType.Auto and n > 1)
+    return tuple(name for name, kind, n in kinds if kind != AxisType.Manual and n > 1)
 
 
 def known_axes() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from lsgd_jax._src import kernel, trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import Exchange, ExchangeState, Step
+from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.phases import Phase, Plan
 from lsgd_jax._src.rule import Extras
 from lsgd_jax._src.trees import Tree
@@ -51,6 +52,7 @@ class Outer(ByValue):
         rules = ", ".join(f"every {pull.every}" for pull in self.method.pulls)
         return f"outer({len(self.method.pulls)} pulls: {rules})"
 
+    @with_automatic_axes
     def init(self, params: Tree) -> OuterState:
         """Returns the state before the first step.
 
@@ -62,6 +64,7 @@ class Outer(ByValue):
         # () and not an array of size 0, on which a `shard_map` of jax 0.11.2 crashes.
         return OuterState(state._replace(expected=()), before)
 
+    @with_automatic_axes
     def step(
         self,
         params: Tree,

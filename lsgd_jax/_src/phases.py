@@ -127,6 +127,12 @@ class Plan(NamedTuple):
         if not isinstance(phase, Phase):
             raise ValueError(f"`phase` must be what `phase(step)` returned, got {phase=!r}")
         for k in itertools.chain(*phase):
+            if not isinstance(k, int):
+                raise ValueError(
+                    "`phase` must be known while tracing, got an array: name it in "
+                    "`Workers.map(step, static='phase')` or "
+                    "`jax.jit(step, static_argnames='phase')`"
+                )
             if k >= len(pulls):
                 raise ValueError(
                     "`phase` must be that of this method, which has "

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts, uniform
 from lsgd_jax._src.device_grid import Slots, leading_axis_over
+from lsgd_jax._src.explicit import explicit_axes
 from lsgd_jax._src.shared import WORKER_AXES, check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 
@@ -45,6 +46,23 @@ class Grid(NamedTuple):
         return NamedSharding(self.mesh, own)
 
     @property
+    def is_explicit(self) -> bool:
+        """Whether types tell how arrays are sharded."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def placed(self, x: Any, shared: bool) -> Any:
+        """A traced leaf, sharded over the workers; on axes inside them as it was."""
+        now = jax.typeof(x).sharding
+        own = now.spec[0 if shared else 1 :] if explicit_axes(now.mesh) else ()
+        return jax.reshard(x, self.sharding(Spec(*own), shared))
+
+    def typed(self, one: jax.ShapeDtypeStruct, x: Any, shared: bool) -> Any:
+        """The shape of a leaf in a worker, with the type that it has there."""
+        spec = Spec(*jax.typeof(x).sharding.spec[0 if shared else 1 :])
+        sharding = NamedSharding(self.mesh.abstract_mesh, spec)
+        return one.update(sharding=sharding)
+
+    @property
     def of_workers(self) -> AbstractMesh:
         """A mesh like this one, with one device for every worker."""
         if self.names:
@@ -74,14 +92,19 @@ def compiled(
         _check_context(grid.mesh)
         call, args = _without(static, fn, args, named)
         grid.check(args)
-        leaves, structure = jax.tree.flatten(args)
-        one, flags = one_worker(args), shared_flags(args)
+        flags, (leaves, structure) = shared_flags(args), jax.tree.flatten(args)
+        one = one_worker(args)
+        if grid.is_explicit:
+            leaves = list(map(grid.placed, leaves, flags))
+            one = structure.unflatten(map(grid.typed, jax.tree.leaves(one), leaves, flags))
+            shardings = ()
         found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
         flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
         with layouts.known(found), naming(grid.names):
             workers = tuple(grid.names.values()) or WORKER_AXES
             outputs = uniform.trace(call, one, grid.of_workers, workers)
-            specs = found.of_leaves(outputs)
+            nothing = [None] * len(jax.tree.leaves(outputs))
+            specs = nothing if grid.is_explicit else found.of_leaves(outputs)
             spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
             return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
 
@@ -90,7 +113,8 @@ def compiled(
         bound = functools.wraps(fn)(functools.partial(over_workers, shardings))
         return jax.jit(bound, donate_argnums=donate, static_argnames=static)
 
-    return _PerSharding(fn, jitted, static) if grid.inside else jitted(())
+    tells = grid.is_explicit or not grid.inside
+    return jitted(()) if tells else _PerSharding(fn, jitted, static)
 
 
 def _check_context(mesh: Mesh) -> None:
@@ -99,8 +123,8 @@ def _check_context(mesh: Mesh) -> None:
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(
             f"the mesh set by `jax.set_mesh`, {context.axis_names}, is not that of the "
-            "workers: build the workers on it with `lj.Workers(mesh=mesh, axes=...)` and "
-            "AxisType.Auto, or call mapped functions outside of it"
+            "workers: build the workers on it with `lj.Workers(mesh=mesh, axes=...)`, or "
+            "call mapped functions outside of it"
         )
 
 

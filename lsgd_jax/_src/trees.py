@@ -9,6 +9,7 @@ from chex import Numeric
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
 
+from lsgd_jax._src.explicit import as_automatic, with_automatic_axes
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
 
@@ -102,6 +103,7 @@ def finite_part(x: Array) -> Array:
     return where_finite(x, x, 0)
 
 
+@with_automatic_axes
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Adds updates to parameters, and lets an exchange replace those that are not finite.
 
@@ -161,4 +163,4 @@ def nbytes(tree: Tree) -> int:
 
 def value_at(schedule: optax.ScalarOrSchedule, t: Array) -> Any:
     """A number, or a schedule's value at step t."""
-    return schedule(t) if callable(schedule) else schedule
+    return schedule(t) if callable(schedule) else as_automatic(schedule)

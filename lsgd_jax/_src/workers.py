@@ -48,8 +48,11 @@ class Workers:
         processes' devices that divides nodes × locals, with each node's devices on one host
         if possible. A UserWarning names better counts if devices stay idle and steps are
         slower for it.
-      mesh: a mesh of your own with automatic axes, in place of all of the above. Workers
-        stand along its `axes`, and all its other axes are inside a worker.
+      mesh: a mesh of your own, in place of all of the above. Workers stand along its
+        `axes`, and all its other axes are inside a worker. All axes are explicit
+        (`jax.make_mesh`) or all are automatic. On explicit axes the types of arrays tell
+        how they are sharded inside a worker, and the function of one worker sees these
+        types.
       axes: one axis of the mesh, or two: nodes, and the workers of a node. Methods accept
         these names and the default names 'node' and 'local'.
       inside: the names and sizes of further mesh axes over which each worker is sharded.
@@ -72,10 +75,9 @@ class Workers:
       owned: the workers with at least one device of this process, as a range.
 
     Raises:
-      ValueError: a mesh beside counts or devices, a mesh with an axis that is not
-        automatic, axes that the mesh does not have; a count below 1, devices that the
-        workers do not divide over, a process without a worker, an axis inside a worker with
-        a reserved name.
+      ValueError: a mesh beside counts or devices, a mesh with axes of several types, axes
+        that the mesh does not have; a count below 1, devices that the workers do not divide
+        over, a process without a worker, an axis inside a worker with a reserved name.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj

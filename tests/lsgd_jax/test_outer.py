@@ -276,12 +276,40 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-def test_explicit_axes_are_refused():
-    """`pmean` over a vmapped explicit axis fails an assertion in jax 0.10 and 0.12."""
-    mesh = mesh_of(AxisType.Explicit)
-    o = lj.outer(lj.lsgd())
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="AxisType.Auto, but 'replica'"),
-    ):
-        jax.jit(over_replicas(o.init))(sharded(mesh))
+@pytest.mark.parametrize("name", ["lsgd", "int8", "fragments"])
+def test_explicit_axes_give_the_numbers_of_automatic_ones(name):
+    o = lj.outer(ON_REPLICAS[name])
+    step = jax.jit(over_replicas(lambda p, s, loss: o.step(p, s, loss=loss)))
+    found = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh_of(kind)):
+            before = params = sharded(mesh_of(kind))
+            loss = jax.device_put(
+                np.float32([2, 1]), NamedSharding(mesh_of(kind), P("replica"))
+            )
+            state = jax.jit(over_replicas(o.init))(params)
+            for _ in range(4):
+                params, state = step(params, state, loss)
+        for name, x in before.items():
+            assert params[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+        found.append(jax.device_get((params, state)))
+    jax.tree.map(close, *found)
+
+
+@pytest.mark.parametrize("due", [None, False])
+def test_a_shard_map_of_explicit_axes_is_like_workers(due):
+    """The library reads the layouts inside a worker from types."""
+    mesh, o = mesh_of(AxisType.Explicit), lj.outer(lj.diloco(1, axes="replica"))
+    workers, params = lj.Workers(mesh=mesh, axes="replica"), sharded(mesh)
+    one = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    step = lambda p: o.step(p, o.init(p), due=due)[0]
+    mapped = jax.shard_map(
+        lambda p: jax.tree.map(lambda x: x[None], step(one(p))),
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+        check_vma=False,
+    )
+    expected = workers.map(step)(params)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(mapped)(params), expected)

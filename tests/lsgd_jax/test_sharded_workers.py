@@ -394,6 +394,86 @@ def test_methods_accept_the_names_of_the_mesh():
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+SPREAD = {"w": P(None, "fsdp"), "n": P()}
+EXPLICIT = {
+    "lsgd": lambda: optax.chain(SGD, lj.lsgd(0.3, 0.2, 2, 3)),
+    "fragments": lambda: optax.chain(SGD, lj.diloco(4, fragments=2, delay=1)),
+    "int8": lambda: optax.chain(SGD, lj.diloco(3, wire="int8")),
+    "sgp": lambda: optax.chain(SGD, lj.sgp()),
+    "median": lambda: optax.chain(lj.coordinate_median(), SGD),
+}
+
+
+def trained_on(kind, axes, tx, set_mesh=True):
+    """Returns (params, state, their consensus) after 6 steps on a mesh of one type."""
+    mesh = user_mesh(kind)
+    workers = lj.Workers(mesh=mesh, axes=axes)
+
+    def product(a, b, spec):
+        how = {"out_sharding": spec} if kind == AxisType.Explicit else {}
+        return jnp.einsum("ij,jk->ik", a, b, **how)
+
+    def step(params, state, batch):
+        def loss(params):
+            hidden = product(batch[0], params["in"]["kernel"], P(None, "fsdp"))
+            hidden = jnp.tanh(hidden + params["in"]["bias"][None])
+            out = product(hidden, params["out"]["kernel"], P())
+            return jnp.square(out - batch[1]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params, value=value)
+        return lj.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        params, batch = network(workers)
+        state = workers.map(tx.init)(params)
+        lay = jax.tree.map(lambda x: x.sharding, (params, state))
+        step = workers.map(step)
+        for _ in range(6):
+            params, state = step(params, state, jax.device_get(batch))
+        same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) and s.mesh == mesh
+        assert all(jax.tree.leaves(jax.tree.map(same, (params, state), lay)))
+        return workers.fetch((params, state, lj.consensus(params)))
+
+
+@pytest.mark.parametrize("axes", [("replica",), ("replica", "data")])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "sgp")) for x in EXPLICIT],
+)
+def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
+    """With and without the mesh as context. Counters of bytes are compared as well."""
+    tx, is_first = EXPLICIT[method](), axes == ("replica",)
+    expected = trained_on(AxisType.Auto, axes, tx)
+    found = trained_on(AxisType.Explicit, axes, tx, set_mesh=is_first)
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, expected)
+
+
+def test_functions_of_a_worker_see_explicit_types():
+    workers = lj.Workers(mesh=user_mesh(AxisType.Explicit), axes="replica")
+    x = workers.put({"w": np.arange(32.0).reshape(2, 2, 8), "n": np.arange(2)}, SPREAD)
+    seen = []
+
+    def judge(x, batch):
+        seen.append(jax.typeof(x["w"]).sharding.spec)
+        return jnp.einsum("ij,j->i", x["w"], batch, out_sharding=P()).sum()
+
+    @workers.map
+    def step(x, state, batch, rate):
+        tx = lj.lsgd(rate, 0.2, 1, 1, judged_by="peers")  # as `inject_hyperparams` calls it
+        loss, u = judge(x, batch), jax.tree.map(jnp.zeros_like, x)
+        u, state = tx.update(u, state, x, value=loss, value_fn=lambda x: judge(x, batch))
+        return lj.apply_updates(x, u), state, lj.Group("node").mean(x["w"])
+
+    state = workers.map(lj.lsgd(0.1, 0.2, 1, 1, judged_by="peers").init)(x)
+    batch, rate = np.ones([2, 8]), workers.put(np.full(2, 0.1))
+    x, state, mean = step(x, state, batch, rate)
+    assert set(seen) == {SPREAD["w"]} and lj.consensus(x)["n"] == 0
+    assert mean.sharding.spec == P("replica", None, "fsdp")
+    assert lj.following(x)("mu/w", np.ones([2, 8])) == SPREAD["w"]
+
+
 def test_an_invalid_mesh_is_refused():
     mesh = user_mesh()
     with pytest.raises(ValueError, match="`mesh` and `axes` must stand in place of"):
@@ -402,8 +482,9 @@ def test_an_invalid_mesh_is_refused():
         lj.Workers(mesh=mesh, axes="node")
     with pytest.raises(ValueError, match="`mesh` must be a jax.sharding.Mesh, got mesh=3"):
         lj.Workers(mesh=3, axes="replica")
-    with pytest.raises(ValueError, match="must be AxisType.Auto, but 'fsdp'"):
-        lj.Workers(mesh=user_mesh(AxisType.Explicit), axes="replica")
+    mixed = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ValueError, match="all AxisType.Auto, but 'a' is Auto, 'b' is Expl"):
+        lj.Workers(mesh=mixed, axes="a")
     workers = lj.Workers(2, 2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="is not that of the workers"):
         workers.map(lambda x: x)(jnp.ones(4))

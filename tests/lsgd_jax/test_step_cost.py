@@ -129,5 +129,8 @@ def test_due_must_be_known_while_tracing():
     ):
         with pytest.raises(ValueError, match=message):
             of(phase=phase)(*given)
+    traced = lj.Phase((jnp.int32(0),))
+    with pytest.raises(ValueError, match="`phase` must be known while tracing, got an"):
+        of(phase=traced)(*given)
     with pytest.raises(ValueError, match="pass `due` or `phase`"):
         of(due=True, phase=lj.lsgd().phase(1))(*given)
