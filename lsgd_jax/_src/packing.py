@@ -116,8 +116,8 @@ class Packing:
 def joined(runs: Sequence[Array], align: int = 1) -> Array:
     """Concatenates flat arrays, each padded with zeros to a multiple of align."""
     gaps = [jnp.zeros([-run.size % align], run.dtype) for run in runs]
-    pieces = itertools.chain(*zip(runs, gaps))
-    return jnp.concatenate([piece for piece in pieces if piece.size])
+    pieces = [piece for piece in itertools.chain(*zip(runs, gaps)) if piece.size]
+    return jnp.concatenate(pieces) if pieces else runs[0]
 
 
 def _run(buffer: Array, start: Any, size: int) -> Array:

@@ -23,6 +23,8 @@ def tree(workers):
         "w": rng.normal(size=(8, 3, 2)).astype(np.float32),
         "h": rng.normal(size=(8, 4)).astype(jnp.bfloat16),
         "b": rng.normal(size=(8,)).astype(np.float32),
+        "empty": np.zeros((8, 0, 3), np.float16),
+        "empty too": np.zeros((8, 0), np.float16),
     }
 
 

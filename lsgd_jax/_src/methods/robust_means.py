@@ -130,17 +130,20 @@ def trimmed_mean(cut: int = 1) -> Mean:
     """
     _check_count("cut", cut)
 
-    def inner(rows: Rows, counts: Array) -> list[Array]:
+    def inner(rows: Rows, counts: Array, total: Total) -> list[Array]:
+        del total
         rank, number = jnp.arange(len(counts)), counts.sum()
-        stays = (rank >= cut) & (rank < number - cut)
+        in_the_middle = (rank == (number - 1) // 2) | (rank == number // 2)
+        stays = jnp.where(
+            number > 2 * cut, (rank >= cut) & (rank < number - cut), in_the_middle
+        )
+        stays &= rank < number
         ordered = (
             lax.sort(jnp.where(_column(counts, x), x, jnp.inf), dimension=0) for x in rows
         )
         return _mean([jnp.where(_column(stays, x), x, 0) for x in ordered], stays)
 
-    return lambda rows, counts, total: lax.cond(
-        counts.sum() > 2 * cut, inner, _median, rows, counts
-    )
+    return inner
 
 
 KINDS: dict[str, Callable[..., Mean]] = {
