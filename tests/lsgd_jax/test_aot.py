@@ -70,6 +70,8 @@ def test_a_gpu_program_is_read():
     gather = each["all-gather"]  # each device with its counterpart on the other host
     assert gather.across == gather.sent == 16 * 64 * 2 / 2
     assert each["permute"].across == size * 2 / 8 and each["permute"].sent == size * 3 / 8
+    waits = GPU.replace("to_apply=%add", 'backend_config={"is_sync":true}')
+    assert not found(waits, splits=False)["all-reduce-start"].hidden
 
 
 def test_a_collective_beside_products_in_one_fusion_is_hidden():
