@@ -70,6 +70,8 @@ def test_a_gpu_program_is_read():
     gather = each["all-gather"]  # each device with its counterpart on the other host
     assert gather.across == gather.sent == 16 * 64 * 2 / 2
     assert each["permute"].across == size * 2 / 8 and each["permute"].sent == size * 3 / 8
+    waits = GPU.replace("to_apply=%add", 'backend_config={"is_sync":true}')
+    assert not found(waits, splits=False)["all-reduce-start"].hidden
 
 
 def test_a_collective_beside_products_in_one_fusion_is_hidden():
@@ -441,16 +443,17 @@ def on_replicas(kind, name):
 @functools.cache
 def payloads(name, W, chained):
     """The bytes per parameter that each pull sends, and its axes, from the counters."""
-    method, P_ = METHODS[name], 4096 * W
-    workers = lj.Workers(2, W // 2)
-    params = workers.put({"w": np.ones((W, P_), np.float32)})
+    method, workers = METHODS[name], lj.Workers(2, W // 2)
+    # Leaves of a sixteenth of the size, so that fragments have the same shares.
+    params = {n: np.ones((W, *(d // 4 for d in shape))) for n, shape in SHAPES.items()}
+    params = workers.put(jax.tree.map(np.float32, params))
     tx = method.chain(W, BASE) if chained else method.make(W)
-    value_fn = lambda p: p["w"].sum()
+    value_fn = lambda p: p["small0"].sum()
     step = lambda x: tx.update(
-        x, tx.init(x), x, value=x["w"].sum(), value_fn=value_fn, grad=x
+        x, tx.init(x), x, value=value_fn(x), value_fn=value_fn, grad=x
     )[1]
     levels = lj.diagnostics(workers.map(step)(params))
-    return [(level.payload / P_, level.axes) for level in levels]
+    return [(16 * level.payload / PARAMETERS, level.axes) for level in levels]
 
 
 FORMS = {

@@ -142,6 +142,7 @@ def _transfers(program: Program, lines: Sequence[Instruction]) -> Iterator[_Tran
     for i, line in enumerate(lines):
         if found := KIND.match(line.opcode):
             at, done = ends.get(line.name, (i, line))
+            at = i if '"is_sync":true' in line.attributes else at  # on GPUs
             yield _Transfer(found.group(1), line, done.nbytes, i, at)
         elif line.opcode == "async-start":
             at, done = ends.get(line.name, (i, line))
