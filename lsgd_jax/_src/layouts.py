@@ -4,10 +4,10 @@ In `Workers.map` the axes of the workers are manual and those inside a worker ar
 a function of one worker sees whole arrays, and XLA decides how to shard them. XLA decides
 badly where no input determines the layout (moments that begin as zeros). For a collective
 between workers, it first gathers the shards of an array that was flattened or is gathered.
-The layout must therefore be known while tracing, but types do not contain it. So
-`Workers.map` notes the layouts of its arguments, and a leaf is recognized by its shape and
-the end of its path: the momentum of ``params['dense']['kernel']`` also ends with
-``['dense']['kernel']``.
+The layout must therefore be known while tracing. On explicit axes `explicit` reads it from
+the types of a function's arguments. Types do not contain automatic axes, so `Workers.map`
+notes the layouts of its arguments. A leaf is recognized by its shape and the end of its
+path: the momentum of ``params['dense']['kernel']`` also ends with ``['dense']['kernel']``.
 """
 
 import contextlib
