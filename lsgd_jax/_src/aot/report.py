@@ -298,7 +298,7 @@ def report_of(
 
     Args:
       step: ``jitted.trace(*shapes)``, ``jitted.lower(*shapes)`` or a compiled program, with
-        `jax.ShapeDtypeStruct`s that have a sharding on the mesh of a described cluster.
+        arrays of shapes that have a sharding on the mesh of a described cluster.
       name: its name in the table.
       pod: the cluster. Defaults to the devices of the program.
       flops: operations of a device. Defaults to those of the matrix products in a traced
