@@ -65,7 +65,7 @@ def gradient(params, target):
 
 
 @functools.cache
-def compiled(platform: str, W: int, name: str) -> dict[str, aot.Program]:
+def compiled(platform: str, W: int, name: str, form: str) -> dict[str, aot.Program]:
     """The programs of the due and of the quiet step; an aggregation has the first only."""
     method = METHODS.get(name)
     tx = BASE if method is None else method.chain(W, BASE)
@@ -74,10 +74,14 @@ def compiled(platform: str, W: int, name: str) -> dict[str, aot.Program]:
     if method is not None and not method.first:
         made = method.make(W)
         exchange = made if isinstance(made, lj.Exchange) else None
+    around = lj.outer(exchange) if exchange and form == "outer" else None
 
     def step(params, state, x, **phase):
         loss, grads = gradient(params, x)
         more = {"value_fn": lambda p: gradient(p, x)[0], "grad": grads, **phase}
+        if around is not None:
+            params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
+            return around.step(params, state, loss=loss, **more)
         updates, state = tx.update(grads, state, params, value=loss, **more)
         return lj.apply_updates(params, updates), state
 
@@ -88,14 +92,15 @@ def compiled(platform: str, W: int, name: str) -> dict[str, aot.Program]:
         quiet = [phase for phase in each if phase.is_quiet and not phase.lands][:1]
         phases = [due, *quiet]
     batch = jax.ShapeDtypeStruct((), jnp.float32)
-    init = lambda: (zeros(), tx.init(zeros()))
+    init = lambda: (zeros(), (around or tx).init(zeros()))
     workers = workers_on(platform, W)
     report = aot.report(workers, init, step, batch, exchange, phases=phases)
     return dict(zip(("due", "quiet"), report.programs))
 
 
-def row(platform: str, W: int, name: str) -> list[str]:
-    base, programs = compiled(platform, W, "")["due"], compiled(platform, W, name)
+def row(platform: str, W: int, name: str, form: str) -> list[str]:
+    base = compiled(platform, W, "", form)["due"]
+    programs = compiled(platform, W, name, form)
     due, quiet = programs["due"], programs.get("quiet")
     if due.memory is None or base.memory is None:
         return [platform, str(W), name, *["does not fit"] * 5]
@@ -132,6 +137,8 @@ def main():
     both = ("tpu", "gpu")
     parser.add_argument("--platform", nargs="+", choices=both, default=both)
     parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
+    forms = ("chain", "outer")
+    parser.add_argument("--form", choices=forms, default="chain")
     options = parser.parse_args()
     line = lambda cells: print("| " + " | ".join(cells) + " |", flush=True)
     line(HEADER)
@@ -142,7 +149,7 @@ def main():
                 if W in METHODS[name].refuses:
                     continue
                 try:
-                    line(row(platform, W, name))
+                    line(row(platform, W, name, options.form))
                 except Exception as error:  # the other rows may take hours
                     reason = str(error).partition("\n")[0]
                     line([platform, str(W), name, f"fails: {reason}", *["–"] * 4])
