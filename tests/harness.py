@@ -32,6 +32,8 @@ class Method:
       rounds: W -> for each pull, the number of graph rounds that are compiled.
       refuses: the numbers of workers in the tests that the method refuses.
       unsaid: bytes of branches that the payload does not count.
+      loops: bytes of the turns of a loop after the first one, which the program does not
+        list.
       wires: whether the parameters may travel in a narrow format.
       lock_step: whether asynchronous workers refuse the method.
     """
@@ -45,6 +47,7 @@ class Method:
     rounds: Callable[[int], tuple[int, ...]] = lambda W: (1,)
     refuses: tuple[int, ...] = ()
     unsaid: tuple[int, ...] = ()
+    loops: int = 0
     wires: bool = True
     lock_step: bool = False
 
@@ -211,7 +214,9 @@ METHODS = {
     "coordinate_median": Method(lambda W: lj.coordinate_median(), first=True),
     "licm": Method(lambda W: lj.licm(0.5), first=True),
     "robust+krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
-    "robust+geometric_median": Method(lambda W: lj.geometric_median(), first=True),
+    "robust+geometric_median": Method(
+        lambda W: lj.geometric_median(), first=True, loops=31 * 8 * 4
+    ),
     "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
     "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),
     "cge_decay": Method(lambda W: lj.cge(int(W > 1), decay=0.5), first=True, alone=False),

@@ -252,6 +252,7 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     ]
     if method.due > 1:
         assert always == 0
+    said[-1] -= method.loops
     said += method.unsaid
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
 

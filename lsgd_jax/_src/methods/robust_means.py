@@ -86,8 +86,7 @@ def krum(faulty: int = 1, keep: int = 1) -> Mean:
     _check_count("faulty", faulty)
     check_positive_int("keep", keep)
 
-    def best(rows: Rows, counts: Array, total: Total) -> list[Array]:
-        gaps = total([_gaps(x) for x in rows], 1)  # [W, W]
+    def best(rows: Rows, counts: Array, gaps: Array) -> list[Array]:
         workers = jnp.arange(len(counts))
         is_other = counts[None] & (workers[None] != workers[:, None])
         nearest = jnp.sort(jnp.where(is_other, gaps, jnp.inf), axis=1)
@@ -96,11 +95,16 @@ def krum(faulty: int = 1, keep: int = 1) -> Mean:
         rank = jnp.argsort(jnp.argsort(jnp.where(counts, scores, jnp.inf)))
         return _mean(rows, counts & (rank < keep))
 
-    return lambda rows, counts, total: lax.cond(
-        counts.sum() >= 2 * faulty + 3,
-        lambda: best(rows, counts, total),
-        lambda: _median(rows, counts),
-    )
+    def mean(rows: Rows, counts: Array, total: Total) -> list[Array]:
+        # All workers meet in this sum, so it stands in no branch.
+        gaps = total([_gaps(x) for x in rows], 1)  # [W, W]
+        return lax.cond(
+            counts.sum() >= 2 * faulty + 3,
+            lambda: best(rows, counts, gaps),
+            lambda: _median(rows, counts),
+        )
+
+    return mean
 
 
 def geometric_median(iterations: int = 32) -> Mean:
