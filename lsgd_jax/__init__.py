@@ -16,7 +16,6 @@ from lsgd_jax._src.diagnostics import Diagnostics as Diagnostics
 from lsgd_jax._src.diagnostics import diagnostics as diagnostics
 from lsgd_jax._src.diagnostics import waiting as waiting
 from lsgd_jax._src.exchange import Exchange as Exchange
-from lsgd_jax._src.exchange import ExchangeState as ExchangeState
 from lsgd_jax._src.exchange import exchange as exchange
 from lsgd_jax._src.gpa import GPAState as GPAState
 from lsgd_jax._src.gpa import gpa as gpa
@@ -87,6 +86,7 @@ from lsgd_jax._src.rule import Rule as Rule
 from lsgd_jax._src.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax._src.shared import Shared as Shared
 from lsgd_jax._src.static_args import static_args as static_args
+from lsgd_jax._src.step import ExchangeState as ExchangeState
 from lsgd_jax._src.trees import apply_updates as apply_updates
 from lsgd_jax._src.unrolled import unrolled as unrolled
 from lsgd_jax._src.wire import Wire as Wire

@@ -10,8 +10,8 @@ from jax import Array
 
 from lsgd_jax._src import traffic
 from lsgd_jax._src.aggregate import AggregateState
-from lsgd_jax._src.exchange import ExchangeState
 from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.step import ExchangeState
 from lsgd_jax._src.traffic import Traffic
 from lsgd_jax._src.trees import Tree
 

@@ -13,10 +13,11 @@ from lsgd_jax._src import exchange as lock_step
 from lsgd_jax._src import kernel, trees
 from lsgd_jax._src.by_value import ByValue, by_value
 from lsgd_jax._src.checks import check_same_tree
-from lsgd_jax._src.exchange import Exchange, ExchangeState, Step
+from lsgd_jax._src.exchange import Exchange
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.phases import Phase, Plan
 from lsgd_jax._src.rule import Extras
+from lsgd_jax._src.step import ExchangeState, Step
 from lsgd_jax._src.trees import Tree
 
 
