@@ -1,4 +1,4 @@
-"""exchange: the kernel in lock step, as an optax transformation; every method composes it."""
+"""exchange: the kernel in lock step as an optax transformation; all methods compose it."""
 
 import contextlib
 import dataclasses
