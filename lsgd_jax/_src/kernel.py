@@ -146,7 +146,7 @@ class Target(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a delayed pull keeps between its agreement and its landing; per worker.
+    """The message of a delayed pull, between its agreement and its landing; per worker.
 
     Attributes:
       z: y at the agreement until the message has left, then the target; a tree like the
@@ -206,7 +206,7 @@ def init(pull: Pull, params: Tree) -> PullState:
 
 
 def pending(pull: Pull, x: Tree, y: Tree, is_finite: Array) -> Pending:
-    """Returns what a delayed pull keeps of the step of its agreement; see `send`."""
+    """Returns the operands of a delayed agreement; `send_pending` reads them."""
     return Pending(trees.widen(y), is_finite, x if pull.rule.reads_x else ())
 
 
