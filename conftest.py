@@ -22,7 +22,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 jax.config.update("jax_enable_compilation_cache", False)
 
-from lsgd_jax._src.devices import emulate_devices, tune_cpu  # noqa: E402
+from lsgd_jax._src.workers.devices import emulate_devices, tune_cpu  # noqa: E402
 
 
 emulate_devices(8)

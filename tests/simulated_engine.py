@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import tiny
 
-from lsgd_jax._src.asynchronous.clock import run_virtual
-from lsgd_jax._src.asynchronous.simulator import Simulation
-from lsgd_jax._src.asynchronous.speeds import Speeds
-from lsgd_jax._src.asynchronous.worker import work
+from lsgd_jax._src.asynchronous.engine.worker import work
+from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
+from lsgd_jax._src.asynchronous.simulated.speeds import Speeds
 from train.run import asynchronous as running
 from train.task import asynchronous
 

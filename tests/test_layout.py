@@ -21,6 +21,20 @@ WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
 TOOLS = "train.compare", "train.plan", "train.simulate", "train.plots"
 
+SRC = ROOT / "lsgd_jax/_src"
+
+LAYERS = (
+    "wire",
+    "exchange",
+    "workers",
+    "methods",
+    "asynchronous.engine",
+    "asynchronous.methods",
+    "asynchronous.simulated",
+    "asynchronous.ray",
+    "aot",
+)
+
 # The modules that a package must not import. Other packages may import everything.
 NOT_ABOVE = {
     "lsgd_jax": ("train", "paper", "configs", "flax", "orbax", "grain"),
@@ -79,9 +93,17 @@ def test_imports_lead_downwards(path):
     assert not wrong
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "lsgd_jax/_src").glob("*.py")), ids=name_of)
-def test_methods_stand_above_the_rest_of_the_library(path):
-    assert not [m for m in imported(path) if inside(m, "lsgd_jax._src.methods")]
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=name_of)
+def test_each_layer_of_the_library_imports_only_lower_ones(path):
+    """The layers, from the ground upwards; modules outside a folder are the ground."""
+
+    def layer(module):
+        inner = module.removeprefix("lsgd_jax._src.")
+        found = [i for i, folder in enumerate(LAYERS) if inside(inner, folder)]
+        return max(found, default=-1)
+
+    own = layer(name_of(path))
+    assert not [m for m in imported(path) if m.startswith("lsgd_jax.") and layer(m) > own]
 
 
 def test_no_module_state_is_rebound_in_the_trainer():

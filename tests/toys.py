@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.network import NETWORKS
-from lsgd_jax._src.asynchronous.speeds import Speeds
-from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax._src.asynchronous.engine.worker import Training
+from lsgd_jax._src.asynchronous.simulated.network import NETWORKS
+from lsgd_jax._src.asynchronous.simulated.speeds import Speeds
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax._src.device_grid import check_no_process_is_idle, device_grid, pick
+from lsgd_jax._src.workers.device_grid import check_no_process_is_idle, device_grid, pick
 
 
 def _hosts(*counts):

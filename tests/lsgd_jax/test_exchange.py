@@ -12,8 +12,8 @@ import pytest
 from harness import train
 
 import lsgd_jax as lj
-from lsgd_jax._src import parts
-from lsgd_jax._src.traffic import Traffic, total
+from lsgd_jax._src.exchange import parts
+from lsgd_jax._src.exchange.traffic import Traffic, total
 
 
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from harness import Run
 
 import lsgd_jax as lj
-from lsgd_jax._src.top_k import quantize
+from lsgd_jax._src.wire.top_k import quantize
 
 
 ORACLES = json.loads(

@@ -12,7 +12,7 @@ from harness import GUARDED, METHODS, Run, exchanges, run_of, unguarded
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
-from lsgd_jax._src.uniform import equations
+from lsgd_jax._src.workers.uniform import equations
 
 
 # By default only these methods are tested with a narrow wire format or as a variant

@@ -10,7 +10,7 @@ import pytest
 from harness import FACTORIES, needed
 
 import lsgd_jax as lj
-from lsgd_jax._src import parts
+from lsgd_jax._src.exchange import parts
 
 
 PARAMS = {

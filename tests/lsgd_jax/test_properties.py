@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.coordinator import Coordinator
-from lsgd_jax._src.codec import Codec
+from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator
 from lsgd_jax._src.layouts import on_one_device
+from lsgd_jax._src.wire.codec import Codec
 
 
 few = settings(

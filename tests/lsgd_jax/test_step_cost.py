@@ -13,7 +13,7 @@ from harness import METHODS, exchanges
 
 import lsgd_jax as lj
 from lsgd_jax._src.layouts import on_one_device
-from lsgd_jax._src.packing import Packing
+from lsgd_jax._src.wire.packing import Packing
 
 
 # Many leaves

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import lsgd_jax as lj
-from lsgd_jax._src import uniform
+from lsgd_jax._src.workers import uniform
 
 
 ALL = ("node", "local")

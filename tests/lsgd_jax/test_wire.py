@@ -14,8 +14,8 @@ from harness import exchanges
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
-from lsgd_jax._src import narrow_sums
-from lsgd_jax._src.wire import LEVELS, decode, encode
+from lsgd_jax._src.wire import narrow_sums
+from lsgd_jax._src.wire.wire import LEVELS, decode, encode
 
 
 FORMATS = ("bfloat16", "int8", "int4")

@@ -19,10 +19,10 @@ from lsgd_jax._src.aot.hlo import Program as Parsed
 from lsgd_jax._src.aot.memory import Memory, excess, is_out_of_memory, memory_of
 from lsgd_jax._src.aot.pod import Pod, pod_of
 from lsgd_jax._src.aot.shapes import batch_of, carry_of
-from lsgd_jax._src.exchange import Exchange
-from lsgd_jax._src.outer import Outer
-from lsgd_jax._src.phases import Phase
-from lsgd_jax._src.workers import Workers
+from lsgd_jax._src.exchange.exchange import Exchange
+from lsgd_jax._src.exchange.outer import Outer
+from lsgd_jax._src.exchange.phases import Phase
+from lsgd_jax._src.workers.workers import Workers
 
 
 BANDWIDTH = 12.5e9  # 100 Gbit/s

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.layouts import following, spread
 from lsgd_jax._src.shared import one_worker, shared_flags
-from lsgd_jax._src.workers import Workers
+from lsgd_jax._src.workers.workers import Workers
 
 
 Tree = Any

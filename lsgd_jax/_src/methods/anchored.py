@@ -10,15 +10,15 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.branch import any_of
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
-from lsgd_jax._src.group import Group
+from lsgd_jax._src.exchange.branch import any_of
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.guard import Detector, Guard, weigh
 from lsgd_jax._src.methods.merging import MERGES, Merge
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire.group import Group
 
 
 class AnchorState(NamedTuple):

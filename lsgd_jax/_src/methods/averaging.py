@@ -10,17 +10,17 @@ from lsgd_jax._src.checks import (
     check_not_negative,
     check_positive_int,
 )
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.memory import Memory
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.parts import Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.anchored import anchored
 from lsgd_jax._src.methods.guard import Guard
 from lsgd_jax._src.methods.merging import Merge
-from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import value_at
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @by_value

@@ -7,8 +7,8 @@ from jax import Array
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.exchange.rule import Rule, silent
 from lsgd_jax._src.methods.scores import JudgedBy, judged, recorded
-from lsgd_jax._src.rule import Rule, silent
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 

@@ -7,13 +7,13 @@ import jax
 import optax
 
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import NO_PARAMS, exchange
-from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.exchange.exchange import NO_PARAMS, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Fragment, Part, runs_of
+from lsgd_jax._src.exchange.with_state import with_state
 from lsgd_jax._src.methods.averaging import average
-from lsgd_jax._src.parts import Fragment, Part, runs_of
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.wire import Wire, WireFormat
-from lsgd_jax._src.with_state import with_state
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 # Fields of optax's states, and how many periods of the parameters theirs are long.

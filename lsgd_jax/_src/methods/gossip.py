@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.group import Group
-from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.parts import Part
-from lsgd_jax._src.rule import Order, Rule, in_order
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import (
     Graph,
@@ -24,7 +23,8 @@ from lsgd_jax._src.topology import (
     ring,
 )
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @by_value

@@ -13,9 +13,9 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
-from lsgd_jax._src.group import Group
 from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,15 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.group import lowest
-from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.rule import Order, Rule, in_order, silent
 from lsgd_jax._src.methods.scores import JudgedBy, judged, recorded
-from lsgd_jax._src.parts import Part, ScanAxis, in_fragments
-from lsgd_jax._src.rule import Order, Rule, in_order, silent
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.group import lowest
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class LeaderState(NamedTuple):

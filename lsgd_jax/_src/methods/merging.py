@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._src.group import Group
 from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 Merge = Literal["mean", "radial"]

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.kernel import Check, Pull
-from lsgd_jax._src.memory import Memory
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.parts import Part, in_fragments
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import neighbors
-from lsgd_jax._src.parts import Part, in_fragments
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, matchings
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class NoLoCoState(NamedTuple):

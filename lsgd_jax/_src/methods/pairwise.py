@@ -11,15 +11,15 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
-from lsgd_jax._src.parts import Part
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
 from lsgd_jax._src.trees import value_at, widened
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Interpolation = Literal["constant", "clock", "loss"]

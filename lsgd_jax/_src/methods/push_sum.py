@@ -8,15 +8,15 @@ from jax import Array
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
-from lsgd_jax._src.parts import Part
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
 from lsgd_jax._src.trees import Tree, widened, zeros
-from lsgd_jax._src.wire import Wire, WireFormat
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class PushSumState(NamedTuple):

@@ -6,12 +6,12 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.aggregate import aggregate
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
-from lsgd_jax._src.group import Group
+from lsgd_jax._src.exchange.aggregate import aggregate
 from lsgd_jax._src.methods import robust_means
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 def allreduce(

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
-from lsgd_jax._src.group import Group
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.shares import Shares
 from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.shares import Shares
 
 
 Rows = Sequence[Array]  # buffers [W, ...]; zeros in the rows that do not count

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lsgd_jax._src.group import Group
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
 
 
 JudgedBy = Literal["own", "peers"]

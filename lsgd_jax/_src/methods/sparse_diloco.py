@@ -3,13 +3,13 @@
 import optax
 
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.exchange import Exchange
-from lsgd_jax._src.kernel import Check
-from lsgd_jax._src.memory import Memory
+from lsgd_jax._src.exchange.exchange import Exchange
+from lsgd_jax._src.exchange.kernel import Check
+from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.parts import Part, ScanAxis
 from lsgd_jax._src.methods.averaging import diloco
-from lsgd_jax._src.parts import Part, ScanAxis
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.wire import Aggregate, Wire
+from lsgd_jax._src.wire.wire import Aggregate, Wire
 
 
 @by_value

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as Spec
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction
-from lsgd_jax._src.exchange import Exchange, exchange
-from lsgd_jax._src.group import Group
-from lsgd_jax._src.kernel import Check, Pull
+from lsgd_jax._src.exchange.exchange import Exchange, exchange
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import shard_by_shard
-from lsgd_jax._src.parts import Part
-from lsgd_jax._src.rule import Rule
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire.group import Group
 
 
 @by_value

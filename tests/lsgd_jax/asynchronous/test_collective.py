@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import toys
 
-from lsgd_jax._src.asynchronous.clock import run_virtual
-from lsgd_jax._src.asynchronous.collective import all_gather, all_reduce
-from lsgd_jax._src.asynchronous.network import Network
-from lsgd_jax._src.asynchronous.simulator import Simulation
+from lsgd_jax._src.asynchronous.engine.collective import all_gather, all_reduce
+from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.network import Network
+from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
 from lsgd_jax.asynchronous import Pairwise, StaleWorkerError, UnreachableError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsgd_jax._src.asynchronous.coordinator import KEPT, Coordinator
+from lsgd_jax._src.asynchronous.engine.coordinator import KEPT, Coordinator
 from lsgd_jax.asynchronous import Report
 
 

@@ -11,10 +11,10 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous import decoupled
-from lsgd_jax._src.asynchronous.decoupled import DecoupledDiLoCoWorker
-from lsgd_jax._src.asynchronous.simulator import SimulatedTransport
-from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax._src.asynchronous.engine.worker import Training
+from lsgd_jax._src.asynchronous.methods import decoupled
+from lsgd_jax._src.asynchronous.methods.decoupled import DecoupledDiLoCoWorker
+from lsgd_jax._src.asynchronous.simulated.simulator import SimulatedTransport
 from lsgd_jax.asynchronous import DecoupledDiLoCo, Pulls
 
 

@@ -12,7 +12,7 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.diloco import delayed_nesterov
+from lsgd_jax._src.asynchronous.methods.diloco import delayed_nesterov
 from lsgd_jax.asynchronous import DiLoCo, Pulls, heloco_correct, heloco_step
 
 

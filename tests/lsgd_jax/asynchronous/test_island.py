@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from toys import FREE_RUNNING as METHODS
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.sharding import placed_like
+from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax.asynchronous import OSGP, Pulls, Training, island
 
 

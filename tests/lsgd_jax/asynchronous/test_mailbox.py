@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from lsgd_jax._src.asynchronous.mailbox import CONTRIBUTED, GONE, KEPT, Mailbox
+from lsgd_jax._src.asynchronous.engine.mailbox import CONTRIBUTED, GONE, KEPT, Mailbox
 
 
 def vector(*values):

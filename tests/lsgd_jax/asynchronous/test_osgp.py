@@ -6,7 +6,7 @@ import toys
 
 import lsgd_jax as lj
 from lsgd_jax import topology as graph
-from lsgd_jax._src.asynchronous.simulator import Simulation
+from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
 from lsgd_jax.asynchronous import LSGD, OSGP, Network, Pulls, Speeds, simulator
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.mailbox import Mailbox
+from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax.asynchronous import (
     ADPSGD,
     WAGMA,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsgd_jax._src.asynchronous import ray_cluster
+from lsgd_jax._src.asynchronous.ray import cluster as ray_cluster
 
 
 @pytest.mark.parametrize(

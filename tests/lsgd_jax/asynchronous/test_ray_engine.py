@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous import ray_engine
+from lsgd_jax._src.asynchronous.ray import engine as ray_engine
 from lsgd_jax.asynchronous import (
     OSGP,
     Coordinator,

@@ -9,10 +9,10 @@ import pytest
 from toys import slow
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.clock import run_virtual
-from lsgd_jax._src.asynchronous.network import Links, Network
-from lsgd_jax._src.asynchronous.speeds import Speeds
-from lsgd_jax._src.asynchronous.worker import Training
+from lsgd_jax._src.asynchronous.engine.worker import Training
+from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.network import Links, Network
+from lsgd_jax._src.asynchronous.simulated.speeds import Speeds
 from lsgd_jax.asynchronous import simulator
 
 

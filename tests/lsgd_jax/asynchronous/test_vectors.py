@@ -10,8 +10,8 @@ import pytest
 from toys import slow
 
 import lsgd_jax as lj
-from lsgd_jax._src import wire as formats
-from lsgd_jax._src.asynchronous.vectors import pack, unpack
+from lsgd_jax._src.asynchronous.engine.vectors import pack, unpack
+from lsgd_jax._src.wire import wire as formats
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,

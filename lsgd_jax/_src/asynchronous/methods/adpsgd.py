@@ -1,0 +1,141 @@
+"""AD-PSGD: pairs of an active and a passive worker average, without a barrier."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class ADPSGD:
+    r"""Asynchronous decentralized parallel SGD.
+
+    Workers with an even index are active, workers with an odd index passive. Before a step
+    an active worker i sends its parameters x_i to a random passive worker j and computes
+    its step in the meantime. Worker j answers with the parameters x_j that it holds then.
+    Both move half the distance between these vectors, whatever steps they have taken since:
+
+    .. math::
+      y_i \leftarrow y_i + \tfrac12 (x_j - x_i), \qquad
+      y_j \leftarrow y_j + \tfrac12 (x_i - x_j).
+
+    The sum over all workers therefore changes by local steps only, at any delay. There is
+    no deadlock, because active workers only ask and passive workers only answer.
+
+    A passive worker that does not answer is asked less and less often, until it answers
+    again. If its answer is lost in transit, only the passive worker has moved. A worker
+    that is not finite is not mixed with others; it takes the parameters of a worker of the
+    other side as they are.
+
+    Args:
+      seed: seed of the choice of passive workers.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
+
+    Raises:
+      ValueError: a window below 1.
+
+    Reference: Lian, Zhang, Zhang, Liu, Asynchronous Decentralized Parallel Stochastic
+    Gradient Descent, ICML 2018, arXiv:1710.06952.
+
+    >>> import lsgd_jax as lj
+    >>> lj.asynchronous.ADPSGD(seed=1).window
+    10
+    """
+
+    seed: int = 0
+    window: int = 10
+    wire: Wire | WireFormat = "float32"
+
+    period = None
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        check_positive_int("window", self.window)
+
+    def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
+        """Returns the method in one worker."""
+        return ADPSGDWorker(self, worker)
+
+
+class ADPSGDWorker(FreeRunningWorker):
+    """AD-PSGD in one worker."""
+
+    def __init__(self, method: ADPSGD, worker: Worker):
+        self._is_active = worker.index % 2 == 0
+        others = range(int(self._is_active), worker.transport.position.workers, 2)
+        super().__init__(worker, others, seed=(method.seed, worker.index))
+
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take; an active worker asks a peer."""
+        if not await super().before_step():
+            await self._finish()
+            return False
+        self._ask()
+        return True
+
+    async def after_step(self) -> None:
+        """Moves by an answer that has arrived, and as active workers have left it."""
+        await self._move()
+        self.worker.publish()
+
+    def sent(self) -> None:
+        """Publishes the parameters after a step of the program, see `Peer`."""
+        self.worker.publish()
+
+    async def receive(self) -> None:
+        """Moves as peers have moved this worker, and asks another one."""
+        await self._move()
+        self._ask()
+
+    async def _move(self) -> None:
+        await self.land_arrived()
+        if (moved := self.transport.mailbox.moved()) is not None:
+            self.shift(moved)
+
+    def _ask(self) -> None:
+        """Asks a random peer; a passive worker does so only if it is not finite."""
+        asks = self._is_active or not self.is_finite
+        if self.in_flight or not asks or (peer := self.peers.choose()) is None:
+            return
+        if not self.is_finite:
+            self.ask_snapshot(peer)
+            return
+        # The quantization error stays here, so that the sum of the two does not change.
+        packed, sent = self.transport.mailbox.encoded(self.worker.vector())
+        self.transport.mailbox.count(packed)
+        answer = self.transport.ask(peer, "exchange", packed)
+        self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Moves half the way to a peer; takes the peer's snapshot if not finite."""
+        if request.sent is None:
+            if self.is_finite or not self.pull(answer.vector, 1.0, False):
+                return
+            self.transport.mailbox.moved()  # meant for the parameters just replaced
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                half = (answer - request.sent) / 2
+            if not finite(half):
+                return
+            self.shift(half)
+        self.note_staleness(request)
+
+    async def _finish(self) -> None:
+        """Lands the last request and the last moves; later exchanges move no worker."""
+        if self.in_flight:
+            await self.land()
+        if (moved := self.transport.mailbox.close()) is not None:
+            self.shift(moved)
+        self.worker.publish()
+
+    def take_over(self, state: Any) -> None:
+        """Discards moves that were meant for other parameters."""
+        super().take_over(state)
+        self.transport.mailbox.moved()

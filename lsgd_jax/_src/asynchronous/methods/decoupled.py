@@ -1,0 +1,438 @@
+"""Decoupled DiLoCo: a quorum of workers moves one fragment after the other."""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, check_wire, finite, unpack
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.diloco import delayed_nesterov, encoded
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_not_negative,
+    check_option,
+    check_positive_int,
+)
+from lsgd_jax._src.exchange import parts
+from lsgd_jax._src.methods.merging import CANCELS, Merge
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+LAGS = 64  # answers that the grace is computed from
+LEAST = 0.1  # steps that a turn stays open at least after its quorum
+AHEAD, BEHIND = 4, 8  # turns for which a worker keeps its answers, and its results
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoupledDiLoCo:
+    r"""DiLoCo in fragments, whose turns close with a quorum, so that no worker ever waits.
+
+    The parameters are cut into F fragments. Turn t = 1, 2, … moves the anchor
+    :math:`\Theta_p` of fragment p = (t - 1) mod F with the answers of the workers
+    :math:`i \in M_t`:
+
+    .. math::
+      w_i &= c_i^2 / s_i, \qquad \Delta_i = \Theta_p - y_{i,p} \\
+      \Delta &= \text{merge}(\{ \Delta_i, w_i \}) \\
+      m_p &\leftarrow \beta m_p + \Delta, \qquad
+      \Theta_p \leftarrow \Theta_p - \eta \, (\Delta + \beta m_p) \\
+      y_{i,p} &\leftarrow \gamma y_{i,p} + (1 - \gamma) \Theta_p
+
+    with :math:`c_i` the tokens and :math:`s_i` the steps of worker i since it last received
+    Θ_p, and γ the share of its own parameters that a worker keeps. The radial merge has,
+    tensor by tensor, the mean norm and the mean direction of the Δ_i, see `anchored`.
+
+    The first worker that has taken H / F steps since its last turn takes the next one. It
+    asks all others for their newest fragment and waits for K answers, its own included.
+    The turn then stays open for a grace of
+
+    .. math:: \text{median}(l) + k \, \text{MAD}(l)
+
+    seconds, where l are the lags of the last 64 answers that this worker got after a
+    quorum, late ones included, and MAD is their median absolute deviation; a step as long
+    as no lag is known. The grace is at least a tenth of a step, and it ends H / F steps
+    after the turn began. Answers that come later are ignored.
+
+    All workers fetch the moved fragment while they take further steps, and apply it at the
+    end of the step in which it arrives. A slow worker answers with the steps that it has
+    taken since, at least one. A worker that does not answer is left out for a while. If
+    the worker that moves a fragment fails, its turn is lost and nothing else. A worker that
+    is not finite contributes nothing and restarts from the anchors. If an anchor is not
+    finite, training has diverged, and all workers that receive it report a loss that is not
+    finite.
+
+    Per turn each worker sends one fragment. The worker that takes the turn sends anchor and
+    momentum of the fragment to all others, any of which may take the next one.
+
+    Args:
+      local_steps: H, the steps of the fastest worker between two turns of one fragment.
+      learning_rate: η ≥ 0, of the outer steps.
+      momentum: β in [0, 1].
+      fragments: F, which divides H.
+      quorum: K. Defaults to a majority, W // 2 + 1.
+      deviations: k ≥ 0.
+      merge: 'radial', or 'mean' for the weighted mean.
+      averaged: a function from the path of a tensor to whether it takes the weighted mean
+        although `merge` is 'radial'. The paper averages embeddings. Defaults to none.
+      tokens: tokens of one step of each worker. Defaults to equal ones, so that w is
+        proportional to the steps.
+      mixing: γ in [0, 1].
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
+
+    Raises:
+      ValueError: counts below 1, fragments that do not divide the local steps, negative
+        rates, deviations or tokens, fractions outside [0, 1], an unknown merge; when a run
+        begins, more fragments than tensors or another number of tokens than workers.
+
+    Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428. Written from summaries of the
+    paper. Its K was not seen, and its grace is another one: a share, which was not seen
+    either, of the time in which workers overlap computation with communication.
+
+    >>> import lsgd_jax as lj
+    >>> lj.asynchronous.DecoupledDiLoCo(local_steps=32, fragments=4).momentum
+    0.9
+    """
+
+    local_steps: int = 64
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 2
+    quorum: int | None = None
+    deviations: float = 3.0
+    merge: Merge = "radial"
+    averaged: Callable[[str], bool] | None = None
+    tokens: Sequence[float] | None = None
+    mixing: float = 0.0
+    window: int = 10
+    wire: Wire | WireFormat = "float32"
+
+    period = None
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        for name in ("local_steps", "fragments", "window"):
+            check_positive_int(name, getattr(self, name))
+        if self.local_steps % self.fragments:
+            raise ValueError(
+                f"`local_steps` must be divisible by fragments={self.fragments}, got "
+                f"local_steps={self.local_steps}"
+            )
+        if self.quorum is not None:
+            check_positive_int("quorum", self.quorum)
+        check_not_negative("learning_rate", self.learning_rate)
+        check_not_negative("deviations", self.deviations)
+        for name in ("momentum", "mixing"):
+            check_fraction(name, getattr(self, name))
+        check_option("merge", self.merge, get_args(Merge))
+        for tokens in self.tokens or ():
+            check_not_negative("tokens", tokens)
+
+    def bind(self, worker: Worker, steps: int) -> "DecoupledDiLoCoWorker":
+        """Returns the method in one worker."""
+        return DecoupledDiLoCoWorker(self, worker)
+
+
+class DecoupledDiLoCoWorker(FreeRunningWorker):
+    """Decoupled DiLoCo in one worker.
+
+    Attributes:
+      turn: the last turn that the worker knows; 0 is the start.
+      outers: for each fragment its anchor and momentum, concatenated: float32 [2 n_p].
+      received: for each fragment the own step after which the worker received it.
+    """
+
+    kept = ("turn", "outers", "received")
+
+    def __init__(self, method: DecoupledDiLoCo, worker: Worker):
+        index, workers = worker.index, worker.transport.position.workers
+        super().__init__(worker, [i for i in range(workers) if i != index])
+        if method.tokens is not None and len(method.tokens) != workers:
+            raise ValueError(
+                f"`tokens` must be a number for each of {workers} workers, got "
+                f"tokens={method.tokens}"
+            )
+        self._method, self._count = method, method.fragments
+        self._period = method.local_steps // self._count  # steps between two turns
+        self._tokens = 1.0 if method.tokens is None else method.tokens[index]
+        self._quorum = method.quorum or workers // 2 + 1
+        averaged = (lambda path: True) if method.merge == "mean" else method.averaged
+        self._cuts = fragments_of(worker.params, method.fragments, averaged)
+        start = worker.vector()
+        zeros = np.zeros_like(start)
+        self.outers = [np.concatenate([start[c.run], zeros[c.run]]) for c in self._cuts]
+        self.turn, self.received = 0, [0] * self._count
+        self._sent = 0  # own step after which it last began or fetched a turn
+        self._lags: deque[float] = deque(maxlen=LAGS)
+        # Quantization errors of the fragments that this worker moved, added to the next.
+        self._errors: list[Any] = [np.float32(0)] * self._count
+        self._posted: deque[int] = deque()
+
+    def _fragment(self, number: int) -> int:
+        return (number - 1) % self._count
+
+    @property
+    def _anchor(self) -> np.ndarray:
+        return np.concatenate([half(outer) for outer in self.outers])
+
+    # On every step
+
+    async def after_step(self) -> None:
+        """Applies the fragment that has arrived, and begins the turn that is due."""
+        await self.worker.hear()
+        await self.land_arrived()
+        if not self.is_finite and not self.has_diverged:
+            self.pull(self._anchor, 1.0, False)
+            self.received = [self.worker.count] * self._count
+        self._post_answers()
+        if not self.in_flight and (numbers := self._due()):
+            turns = self._turns({number: self._offer(number) for number in numbers})
+            self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
+            self._sent = self.worker.count
+        self.worker.publish()
+
+    def _post_answers(self) -> None:
+        """Leaves this worker's answers to the next turns, one per fragment."""
+        for number in range(self.turn + 1, self.turn + 1 + min(self._count, AHEAD)):
+            key = "fragment", number
+            if self._steps(number):
+                self.transport.mailbox.post(key, self._offer(number))
+            elif not self.is_finite:
+                self.transport.mailbox.drop(key)
+
+    def _steps(self, number: int) -> int:
+        """Own steps since the worker received the fragment of a turn."""
+        return self.worker.count - self.received[self._fragment(number)]
+
+    def _due(self) -> range:
+        """The turns that the worker has missed, otherwise the next one if it is due."""
+        worker, status, next_one = self.worker, self.worker.status, self.turn + 1
+        known = [status.reports[i].rounds for i in status.present] if status else []
+        if (newest := max([0, *known])) > self.turn:
+            return range(max(next_one, newest - self._count + 1), newest + 1)
+        is_due = worker.count - self._sent >= self._period and self._steps(next_one) > 0
+        return range(next_one, next_one + is_due)
+
+    def _offer(self, number: int) -> Callable[[], Snapshot]:
+        """Returns a function that makes this worker's answer to a turn."""
+        worker, p = self.worker, self._fragment(number)
+        params, outer, run = worker.params, self.outers[p], self._cuts[p].run
+        steps = self._steps(number)
+        weight = learner_weight(self._tokens * steps, steps)
+
+        def answer() -> Snapshot:
+            delta = half(outer) - worker.flat.vector(params)[run]
+            return Snapshot(self.transport.mailbox.packed(delta), weight)
+
+        return answer
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Takes over the fragments of some turns, but for those that were lost."""
+        worker, moved = self.worker, self.worker.vector().copy()
+        for number, outer in answer.items():
+            self.transport.mailbox.drop(("fragment", number))
+            self.turn = worker.report.rounds = number
+            if outer is None:
+                continue
+            p = self._fragment(number)
+            run, anchor = self._cuts[p].run, half(outer)
+            self.outers[p], self.received[p] = outer, worker.count
+            self.has_diverged |= not finite(outer)
+            moved[run] = anchor + self._method.mixing * (moved[run] - anchor)
+        self.note_staleness(request)
+        if self.has_diverged:
+            worker.is_finite = False
+        elif self.is_finite:
+            self.pull(moved, 1.0, True)
+
+    # A turn, while the worker takes further steps
+
+    async def _turns(
+        self, offers: dict[int, Callable[[], Snapshot]]
+    ) -> dict[int, np.ndarray | None]:
+        """Takes turns, or fetches their fragments from the workers that have taken them.
+
+        Args:
+          offers: for each turn a function that makes this worker's answer.
+
+        Returns:
+          For each turn anchor and momentum after it, or None if their holder has failed.
+        """
+        return {number: await self._turn(number, offers[number]) for number in offers}
+
+    async def _turn(self, number: int, offer: Callable[[], Snapshot]) -> np.ndarray | None:
+        transport, me = self.transport, self.worker.index
+        taker = min(await transport.round(("turn", number), None, [me]))
+        if taker != me:
+            try:
+                return await transport.ask(taker, "fetch", ("anchor", number))
+            except (UnreachableError, StaleWorkerError):
+                return None
+        p = self._fragment(number)
+        outer = self._moved(p, await self._answers(number, offer()))
+        message, outer, self._errors[p] = encoded(transport.mailbox, outer, self._errors[p])
+        transport.mailbox.post(("anchor", number), message)
+        self._posted.append(number)
+        if len(self._posted) > BEHIND:
+            transport.mailbox.drop(("anchor", self._posted.popleft()))
+        return outer
+
+    async def _answers(self, number: int, mine: Snapshot) -> dict[int, Snapshot]:
+        """Returns the answers of a quorum, and those that arrive within the grace.
+
+        Later ones only tell how late they are.
+        """
+        transport, status, begun = self.transport, self.worker.status, self.transport.now()
+        given, met = {self.worker.index: unpack(mine)}, math.inf
+
+        async def bring(i: int) -> None:
+            try:
+                given[i] = await transport.ask(i, "fetch", ("fragment", number))
+            except UnreachableError:
+                return self.peers.failed(i)
+            except StaleWorkerError:
+                return  # it has received this turn's fragment already
+            self.peers.answered(i)
+            if (lag := transport.now() - met) >= 0:
+                self._lags.append(lag)
+
+        self.peers.turn()
+        here = range(transport.position.workers) if status is None else status.present
+        asked = [i for i in here if i not in given and self.peers.is_tried(i)]
+        pending = {transport.start(bring(i)) for i in asked}
+        while pending and len(given) < self._quorum:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        met = transport.now()
+        if pending:
+            await asyncio.wait(pending, timeout=self._grace(met - begun))
+        return dict(given)
+
+    def _grace(self, waited: float) -> float:
+        """Seconds that a turn stays open after its quorum, which took `waited` seconds."""
+        step = 1 / self.worker.report.speed
+        deviations = self._method.deviations
+        wanted = adaptive_deadline(self._lags, deviations) if self._lags else step
+        return max(LEAST * step, min(wanted, self._period * step - waited))
+
+    def _moved(self, p: int, answers: dict[int, Snapshot]) -> np.ndarray:
+        """Returns anchor and momentum after the answers of a turn."""
+        outer, method = self.outers[p], self._method
+        deltas = np.zeros([self.transport.position.workers, outer.size // 2], np.float32)
+        weights = np.zeros(len(deltas), np.float32)
+        for i, (delta, weight) in answers.items():
+            if weight > 0 and finite(delta):
+                deltas[i], weights[i] = delta, weight
+        if not weights.any():
+            return outer
+        weights /= weights.sum()
+        with self.worker.flat.on_host():
+            delta = merged(deltas, weights, self._cuts[p].tensors)
+            return np.asarray(
+                delayed_nesterov(
+                    outer, delta, 1, method.learning_rate, method.momentum, every=1
+                )
+            )
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's turn and fragments."""
+        super().take_over(state)
+        self.worker.report.rounds, self._sent = self.turn, self.worker.count
+        self.has_diverged = not all(map(finite, self.outers))
+        self._errors = [np.float32(0)] * self._count
+
+
+def half(outer: np.ndarray) -> np.ndarray:
+    """Returns the anchor of a fragment, the first half of its outer state."""
+    return outer[: outer.size // 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A fragment of a flat vector.
+
+    Attributes:
+      run: its elements.
+      tensors: (elements, whether it takes the weighted mean) of each of its tensors.
+    """
+
+    run: slice
+    tensors: tuple[tuple[int, bool], ...]
+
+
+def fragments_of(
+    params: Any, count: int, averaged: Callable[[str], bool] | None = None
+) -> list[Cut]:
+    """Returns the fragments of the flat vector of a tree.
+
+    Raises:
+      ValueError: more fragments than tensors.
+
+    >>> fragments_of({"a": jnp.zeros(4), "b": jnp.zeros(3)}, 1, lambda path: path == "a")
+    [Cut(run=slice(0, 7, None), tensors=((4, True), (3, False)))]
+    """
+    held = trees.floats(params)
+    mean = [False] * len(jax.tree.leaves(held))
+    if averaged is not None:
+        mean = parts.taken(averaged, held)
+    tensors = [(x.size, each) for x, each in zip(jax.tree.leaves(held), mean)]
+    ends, cuts = list(itertools.accumulate((n for n, _ in tensors), initial=0)), []
+    for i in range(count):
+        mine = np.flatnonzero(parts.runs_of(parts.fragment(i, count), held))
+        first, last = int(mine[0]), int(mine[-1]) + 1
+        cuts.append(Cut(slice(ends[first], ends[last]), tuple(tensors[first:last])))
+    return cuts
+
+
+def learner_weight(tokens: float, steps: int) -> float:
+    """Returns w = tokens² / steps, or 0 without steps."""
+    return tokens * tokens / steps if steps else 0.0
+
+
+def adaptive_deadline(lags: Sequence[float], deviations: float) -> float:
+    """Returns the median of some lags plus some median absolute deviations.
+
+    >>> adaptive_deadline([1.0, 2.0, 3.0, 9.0], deviations=2.0)
+    4.5
+    """
+    seconds = np.asarray(lags)
+    median = np.median(seconds)
+    return float(median + deviations * np.median(np.abs(seconds - median)))
+
+
+@functools.partial(jax.jit, static_argnames="tensors")
+def merged(deltas: Array, weights: Array, tensors: tuple[tuple[int, bool], ...]) -> Array:
+    """Returns the merge of some flat pseudo-gradients, tensor by tensor.
+
+    Args:
+      deltas: float32 [W, n].
+      weights: float32 [W], of sum 1.
+      tensors: (elements, whether it takes the weighted mean) of each tensor. Otherwise it
+        has the mean norm along the mean direction.
+    """
+    ends = list(itertools.accumulate(size for size, _ in tensors))[:-1]
+    each = zip(jnp.split(deltas, ends, axis=1), tensors)
+    return jnp.concatenate(
+        [weights @ x if mean else _radial_mean(x, weights) for x, (_, mean) in each]
+    )
+
+
+def _radial_mean(deltas: Array, weights: Array) -> Array:
+    norms = jnp.linalg.norm(deltas, axis=1)
+    directions = deltas / jnp.where(norms > 0, norms, 1)[:, None]
+    direction = weights @ directions
+    length = jnp.linalg.norm(direction)
+    radial = (weights @ norms) * direction / jnp.where(length > 0, length, 1)
+    return jnp.where(length > CANCELS, radial, weights @ deltas)

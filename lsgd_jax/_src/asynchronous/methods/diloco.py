@@ -1,0 +1,357 @@
+"""Asynchronous DiLoCo: pseudo-gradients move an anchor as they arrive."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
+from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods import heloco
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_not_negative,
+    check_option,
+    check_positive_int,
+)
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+Weights = Literal["steps", "equal"]
+Correction = Literal["none", "heloco"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+    r"""DiLoCo whose workers send their pseudo-gradients without waiting for each other.
+
+    Worker i starts from the anchor a and takes :math:`H_i = H v_i / \max_j v_j` local
+    steps, with v its measured speed. It then sends the pseudo-gradient
+    :math:`g = w_i (a_i - y_i)`, where a_i is the anchor it started from, and continues from
+    the current anchor. The t-th pseudo-gradient moves the anchor by delayed Nesterov: plain
+    SGD on every turn, and the momentum on every N-th turn, after it has been renewed with
+    the mean of the last N pseudo-gradients:
+
+    .. math::
+      m &\leftarrow \beta m + \tfrac1N \sum_{s > t - N} g_s
+        && \text{if } t \bmod N = 0 \\
+      a &\leftarrow a - \eta \, (g_t / N + \beta m \, [t \bmod N = 0]).
+
+    N = 1 is outer SGD with Nesterov momentum. With `together`, pseudo-gradients are
+    combined in rounds: g is the mean over the round's workers, weighted with w. A round
+    closes once all live workers have arrived, or once one of them has waited for the
+    timeout.
+
+    The coordinator numbers the turns t. There is no parameter server: the worker with turn
+    t fetches anchor and momentum from the worker with turn t - 1, moves them, and keeps
+    them for the worker with turn t + 1. If a worker fails, only its own last turn is lost,
+    and the next worker builds on the turn before. With a `delay` a worker takes local steps
+    during the exchange and keeps them: :math:`y \leftarrow y + (a - y')`, with y' its
+    parameters when it sent g. A worker that is not finite contributes nothing and restarts
+    from the anchor. If the anchor itself is not finite, training has diverged, and all
+    workers that receive it report a loss that is not finite.
+
+    With ``correction="heloco"`` every tensor of a pseudo-gradient is turned towards the
+    outer momentum as far as it points away from it. The momentum is then the average
+    :math:`m \leftarrow \beta m + (1 - \beta) g` and is renewed on every turn, see
+    `heloco_correct` and `heloco_step`.
+
+    Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
+    step, and smaller the shorter H is: docs/results/outer_momentum.md has a table.
+
+    Args:
+      local_steps: H, the local steps of the fastest worker.
+      learning_rate: η ≥ 0, of the outer steps. Every pseudo-gradient of HeLoCo moves the
+        anchor by η, so with W workers 0.7 diverged and 0.7 / W trained:
+        docs/results/staleness.md.
+      momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
+      momentum_every: N. Defaults to W, or to 1 with `together`.
+      together: whether pseudo-gradients are combined in rounds.
+      weights: 'steps' sets w to the worker's steps / H, so that all samples count equally;
+        'equal' sets w to 1.
+      delay: local steps that a worker takes at most before it waits for the anchor.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
+      correction: 'heloco', or 'none' for delayed Nesterov.
+
+    Raises:
+      ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
+        [0, 1], unknown weights, an unknown correction, N above 1 with HeLoCo.
+
+    Reference: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam, Ranzato, Asynchronous
+    Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135; HeLoCo, 2026,
+    arXiv:2606.00271.
+
+    >>> import lsgd_jax as lj
+    >>> lj.asynchronous.DiLoCo(local_steps=32, momentum_every=1).learning_rate
+    0.7
+    """
+
+    local_steps: int = 64
+    learning_rate: float = 0.7
+    momentum: float = 0.5
+    momentum_every: int | None = None
+    together: bool = False
+    weights: Weights = "steps"
+    delay: int = 0
+    window: int = 10
+    wire: Wire | WireFormat = "float32"
+    correction: Correction = "none"
+
+    period = None
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        check_positive_int("local_steps", self.local_steps)
+        check_not_negative("learning_rate", self.learning_rate)
+        check_fraction("momentum", self.momentum)
+        if self.momentum_every is not None:
+            check_positive_int("momentum_every", self.momentum_every)
+        check_option("weights", self.weights, get_args(Weights))
+        check_option("correction", self.correction, get_args(Correction))
+        if self.correction == "heloco" and self.momentum_every not in (None, 1):
+            raise ValueError(
+                "`momentum_every` must be 1 with correction='heloco', whose momentum every "
+                f"turn renews, got momentum_every={self.momentum_every}"
+            )
+        check_not_negative("delay", self.delay)
+        check_positive_int("window", self.window)
+
+    def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
+        """Returns the method in one worker."""
+        return DiLoCoWorker(self, worker)
+
+
+class DiLoCoWorker(FreeRunningWorker):
+    """Asynchronous DiLoCo in one worker.
+
+    Attributes:
+      turn: the last turn that the worker knows; 0 is the start.
+      outer: the outer state after it, see `delayed_nesterov`.
+      begun: own step after which the worker started from that anchor.
+    """
+
+    kept = ("turn", "outer", "begun")
+
+    def __init__(self, method: DiLoCo, worker: Worker):
+        super().__init__(worker)
+        workers = worker.transport.position.workers
+        self._method = method
+        at_once = method.together or method.correction == "heloco"
+        self._every = method.momentum_every or (1 if at_once else workers)
+        start = worker.vector()
+        rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
+        self._set(0, np.concatenate([start, rest]))
+        # Quantization error of the outer states that this worker gave to others. It is
+        # added to the next one, so that no pseudo-gradient is lost.
+        self._error: Any = np.float32(0)
+        self.begun = 0
+        self._sent = 0  # own step after which it last sent a pseudo-gradient
+        self._posted: list[int] = []
+
+    def _set(self, turn: int, outer: np.ndarray) -> None:
+        self.turn, self.outer, self.worker.report.rounds = turn, outer, turn
+        self.has_diverged = not finite(outer)
+
+    @property
+    def _anchor(self) -> np.ndarray:
+        return self.outer[: self.worker.flat.size]
+
+    async def after_step(self) -> None:
+        """Lands the anchor that has arrived and sends the pseudo-gradient that is due."""
+        count = self.worker.count
+        if not self.in_flight and count - self._sent >= self._local_steps:
+            self._send()
+        for request in list(self.in_flight.values()):
+            if request.answer.done() or count - request.since >= self._method.delay:
+                await self.land()
+        self.worker.publish()
+
+    @property
+    def _local_steps(self) -> int:
+        """H_i, from the speeds known so far."""
+        mine, status = self.worker.report.speed, self.worker.status
+        known = [status.reports[i].speed for i in status.present] if status else []
+        fastest = max([mine, *known])
+        share = mine / fastest if fastest else 1.0
+        return max(1, round(self._method.local_steps * share))
+
+    def _send(self) -> None:
+        worker, method, status = self.worker, self._method, self.worker.status
+        sent, weight = worker.vector(), 0.0
+        if self.is_finite:
+            taken = worker.count - self.begun
+            weight = taken / method.local_steps if method.weights == "steps" else 1.0
+        turns = {worker.index: self.turn}
+        if status is not None:
+            turns = {i: status.reports[i].rounds for i in status.present} | turns
+        holder = max(turns, key=turns.__getitem__)
+        turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
+        self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
+        self._sent = worker.count
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Continues from an anchor. Without one, the local steps are sent the next time."""
+        worker, before = self.worker, self.turn
+        self._set(*answer)
+        self.begun = request.since
+        worker.report.staleness = self.turn - 1 - before
+        if self.has_diverged:
+            worker.is_finite = False
+        elif worker.count == request.since or not self.is_finite:
+            self.pull(self._anchor, 1.0, self.is_finite)
+        else:
+            self.shift(self._anchor - request.sent)
+
+    # A turn, while the worker takes local steps
+
+    async def _take_turn(
+        self, gradient: np.ndarray, weight: float, known: int, holder: int
+    ) -> tuple[int, np.ndarray]:
+        """Contributes a pseudo-gradient and returns (turn, outer state) of its turn.
+
+        Args:
+          gradient, weight: the pseudo-gradient and its w; 0 contributes nothing.
+          known, holder: a turn that is over, and the worker that keeps its outer state.
+        """
+        transport, me = self.transport, self.worker.index
+        everyone = list(range(transport.position.workers))
+        holders = {known: holder}
+        for number in itertools.count(known + 1):
+            if self._method.together:
+                transport.mailbox.post(("brought", number), gradient)
+            members = everyone if self._method.together else [me]
+            came = await transport.round(("turn", number), weight, members)
+            if me in came:
+                break
+            transport.mailbox.drop(("brought", number))
+            holders[number] = min(came)
+        if (first := min(came)) != me:
+            outer = message = await transport.ask(first, "fetch", ("anchor", number))
+        else:
+            outer = await self._moved(number, gradient, came, holders)
+            message, outer, self._error = encoded(transport.mailbox, outer, self._error)
+        transport.mailbox.drop(("brought", number))
+        transport.mailbox.post(("anchor", number), message)
+        self._posted.append(number)
+        if len(self._posted) > 2:  # the older one serves if the last one's holder fails
+            transport.mailbox.drop(("anchor", self._posted.pop(0)))
+        return number, outer
+
+    async def _moved(
+        self,
+        number: int,
+        gradient: np.ndarray,
+        came: dict[int, float],
+        holders: dict[int, int],
+    ) -> np.ndarray:
+        """Returns the outer state after the pseudo-gradients of a turn."""
+        transport, me = self.transport, self.worker.index
+        outer = await self._latest(holders)
+        requests = {
+            i: transport.ask(i, "fetch", ("brought", number))
+            for i, weight in came.items()
+            if weight > 0 and i != me
+        }
+        arrived = {me: gradient} | {i: await _or_none(r) for i, r in requests.items()}
+        given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
+        if not given:
+            return outer
+        with self.worker.flat.on_host():
+            return self._outer_step(number, outer, given, came)
+
+    def _outer_step(
+        self,
+        number: int,
+        outer: np.ndarray,
+        given: dict[int, np.ndarray],
+        came: dict[int, float],
+    ) -> np.ndarray:
+        """Returns the outer state after some pseudo-gradients with their weights."""
+        method = self._method
+        if method.correction == "heloco":
+            sizes = tuple(map(math.prod, self.worker.flat.shapes))
+            given = {i: heloco.corrected(outer, g, sizes) for i, g in given.items()}
+        total = sum(came[i] * g for i, g in given.items())
+        if method.together:
+            total = total / sum(came[i] for i in given)
+        if method.correction == "heloco":
+            rate, momentum = method.learning_rate, method.momentum
+            return np.asarray(heloco.moved(outer, total, rate, momentum))
+        return np.asarray(
+            delayed_nesterov(
+                outer, total, number, method.learning_rate, method.momentum, self._every
+            )
+        )
+
+    async def _latest(self, holders: dict[int, int]) -> np.ndarray:
+        """The newest outer state whose holder answers, otherwise this worker's own."""
+        for number, holder in sorted(holders.items(), reverse=True):
+            if number > self.turn:
+                request = self.transport.ask(holder, "fetch", ("anchor", number))
+                if (outer := await _or_none(request)) is not None:
+                    return outer
+        return self.outer
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's outer state."""
+        super().take_over(state)
+        self._set(self.turn, self.outer)
+        self._sent, self._error = self.begun, np.float32(0)
+
+
+def encoded(mailbox: Mailbox, outer: np.ndarray, error: Any) -> tuple[Any, np.ndarray, Any]:
+    """Returns an outer state as a message, as peers receive it, and its new error.
+
+    Args:
+      mailbox: of the worker that sends it.
+      outer: the outer state, float32 [n].
+      error: the quantization error of the state before, which is added.
+    """
+    if not mailbox.is_narrow or not finite(outer):
+        return outer, outer, error
+    exact = outer + error
+    message, received = mailbox.encoded(exact)
+    return message, received, exact - received
+
+
+async def _or_none(request: Any) -> np.ndarray | None:
+    """The vector of a fetch; None if the peer has failed or has given up waiting."""
+    try:
+        return await request
+    except (UnreachableError, StaleWorkerError):
+        return None
+
+
+@functools.partial(jax.jit, static_argnames="every")
+def delayed_nesterov(
+    outer: Any, gradient: Any, turn: Any, learning_rate: Any, momentum: Any, every: int
+) -> Any:
+    r"""Returns the outer state after pseudo-gradient g of turn t = 1, 2, ….
+
+    .. math::
+      s &\leftarrow s + g \\
+      m &\leftarrow \beta m + s / N, \quad s \leftarrow 0 && \text{if } t \bmod N = 0 \\
+      a &\leftarrow a - \eta \, (g / N + \beta m \, [t \bmod N = 0])
+
+    Args:
+      outer: anchor a, momentum m and the sum s since m was renewed, concatenated: float32
+        [3 n], or [2 n] for N = 1, where s is always 0.
+      gradient: g, float32 [n].
+      turn, learning_rate, momentum, every: t, η, β, N.
+    """
+    anchor, m, s = jnp.split(outer, [gradient.size, 2 * gradient.size])
+    s = s + gradient if s.size else gradient
+    renewed = turn % every == 0
+    m = jnp.where(renewed, momentum * m + s / every, m)
+    step = gradient / every + jnp.where(renewed, momentum * m, 0)
+    moved = [anchor - learning_rate * step, m, jnp.where(renewed, 0, s)]
+    return jnp.concatenate(moved)[: outer.size]

@@ -1,0 +1,275 @@
+"""Workers that never wait for each other: ask a peer, go on computing, land its answer."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
+from lsgd_jax._src.asynchronous.engine.transport import UnreachableError
+from lsgd_jax._src.asynchronous.engine.vectors import Flat, finite
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.trees import (
+    Tree,
+    all_finite,
+    finite_part,
+    floats,
+    plus,
+    refill,
+    widened,
+)
+
+
+MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
+
+
+class Peers:
+    """The workers that one may ask.
+
+    A peer that has not answered is left out of the next 1, 2, 4, … choices, until it
+    answers again.
+
+    Args:
+      candidates: indices of the peers.
+      seed: seed of the choices.
+
+    >>> peers = Peers([0, 2], seed=(0, 1))
+    >>> peers.failed(2)
+    >>> peers.choose(), peers.is_tried(2)
+    (0, True)
+    """
+
+    def __init__(self, candidates: Sequence[int], seed: Sequence[int] = ()):
+        self._left_out = dict.fromkeys(candidates, 0)  # number of choices from now on
+        self._failures = dict.fromkeys(candidates, 0)
+        self._random = np.random.default_rng(list(seed))
+
+    def choose(self) -> int | None:
+        """Returns a random peer that is not left out, or None without one."""
+        tried = [i for i, left in self._left_out.items() if not left]
+        self.turn()
+        return int(self._random.choice(tried)) if tried else None
+
+    def draw(self, probability: float) -> bool:
+        """Returns True with a probability."""
+        return bool(self._random.random() < probability)
+
+    def is_tried(self, i: int) -> bool:
+        """Returns whether a worker is not left out."""
+        return not self._left_out.get(i, 0)
+
+    def turn(self) -> None:
+        """Counts one more choice."""
+        self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
+
+    def failed(self, i: int) -> None:
+        """Notes that a peer has not answered."""
+        self._left_out[i] = 2 ** self._failures[i]
+        self._failures[i] = min(self._failures[i] + 1, MOST)
+
+    def answered(self, i: int) -> None:
+        """Notes that a peer has answered."""
+        self._left_out[i] = self._failures[i] = 0
+
+
+class InFlight(NamedTuple):
+    """A request that travels while the worker computes its next steps.
+
+    Attributes:
+      answer: the call.
+      since: own steps taken when the request left.
+      peer: the worker that was asked; None for a request to several.
+      sent: own parameters that the request carried, or None.
+      quantization_error: y - Q(y) of the worker when the request left.
+    """
+
+    answer: asyncio.Task[Any]
+    since: int
+    peer: int | None = None
+    sent: Any = None
+    quantization_error: Any = 0
+
+
+class FreeRunningWorker:
+    """One worker that takes steps until all workers together have taken W · steps.
+
+    A method puts its requests into `in_flight`, one per slot. It defines how an answer
+    moves the worker (`landed`) and which attributes a restarted worker needs (`kept`).
+
+    Args:
+      worker: the worker.
+      peers: workers that it may ask.
+      seed: seed of the choice among them.
+      ahead: see `Worker.granted`.
+    """
+
+    kept: tuple[str, ...] = ()
+    has_diverged = False  # whether an anchor that all follow is not finite
+
+    def __init__(
+        self,
+        worker: Worker,
+        peers: Iterable[int] = (),
+        seed: Sequence[int] = (),
+        ahead: bool = True,
+    ):
+        self.worker, self.transport = worker, worker.transport
+        self.peers = Peers(list(peers), seed)
+        self.in_flight: dict[int, InFlight] = {}
+        self._ahead = ahead
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the last loss and the parameters after that step are finite."""
+        return bool(self.worker.is_finite)
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
+        """Returns the parameters after the worker's own step."""
+        del t
+        sharding = self.worker.flat.sharding
+        y, is_finite = own_step(sharding, x, u, loss)
+        self.worker.is_finite = False if self.has_diverged else is_finite
+        return y
+
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take, after any barrier that is due."""
+        return await self.worker.granted(self.join, self._ahead)
+
+    async def join(self, number: int) -> None:
+        """Takes part in barrier `number` of the coordinator, in methods that have any."""
+
+    def state(self) -> Any:
+        """Returns the attributes that a restarted worker needs."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's state; discards what is in flight."""
+        for name in self.kept:
+            own = getattr(self, name)
+            setattr(self, name, jax.tree.map(_in_type_of, own, state[name]))
+        for request in self.in_flight.values():
+            request.answer.cancel()
+        self.in_flight.clear()
+
+    # Requests
+
+    def ask_snapshot(self, peer: int, slot: int = 0) -> None:
+        """Asks for a peer's latest snapshot.
+
+        The worker's own quantization error of that moment is kept, to be added to the
+        snapshot. Equal workers then do not move, whereas Q(y) alone would draw them towards
+        itself and take small steps back.
+        """
+        error: Any = np.float32(0)
+        if self.transport.mailbox.is_narrow and self.is_finite:
+            vector = self.worker.vector()
+            _, arrives = self.transport.mailbox.encoded(vector)
+            error = vector - arrives
+        answer = self.transport.ask(peer, "latest")
+        self.in_flight[slot] = InFlight(
+            answer, self.worker.count, peer, quantization_error=error
+        )
+
+    async def answer(self, slot: int = 0) -> Any:
+        """Waits for an answer; returns None if the peer has not answered in time."""
+        request = self.in_flight.pop(slot)
+        try:
+            answer = await self.worker.wait(request.answer)
+        except UnreachableError:
+            if request.peer is not None:
+                self.peers.failed(request.peer)
+            return None
+        if request.peer is not None:
+            self.peers.answered(request.peer)
+        return answer
+
+    async def land(self, slot: int = 0) -> None:
+        """Waits for an answer and moves the worker by it."""
+        request = self.in_flight[slot]
+        if (answer := await self.answer(slot)) is not None:
+            self.landed(slot, request, answer)
+
+    async def land_arrived(self) -> None:
+        """Lands all answers that have arrived."""
+        for slot, request in sorted(self.in_flight.items()):
+            if request.answer.done():
+                await self.land(slot)
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Moves the worker by the answer to a request."""
+
+    # Moving the worker
+
+    def pull(self, z: Any, weight: Any, is_finite: bool) -> bool:
+        """Pulls y to y + λ (z - y), or to z itself if `is_finite` is False.
+
+        Args:
+          z: vector to move towards.
+          weight: λ.
+          is_finite: whether the worker is finite.
+
+        Returns:
+          Whether z is finite. Otherwise the worker stays where it is.
+
+        Raises:
+          ValueError: z has another size than the worker's vector.
+        """
+        worker = self.worker
+        if np.size(z) != worker.flat.size:
+            raise ValueError(
+                "all workers must have the same parameters, got a vector of "
+                f"{np.size(z)} elements for {worker.flat.size}"
+            )
+        if not finite(z):
+            return False
+        placed = worker.flat.placed(z)
+        worker.params = _pulled(worker.flat, worker.params, placed, weight, is_finite)
+        return True
+
+    def shift(self, by: Any) -> None:
+        """Adds a vector to the parameters, which keeps steps taken in the meantime."""
+        flat = self.worker.flat
+        self.worker.params = _shifted(flat, self.worker.params, flat.placed(by))
+
+    def note_staleness(self, request: InFlight) -> None:
+        """Reports how many own steps were taken while a request was in flight."""
+        self.worker.report.staleness = self.worker.count - request.since
+
+
+def _in_type_of(own: Any, new: Any) -> Any:
+    return np.asarray(new) if isinstance(own, np.ndarray) else type(own)(new)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
+    """Returns x + u, and whether it and the loss are finite.
+
+    If the loss is not finite, only the finite part of u is applied.
+    """
+    is_trusted = jnp.isfinite(loss)
+    y = plus(x, jax.tree.map(lambda u: jnp.where(is_trusted, u, finite_part(u)), u))
+    return constrained(y, sharding), is_trusted & all_finite(y)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
+    """Returns y + λ (z - y), or z itself if y is not finite or λ is 1."""
+    whole = ~jnp.asarray(is_finite) | (weight == 1)
+    # Exactly z, so that all workers that take the same z are bit-identical.
+    leaf = lambda y, z: jnp.where(whole, z, widened(y) + weight * (z - widened(y)))
+    return constrained(_map_floats(leaf, y, flat.of_placed(z)), flat.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
+    return constrained(_map_floats(jnp.add, y, flat.of_placed(shift)), flat.sharding)
+
+
+def _map_floats(leaf: Callable[[Any, Any], Any], y: Tree, z: Tree) -> Tree:
+    """Maps the float leaves of y in their dtypes. Other leaves stay as they are."""
+    mapped = jax.tree.map(lambda y, z: leaf(y, z).astype(y.dtype), floats(y), z)
+    return refill(mapped, y)

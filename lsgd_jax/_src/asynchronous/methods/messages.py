@@ -1,0 +1,308 @@
+"""The message form of a group: the kernel's rules, cut where they communicate.
+
+A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
+`kernel.send` up to the first message and compiles that part. `Conversation` sends the
+message, and the next part is traced with the answer, up to the next message. So every rule
+runs unchanged on any engine, and messages are encoded and decoded in the compiled parts, on
+the worker's device.
+
+Arrays travel as the bytes of one buffer, because a call costs more than its bytes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lsgd_jax._src.asynchronous.engine.collective import all_gather, all_reduce, broadcast
+from lsgd_jax._src.asynchronous.engine.sharding import placed_like
+from lsgd_jax._src.asynchronous.engine.transport import (
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+)
+from lsgd_jax._src.asynchronous.methods.free_running import Peers
+from lsgd_jax._src.exchange import kernel
+from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
+from lsgd_jax._src.layouts import on_one_device
+from lsgd_jax._src.trees import Tree, mean_of, widen
+
+
+SMALL = 64  # elements; arrays up to this size travel with the coordinator's round
+
+Kind = Literal["gather", "broadcast", "sum", "permute", "choose"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["content"],
+    meta_fields=["kind", "static"],
+)
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message of a rule to its group; a compiled stage of the rule may return it.
+
+    Attributes:
+      kind: 'gather' (x) -> x of all; 'broadcast' (tree, source) -> tree; 'sum'
+        (tree, where) -> (sums, count); 'permute' (tree) -> tree; 'choose' (r) -> int.
+      static: the permutation, which is known while tracing.
+      content: its arrays.
+    """
+
+    kind: Kind
+    static: Any
+    content: Any
+
+
+class _Spoken(Exception):
+    """Ends a trace at a message that has no answer yet."""
+
+    def __init__(self, message: Message):
+        super().__init__(message.kind)
+        self.message = message
+
+
+class MessageChannel:
+    """One worker's channel, with the answers received so far; see `group.Channel`.
+
+    Args:
+      size: the number of workers in the group.
+      index: this worker's index.
+      answers: to its messages, in order.
+    """
+
+    is_all = True  # no value is stored once for several workers
+    transposes = False
+
+    def __init__(self, size: int, index: Any, answers: Sequence[Any]):
+        self.size, self.index = size, jnp.asarray(index, jnp.int32)
+        self._answers = iter(answers)
+
+    def gather(self, x: Array) -> Array:
+        return self._say("gather", x)
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        return self._say("broadcast", (tree, source))
+
+    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+        sums, count = self._say("sum", (widen(tree), where))
+        return (mean_of(sums, count) if mean else sums), count
+
+    def permute(self, tree: Tree, permutation: Any) -> Tree:
+        return self._say("permute", tree, tuple(permutation))
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        return branches[self._say("choose", r)](operand)
+
+    def _say(self, kind: Kind, content: Any, static: Any = None) -> Any:
+        for answer in self._answers:
+            return answer
+        raise _Spoken(Message(kind, static, content))
+
+
+class Agreement:
+    """The stages of a pull's `kernel.send`, compiled once for all workers of a process."""
+
+    def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
+        self._pull, self._size, self._grid = pull, size, grid
+        self._stages: dict[tuple, Callable] = {}
+
+    def after(self, chosen: tuple) -> Callable:
+        """Returns the compiled function up to the next message, or to the end.
+
+        It returns that message; at the end the target and the leaves of the state, None for
+        each that has not changed.
+
+        Args:
+          chosen: for each answer so far the int that was chosen; None if it is arrays.
+        """
+        if chosen not in self._stages:
+            self._stages[chosen] = jax.jit(functools.partial(self._stage, chosen))
+        return self._stages[chosen]
+
+    def _stage(self, chosen, position, answers, x, y, state, is_finite, t):
+        given = [a if c is None else c for a, c in zip(answers, chosen)]
+        channel = MessageChannel(self._size, position, given)
+        try:
+            send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
+            target, renewed = alone(lambda: send()[:2], *self._grid)
+        except _Spoken as spoken:
+            return spoken.message
+        leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
+        return target, [None if new is old else new for new, old in leaves]
+
+
+_agreement = functools.lru_cache(maxsize=64)(Agreement)
+
+
+def alone(fn: Callable[[], Any], nodes: int = 1, locals: int = 1) -> Any:
+    """Returns fn(), with the workers' axes bound although only one worker is there."""
+    along = lambda fn, name, size: jax.vmap(
+        fn, in_axes=None, out_axes=None, axis_name=name, axis_size=size
+    )
+    inner = along(lambda _: fn(), "local", locals)
+    with on_one_device():
+        return along(inner, "node", nodes)(jnp.int32(0))
+
+
+class Conversation:
+    """The messages of one pull between this worker and its group.
+
+    Args:
+      transport: this worker's.
+      pull: the pull.
+      number: of the pull in its exchange; the same for the whole group.
+    """
+
+    def __init__(self, transport: Transport, pull: Pull, number: int):
+        position = transport.position
+        self._transport, self._group = transport, position.group(pull.rule.axes)
+        self._name, self._me = (number, self._group[0]), position.index
+        grid = position.nodes, position.locals
+        self._agreement = _agreement(pull, len(self._group), grid)
+        self._peers = Peers(self._group)
+
+    async def agree(
+        self,
+        number: int,
+        here: set[int],
+        x: Tree,
+        y: Tree,
+        state: PullState,
+        is_finite: Any,
+        t: Any,
+    ) -> tuple[Target, Callable[[PullState], PullState]]:
+        """Runs `kernel.send`; returns the target, and the change of the pull's state.
+
+        The change is a function of the state, because the worker may have taken steps in
+        the meantime: leaves that `kernel.send` does not change stay as they are then.
+
+        Args:
+          number: of this agreement.
+          here: the workers that take part. Absent workers are removed from it, so that no
+            later message of the same agreement waits for a worker that comes back in
+            between.
+          x, y, state, is_finite, t: as for `kernel.send`.
+        """
+        chosen: tuple = ()
+        answers: list[Any] = []
+        position = np.int32(self._group.index(self._me))
+        while True:
+            stage = self._agreement.after(chosen)
+            result = stage(position, answers, x, y, state, is_finite, t)
+            if not isinstance(result, Message):
+                target, changed = result
+                return target, functools.partial(_renewed, changed)
+            if result.kind == "choose":
+                chosen += (int(result.content),)
+                answers.append(())
+                continue
+            key = (self._name, number, len(chosen))
+            members = [i for i in self._group if i in here]
+            answer, came = await self._sent(key, members, result)
+            here.difference_update(set(members).difference(came))
+            chosen += (None,)
+            answers.append(answer)
+
+    async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
+        """Sends a message; returns its answer, and the members that took part."""
+        content = message.content
+        match message.kind:
+            case "gather":
+                return await self._gather(key, members, np.asarray(content))
+            case "broadcast":
+                got = await self._broadcast(key, members, *content)
+                return placed_like(content[0], got), members
+            case "sum":
+                (total, count), came = await self._sum(key, members, *content)
+                return (placed_like(content[0], total), count), came
+        got = await self._permute(key, content, message.static)
+        return placed_like(content, got), members
+
+    async def _gather(self, key: Hashable, members: list[int], x: np.ndarray) -> Any:
+        if x.size <= SMALL:
+            rows = await self._transport.round(key, x, members)
+        else:
+            sent = await all_gather(self._transport, key, as_bytes(x), members)
+            rows = {i: of_bytes(row, x) for i, row in sent.items()}
+        if self._me not in rows:
+            raise StaleWorkerError(f"worker {self._me} came too late for a gather")
+        is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
+        absent = np.full_like(x, np.nan if is_float else 0)
+        return np.stack([rows.get(i, absent) for i in self._group]), rows
+
+    async def _broadcast(
+        self, key: Hashable, members: list[int], tree: Tree, source: Any
+    ) -> Tree:
+        leader = self._group[int(source)]
+        mine = as_bytes(tree) if leader == self._me else None
+        got = await broadcast(self._transport, key, mine, leader, members)
+        return tree if leader == self._me else of_bytes(got, tree)
+
+    async def _sum(
+        self, key: Hashable, members: list[int], tree: Tree, where: Any
+    ) -> tuple[tuple[Tree, Any], list[int]]:
+        dtype = np.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
+        wide = jax.tree.map(lambda x: np.asarray(x, dtype), tree)
+        vector, gives = as_bytes(wide).view(dtype), bool(where)
+        sums, count, came = await all_reduce(
+            self._transport, key, vector if gives else np.zeros_like(vector), gives, members
+        )
+        total = of_bytes(sums.view(np.uint8), wide)
+        total = jax.tree.map(lambda s, x: s.astype(x.dtype), total, tree)
+        return (total, np.float32(count)), came
+
+    async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
+        sources = {self._group[b]: self._group[a] for a, b in permutation}
+        if self._me in sources.values():
+            self._transport.mailbox.post(key, as_bytes(tree))
+        if self._me in sources:
+            if (got := await self._from(sources[self._me], key)) is not None:
+                return of_bytes(got, tree)
+        return jax.tree.map(np.zeros_like, tree)
+
+    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
+        """Returns the bytes that a peer sends; None if it does not answer, as of late."""
+        self._peers.turn()
+        if not self._peers.is_tried(peer):
+            return None
+        try:
+            buffer = await self._transport.ask(peer, "fetch", key)
+        except UnreachableError:
+            self._peers.failed(peer)
+            return None
+        self._peers.answered(peer)
+        return buffer
+
+
+def _renewed(changed: list[Any], state: PullState) -> PullState:
+    """Returns the state with the leaves that an agreement has changed."""
+    leaves, treedef = jax.tree.flatten(state)
+    after = [old if new is None else new for old, new in zip(leaves, changed)]
+    return jax.tree.unflatten(treedef, after)
+
+
+def as_bytes(tree: Tree) -> np.ndarray:
+    """Returns all arrays of a tree one after the other, as uint8 [n]."""
+    leaves = [np.ascontiguousarray(x).reshape(-1) for x in jax.tree.leaves(tree)]
+    return np.concatenate([x.view(np.uint8) for x in leaves] or [np.zeros(0, np.uint8)])
+
+
+def of_bytes(buffer: np.ndarray, like: Tree) -> Tree:
+    """Returns the tree of such bytes, on the same memory, with shapes as in `like`.
+
+    >>> tree = {"a": np.ones(2, np.float32), "b": np.array([[1, 2]], np.int8)}
+    >>> of_bytes(as_bytes(tree), tree)["b"].tolist()
+    [[1, 2]]
+    """
+    leaves, treedef = jax.tree.flatten(like)
+    ends = np.cumsum([0, *(x.nbytes for x in leaves)])
+    return treedef.unflatten(
+        buffer[a:b].view(x.dtype).reshape(x.shape)
+        for a, b, x in zip(ends, ends[1:], leaves)
+    )

@@ -1,0 +1,204 @@
+"""Overlap SGP: push-sum gossip beside the steps, which is D-PSGD on balanced graphs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding
+from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, check_wire
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.free_running import (
+    FreeRunningWorker,
+    InFlight,
+    own_step,
+)
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.topology import Graph, exponential, for_group
+from lsgd_jax._src.trees import Tree, floats, refill
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class OSGP:
+    r"""Overlap SGP: messages of push-sum travel while the workers compute.
+
+    Before its step t a worker i sends its parameters :math:`x_i` and its push-sum weight
+    :math:`w_i`, which is 1 at first. Meanwhile it computes its update :math:`u_i` at
+    :math:`x_i`:
+
+    .. math::
+      w_i \leftarrow P_{ii} w_i, \qquad x_i \leftarrow x_i + u_i / w_i
+
+    After the step it adds every message :math:`(x_j, w_j)` that has arrived:
+
+    .. math::
+      w_i \leftarrow w_i + P_{ij} w_j, \qquad
+      x_i \leftarrow x_i + \frac{P_{ij} w_j}{w_i} (x_j - x_i)
+
+    P is the mixing matrix of the graph's round of the message's step. A worker waits for
+    messages of step t at the end of its step t + σ - 1, with σ the `staleness`, so
+    neighbors are never more than σ steps apart. Σ w and Σ w x over all workers and all
+    messages in flight change by the updates only.
+
+    With σ = 1 the numbers are those of `lsgd_jax.osgp` in lock step. With a doubly
+    stochastic P, such as that of a `ring`, w is 1 after every step, and the numbers are
+    those of `lsgd_jax.dpsgd`.
+
+    A neighbor that does not answer is not asked until it takes part again. In the meantime
+    it counts as one with this worker's parameters and a weight of 1. A
+    worker that is not finite keeps its weight, sends nothing, and takes the first message
+    whole.
+
+    Args:
+      topology: any graph, or a function of W that builds it.
+      staleness: σ ≥ 1, the number of steps after which a worker waits for a message.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
+
+    Raises:
+      ValueError: a staleness or window below 1; when a run begins, a graph of another size.
+
+    Reference: Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792,
+    section 4 (overlap), and its released code, which also overlaps D-PSGD.
+
+    >>> import lsgd_jax as lj
+    >>> lj.asynchronous.OSGP(lj.topology.ring).staleness
+    1
+    """
+
+    topology: Graph = exponential
+    staleness: int = 1
+    window: int = 10
+    wire: Wire | WireFormat = "float32"
+
+    period = None
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        check_positive_int("staleness", self.staleness)
+        check_positive_int("window", self.window)
+
+    def bind(self, worker: Worker, steps: int) -> "OSGPWorker":
+        """Returns the method in one worker."""
+        return OSGPWorker(self, worker, steps)
+
+
+RECENT = 8  # steps
+NOTHING = Snapshot(np.zeros(0, np.float32), 0.0)  # the message of a worker without x
+
+
+class OSGPWorker(FreeRunningWorker):
+    """Overlap SGP in one worker."""
+
+    kept = ("weight",)
+
+    def __init__(self, method: OSGP, worker: Worker, steps: int):
+        workers = worker.transport.position.workers
+        super().__init__(worker, range(workers))
+        graph = for_group(method.topology)(workers)
+        self._mixing = graph.mixing
+        self._rounds = np.asarray(graph.round_at(jnp.arange(1, steps + 1)))
+        self._staleness, self._steps, self._workers = method.staleness, steps, workers
+        self.weight = np.float32(1)
+        self._has_x = True  # False from a step that is not finite until a message lands
+        self._error: Any = None  # the quantization error of what this step gives away
+
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take; sends and asks for messages."""
+        if self.worker.count < self._steps:
+            self._gossip(self.worker.count + 1)
+            return True
+        for slot in sorted(self.in_flight):
+            await self.land(slot)
+        self.worker.publish()
+        return False
+
+    def _gossip(self, t: int) -> None:
+        """Sends the message of step t and asks for those of the in-neighbors."""
+        me, mixing, self._error = self.worker.index, self._mixing_at(t), None
+        if readers := len(self._neighbors(mixing[:, me])):
+            message = self._message(float(mixing[me, me])) if self._has_x else NOTHING
+            self.transport.mailbox.post(("gossip", t), message, readers)
+        self.peers.turn()
+        for peer in self._neighbors(mixing[me]):
+            if self.peers.is_tried(peer) and self._is_there(peer):
+                answer = self.transport.ask(peer, "fetch", ("gossip", t))
+                slot = t * self._workers + peer
+                self.in_flight[slot] = InFlight(answer, self.worker.count, peer)
+            else:
+                self.weight += float(mixing[me, peer])
+
+    def _message(self, kept: float) -> Snapshot:
+        """Returns the message of this worker, which keeps this share of its weight."""
+        mailbox, vector = self.transport.mailbox, self.worker.vector()
+        packed, arrives = mailbox.encoded(vector)
+        message = Snapshot(packed, float(self.weight))
+        if mailbox.is_narrow:
+            self._error = (1 - kept) * self.weight * (vector - arrives)
+        self.weight *= kept
+        return message
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
+        """Returns x + u / w."""
+        sharding = self.worker.flat.sharding
+        y, self.worker.is_finite = _push_sum_step(sharding, x, u, self.weight, loss)
+        return y
+
+    async def after_step(self) -> None:
+        """Adds the messages that have arrived; waits for those that are σ steps old."""
+        self._has_x = self.is_finite
+        if self._error is not None and self._has_x:
+            self.shift(self._error / self.weight)
+        for slot, request in sorted(self.in_flight.items()):
+            is_due = self.worker.count - request.since >= self._staleness
+            if is_due or request.answer.done():
+                await self.land(slot)
+        self.worker.publish()
+
+    async def land(self, slot: int = 0) -> None:
+        """Waits for a message and adds it."""
+        request = self.in_flight[slot]
+        share = float(self._mixing_at(request.since + 1)[self.worker.index, request.peer])
+        message = await self.answer(slot)
+        if message is None:
+            self.weight += share
+            self.transport.tell("missed", request.peer)  # so that no other waits for it
+        elif mass := share * message.measure:
+            weight = self.weight + mass
+            if self.pull(message.vector, mass / weight, self._has_x):
+                self.weight, self._has_x = weight, True
+                self.note_staleness(request)
+
+    def _is_there(self, peer: int) -> bool:
+        """Whether a worker takes part, or has done so to the end, as far as is known."""
+        status = self.worker.status
+        return status is None or peer in {*status.present, *status.finished}
+
+    def _mixing_at(self, t: int) -> np.ndarray:
+        """The mixing matrix P of step t."""
+        return self._mixing[self._rounds[t - 1]]
+
+    def _neighbors(self, shares: np.ndarray) -> list[int]:
+        """The other workers with a share, given a row or a column of P."""
+        return [i for i in np.flatnonzero(shares).tolist() if i != self.worker.index]
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's weight."""
+        super().take_over(state)
+        self._has_x, self._error, count = True, None, self.worker.count
+        for t in range(max(1, count - RECENT + 1), count + 1):
+            # Workers that are some steps behind do not wait for what it never sends.
+            self.transport.mailbox.post(("gossip", t), NOTHING)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _push_sum_step(
+    sharding: Sharding | None, x: Tree, u: Tree, weight: Any, loss: Any
+) -> tuple[Tree, Any]:
+    """Returns x + u / w, and whether it and the loss are finite."""
+    scaled = jax.tree.map(lambda u: u / weight.astype(u.dtype), floats(u))
+    return own_step(sharding, x, refill(scaled, u), loss)

@@ -1,0 +1,281 @@
+"""The kernel among asynchronous workers: messages travel between `send` and `land`."""
+
+import asyncio
+import dataclasses
+import functools
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
+from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.messages import Conversation, alone
+from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange.exchange import Exchange
+from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
+from lsgd_jax._src.shared import is_shared
+from lsgd_jax._src.trees import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulls:
+    """An exchange of the kernel among asynchronous workers.
+
+    Without a budget the pulls are due by each worker's own step, and the numbers are those
+    of lock step. A delayed pull travels in the background: a worker waits only if its
+    target has not arrived when it is due. With a budget the pulls are due whenever all
+    workers together have taken W · τ more steps, of which fast workers take more. With
+    equal speeds these numbers, too, are those of lock step.
+
+    Args:
+      exchange: any method of the kernel, such as ``lsgd(...)`` or ``diloco(delay=5)``.
+      budget: whether periods are budgets of steps that all workers share.
+      window: number of losses in a worker's score.
+
+    Raises:
+      ValueError: no exchange, an offset or a delay with a budget, or workers judged by
+        their peers.
+
+    Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
+
+    >>> import lsgd_jax as lj
+    >>> Pulls(lj.lsgd(local_period=16, global_period=64), budget=True).period
+    16
+    """
+
+    exchange: Exchange
+    budget: bool = False
+    window: int = 10
+
+    wire = "float32"  # of whole vectors; each pull has its own format
+
+    def __post_init__(self):
+        if not isinstance(self.exchange, Exchange) or not self.exchange.pulls:
+            raise ValueError(
+                "`exchange` must be a method that pulls, such as lsgd(...) or diloco(...), "
+                f"got {self.exchange!r}"
+            )
+        for pull in self.exchange.pulls:
+            if self.budget and (pull.offset or pull.delay):
+                raise ValueError(
+                    "pulls with a budget must have no offset and no delay, got "
+                    f"offset={pull.offset}, delay={pull.delay}"
+                )
+            if pull.rule.reads_value_fn:
+                raise ValueError(
+                    "asynchronous workers measure no loss of a peer: `judged_by` must be "
+                    "'own', got judged_by='peers'"
+                )
+
+    @property
+    def period(self) -> int | None:
+        """Steps per worker between the rounds of a budget."""
+        if not self.budget:
+            return None
+        return math.gcd(*(pull.every for pull in self.exchange.pulls))
+
+    def bind(self, worker: Worker, steps: int) -> "PullsWorker":
+        """Returns these pulls in one worker."""
+        return PullsWorker(self, worker, steps)
+
+
+class PullsWorker:
+    """The pulls of one worker."""
+
+    def __init__(self, method: Pulls, worker: Worker, steps: int):
+        self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
+        self._period, self._rounds = method.period, 0
+        position = worker.transport.position
+        self._everyone = list(range(position.workers))
+        self._conversations = [
+            Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
+        ]
+        self._sharding = worker.flat.sharding
+        grid = position.nodes, position.locals
+        self._compiled = _compiled(self._pulls, grid, self._sharding)
+        self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
+        self._counts: Any = [True] * len(self._pulls)  # before the first step
+        self._is_finite: Any = np.bool_(True)
+        self._in_flight: dict[int, asyncio.Task] = {}
+
+    # On every step
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
+        """Returns the parameters after the worker's own step."""
+        y, self._states, self._counts = self._compiled.local(
+            x, u, self._states, loss, np.int32(t), self._is_finite
+        )
+        return y
+
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take, after any round that is due."""
+        if self._period is None:
+            return self._worker.count < self._steps
+        # A step claimed ahead would keep all other workers waiting at the next round.
+        return await self._worker.granted(self._join, ahead=False)
+
+    async def after_step(self) -> None:
+        """Sends and lands the pulls that are due by the worker's own count."""
+        if self._period is None:
+            t = self._worker.count
+            sends = [t % pull.every == pull.agrees_at for pull in self._pulls]
+            lands = [t % pull.every == pull.offset for pull in self._pulls]
+            await self._communicate(t, set(self._everyone), sends, lands)
+        self._worker.publish()
+
+    async def _join(self, number: int) -> None:
+        worker = self._worker
+        if number != self._rounds and any(map(_holds_shared, self._states)):
+            raise StaleWorkerError(f"worker {worker.index} has missed a round")
+        joined = worker.transport.round(("join", number), None, self._everyone)
+        came = await worker.wait(joined)
+        self._rounds = number + 1
+        if worker.index not in came:
+            return
+        taken = (number + 1) * (self._period or 1)
+        due = [taken % pull.every == 0 for pull in self._pulls]
+        await self._communicate(number, set(came), due, due)
+        worker.publish()
+
+    # When due
+
+    async def _communicate(
+        self, number: int, here: set[int], sends: list[bool], lands: list[bool]
+    ) -> None:
+        """Sends and lands all pulls that are due, in order.
+
+        Args:
+          number: of this communication; keys of its messages are made of it.
+          here: the workers that take part.
+          sends, lands: for each pull whether it is due.
+        """
+        if not any(sends) and not any(lands):
+            return
+        worker, is_finite = self._worker, self._check()
+        for k, pull in enumerate(self._pulls):
+            counts = bool(self._counts[k]) and is_finite
+            if pull.delay and lands[k] and k in self._in_flight:
+                is_finite |= await self._land(k, self._in_flight.pop(k), counts)
+            if sends[k]:
+                among = set(here) if pull.delay else here  # it runs in the background
+                coming = worker.transport.start(self._agree(k, number, among, counts))
+                if pull.delay:
+                    self._in_flight[k] = coming
+                else:
+                    is_finite |= await self._land(k, coming, counts)
+            if pull.part is not None:  # restoring a part does not restore the rest
+                is_finite = self._check()
+        self._is_finite = np.bool_(is_finite)
+
+    def _check(self) -> bool:
+        """Returns whether the worker was finite, and all its parameters are."""
+        return bool(self._is_finite) and bool(
+            self._compiled.all_finite(self._worker.params)
+        )
+
+    def _agree(
+        self, k: int, number: int, here: set[int], is_finite: bool
+    ) -> Coroutine[Any, Any, Any]:
+        """Runs `kernel.send` for the worker's present state, also in the background."""
+        worker, part = self._worker, self._pulls[k].part
+        x, y = (
+            parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
+        )
+        given = x, y, self._states[k], np.bool_(is_finite), np.int32(worker.count)
+        return self._conversations[k].agree(number, here, *given)
+
+    async def _land(self, k: int, coming: asyncio.Task, is_finite: bool) -> bool:
+        """Runs `kernel.land`; returns whether the worker was restored."""
+        worker, states = self._worker, list(self._states)
+        try:
+            target, renew = await worker.wait(coming)
+        except UnreachableError:
+            return False  # its sender has failed: no pull this time
+        state, t = renew(states[k]), np.int32(worker.count)
+        worker.params, states[k], restored = self._compiled.land[k](
+            worker.params, target, state, np.bool_(is_finite), t
+        )
+        self._states = tuple(states)
+        return bool(restored)
+
+    # The state that passes to a restarted worker
+
+    def state(self) -> Any:
+        """Returns the pulls' states and the number of rounds."""
+        return {"pulls": self._states, "rounds": self._rounds}
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's state; discards what is in flight."""
+        states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
+        put = functools.partial(jax.tree.map, jnp.asarray)
+        states = put(states) if self._sharding is None else self._sharding.put(states)
+        self._states = tuple(
+            s._replace(wire=s.wire.without_error(jnp.asarray(True)) if s.wire else ())
+            for s in states
+        )
+        self._in_flight, self._is_finite = {}, np.bool_(True)
+
+
+class _Compiled:
+    """The kernel of one worker, compiled once for all workers of a process."""
+
+    def __init__(
+        self,
+        pulls: tuple[Pull, ...],
+        grid: tuple[int, int],
+        sharding: Sharding | None,
+    ):
+        self._pulls, self._grid, self._sharding = pulls, grid, sharding
+        self.init: Any = jax.jit(self._init)
+        self.local, self.all_finite = jax.jit(self._local), jax.jit(self._all_finite)
+        self.land = [jax.jit(functools.partial(self._land, pull)) for pull in pulls]
+
+    def _init(self, params: Tree) -> tuple[PullState, ...]:
+        x = trees.floats(params)
+        begin = lambda: tuple(kernel.init(pull, x) for pull in self._pulls)
+        # A target in flight is a task of the driver, not a part of the state.
+        states = (state._replace(pending=()) for state in alone(begin))
+        return tuple(map(self._kept, self._pulls, states))
+
+    def _local(self, x, u, states, loss, t, is_finite):
+        own, step = trees.floats(x), trees.widen(trees.floats(u))
+        step, states, counts, _ = kernel.local(
+            self._pulls, own, step, loss, states, is_finite, t
+        )
+        y = trees.apply_updates(x, trees.refill(step, u))
+        states = tuple(map(self._kept, self._pulls, states))
+        return constrained(y, self._sharding), states, counts
+
+    def _all_finite(self, params: Tree) -> Any:
+        return trees.all_finite(trees.floats(params))
+
+    def _land(
+        self, pull: Pull, y: Tree, target: Target, state: PullState, is_finite, t
+    ) -> Any:
+        mine = parts.select(pull.part, trees.floats(y))
+        still = trees.zeros(mine)
+        u, state, restored = alone(
+            lambda: kernel.land(pull, mine, still, target, state, is_finite, t), *self._grid
+        )
+        moved = trees.apply_updates(mine, u)
+        moved = parts.put_back(pull.part, moved, trees.floats(y))
+        moved = constrained(trees.refill(moved, y), self._sharding)
+        return moved, self._kept(pull, state), restored
+
+    def _kept(self, pull: Pull, state: PullState) -> PullState:
+        """The state in the worker's layout, unless it lies in the host's memory."""
+        return state if pull.memory == "host" else constrained(state, self._sharding)
+
+
+_compiled = functools.lru_cache(maxsize=32)(_Compiled)
+
+
+def _holds_shared(state: PullState) -> bool:
+    """Returns whether the rule keeps values that must be equal on all workers."""
+    return any(map(is_shared, jax.tree.leaves(state.rule, is_leaf=is_shared)))

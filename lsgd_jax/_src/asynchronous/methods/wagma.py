@@ -1,0 +1,203 @@
+"""Asynchronous WAGMA: means of changing groups, made by the first member that arrives."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.collective import all_reduce
+from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.methods.wagma import check_group_size, hops_of
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class WAGMA:
+    r"""Wait-avoiding group model averaging.
+
+    After its step k = 1, 2, … since the last mean of all workers, a worker averages the
+    group of S workers that `lsgd_jax.butterfly` gives for k. It does not wait for the other
+    members: workers that have not reached step k contribute their most recently published
+    parameters y'. A contribution to a mean is fixed, so that all members average the same
+    parameters. If other members arrived first, a worker's fresh y is not among them. It
+    then takes
+
+    .. math:: y \leftarrow \left(\sum_{j \in \text{group}} y'_j + y\right) / (S + 1).
+
+    Every W τ steps of all workers together, with τ the `sync_period`, all workers take the
+    mean of all. A worker that has not come within the timeout takes over from one that has.
+    Contributions from before that mean no longer count, which bounds the staleness.
+
+    A group with a member that does not answer takes no mean, and groups with this member
+    are skipped for a while. A worker that is not finite contributes nothing and takes the
+    mean as it is.
+
+    In a narrow wire format Q the workers send differences to R, the last mean of all, so
+    that rounding is relative to the steps taken since:
+
+    .. math:: y \leftarrow R + \Bigl( \sum_{j \in \text{group}} (Q(y'_j - R) + e) + (y - R)
+      \Bigr) / (S + 1)
+
+    with e the worker's own quantization error, so that equal workers do not move.
+
+    Args:
+      group_size: S, a power of two.
+      sync_period: steps per worker between means of all workers, τ.
+      window: number of losses in a worker's score.
+      wire: the format in which vectors travel, or a `Wire`.
+
+    Raises:
+      ValueError: a size that is not a power of two, a period or window below 1; at `bind`,
+        a number of workers W that is not a power of two.
+
+    Reference: Li, Ben-Nun, Dryden, Di Girolamo, Hoefler, Breaking (Global) Barriers in
+    Parallel Stochastic Optimization with Wait-Avoiding Group Averaging, 2020,
+    arXiv:2005.00124.
+
+    >>> import lsgd_jax as lj
+    >>> lj.asynchronous.WAGMA(group_size=2, sync_period=8).period
+    8
+    """
+
+    group_size: int = 2
+    sync_period: int = 10
+    window: int = 10
+    wire: Wire | WireFormat = "float32"
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        check_group_size(self.group_size)
+        check_positive_int("sync_period", self.sync_period)
+        check_positive_int("window", self.window)
+
+    @property
+    def period(self) -> int:
+        """Steps per worker between barriers of the coordinator."""
+        return self.sync_period
+
+    def bind(self, worker: Worker, steps: int) -> "WAGMAWorker":
+        """Returns the method in one worker."""
+        return WAGMAWorker(self, worker)
+
+
+class WAGMAWorker(FreeRunningWorker):
+    """WAGMA in one worker."""
+
+    def __init__(self, method: WAGMA, worker: Worker):
+        workers = worker.transport.position.workers
+        self._hops = hops_of(method.group_size, workers)
+        # A step claimed ahead would keep all other workers waiting at the next barrier.
+        super().__init__(worker, range(workers), ahead=False)
+        self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
+        self.rounds, self.k, self.kept = 0, 0, ("rounds", "k")
+        self._error: np.ndarray | None = None  # quantization error, see `all_reduce`
+        if self.transport.mailbox.is_narrow:
+            worker.reference, self.kept = worker.vector(), ("rounds", "k", "reference")
+
+    @property
+    def reference(self) -> Any:
+        """The last mean of all, or the start: contributions are differences to it."""
+        return self.worker.reference
+
+    @reference.setter
+    def reference(self, mean: np.ndarray) -> None:
+        self.worker.reference = mean
+
+    @property
+    def _number(self) -> int:
+        """Number of this worker's current mean, which increases across barriers."""
+        return self.rounds * self._most + self.k
+
+    async def after_step(self) -> None:
+        """Takes the mean of the group."""
+        self.k += 1
+        self._publish()
+        group = self._group()
+        self.peers.turn()
+        if len(group) > 1 and all(map(self.peers.is_tried, group)):
+            await self._mix(group)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.worker.measure = self._number
+        self.worker.publish()
+
+    def _group(self) -> list[int]:
+        group = {self.worker.index}
+        for hop in self._hops[(self.k - 1) % len(self._hops)]:
+            group |= {i ^ hop for i in group}
+        return sorted(group)
+
+    async def _mix(self, group: list[int]) -> None:
+        worker, number, first = self.worker, self._number, self.rounds * self._most
+        for i in group:
+            if i != worker.index:
+                answer = self.transport.ask(i, "contribution", number)
+                self.in_flight[i] = InFlight(answer, worker.count, i)
+        mine, error = self.transport.mailbox.contributed(number)
+        given = [mine if i == worker.index else await self.answer(i) for i in group]
+        if any(each is None for each in given):
+            return
+        vectors = [
+            each.vector
+            for each in given
+            if each.measure // self._most == self.rounds and finite(each.vector)
+        ]
+        counted = len(vectors)
+        if self.is_finite and mine.measure != number:
+            vectors.append(self._difference())
+        if not vectors:
+            return
+        mean = self._vector_at(sum(vectors[1:], vectors[0]) / np.float32(len(vectors)))
+        if self.is_finite and self.transport.mailbox.is_narrow:
+            # A worker adds its own error to every contribution: equal ones do not move.
+            mean = mean + np.float32(counted / len(vectors)) * error
+        self.pull(mean, 1.0, self.is_finite)
+        oldest = min(max(each.measure, first) for each in given)
+        worker.report.staleness = max(0, number - oldest)
+
+    def _difference(self) -> np.ndarray:
+        """Returns the parameters as they travel: y - R, or y in float32."""
+        vector = self.worker.vector()
+        return vector if self.reference is None else vector - self.reference
+
+    def _vector_at(self, difference: np.ndarray) -> np.ndarray:
+        """Returns the parameters at such a difference; inverts `_difference`."""
+        return difference if self.reference is None else difference + self.reference
+
+    async def join(self, number: int) -> None:
+        """Takes the mean of all workers."""
+        worker, transport = self.worker, self.transport
+        if self.reference is not None and number != self.rounds:
+            raise StaleWorkerError(f"worker {worker.index} has missed a mean of all")
+        everyone = list(range(transport.position.workers))
+        came = await worker.wait(transport.round(("join", number), None, everyone))
+        self.rounds, self.k = number + 1, 0
+        if worker.index not in came:
+            raise StaleWorkerError(
+                f"worker {worker.index} came too late for the mean of all workers"
+            )
+        vector = self._difference()
+        if self._error is None and transport.mailbox.is_narrow:
+            self._error = np.zeros_like(vector)
+        total = all_reduce(
+            transport, ("mean", number), vector, self.is_finite, list(came), self._error
+        )
+        try:
+            sums, count, _ = await worker.wait(transport.start(total))
+        except UnreachableError:
+            return
+        if count:
+            mean = self._vector_at(sums / np.float32(count))
+            if self.pull(mean, 1.0, self.is_finite) and self.reference is not None:
+                self.reference = mean
+        self._publish()
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's barriers and steps."""
+        super().take_over(state)
+        self._error, self.worker.measure = None, self._number

@@ -1,0 +1,346 @@
+"""Asynchronous workers on Ray: processes on this machine, or on a cluster."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator, Status
+from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, unpack
+from lsgd_jax._src.asynchronous.engine.worker import Method, Training
+from lsgd_jax._src.asynchronous.ray.actors import (
+    LOST,
+    Job,
+    WorkerActor,
+    coordinator_name,
+    worker_name,
+)
+from lsgd_jax._src.asynchronous.ray.cluster import (
+    Options,
+    cluster,
+    environment,
+    handlers,
+    signals,
+)
+
+
+EVERY = 1.0  # seconds between two questions to the coordinator
+ANSWER = 60.0  # seconds within which the coordinator must answer
+
+
+class Outcome(NamedTuple):
+    """The outcome of a run.
+
+    Attributes:
+      states: the state of each worker at the end: a dictionary with params, opt_state, own,
+        count, number and method, its arrays NumPy's; `run` takes them to go on from there.
+        None for a worker that had to be killed, because it did not stop when the run was
+        stopped.
+      status: of all workers at the end.
+      restarts: number of times that each worker was restarted.
+      stopped: whether the run was ended before its time.
+    """
+
+    states: list[Any]
+    status: Status
+    restarts: list[int]
+    stopped: bool
+
+
+class Remote:
+    """The workers, as `on_status` sees them while they train.
+
+    Attributes:
+      restarts: number of times that each worker was restarted.
+      ended: the states of workers that have ended, which are not present any more.
+      stopped: whether the run is being stopped.
+      processes: the node and the process of each worker that has started.
+    """
+
+    def __init__(self, workers: Sequence[Any], timeout: float):
+        self._workers, self._timeout = workers, timeout
+        self.restarts, self.stopped = [0] * len(workers), False
+        self.ended: dict[int, Any] = {}
+        self.processes: dict[int, tuple[str, int]] = {}
+
+    def latest(self, i: int) -> Snapshot | None:
+        """Returns worker i's parameters as one vector; None if it does not answer."""
+        return unpack(self._answers([self._workers[i].latest.remote()])[0])
+
+    def states(self, own: bool = True) -> list[Any]:
+        """Returns the state of each worker after its last step, to be resumed from.
+
+        None for a worker that does not answer, or has not begun.
+        """
+        return self._answers(worker.state.remote(own) for worker in self._workers)
+
+    def stop(self) -> None:
+        """Ends the run: each worker stops after the step that it is in."""
+        self.stopped = True
+        for i, worker in enumerate(self._workers):
+            if i not in self.ended:
+                worker.stop.remote()
+
+    def _answers(self, calls: Iterable[Any]) -> list[Any]:
+        refs = list(calls)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
+        return [_answer(ref) if ref in ready else None for ref in refs]
+
+
+def _answer(ref: Any) -> Any:
+    """Returns the answer to a call; None if the actor has failed."""
+    try:
+        return ray.get(ref)
+    except RayTaskError:
+        raise
+    except RayError:
+        return None
+
+
+def run(
+    make_training: Callable[[int], Training],
+    method: Method,
+    nodes: int,
+    locals: int,
+    steps: int,
+    *,
+    options: Options | None = None,
+    states: Sequence[Any] | None = None,
+    restore: Callable[[int], Any] = lambda i: None,
+    on_status: Callable[[Status, Remote], Any] = lambda status, remote: None,
+) -> Outcome:
+    """Trains with nodes x locals workers, each an actor of Ray.
+
+    A worker that is lost is started again, and goes on from the state of a peer. The
+    coordinator is a process beside this one; if it is lost, the run ends. SIGINT and
+    SIGTERM, unless this process handles them itself, stop the run as `Remote.stop` does.
+
+    Args:
+      make_training: index -> the training of a worker. Called in the worker's process, for
+        which it is pickled; devices are used only there.
+      method: decides when a worker communicates, such as `Pulls`.
+      nodes, locals: the grid of workers.
+      steps: mean steps per worker.
+      options: where the workers run, and with which limits.
+      states: `Outcome.states` or `Remote.states()` of a run that is resumed; a worker whose
+        state is None begins as in `make_training`.
+      restore: index -> one of those states, or None. Called in a worker's process if it
+        was started again and no peer has a state for it.
+      on_status: (status, remote); called here about every second, and at the end, when
+        all workers are still there to be asked.
+
+    Raises:
+      RuntimeError: a worker's code has raised an error, a worker is lost again and again
+        before it gets to a step, not all could be started, or the coordinator is lost; with
+        the reason.
+
+    For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
+    steps=1000)`` where ``make_training(i)`` gives a `Training`.
+    """
+    options = Options() if options is None else options
+    before = handlers()
+    with cluster(options, nodes * locals), signals(before) as signaled:
+        job = Job(
+            name="",
+            make_training=make_training,
+            method=method,
+            nodes=nodes,
+            locals=locals,
+            steps=steps,
+            restore=restore,
+            timeout=options.timeout,
+            begun=time.time(),
+        )
+        actors = _Actors(job, options, states or [None] * (nodes * locals))
+        try:
+            return actors.train(on_status, signaled)
+        finally:
+            actors.kill()
+
+
+class _Actors:
+    """The actors of one run: starts them, follows them, and restarts lost workers.
+
+    Args:
+      job: the run, which is named anew whenever all actors are started.
+      options: where the workers run, and with which limits.
+      states: the state that each worker begins from, or None.
+    """
+
+    def __init__(self, job: Job, options: Options, states: Sequence[Any]):
+        self._job, self._options, self._states = job, options, states
+        self._everyone = range(len(states))
+        self.workers: list[Any] = [None] * len(states)
+        self.remote = Remote(self.workers, options.timeout)
+        self._best = [0] * len(states)  # the most steps that each worker has taken
+        self._losses = [0] * len(states)  # of each worker since its last new step
+        self._marks: dict[int, Any] = {}
+        self._moved: dict[int, float] = {}
+        self._begin(all_lost=False)
+
+    def _begin(self, all_lost: bool) -> None:
+        """Starts the coordinator, beside this process, and all workers."""
+        options, name = self._options, f"lsgd-{uuid.uuid4().hex[:8]}"
+        job = self._job = self._job._replace(name=name)
+        self._until, self._all_lost = time.monotonic() + options.start, all_lost
+        self._runs: dict[Any, int] = {}  # the worker of each call of `run`
+        self._places: dict[Any, int] = {}  # the worker of each call of `where`
+        self._restarted: set[int] = set()
+        here = ray.get_runtime_context().get_node_id()
+        coordinator: Any = ray.remote(Coordinator)
+        coordinator = coordinator.options(
+            num_cpus=0,
+            max_concurrency=1000,
+            name=coordinator_name(job.name),
+            runtime_env={"env_vars": environment(0)},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        )
+        limits = job.timeout, options.start
+        self.coordinator = coordinator.remote(
+            len(self._everyone), job.steps, job.method.period, *limits
+        )
+        for i in self._everyone:
+            self._start(i)
+
+    def _start(self, i: int) -> None:
+        options = self._options
+        remote: Any = ray.remote  # its types do not know groups
+        groups = {"serve": min(4 * len(self._everyone) + 4, 64)}
+        env = {**environment(options.num_gpus), **options.env}
+        actor = remote(concurrency_groups=groups)(WorkerActor)
+        worker = self.workers[i] = actor.options(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            name=worker_name(self._job.name, i),
+            runtime_env={"env_vars": env},
+        ).remote(self._job, i, i in self._restarted)
+        self._places[worker.where.remote()] = i
+        self._runs[worker.run.remote(self._states[i], self._all_lost)] = i
+
+    def kill(self) -> None:
+        for actor in (*self.workers, self.coordinator):
+            ray.kill(actor)
+
+    def train(
+        self, on_status: Callable[[Status, Remote], Any], signaled: threading.Event
+    ) -> Outcome:
+        ended, told, stopped = self.remote.ended, time.monotonic(), None
+        while len(ended) < len(self._everyone):
+            done, _ = ray.wait(list(self._runs), timeout=EVERY)
+            status = self._status()  # first: without the coordinator, workers fail
+            lost = {}
+            for ref in done:
+                i = self._runs.pop(ref)
+                try:
+                    ended[i] = self._result(ref, i)
+                except RayActorError as error:
+                    lost[i] = error
+            if lost:
+                self._restart(lost, status)
+            self._check_places()
+            self._kill_hung_workers(status)
+            if signaled.is_set() and not self.remote.stopped:
+                self.remote.stop()
+            if self.remote.stopped:
+                stopped = stopped or time.monotonic()
+                if time.monotonic() - stopped > 2 * self._options.timeout:
+                    self._give_up()
+            if time.monotonic() - told >= EVERY:
+                told = time.monotonic()
+                on_status(status, self.remote)
+        status = self._status()
+        on_status(status, self.remote)
+        ends = [ended[i] for i in self._everyone]
+        return Outcome(ends, status, self.remote.restarts, self.remote.stopped)
+
+    def _give_up(self) -> None:
+        """Kills workers that hang and so do not stop: the run ends without their states."""
+        for i in self._everyone:
+            if i not in self.remote.ended:
+                self.remote.ended[i] = None
+                ray.kill(self.workers[i])
+
+    def _result(self, ref: Any, i: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            kind = type(cause).__name__
+            raise RuntimeError(f"worker {i} has raised {kind}: {cause}") from error
+        except RayActorError:
+            raise
+        except RayError as error:
+            raise RuntimeError(f"worker {i} cannot be run: {error}") from error
+
+    def _restart(self, lost: dict[int, RayActorError], status: Status) -> None:
+        """Starts lost workers again; all of them if no other one can go on."""
+        for i in lost:
+            ray.kill(self.workers[i])  # frees its name
+        if self.remote.stopped:
+            self.remote.ended.update(dict.fromkeys(lost))
+            return
+        for i, error in lost.items():
+            self.remote.restarts[i] += 1
+            self._losses[i] += 1
+            if self._losses[i] >= self._options.vain:
+                raise RuntimeError(
+                    f"worker {i} was lost {self._losses[i]} times in a row before it had "
+                    "taken a step: its process hangs or ends without an error, perhaps out "
+                    "of memory; see its last output in Ray's log"
+                ) from error
+        # A restarted worker can go on once it has taken over and taken a step.
+        left = self._runs.values()
+        going = [i for i in left if i not in self._restarted or status.reports[i].steps]
+        if not going and not self.remote.ended:
+            self.kill()
+            self._begin(all_lost=any(self._best))
+            return
+        self._restarted.update(lost)
+        for i in lost:
+            self.coordinator.lost.remote(i)
+            self._start(i)
+
+    def _status(self) -> Status:
+        """Asks the coordinator; notes the progress of all workers."""
+        limit = ANSWER + max(self._until - time.monotonic(), 0)
+        try:
+            status: Status = ray.get(self.coordinator.status.remote(), timeout=limit)
+        except RayError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RuntimeError(f"{LOST} ({type(error).__name__}: {reason})") from error
+        for i, report in status.reports.items():
+            if report.steps > self._best[i]:  # steps that are taken again are no progress
+                self._best[i], self._losses[i] = report.steps, 0
+        return status
+
+    def _check_places(self) -> None:
+        """Notes the processes of workers that have started."""
+        refs = list(self._places)
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []
+        for ref in ready:
+            i = self._places.pop(ref)
+            if (place := _answer(ref)) is not None:
+                self.remote.processes[i] = place
+        missing = [i for i in self._everyone if i not in self.remote.processes]
+        if missing and time.monotonic() > self._until:
+            raise RuntimeError(
+                f"workers {missing} were not started within {self._options.start:g} s; "
+                f"each needs {self._options.num_cpus:g} CPUs and "
+                f"{self._options.num_gpus:g} GPUs of {ray.cluster_resources()}"
+            )
+
+    def _kill_hung_workers(self, status: Status) -> None:
+        """Kills workers that have taken no step for too long; they are lost then."""
+        now = time.monotonic()
+        for i in set(self.remote.processes).difference(self.remote.ended):
+            mark = self.remote.restarts[i], status.reports[i].steps
+            if mark != self._marks.get(i):
+                self._marks[i], self._moved[i] = mark, now
+            elif now - self._moved[i] > self._options.stall:
+                self._moved[i] = now
+                ray.kill(self.workers[i])

@@ -1,0 +1,227 @@
+"""A simulated network: the time of messages that share its links."""
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lsgd_jax._src.asynchronous.simulated.clock import later
+
+
+SMALL = 4096  # bytes; messages up to this size take no bandwidth
+SOON = 1e-9  # seconds; a transfer that ends within them ends now
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The links between nodes, and between the workers of a node; all full duplex.
+
+    Bandwidths may be inf, both at once: then only latencies take time.
+
+    Args:
+      bandwidth: bytes per second of a node's link, in each direction.
+      latency: seconds from node to node.
+      inside_bandwidth: bytes per second of each worker's link to the others of its node.
+      inside_latency: seconds from worker to worker inside a node.
+      overhead: seconds of software around a message, at its sender.
+      coordinator: seconds in which the coordinator serves a call, one after the other.
+
+    Raises:
+      ValueError: a bandwidth that is not positive, a time that is negative.
+
+    >>> Network.named("ethernet-1g").bandwidth
+    117500000.0
+    >>> Network.named("ethernet")
+    Traceback (most recent call last):
+    ValueError: `network` must be one of ethernet-100m, ethernet-1g, ethernet-10g,
+    ethernet-25g, infiniband-100g, wan-100m, wan-1g, free, got network='ethernet'
+    """
+
+    bandwidth: float
+    latency: float
+    inside_bandwidth: float = 10e9
+    inside_latency: float = 10e-6
+    overhead: float = 0.0
+    coordinator: float = 0.0
+
+    def __post_init__(self):
+        for name in ("bandwidth", "inside_bandwidth"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"`{name}` must be positive, got {name}={value}")
+        if math.isinf(self.bandwidth) != math.isinf(self.inside_bandwidth):
+            raise ValueError(
+                "`bandwidth` and `inside_bandwidth` must both be inf or none, got "
+                f"bandwidth={self.bandwidth}, inside_bandwidth={self.inside_bandwidth}"
+            )
+        for name in ("latency", "inside_latency", "overhead", "coordinator"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` must be at least 0, got {name}={value}")
+
+    @classmethod
+    def named(cls, name: str) -> "Network":
+        """Returns one of the `NETWORKS`."""
+        if name not in NETWORKS:
+            known = ", ".join(NETWORKS)
+            raise ValueError(f"`network` must be one of {known}, got network={name!r}")
+        return NETWORKS[name]
+
+    def delay(self, is_inside: bool, size: float = 0.0) -> float:
+        """Returns the seconds of a message on idle links."""
+        if is_inside:
+            return self.overhead + self.inside_latency + size / self.inside_bandwidth
+        return self.overhead + self.latency + size / self.bandwidth
+
+
+def _ethernet(gigabits: float, latency: float) -> Network:
+    """TCP carries 1,448 of each 1,538 bytes on the wire."""
+    return Network(bandwidth=0.94 * gigabits * 1e9 / 8, latency=latency)
+
+
+NETWORKS: Mapping[str, Network] = {
+    "ethernet-100m": _ethernet(0.1, 200e-6),
+    "ethernet-1g": _ethernet(1, 100e-6),
+    "ethernet-10g": _ethernet(10, 50e-6),
+    "ethernet-25g": _ethernet(25, 30e-6),
+    "infiniband-100g": Network(bandwidth=12e9, latency=2e-6),
+    "wan-100m": _ethernet(0.1, 20e-3),
+    "wan-1g": _ethernet(1, 20e-3),
+    "free": Network(math.inf, 0.0, math.inf, 0.0),
+}
+
+
+FLOW = np.dtype(
+    [
+        ("links", int, 2),
+        ("workers", int, 2),
+        ("left", float),  # bytes
+        ("rate", float),  # bytes per second
+        ("limit", float),  # the time at which it is given up
+        ("arrived", object),  # a future of whether it has arrived
+    ]
+)
+
+
+class Links:
+    """All links of a cluster, and the flows that they carry.
+
+    The flows on a link share it equally. A flow over two links has the lower of its two
+    shares; the rest of the other share stays unused.
+
+    Args:
+      network: bandwidths and latencies.
+      nodes, locals: the grid of workers.
+
+    Attributes:
+      sent: bytes that have left each node, [nodes].
+      stuck: workers whose flows have stopped for good.
+    """
+
+    def __init__(self, network: Network, nodes: int, locals: int):
+        self.network, self._locals = network, locals
+        workers = nodes * locals
+        self._capacity = np.repeat(
+            [network.bandwidth, network.inside_bandwidth], [2 * nodes, 2 * workers]
+        )
+        self._nodes, self._workers = nodes, workers
+        self.sent, self.stuck = np.zeros(nodes), set[int]()
+        self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
+        self._last, self._turn = 0.0, 0
+
+    def is_inside(self, source: int, target: int) -> bool:
+        """Returns whether two workers are on one node."""
+        return source // self._locals == target // self._locals
+
+    async def send(self, source: int, target: int, size: float, limit: float) -> bool:
+        """Returns True once a message has arrived, or False at the time `limit`."""
+        if size <= SMALL or math.isinf(self.network.bandwidth):
+            if size > SMALL and not self.is_inside(source, target):
+                self.sent[source // self._locals] += size
+            delay = self.network.delay(self.is_inside(source, target), size)
+            return await later(delay, True)
+        (arrived,) = self._begin([(source, target)], size, limit)
+        return await arrived
+
+    async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
+        """Returns True once a group has summed vectors of this size; False at `limit`.
+
+        Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The
+        latency is that of tree algorithms with the same bytes, 2 log2 W rounds.
+        """
+        pairs = list(zip(group, [*group[1:], group[0]]))
+        rounds = 2 * math.ceil(math.log2(len(group)))
+        each = 2 * (len(group) - 1) / len(group) * size
+        if each <= SMALL or math.isinf(self.network.bandwidth):
+            delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
+            return await later(max(rounds, 1) * delay, True)
+        return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
+
+    def _begin(
+        self, pairs: list[tuple[int, int]], size: float, limit: float, rounds: int = 1
+    ) -> list[asyncio.Future]:
+        """Starts a flow for each (source, target), after the latency of some rounds."""
+        loop, flows = asyncio.get_running_loop(), list[tuple]()
+        for source, target in pairs:
+            inside = self.is_inside(source, target)
+            if not inside:
+                self.sent[source // self._locals] += size
+            links = self._links_between(source, target, inside)
+            flows.append((links, (source, target), size, 0.0, limit, loop.create_future()))
+        delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
+        loop.call_later(rounds * delay, self._add, flows)
+        return [arrived for *_, arrived in flows]
+
+    def _links_between(self, source: int, target: int, inside: bool) -> tuple[int, int]:
+        if inside:
+            first = 2 * self._nodes
+            return first + source, first + self._workers + target
+        return source // self._locals, self._nodes + target // self._locals
+
+    # Flows
+
+    def _add(self, flows: list[tuple]) -> None:
+        if not self._new:
+            self.changed()
+        self._new += flows
+
+    def changed(self) -> None:
+        """Recomputes the rates, once for all flows that begin at this time."""
+        self._advance_after(0.0)
+
+    def _advance_after(self, seconds: float) -> None:
+        self._turn += 1
+        asyncio.get_running_loop().call_later(seconds, self._advance, self._turn)
+
+    def _advance(self, turn: int) -> None:
+        """Advances the flows to this time, and waits until the next one ends."""
+        if turn != self._turn:
+            return
+        now, flows = asyncio.get_running_loop().time(), self._flows
+        flows["left"] -= flows["rate"] * (now - self._last)
+        self._last = now
+        arrived = flows["left"] <= flows["rate"] * SOON
+        ended = arrived | (flows["limit"] <= now + SOON)
+        for future, has_arrived in zip(flows["arrived"][ended], arrived[ended]):
+            if not future.done():  # its worker may have failed
+                future.set_result(bool(has_arrived))
+        flows = np.concatenate([flows[~ended], np.array(self._new, FLOW)])
+        self._flows, self._new = flows, []
+        if not len(flows):
+            return
+        self._share()
+        with np.errstate(divide="ignore"):
+            ends = np.minimum(flows["left"] / flows["rate"], flows["limit"] - now)
+        self._advance_after(max(float(ends.min()), 0.0))
+
+    def _share(self) -> None:
+        """Sets the rates by the number of flows on each link."""
+        links = self._flows["links"]
+        count = np.bincount(links.ravel(), minlength=len(self._capacity))
+        share = self._capacity / np.maximum(count, 1)
+        self._flows["rate"] = share[links].min(axis=1)
+        if self.stuck:
+            is_stuck = np.isin(self._flows["workers"], list(self.stuck)).any(axis=1)
+            self._flows["rate"][is_stuck] = 0

@@ -1,0 +1,399 @@
+"""Asynchronous workers under simulated time, with real steps in one process.
+
+The methods run unchanged, on an event loop of virtual time. The seed decides everything:
+two runs give the same parameters and the same times.
+"""
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator
+from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
+from lsgd_jax._src.asynchronous.engine.transport import (
+    GridPosition,
+    StaleWorkerError,
+    Transport,
+    UnreachableError,
+    retrieved,
+)
+from lsgd_jax._src.asynchronous.engine.vectors import nbytes
+from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, work
+from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.network import NETWORKS, Links, Network
+from lsgd_jax._src.asynchronous.simulated.speeds import Speeds
+
+
+Times = Mapping[int, float | Sequence[float]]  # seconds, by worker
+
+
+class SimulatedMailbox(Mailbox):
+    """A mailbox that tells coroutines when there is more in it."""
+
+    def __init__(self, wire: Any, index: int):
+        super().__init__(wire, index)
+        self._awaited: dict[Hashable, asyncio.Future] = {}
+
+    def more(self, key: Hashable | None) -> asyncio.Future:
+        """Returns a future of the next post under a key, or of the next `show` (None)."""
+        if key not in self._awaited:
+            self._awaited[key] = asyncio.get_running_loop().create_future()
+        return self._awaited[key]
+
+    def _tell(self, key: Hashable | None) -> None:
+        if (future := self._awaited.pop(key, None)) is not None:
+            future.set_result(None)
+
+
+class SimulatedTransport(Transport):
+    """One worker's transport: calls take the time of the network.
+
+    Sums, and on demand broadcasts and rounds, take the time of a collective.
+    """
+
+    mailbox: Any
+
+    def __init__(self, simulation: "Simulation", index: int):
+        self.position = GridPosition(index, simulation.nodes, simulation.locals)
+        self.timeout, self._simulation, self._index = simulation.timeout, simulation, index
+        self.mailbox = SimulatedMailbox(simulation.method.wire, index)
+        self.timed, self.is_collective = self, simulation.collectives
+
+    def now(self) -> float:
+        return self._simulation.now()
+
+    async def step(self, compute: Callable[[], None]) -> None:
+        compute()
+        await asyncio.sleep(self._simulation.seconds[self._index]())
+        while self._index in self._simulation.hung:
+            await asyncio.sleep(self.timeout)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        return self._simulation.own(self._index, super().start(coroutine))
+
+    async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
+        """The request travels, the peer answers as soon as it can, the answer travels."""
+        simulation, me = self._simulation, self._index
+        limit = self.now() + self.timeout
+        is_lost = simulation.loss and simulation.random.random() < simulation.loss
+        came = await simulation.links.send(me, peer, nbytes(arguments), limit)
+        key, answer = arguments[0] if call == "fetch" else None, None
+        while came and not is_lost and peer not in simulation.down:
+            mailbox = simulation.transports[peer].mailbox
+            if (answer := getattr(mailbox, call)(*arguments)) is not None:
+                break
+            try:
+                more = asyncio.shield(mailbox.more(key))
+                await asyncio.wait_for(more, limit - self.now())
+            except TimeoutError:
+                break
+        if answer is not None:
+            if await simulation.links.send(peer, me, nbytes(answer), limit):
+                return answer
+        await asyncio.sleep(max(limit - self.now(), 0))
+        raise UnreachableError(f"worker {peer} did not answer within {self.timeout:g} s")
+
+    async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
+        """The call travels to worker 0's node, waits its turn, and the answer travels."""
+        simulation, me = self._simulation, self._index
+        if call == "round" and simulation.collectives:
+            key, value, members = arguments
+            return await self._collective(key, value, members, lambda values: values)
+        await simulation.links.send(me, 0, 0, math.inf)
+        await simulation.serve()
+        answer = getattr(simulation.coordinator, call)(me, *arguments)
+        if call == "round":
+            answer = await answer
+        await simulation.links.send(me, 0, 0, math.inf)
+        return answer
+
+    # Collectives, which begin when the last member has arrived
+
+    async def sum(
+        self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
+    ) -> tuple[np.ndarray, int, list[int]]:
+        """As `all_reduce`, in the time of a ring."""
+
+        def add(values: dict[int, Any]) -> tuple[np.ndarray, int, list[int]]:
+            givers = [given for given in values.values() if given is not None]
+            return sum(givers, np.zeros_like(vector)), len(givers), list(values)
+
+        given = vector if gives else None
+        return await self._collective(("total", key), given, group, add)
+
+    async def broadcast(
+        self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
+    ) -> np.ndarray:
+        """As `collective.broadcast`, in the time of a sum of one vector and of zeros."""
+        return await self._collective(
+            ("of", key), vector, group, lambda values: values.get(source)
+        )
+
+    async def _collective(
+        self,
+        key: Hashable,
+        value: Any,
+        group: Sequence[int],
+        combine: Callable[[dict[int, Any]], Any],
+    ) -> Any:
+        """Returns the result that a group makes of {member: value}, once it has traveled.
+
+        The coordinator is given no values, since it would remember them.
+        """
+        simulation, me = self._simulation, self._index
+        coordinator, meetings = simulation.coordinator, simulation.meetings
+        if coordinator.look(key) is not None:
+            raise StaleWorkerError(f"worker {me} came too late for {key}")
+        ended = asyncio.get_running_loop().create_future()
+        meeting = meetings.setdefault(key, Meeting({}, ended))
+        meeting.values[me] = value
+        result = asyncio.shield(meeting.result)  # members resume as they have arrived
+        for future in (meeting.result, result):
+            future.add_done_callback(retrieved)
+        came = await coordinator.round(me, key, None, group)
+        is_first = meetings.pop(key, None) is not None
+        if came is None:
+            raise StaleWorkerError(f"worker {me} came too late for {key}")
+        if is_first:
+            values = {i: meeting.values[i] for i in came}
+            asyncio.ensure_future(self._circulate(key, values, combine, meeting.result))
+        return await result
+
+    async def _circulate(
+        self,
+        key: Hashable,
+        values: dict[int, Any],
+        combine: Callable[[dict[int, Any]], Any],
+        result: asyncio.Future,
+    ) -> None:
+        """Sets the result of a collective once it has traveled."""
+        simulation, came = self._simulation, list(values)
+        try:
+            if (combined := combine(values)) is None:
+                raise UnreachableError(f"the source of {key} has failed")
+            size = nbytes(combined)
+            each = round(2 * (len(came) - 1) / len(came) * size)
+            for i in came:
+                simulation.transports[i].mailbox.bytes_sent += each
+            limit = simulation.now() + self.timeout
+            if not await simulation.links.circulate(came, size, limit):
+                raise UnreachableError(f"{key} did not end within {self.timeout:g} s")
+            result.set_result(combined)
+        except Exception as error:
+            result.set_exception(error)
+
+
+class Meeting(NamedTuple):
+    """A collective that gathers: the value of each member so far, and its result."""
+
+    values: dict[int, Any]
+    result: asyncio.Future
+
+
+class Simulated(NamedTuple):
+    """The outcome of a simulated run.
+
+    Attributes:
+      workers: in their last state; a failed worker in its state when it failed.
+      seconds: when the last one ended, or `until` if that came first.
+      sent: bytes that left each node, [nodes].
+    """
+
+    workers: list[Worker]
+    seconds: float
+    sent: np.ndarray
+
+
+@dataclasses.dataclass
+class Simulation:
+    """All workers of a run, their network and their coordinator; arguments as for `run`."""
+
+    method: Method
+    nodes: int
+    locals: int
+    steps: int
+    network: Network = NETWORKS["free"]
+    speeds: Speeds | None = None
+    seed: int = 0
+    timeout: float = 60.0
+    loss: float = 0.0
+    collectives: bool = False
+
+    def __post_init__(self):
+        count, speeds = self.nodes * self.locals, self.speeds or Speeds()
+        self.coordinator = Coordinator(count, self.steps, self.method.period, self.timeout)
+        self.links = Links(self.network, self.nodes, self.locals)
+        self.seconds = [speeds.of(i, self.seed) for i in range(count)]
+        self.random = np.random.default_rng([self.seed, count])
+        self.down: set[int] = set()
+        self.hung: set[int] = set()
+        self.transports: dict[int, SimulatedTransport] = {}
+        self.meetings: dict[Hashable, Meeting] = {}
+        self._served = 0.0
+        self._tasks: dict[int, set[asyncio.Task]] = {}
+
+    def now(self) -> float:
+        """Returns the seconds since the run began."""
+        return asyncio.get_running_loop().time()
+
+    def enter(self, training: Training, i: int) -> Worker:
+        """Returns worker i, which is there from now on."""
+        self.down.discard(i)
+        self.links.stuck.discard(i)
+        self.transports[i] = SimulatedTransport(self, i)
+        return Worker(training, self.method, self.transports[i], self.steps)
+
+    def drop(self, i: int) -> None:
+        """Lets worker i fail: from now on it does nothing and does not answer."""
+        self.down.add(i)
+        self.links.stuck.add(i)
+        self.links.changed()
+        for task in self._tasks.pop(i, ()):
+            task.cancel()
+
+    def own(self, i: int, task: asyncio.Task) -> asyncio.Task:
+        """Notes a task of worker i, which ends with it."""
+        tasks = self._tasks.setdefault(i, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    async def serve(self) -> None:
+        """Waits until the coordinator has served earlier calls and one more."""
+        now = self.now()
+        self._served = max(now, self._served) + self.links.network.coordinator
+        await asyncio.sleep(self._served - now)
+
+    async def run(
+        self,
+        training: Training,
+        drops: Times,
+        joins: Times,
+        hangs: Mapping[int, float],
+        until: float,
+        observe: Callable[[Worker], Any],
+    ) -> Simulated:
+        """Starts, drops and stops workers at their times, until all have ended."""
+        everyone, workers = range(self.nodes * self.locals), dict[int, Worker]()
+        ends: list[tuple[int, asyncio.Task]] = []
+        last = 0.0
+
+        async def take_part(worker: Worker) -> None:
+            nonlocal last
+            await work(worker, observe)
+            last = self.now()
+            await worker.finish()
+
+        def begin(i: int) -> None:
+            workers[i] = self.enter(training, i)
+            ends.append((i, workers[i].transport.start(take_part(workers[i]))))
+
+        def stop(i: int) -> None:
+            nonlocal last
+            if any(not end.done() for j, end in ends if j == i):
+                last = until
+            self.drop(i)
+
+        lost, came = _listed(drops), _listed(joins)
+        for i in everyone:
+            if i in came and not min(lost.get(i, [math.inf])) < min(came[i]):
+                self.down.add(i)
+                self.coordinator.leave(i)
+            else:
+                begin(i)
+        changes = [(t, self.drop, i) for i, times in lost.items() for t in times]
+        changes += [(t, begin, i) for i, times in came.items() for t in times]
+        changes += [(t, self.hung.add, i) for i, t in hangs.items()]
+        changes = [change for change in changes if change[0] < until]
+        if math.isfinite(until):
+            changes += [(until, stop, i) for i in everyone]
+        for t, change, i in sorted(changes, key=lambda x: x[0]):
+            await asyncio.sleep(t - self.now())
+            change(i)
+        still = lambda: [e for i, e in ends if not e.done() and i not in self.hung]
+        while awaited := still():
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for end in done:
+                if not end.cancelled():
+                    end.result()  # raises the error of the worker
+        ended = [worker for _, worker in sorted(workers.items())]
+        return Simulated(ended, last, self.links.sent)
+
+
+def _listed(times: Times) -> dict[int, list[float]]:
+    """Returns the times of each worker as a list."""
+    return {i: list(t) if isinstance(t, Sequence) else [t] for i, t in times.items()}
+
+
+def run(
+    training: Training,
+    method: Method,
+    nodes: int,
+    locals: int,
+    steps: int,
+    network: Network = NETWORKS["free"],
+    speeds: Speeds | None = None,
+    seed: int = 0,
+    timeout: float = 60.0,
+    loss: float = 0.0,
+    drops: Times | None = None,
+    joins: Times | None = None,
+    hangs: Mapping[int, float] | None = None,
+    collectives: bool = False,
+    observe: Callable[[Worker], Any] = lambda worker: None,
+    until: float = math.inf,
+) -> Simulated:
+    """Trains with all workers under simulated time.
+
+    Args:
+      training: the training of a worker, with real steps.
+      method: decides when it communicates.
+      nodes, locals: the grid of workers; the coordinator is on node 0.
+      steps: per worker, on average if the method has a budget.
+      network: the links. Defaults to a network on which nothing takes time.
+      speeds: how long steps take.
+      seed: decides the speeds and the losses of messages.
+      timeout: seconds that a worker waits for another one.
+      loss: probability that a request to another worker is lost, so that the worker gives
+        up after `timeout`.
+      drops: workers that fail, and when: a time each, or several.
+      joins: workers that come, or come back, and when: a time each, or several.
+      hangs: workers that take no more steps, but answer, and when.
+      collectives: whether groups elect and broadcast by collectives, as a synchronous
+        program does, instead of through the coordinator and from worker to worker.
+      observe: called with a worker after each of its steps.
+      until: seconds after which the run ends, whatever steps are left. Defaults to no end.
+
+    Raises:
+      RuntimeError: all workers wait for each other for ever.
+    """
+
+    async def conduct() -> Simulated:
+        given = network, speeds, seed, timeout, loss, collectives
+        simulation = Simulation(method, nodes, locals, steps, *given)
+        faults = drops or {}, joins or {}, hangs or {}
+        return await simulation.run(training, *faults, until, observe)
+
+    return run_virtual(conduct())
+
+
+def first_worker(
+    training: Training, method: Method, nodes: int, locals: int, steps: int
+) -> Worker:
+    """Returns worker 0 of a run before its first step: its state, after all checks.
+
+    Args:
+      training: `step` is not called.
+      method, nodes, locals, steps: as for `run`.
+    """
+
+    async def begin() -> Worker:
+        worker = Simulation(method, nodes, locals, steps).enter(training, 0)
+        worker.keep()
+        return worker
+
+    return run_virtual(begin())

@@ -1,0 +1,124 @@
+"""aggregate: replace each worker's gradient by an aggregate of all workers' gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.exchange.branch import cond, the_same_for_all
+from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
+from lsgd_jax._src.exchange.traffic import Traffic
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.codec import Line
+from lsgd_jax._src.wire.group import Group
+
+
+class AggregateState(NamedTuple):
+    """The state of `aggregate`.
+
+    Attributes:
+      count: int32 scalar, steps taken; shared.
+      restored: int32 scalar, how often this worker's gradient was not finite and was left
+        out; per worker.
+      misplaced: int32 scalar, how often the aggregate itself was added to x, which means
+        that it stood last in the chain; per worker.
+      expected: float32 [k], the values of some elements of x in that case; per worker.
+      own: the rule's state; per worker.
+      traffic: the traffic counters; shared.
+    """
+
+    count: Shared[Array]
+    restored: Array
+    misplaced: Array
+    expected: Array
+    own: Any
+    traffic: Traffic
+
+
+def aggregate(
+    rule: Callable[[Group, Tree, Any, Array], tuple[Tree, Any]],
+    axes: Axes = ("node", "local"),
+    init_own: Callable[[Tree], Any] = lambda params: (),
+    until: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Replaces each worker's gradient by an aggregate of all workers' gradients.
+
+    .. math:: g_i \leftarrow \text{rule}(g_1, \ldots, g_W) \quad \text{on the first until}
+      \text{ steps}
+
+    It stands **first** in a chain, before clipping and the base optimizer.
+
+    Args:
+      rule: (group, g, own, finite) -> (aggregate, own), for one worker. It is the only
+        function that communicates, through `group`. g: the worker's gradients; own: the
+        rule's state; finite: bool scalar, whether all of g is finite; aggregate: a tree
+        like g, which is cast to its dtypes.
+      axes: the mesh axes of the group.
+      init_own: params -> own.
+      until: the last step that communicates. Defaults to all steps.
+
+    Returns:
+      A gradient transformation for one worker. Its state is an `AggregateState`.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> first = lambda group, g, own, finite: (group.broadcast(g, 0), own)
+    >>> tx = lj.aggregate(first, axes="local")
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> follow = workers.map(lambda g: tx.update(g, tx.init(g))[0])
+    >>> follow(workers.put(jnp.array([1.0, 2.0]))).tolist()
+    [1.0, 1.0]
+    """
+
+    def init(params: Tree) -> Any:
+        return AggregateState(
+            count=Shared(jnp.zeros([], jnp.int32)),
+            restored=jnp.zeros([], jnp.int32),
+            misplaced=jnp.zeros([], jnp.int32),
+            expected=unknown(params),
+            own=init_own(params),
+            traffic=Traffic.zero(axes, 1, 0),
+        )
+
+    def update(updates, state, params=None, **extra_args) -> Any:
+        del extra_args
+        count = state.count.value
+
+        def communicate(g, own, traffic):
+            finite, line = trees.all_finite(g), Line(Group(axes).channel)
+            total, own = rule(Group(axes, line), g, own, finite)
+            total = jax.tree.map(lambda a, g: a.astype(g.dtype), total, g)
+            return total, own, traffic.sent(line.bytes_sent), ~finite
+
+        def keep(g, own, traffic):
+            return g, own, traffic, jnp.asarray(False)
+
+        due = True if until is None else the_same_for_all(count) < until
+        g, own, traffic, excluded = cond(
+            due, communicate, keep, updates, state.own, state.traffic
+        )
+        last, expected = jnp.int32(0), state.expected
+        if params is not None:
+            known = jnp.isfinite(expected).all()
+            last = jnp.where(known, 1 - misplaced(expected, params), 0)
+            after = sample_after(params, g)
+            # An aggregate that moves nothing gives no information.
+            expected = jnp.where(misplaced(after, params) == 1, after, jnp.inf)
+        return g, AggregateState(
+            count=Shared(jnp.asarray(optax.safe_increment(count))),
+            restored=state.restored + excluded.astype(jnp.int32),
+            misplaced=state.misplaced + last,
+            expected=expected,
+            own=own,
+            traffic=traffic,
+        )
+
+    return optax.GradientTransformationExtraArgs(
+        with_automatic_axes(init), with_automatic_axes(update)
+    )

@@ -1,0 +1,151 @@
+"""Counters of an optimizer's exchanges, read from its state without communication."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lsgd_jax._src.exchange import traffic
+from lsgd_jax._src.exchange.aggregate import AggregateState
+from lsgd_jax._src.exchange.step import ExchangeState
+from lsgd_jax._src.exchange.traffic import Traffic
+from lsgd_jax._src.shared import WORKER_AXES
+from lsgd_jax._src.trees import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diagnostics:
+    """Counters of one pull of an exchange, or of one aggregation of gradients.
+
+    Attributes:
+      steps: int32 scalar, steps taken.
+      restored: int32 [W], how often each worker was reset to its target. For an
+        aggregation, how often its gradient was left out.
+      misplaced: int32 [W], the number of steps at which the parameters were not where the
+        exchange had left them, because something changed the updates behind it.
+      leader: int32 [W], the leader of each worker at the last election, an index in the
+        group of `axes`; -1 before the first election; None if no leader is elected.
+      score: float [W], each worker's mean loss over its window; None likewise.
+      traffic: the traffic counters from the state.
+      axes: the mesh axes of the group.
+    """
+
+    steps: Array
+    restored: Array
+    misplaced: Array
+    leader: Array | None
+    score: Array | None
+    traffic: Traffic
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def exchanges(self) -> int:
+        """The number of times that the workers have communicated."""
+        return int(self.traffic.exchanges.value)
+
+    @property
+    def period(self) -> int:
+        """The number of steps between exchanges."""
+        return int(self.traffic.every.value)
+
+    @property
+    def sends_at(self) -> int:
+        """The step of the period at which it communicates; 0 for the last one."""
+        return int(self.traffic.sends_at.value)
+
+    @property
+    def payload(self) -> int:
+        """The bytes that each worker sends in one exchange; 0 before the first step."""
+        return traffic.total(self.traffic.bytes_each.value)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that each worker has sent so far."""
+        return traffic.total(self.traffic.bytes_sent.value)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the workers communicate at this step, t = 1, 2, …."""
+        return step % self.period == self.sends_at
+
+
+def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
+    """Returns counters of each pull or aggregation of an optimizer, in chain order.
+
+    Reads the state that `Workers.map` returns. Under `jax.jit` the counters are copied, so
+    that the state's buffers may then be donated to the next step.
+
+    Args:
+      opt_state: the state of a chain with `lsgd` or other methods, leaves [W, ...].
+
+    Returns:
+      One `Diagnostics` per pull; for `lsgd` the local level, then the global one.
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, locals=2)
+    >>> tx = optax.chain(optax.sgd(0.1), lj.lsgd(local_period=2, global_period=4))
+    >>> state = workers.map(tx.init)(workers.put(jnp.ones((4, 3))))
+    >>> [(level.axes, level.period) for level in lj.diagnostics(state)]
+    [(('local',), 2), (('node', 'local'), 4)]
+    """
+    found = []
+    for node in states_of(opt_state):
+        if isinstance(node, AggregateState):
+            found.append(_of(node, node, None))
+        else:
+            found += [_of(node, pull, pull.rule) for pull in node.pulls]
+    return tuple(found)
+
+
+def _of(node, pull, rule) -> Diagnostics:
+    place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
+    # A user's own vmap has stacked values that are equal on all workers.
+    first = (0,) * jnp.ndim(node.count.value)
+    return Diagnostics(
+        steps=node.count.value[first],
+        restored=pull.restored,
+        misplaced=node.misplaced,
+        leader=getattr(rule, "leader", None),
+        score=getattr(rule, "score", None),
+        traffic=jax.tree.map(lambda x: x[first], pull.traffic),
+        axes=tuple(sorted(pull.traffic.axes, key=place)),
+    )
+
+
+def waiting(opt_state: Tree) -> Array:
+    """Returns which workers are not finite and wait to be restored: bool [W]."""
+    nodes = states_of(opt_state)
+    finite = [node.is_finite for node in nodes if isinstance(node, ExchangeState)]
+    return ~jnp.stack(finite).all(axis=0) if finite else jnp.zeros([], bool)
+
+
+def check_not_misplaced(tree: Tree, read_all: Callable[[Tree], Tree]) -> None:
+    """Raises ValueError if a state of an exchange in the tree counts misplaced parameters.
+
+    Args:
+      tree: the result of a mapped function, which may contain states of exchanges.
+      read_all: copies their counters to the host, in every process.
+    """
+    found = [node.misplaced for node in states_of(tree)]
+    if any(isinstance(x, jax.core.Tracer) for x in found):
+        return  # the call itself is being traced, so there are no values yet
+    counts = read_all(found)
+    workers = sorted({int(i) for count in counts for i in np.flatnonzero(count > 0)})
+    if workers:
+        raise ValueError(
+            "the parameters are not where the exchange left them at the last step: an "
+            "exchange must stand last in its chain (behind clipping, scaling and the base "
+            "optimizer), an aggregation of gradients first; seen on "
+            f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+        )
+
+
+def states_of(opt_state: Tree) -> list:
+    """The states of exchanges and aggregations in a tree."""
+    ours = lambda node: isinstance(node, ExchangeState | AggregateState)
+    return list(filter(ours, jax.tree.leaves(opt_state, is_leaf=ours)))

@@ -1,0 +1,310 @@
+"""exchange: the kernel in lock step as an optax transformation; all methods compose it."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import ByValue, by_value
+from lsgd_jax._src.checks import check_option, check_same_tree
+from lsgd_jax._src.exchange import kernel, parts
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, all_phases, phase_at
+from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
+from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
+from lsgd_jax._src.exchange.step import ExchangeState, Step
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.shared import Shared
+from lsgd_jax._src.trees import Tree
+
+
+NO_PARAMS = "an exchange needs the parameters: call `tx.update(grads, state, params, ...)`"
+
+
+class Exchange(ByValue, optax.GradientTransformationExtraArgs):
+    """The transformation that `exchange` returns.
+
+    It keeps its pulls, so that exchanges compose, and its `check`. Equal calls make equal
+    exchanges, and an exchange pickles as the call that made it.
+    """
+
+    pulls: tuple[Pull, ...] = ()
+    check: Check = "due"
+
+    def phase(self, step: int) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; for host loops."""
+        return phase_at(self.pulls, step)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Returns all phases from the second step on, in the order of their appearance."""
+        return all_phases(self.pulls)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a pull does anything at this step, counted from 1; for host loops."""
+        return self.phase(step) != QUIET
+
+
+@by_value
+def exchange(
+    *given: Pull | Exchange, check: Check = "due", memory: Memory | None = None
+) -> Exchange:
+    r"""Pulls a worker periodically towards a target that a group of workers agrees on.
+
+    With x the worker's parameters, u the update from the transformations before this one,
+    t = 1, 2, … the step, and for each pull in turn z its target, λ its strength, τ its
+    period `every`, o its offset, d its delay:
+
+    .. math::
+      y &\leftarrow x + u \\
+      z &\leftarrow \text{agree}(x, y) && \text{if } t \equiv o - d \pmod \tau \\
+      y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau \\
+      u &\leftarrow y - x
+
+    On all other steps u passes unchanged and nothing is communicated. The message of a
+    delayed pull leaves at the start of step o - d + 1, so that it travels while that step's
+    gradient is computed.
+
+    A loop that counts its steps knows what is due: with ``p = tx.phase(t)``, ``tx.update(
+    grads, state, params, value=loss, phase=p)`` compiles exactly that, without a
+    conditional, once for each of `Exchange.phases`. ``due=False`` is the phase in which
+    nothing is due. A phase other than that of the step count is counted as misplaced.
+
+    The update determines the next x, so an exchange stands **last** in its chain. If x
+    differs at the next step, `diagnostics` counts it as misplaced.
+
+    A worker whose loss or y is not finite does not contribute to the target and takes the
+    whole target, y ← z. Without a target, because no worker of the group is finite, y stays
+    as it is, and elements of y that are not finite stay at x. On a step whose loss is not
+    finite, only elements that stay finite move.
+
+    Leaves of integers, bools and random keys are never exchanged: their updates pass
+    unchanged.
+
+    Args:
+      *given: pulls, in this order. An exchange (any method that pulls) stands for its
+        pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
+      check: when a worker checks that all of x + u is finite. 'due': on steps that
+        communicate. On other steps a finite loss is enough, and the check costs nothing.
+        'every_step': on every step, and a step that is not finite is not taken. Use it if
+        ``optax.apply_if_finite`` is not around the base optimizer and updates are applied
+        by ``optax.apply_updates``, which cannot restore an x that is nan.
+      memory: the `memory` of all pulls. Defaults to that of each pull.
+
+    Returns:
+      A gradient transformation for one worker, for functions in which the rules' axes are
+      bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
+      of parameters narrower than float32 are returned in float32, so that x + u rounds to
+      the target on all workers. `update` takes the worker's loss as ``value=`` or
+      ``loss=``. For the methods that read them it takes the worker's gradient as ``grad=``
+      and its loss as a function of the parameters as ``value_fn=``.
+
+    Raises:
+      ValueError: an argument that is no pull or exchange; in `init`, a leaf to exchange
+        that is complex or narrower than 16 bits; in `update`, no parameters, updates of
+        another structure or shape, the state of another method, or no `value_fn` for a
+        method that reads it.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> tx = lj.exchange(lj.Pull(lj.leader("local"), strength=0.5, every=2))
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
+    >>> state = workers.map(tx.init)(x)
+    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, value=v))
+    >>> for _ in range(2):
+    ...     update, state = step(x, state, loss)
+    ...     print(update.tolist())
+    [0.0, 0.0]
+    [0.0, -4.0]
+    """
+    check_option("check", check, get_args(Check))
+    pulls = tuple(itertools.chain(*map(_pulls_of, given)))
+    if memory is not None:
+        pulls = tuple(dataclasses.replace(pull, memory=memory) for pull in pulls)
+
+    def init(params: Tree) -> Any:
+        _check_dtypes(pulls, params)
+        x = trees.floats(params)
+        return ExchangeState(
+            count=Shared(jnp.zeros([], jnp.int32)),
+            is_finite=jnp.asarray(True),
+            misplaced=jnp.zeros([], jnp.int32),
+            expected=unknown(x),
+            pulls=tuple(kernel.init(pull, x) for pull in pulls),
+        )
+
+    def update(
+        updates,
+        state,
+        params=None,
+        *,
+        value=None,
+        loss=None,
+        grad=None,
+        value_fn=None,
+        due=None,
+        phase=None,
+        **extra_args,
+    ) -> Any:
+        del extra_args
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        check_same_tree("updates", updates, params)
+        loss, extras = loss_of(value, loss), extras_of(pulls, params, grad, value_fn)
+        plan = Plan.of(pulls, due, phase)
+        with naming_the_state(state, lambda: init(params)):
+            return step(updates, state, params, loss, extras, plan)
+
+    def step(updates, state, params, loss, extras, plan) -> Any:
+        x, u = trees.floats(params), trees.widen(trees.floats(updates, like=params))
+        wrong = misplaced(state.expected, x)
+        u, after = advance(pulls, x, u, state, loss, plan, check, extras)
+        # Elements of u can be read only if u is an array of its own. On a quiet step it is
+        # fused with the optimizer and `apply_updates`, and reading it would cost a pass.
+        is_fused = plan.phase == QUIET
+        return trees.refill(u, updates), after._replace(
+            misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
+            expected=unknown(x) if is_fused else sample_after(x, u),
+        )
+
+    transformation = Exchange(with_automatic_axes(init), with_automatic_axes(update))
+    transformation.pulls, transformation.check = pulls, check
+    return transformation
+
+
+def advance(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    state: ExchangeState,
+    loss: Any,
+    plan: Plan,
+    check: Check,
+    extras: Extras,
+) -> tuple[Tree, ExchangeState]:
+    """One step of the kernel: returns u after all due pulls, and the state.
+
+    Args:
+      pulls: the pulls, in order.
+      x, u: the leaves of floats; u in float32 or wider.
+      state: the state before the step.
+      loss: the loss at x, or None.
+      plan: what is due.
+      check: see `exchange`.
+      extras: see `extras_of`.
+    """
+    at = Step(pulls, state, plan, extras)
+    states = at.depart(x, state.pulls)
+    u, states, counts, is_finite = kernel.local(
+        pulls, x, u, loss, states, state.is_finite, at.t, check, extras
+    )
+    u, states, is_finite = at.arrive(x, x, u, states, counts, is_finite)
+    return u, at.after(state, states, is_finite)
+
+
+# Checks
+
+
+def _pulls_of(given: Any) -> tuple[Pull, ...]:
+    if isinstance(given, Exchange):
+        return given.pulls
+    if isinstance(given, Pull):
+        return (given,)
+    hint = "wrap it in lj.Pull(rule, strength, every=...)"
+    if not isinstance(given, Rule):
+        hint = "a base optimizer or an aggregation stands before it in `optax.chain`"
+    raise ValueError(
+        f"`exchange` takes pulls and methods that pull, got {type(given).__name__}: {hint}"
+    )
+
+
+def _check_dtypes(pulls: Sequence[Pull], params: Tree) -> None:
+    """Raises ValueError for a leaf that is complex or narrower than 16 bits."""
+    for pull in pulls:
+        part = parts.select(pull.part, params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not trees.is_float(leaf):
+                raise ValueError(
+                    "leaves that are exchanged must be of float16, bfloat16, float32 or "
+                    f"float64, got {leaf.dtype} at {jax.tree_util.keystr(path)}; exclude "
+                    "it with `part=`"
+                )
+
+
+@contextlib.contextmanager
+def naming_the_state(state: Any, init: Callable[[], Any]) -> Iterator[None]:
+    """Raises ValueError for a state whose structure differs from that of `init`.
+
+    It compares the structures only after another error, because a comparison at every call
+    would be slow.
+    """
+    try:
+        yield
+    except Exception as error:
+        expected = jax.tree.structure(jax.eval_shape(init))
+        if jax.tree.structure(state) == expected:
+            raise
+        raise ValueError(
+            "`state` must be what the `init` of this exchange returned for these "
+            f"parameters, {expected}, got {jax.tree.structure(state)}"
+        ) from error
+
+
+def extras_of(
+    pulls: Sequence[Pull],
+    params: Tree,
+    grad: Tree | None,
+    value_fn: Callable[[Tree], Any] | None,
+) -> Extras:
+    """The further arguments of `update`, on the leaves of floats, that a rule reads.
+
+    Raises:
+      ValueError: a gradient that is no tree like the parameters; no function for a rule
+        that reads `value_fn`, or, once called, one that returns no scalar.
+    """
+    extras = NO_EXTRAS
+    if grad is not None and any(pull.rule.reads_gradient for pull in pulls):
+        check_same_tree("grad", grad, params)
+        extras = extras._replace(grad=trees.floats(grad, like=params))
+    if any(pull.rule.reads_value_fn for pull in pulls):
+        if not callable(value_fn):
+            raise ValueError(
+                "workers judged by peers need `value_fn`, a function from parameters to "
+                "the loss on this worker's batch: call `tx.update(grads, state, params, "
+                f"value=loss, value_fn=f)`, got value_fn={value_fn!r}"
+            )
+        extras = extras._replace(value_fn=lambda y: _measured(value_fn, y, params))
+    return extras
+
+
+def _measured(value_fn: Callable[[Tree], Any], y: Tree, params: Tree) -> Array:
+    """The loss at y, the leaves of floats, with the other leaves of the parameters."""
+    loss = loss_of(value_fn(trees.refill(y, params)), None)
+    if jnp.shape(loss) != ():
+        raise ValueError(f"`value_fn` must return the loss, a scalar, got {loss}")
+    return loss
+
+
+def loss_of(value: Any, loss: Any) -> Any:
+    """Returns the worker's loss, passed by either of its names."""
+    if value is not None and loss is not None and value is not loss:
+        raise ValueError("pass the loss as `value=` or as `loss=`, got both")
+    loss = value if loss is None else loss
+    if loss is None:
+        return None
+    try:
+        array = jnp.asarray(loss)
+        is_real = jnp.issubdtype(array.dtype, jnp.floating)
+        return array if is_real else array.astype(jnp.result_type(float))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`value` must be the worker's loss, a scalar, got value={loss!r}"
+        ) from error

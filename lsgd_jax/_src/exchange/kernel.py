@@ -1,0 +1,485 @@
+"""The step of an exchange: three pure functions of one worker, and their state.
+
+With x the worker's parameters before its own step, y its current parameters, z the target:
+
+    local   runs on every step: rules' own steps, tests for finiteness; never communicates
+    send    the group agrees on z; the only function that communicates
+    land    y ← y + λ (z - y); a worker that is not finite takes the whole of z
+
+Two drivers call them: `exchange` in lock step, inside one program, and
+`asynchronous.pulls`, which awaits the messages between `send` and `land`.
+
+In a chain, until a pull moves it, y is the pair (x, u) with y = x + u. An update is
+therefore bit-identical after a step on which nothing lands. In an `outer` y is itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_option,
+    check_period,
+    check_positive_int,
+)
+from lsgd_jax._src.exchange import parts
+from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
+from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
+from lsgd_jax._src.exchange.traffic import Traffic
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.codec import Line, NarrowLine, WireState
+from lsgd_jax._src.wire.group import Channel, Group
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+Check = Literal["due", "every_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """One pull of an `exchange`: its target, strength, period, delay, and leaves.
+
+    At t ≡ offset - delay (mod every) the group agrees on z; at t ≡ offset (mod every)
+    y ← y + λ(t) (z - y). The message of a delayed pull leaves at the start of the step
+    after the agreement, before that step's gradient, so that it travels meanwhile.
+
+    Attributes:
+      rule: computes the target z.
+      strength: λ in [0, 1], or a schedule of t, which is clipped to [0, 1].
+      every: the period in steps.
+      offset: the step of the period on which the target is applied, 0 ≤ offset < every.
+      delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
+        A delayed pull keeps a copy of its part in the state.
+      part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
+        bool, a list of paths (['head'] includes everything below it), a tree of bools like
+        the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
+        they cost no bytes and no state.
+      wire: the format in which parameters travel: 'float32' (unchanged), 'bfloat16',
+        'int8', 'int4', the last three also with '-stochastic' for stochastic rounding, or a
+        `Wire`. For a format other than 'float32', the state includes what the rule's
+        `keeps` names.
+      memory: where anchors, references, quantization errors and targets in flight are kept
+        between exchanges: on the 'device', or in the memory of its 'host'. State that a
+        rule's `step` reads on every step stays on the device.
+
+    Raises:
+      ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
+        outside the period, an unknown wire format, or one that the rule does not support.
+    """
+
+    rule: Rule
+    strength: optax.ScalarOrSchedule
+    every: int = 1
+    offset: int = 0
+    delay: int = 0
+    part: parts.Part | None = None
+    wire: Wire | WireFormat = "float32"
+    memory: Memory = "device"
+
+    def __post_init__(self):
+        if not isinstance(self.rule, Rule):
+            raise ValueError(
+                "`rule` must be a Rule, such as average() or leader('local'), got "
+                f"rule={self.rule!r}; a method such as diloco(...) is an exchange already"
+            )
+        if not callable(self.strength):
+            check_fraction("strength", self.strength)
+        check_positive_int("every", self.every)
+        check_period("offset", self.offset, self.every)
+        check_period("delay", self.delay, self.every)
+        parts.check_part(self.part)
+        check_option("memory", self.memory, get_args(Memory))
+        if self.is_narrow and self.rule.keeps is None:
+            raise ValueError(
+                "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
+                f"got wire={self.wire!r}"
+            )
+        if Wire.of(self.wire).is_sparse and self.rule.keeps != ("error",):
+            raise ValueError(
+                "`wire` may be 'top-k' only for a rule that sends differences to an anchor "
+                "or center, such as `anchored`, and so keeps the 'error' alone (see "
+                f"`Rule`), got keeps={self.rule.keeps}"
+            )
+
+    def __hash__(self) -> int:
+        # `part` and `strength` are left out: a list of paths and an array have no hash.
+        return hash((self.rule, self.every, self.offset, self.delay, self.wire))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the parameters are encoded for the wire."""
+        return Wire.of(self.wire).format != "float32"
+
+    @property
+    def agrees_at(self) -> int:
+        """The step of the period whose y the agreement is about."""
+        return (self.offset - self.delay) % self.every
+
+    @property
+    def sends_at(self) -> int:
+        """The step of the period on which it communicates: the next one with a delay."""
+        return (self.agrees_at + (self.delay > 0)) % self.every
+
+    def weight(self, t: Array) -> Any:
+        """λ(t), clipped to [0, 1] so that no pull overshoots its target."""
+        if callable(self.strength) or isinstance(self.strength, jax.Array):
+            return jnp.clip(trees.value_at(self.strength, t), 0, 1)
+        return self.strength
+
+
+class Target(NamedTuple):
+    """The outcome of an agreement.
+
+    Attributes:
+      z: a tree like y; per worker.
+      found: bool scalar, whether there is one.
+    """
+
+    z: Tree
+    found: Array
+
+
+class Pending(NamedTuple):
+    """The message of a delayed pull, between its agreement and its landing; per worker.
+
+    Attributes:
+      z: y at the agreement until the message has left, then the target; a tree like the
+        part, in float32 or wider.
+      found: bool scalar: whether this worker takes part, then whether there is a target.
+      x: the parameters before the step of the agreement if the rule reads them, a tree
+        like the part; otherwise ().
+    """
+
+    z: Tree
+    found: Array
+    x: Tree | tuple[()] = ()
+
+
+class PullState(NamedTuple):
+    """The state of one pull.
+
+    Attributes:
+      rule: the rule's own state.
+      pending: a `Pending` if the pull is delayed, otherwise (); per worker.
+      restored: int32 scalar, how often this worker took the whole target because it was not
+        finite; per worker.
+      traffic: the traffic counters; shared.
+      wire: a `WireState`, or () if parameters travel in float32.
+    """
+
+    rule: Any
+    pending: Pending | tuple[()]
+    restored: Array
+    traffic: Traffic
+    wire: Any = ()
+
+    def __lsgd_resized__(self) -> "PullState":
+        """For `resize`: discards a message in flight, which belongs to the old workers."""
+        if not self.pending:
+            return self
+        found = jnp.zeros_like(self.pending.found)
+        return self._replace(pending=self.pending._replace(found=found))
+
+
+def init(pull: Pull, params: Tree) -> PullState:
+    """Returns the state of a pull before the first step."""
+    part, axes = parts.select(pull.part, params), pull.rule.axes
+    if pull.memory == "host":
+        check_host()
+    group = Group(axes)
+    state = PullState(
+        rule=pull.rule.init(part),
+        pending=pending(pull, part, part, jnp.asarray(False)) if pull.delay else (),
+        restored=jnp.zeros([], jnp.int32),
+        traffic=Traffic.zero(axes, pull.every, pull.sends_at),
+        wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
+        if pull.is_narrow
+        else (),
+    )
+    return stored(pull, state)
+
+
+def pending(pull: Pull, x: Tree, y: Tree, is_finite: Array) -> Pending:
+    """Returns the operands of a delayed agreement; `send_pending` reads them."""
+    return Pending(trees.widen(y), is_finite, x if pull.rule.reads_x else ())
+
+
+def stored(pull: Pull, state: PullState) -> PullState:
+    """Moves the state to where it is kept between exchanges."""
+    return _kept_in(pull, state, to_host)
+
+
+def fetched(pull: Pull, state: PullState) -> PullState:
+    """Moves the state to the device, for an exchange."""
+    return _kept_in(pull, state, to_device)
+
+
+def _kept_in(pull: Pull, state: PullState, move: Callable[[Tree], Tree]) -> PullState:
+    if pull.memory == "device":
+        return state
+    is_idle = pull.rule.step is silent
+    return state._replace(
+        rule=move(state.rule) if is_idle else state.rule,
+        pending=move(state.pending),
+        wire=move(state.wire),
+    )
+
+
+def local(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    loss: Any,
+    states: Sequence[PullState],
+    is_finite: Array,
+    t: Array,
+    check: Check = "due",
+    extras: Extras = NO_EXTRAS,
+) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...], Array]:
+    """One step of a worker by itself: y = x + u after the rules' own steps.
+
+    Args:
+      pulls: the pulls. Their own steps run in reverse order, the widest level first.
+      x, u: the parameters and the update; u in float32 or wider.
+      loss: the loss at x, or None.
+      states: the pulls' states.
+      is_finite: bool scalar, False for a worker that waits to be restored.
+      t: int32 scalar, the step.
+      check: see `exchange`.
+      extras: the further arguments of `update`, for rules that read them.
+
+    Returns:
+      (u, states, counts, is_finite). counts: for each pull, whether loss and rule let this
+      worker take part.
+    """
+    u, states, counts = step_rules(pulls, x, u, loss, states, t, extras)
+    if check == "every_step":
+        is_finite &= trees.all_finite(trees.plus(x, u))
+    u = settle(x, u, is_finite_loss(loss) & (check == "due"), is_finite)
+    return u, states, counts, is_finite
+
+
+def step_rules(
+    pulls: Sequence[Pull],
+    x: Tree,
+    u: Tree,
+    loss: Any,
+    states: Sequence[PullState],
+    t: Array,
+    extras: Extras = NO_EXTRAS,
+) -> tuple[Tree, tuple[PullState, ...], tuple[Array, ...]]:
+    """`local` without the treatment of non-finite steps: (u, states, counts)."""
+    stepped, counts = [], []
+    has_loss = is_finite_loss(loss)
+    for pull, state in reversed(list(zip(pulls, states))):
+        mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
+        more, grad = {}, extras.grad
+        if pull.rule.reads_gradient:
+            more["grad"] = None if grad is None else parts.select(pull.part, grad)
+        after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t, **more)
+        # A silent rule returns its arguments, so there is nothing to put back.
+        if not trees.is_same(after, mine):
+            u = parts.put_back(pull.part, after, u)
+        traffic = state.traffic.of(pull.every, pull.sends_at)
+        state = state._replace(rule=rule_state, traffic=traffic)
+        stepped.append(stored(pull, state))  # a loaded checkpoint may be on the device
+        counts.append(has_loss & finite)
+    return u, tuple(stepped[::-1]), tuple(counts[::-1])
+
+
+def send(
+    pull: Pull,
+    channel: Channel | None,
+    x: Tree,
+    y: Tree,
+    state: PullState,
+    is_finite: Array,
+    t: Array,
+    value_fn: Callable[[Tree], Array] | None = None,
+) -> tuple[Target, PullState, float]:
+    """Agrees on the target with the group. It is the only function that communicates.
+
+    Args:
+      pull: the pull.
+      channel: carries the messages. Defaults to collectives over the rule's axes.
+      x, y: the leaves of the pull's part, before the worker's own step and now.
+      state: the pull's state.
+      is_finite: bool scalar, whether this worker takes part.
+      t: int32 scalar, the step.
+      value_fn: a tree like y -> the loss on this worker's batch, for rules that read it.
+
+    Returns:
+      (target, state, bytes_sent). bytes_sent is known while tracing.
+    """
+    axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
+    channel = Group(axes).channel if channel is None else channel
+    line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
+    more = {"value_fn": value_fn} if pull.rule.reads_value_fn else {}
+    z, found, rule_state = pull.rule.agree(
+        Group(axes, line), x, y, state.rule, is_finite, t, **more
+    )
+    state = state._replace(
+        rule=_in_the_form_of(state.rule, rule_state),
+        traffic=state.traffic.sent(line.bytes_sent),
+        wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
+    )
+    return Target(z, jnp.asarray(found)), stored(pull, state), line.bytes_sent
+
+
+def send_pending(
+    pull: Pull,
+    like: Tree,
+    state: PullState,
+    t: Array,
+    value_fn: Callable[[Tree], Array] | None = None,
+) -> tuple[PullState, float]:
+    """Sends the message of a delayed pull: `send` with what the state has kept.
+
+    The operands stand in the state, so nothing of this step's gradient depends on the
+    collectives, and XLA may compute it while they run.
+
+    Args:
+      pull: a pull with a delay.
+      like: a tree like the pull's part, for its dtypes.
+      state: the pull's state after the step of the agreement.
+      t: int32 scalar, the step of the agreement.
+      value_fn: see `send`.
+
+    Returns:
+      (state, bytes_sent): the state with the target in place of what was kept.
+    """
+    kept: Any = fetched(pull, state).pending
+    y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
+    x = kept.x if pull.rule.reads_x else y
+    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, value_fn)
+    arrived = kept._replace(z=trees.widen(target.z), found=target.found)
+    return stored(pull, state._replace(pending=arrived)), bytes_sent
+
+
+def _in_the_form_of(before: Tree, after: Tree) -> Tree:
+    """Returns the state `after`, with `Shared` nodes in the places where `before` has them.
+
+    A state from an `init` outside of mapped functions did not know the number of workers.
+    """
+    treedef, leaves = jax.tree.structure(before), jax.tree.leaves(after)
+    return treedef.unflatten(leaves) if treedef.num_leaves == len(leaves) else after
+
+
+def land(
+    pull: Pull,
+    x: Tree | None,
+    u: Tree,
+    target: Target | Pending,
+    state: PullState,
+    is_finite: Array,
+    t: Array,
+) -> tuple[Tree, PullState, Array]:
+    """Moves y = x + u towards the target; a worker that is not finite takes it whole.
+
+    Args:
+      pull: the pull.
+      x, u: the worker's parameters and update, as any trees like `target.z`. If x is None,
+        u is y itself.
+      target: see `send`.
+      state: the pull's state.
+      is_finite: bool scalar, whether y is finite and the worker took part.
+      t: int32 scalar, the step.
+
+    Returns:
+      (u, state, restored). restored: whether the worker took the whole target because it
+      was not finite.
+    """
+    u = move(x, u, target.z, pull.weight(t), target.found, is_finite)
+    restored = target.found & ~is_finite
+    state = state._replace(restored=state.restored + restored.astype(jnp.int32))
+    if pull.delay and pull.is_narrow:
+        wire = fetched(pull, state).wire.without_error(restored)
+        state = stored(pull, state._replace(wire=wire))
+    return u, state, restored
+
+
+def is_finite_loss(loss: Any) -> Array:
+    """Whether the loss is finite: a bool scalar, True without a loss."""
+    return jnp.asarray(True) if loss is None else jnp.isfinite(loss).all()
+
+
+# The motion of a worker, leaf by leaf: by its own step, and by a pull.
+#
+# A scalar decision about a worker is a factor, or a value to fill in for elements that are
+# not finite. It is not the condition of a `where`: XLA's CPU compiler would split a loop at
+# each scalar condition, and compile time would grow several times.
+
+
+def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
+    """Returns the u of a worker's own step, or 0 unless the worker is finite.
+
+    If the step is not trusted, elements of u that are not finite become 0. Where x is not
+    finite, u becomes nan, so that x stays not finite until an exchange replaces it.
+    """
+    fill = jnp.where(trusted & is_finite, jnp.nan, 0.0)
+    fill, moves = trees.materialized(fill, jnp.where(is_finite, 1.0, 0.0))
+
+    def leaf(x: Array, u: Array) -> Array:
+        step = trees.where_finite(u, u, fill.astype(u.dtype)) * moves.astype(u.dtype)
+        return trees.where_finite(x, step, jnp.nan)
+
+    return jax.tree.map(leaf, x, u)
+
+
+def stay(x: Tree | None, u: Tree) -> Tree:
+    """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
+    if x is None:
+        return u
+    keep = lambda x: trees.where_finite(x, lax.full(x.shape, 0, x.dtype), jnp.nan)
+    leaf = lambda x, u: jnp.where(jnp.isfinite(u), u, keep(x).astype(u.dtype))
+    return jax.tree.map(leaf, x, u)
+
+
+def position(x: Tree | None, u: Tree) -> Tree:
+    """Returns y: x + u in the dtypes of x, or u itself without an x."""
+    return u if x is None else trees.plus(x, u)
+
+
+def move(
+    x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array
+) -> Tree:
+    """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
+
+    It moves x to z itself if λ is 1 or the worker is not finite. Without a target, and for
+    elements that do not move, u is bit-identical. `apply_updates` replaces an x that is not
+    finite.
+    """
+    whole = found & (~is_finite | (weight == 1))
+    weight = jnp.asarray(weight, jnp.result_type(float))
+    keep, pull = (
+        jnp.where(whole, 0.0, 1.0),
+        jnp.where(whole, 1.0, jnp.where(found, weight, 0.0)),
+    )
+    keep, pull, fill = trees.materialized(keep, pull, jnp.where(found, 0.0, jnp.nan))
+
+    def towards(y: Array, z: Array) -> Array:
+        wide = trees.widened(y)
+        near = trees.where_finite(wide, wide, fill.astype(wide.dtype))
+        near = near * keep.astype(wide.dtype)
+        z = trees.finite_part(z.astype(wide.dtype))
+        # Rounded to the dtype of x, so that x + u rounds to the same value on all workers.
+        return (near + pull.astype(wide.dtype) * (z - near)).astype(y.dtype)
+
+    def moved(y: Array, z: Array) -> Array:
+        to = towards(y, z)
+        return jnp.where(to == y, y, to)
+
+    def update(x: Array, u: Array, z: Array) -> Array:
+        y = (x + u).astype(x.dtype)
+        to = towards(y, z)
+        step = trees.widened(to) - trees.finite_part(trees.widened(x))
+        return jnp.where(to == y, u, step.astype(u.dtype))
+
+    return jax.tree.map(moved, u, z) if x is None else jax.tree.map(update, x, u, z)

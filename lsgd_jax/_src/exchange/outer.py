@@ -1,0 +1,221 @@
+"""outer: the kernel in lock step, around the training step of any framework.
+
+It is the counterpart of `exchange` for training steps that return new parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import ByValue, by_value
+from lsgd_jax._src.checks import check_same_tree
+from lsgd_jax._src.exchange import exchange as lock_step
+from lsgd_jax._src.exchange import kernel
+from lsgd_jax._src.exchange.exchange import Exchange
+from lsgd_jax._src.exchange.phases import Phase, Plan
+from lsgd_jax._src.exchange.rule import Extras
+from lsgd_jax._src.exchange.step import ExchangeState, Step
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.trees import Tree
+
+
+class OuterState(NamedTuple):
+    """The state of an `outer`.
+
+    Attributes:
+      exchange: the pulls' states; `misplaced` counts the due pulls that ``due=False``
+        omitted.
+      before: x, the parameters that the last `step` returned, if a rule depends on x or
+        every step is checked; otherwise (); per worker.
+    """
+
+    exchange: ExchangeState
+    before: Tree | tuple[()]
+
+
+class Outer(ByValue):
+    """A method around a training step; `outer` returns it.
+
+    Attributes:
+      method: the method that pulls.
+      remembers: whether the state has a copy of the parameters, `OuterState.before`.
+    """
+
+    def __init__(self, method: Exchange):
+        self.method = method
+        self.remembers = method.check == "every_step" or any(
+            pull.rule.reads_x for pull in method.pulls
+        )
+
+    def __repr__(self) -> str:
+        rules = ", ".join(f"every {pull.every}" for pull in self.method.pulls)
+        return f"outer({len(self.method.pulls)} pulls: {rules})"
+
+    @with_automatic_axes
+    def init(self, params: Tree) -> OuterState:
+        """Returns the state before the first step.
+
+        Call it inside a function of one worker, where starts may differ, or outside of all
+        mapped functions, where all workers start from these parameters.
+        """
+        state: Any = self.method.init(params)
+        before = trees.floats(params) if self.remembers else ()
+        # () and not an array of size 0, on which a `shard_map` of jax 0.11.2 crashes.
+        return OuterState(state._replace(expected=()), before)
+
+    @with_automatic_axes
+    def step(
+        self,
+        params: Tree,
+        state: OuterState,
+        *,
+        loss: Any = None,
+        value: Any = None,
+        grad: Tree | None = None,
+        value_fn: Callable[[Tree], Any] | None = None,
+        due: bool | None = None,
+        phase: Phase | None = None,
+    ) -> tuple[Tree, OuterState]:
+        """Returns the parameters and the state after the pulls that are due at this step.
+
+        Args:
+          params: y, the parameters that the training step returned.
+          state: the state from `init` or the last step.
+          loss: the loss of this step, a scalar. Methods that elect a leader need it, and a
+            worker whose loss is not finite is left out.
+          value: another name for `loss`.
+          grad: the gradient of this step, a tree like the parameters, for methods that
+            read it.
+          value_fn: params -> the loss on this worker's batch, a scalar, for methods that
+            judge workers by their peers.
+          due: True or False compiles the step with or without the pulls (see `is_due`).
+            With None, the step count in the state decides at run time.
+          phase: what `phase(t)` returned for this step: exactly that is compiled, without
+            a conditional. A static value of the compiled function.
+
+        Raises:
+          ValueError: parameters or a state of another structure or shape than those of
+            `init`; no loss or `value_fn` for a method that needs it.
+        """
+        loss = lock_step.loss_of(value, loss)
+        extras = lock_step.extras_of(self.method.pulls, params, grad, value_fn)
+        plan = Plan.of(self.method.pulls, due, phase)
+        run = self._from_before if self.remembers else self._from_here
+        with lock_step.naming_the_state(state, lambda: self.init(params)):
+            return run(params, state, loss, extras, plan)
+
+    def phase(self, step: int) -> Phase:
+        """Returns what the pulls do at this step, counted from 1; for host loops."""
+        return self.method.phase(step)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Returns all phases from the second step on."""
+        return self.method.phases()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a pull does anything at this step, counted from 1; for host loops."""
+        return self.method.is_due(step)
+
+    def _from_before(
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
+    ) -> Any:
+        """With x known, the step is that of `exchange` with u = y - x."""
+        x, y, before = state.before, trees.floats(params), state.exchange
+        check_same_tree("params", y, x)
+        # Where x is not finite, `apply_updates` uses u as the parameter itself.
+        gap = lambda x, y: trees.widened(y) - trees.finite_part(trees.widened(x))
+        u = jax.tree.map(gap, x, y)
+        at = Step(self.method.pulls, before, plan, extras)
+        states = at.depart(y, before.pulls)
+        stepped, states, counts, is_finite = kernel.local(
+            self.method.pulls,
+            x,
+            u,
+            loss,
+            states,
+            before.is_finite,
+            at.t,
+            self.method.check,
+            extras,
+        )
+        # x + (y - x) may round to a neighbor of y, so elements that did not move keep y.
+        keep = lambda y, z, u, moved: jnp.where((u == moved) & jnp.isfinite(y), y, z)
+        y = jax.tree.map(keep, y, trees.apply_updates(x, stepped), u, stepped)
+        y, states, is_finite = at.arrive(x, None, y, states, counts, is_finite)
+        after = OuterState(at.after(before, states, is_finite), y)
+        return trees.refill(y, params), after
+
+    def _from_here(
+        self, params: Tree, state: OuterState, loss: Any, extras: Extras, plan: Plan
+    ) -> Any:
+        """With y alone, the rules' own steps start from x = y and u = 0."""
+        before, y = state.exchange, trees.floats(params)
+        at = Step(self.method.pulls, before, plan, extras)
+        states, still = at.depart(y, before.pulls), trees.zeros(y)
+        u, states, counts = kernel.step_rules(
+            self.method.pulls, y, still, loss, states, at.t, extras
+        )
+        if not trees.is_same(u, still):
+            y = trees.plus(y, u)
+        y, states, is_finite = at.arrive(y, None, y, states, counts, before.is_finite)
+        after = OuterState(at.after(before, states, is_finite), ())
+        return trees.refill(y, params), after
+
+
+@by_value
+def outer(method: Exchange) -> Outer:
+    r"""Applies a method around any training step: parameters in, parameters out.
+
+    With y the parameters after the training step, t = 1, 2, … the step, and for each pull
+    of the method z its target, λ its strength, τ its period, o its offset, d its delay (see
+    `exchange`):
+
+    .. math::
+      z &\leftarrow \text{agree}(y) && \text{if } t \equiv o - d \pmod \tau \\
+      y &\leftarrow y + \lambda(t) \, (z - y) && \text{if } t \equiv o \pmod \tau
+
+    On all other steps the parameters pass unchanged and nothing is communicated. The
+    training step may use any optimizer, also one that is not from optax. The numbers are
+    those of ``optax.chain(optimizer, method)``, but no chain can be in the wrong order.
+
+    The state keeps a copy of x, the parameters before the training step, if the method's
+    rule depends on x (``order="combine_then_adapt"``, `dpsgd`, `sgp`, `osgp`, `parle`,
+    `grawa`) or with ``check="every_step"``. All other methods cannot undo a step: a worker
+    that is not finite continues until the next pull restores it.
+
+    Args:
+      method: any method that pulls, with all its options. With ``axes=()`` the worker is
+        alone in its group, so that ``outer(diloco(axes=()))`` is an outer optimizer around
+        one worker and needs no axis.
+
+    Returns:
+      An `Outer`: ``init(params) -> state``, ``step(params, state, loss=...) -> (params,
+      state)``, ``is_due(t) -> bool``.
+
+    Raises:
+      ValueError: an argument that is no method that pulls.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> o = lj.outer(lj.local_sgd(period=2))
+    >>> def train_step(x, state):
+    ...     loss, gradient = jax.value_and_grad(lambda x: (x - 3.0) ** 2)(x)
+    ...     return o.step(x - 0.1 * gradient, state, loss=loss)
+    >>> x = workers.put(jnp.array([0.0, 8.0]))
+    >>> state, step = workers.map(o.init)(x), workers.map(train_step)
+    >>> for _ in range(2):
+    ...     x, state = step(x, state)
+    ...     print(x.round(3).tolist())
+    [0.6, 7.0]
+    [3.64, 3.64]
+    """
+    if not isinstance(method, Exchange):
+        raise ValueError(
+            "`method` must be a method that pulls, such as diloco(...), lsgd(...) or an "
+            f"exchange(...), got method={method!r}"
+        )
+    return Outer(method)

@@ -1,0 +1,102 @@
+"""Rule: the target of a pull, and the parameters at which it is computed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import ByValue, by_value
+from lsgd_jax._src.checks import check_option
+from lsgd_jax._src.shared import Axes
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.group import Group
+
+
+Order = Literal["adapt_then_combine", "combine_then_adapt"]
+Kept = Literal["reference", "error"]
+
+
+class Extras(NamedTuple):
+    """Arguments of `update` for the rules that read them.
+
+    Attributes:
+      grad: the worker's gradient at x, a tree like x, or None; per worker.
+      value_fn: params -> the loss on this worker's batch, a float scalar, or None.
+    """
+
+    grad: Tree | None = None
+    value_fn: Callable[[Tree], Array] | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+def silent(u: Tree, x: Tree, state: Any, loss: Array | None, t: Array) -> Any:
+    """The `Rule.step` of a rule that does nothing between its exchanges."""
+    del x, loss, t
+    return u, state, True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule(ByValue):
+    """The target of a pull: three pure functions for one worker, and their group.
+
+    x are the worker's parameters, u its update, y = x + u (after the pulls before this
+    one), t = 1, 2, … the step, loss the worker's loss at x or None.
+
+    Attributes:
+      axes: the mesh axes of the group.
+      init: params -> state.
+      agree: (group, x, y, state, is_finite, t) -> (z, found, state), called on due steps.
+        It is the only function that communicates, through `group`. is_finite: bool scalar,
+        whether this worker takes part: its loss, its y and the result of `step` are finite.
+        z: the target, a tree like y. found: bool scalar, whether there is a target.
+      step: (u, x, state, loss, t) -> (u, state, is_finite), called on every step; never
+        communicates.
+      keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last
+        target, if it calls `broadcast`, or `masked_mean` without a reference of its own;
+        'error' if it calls `masked_mean` or `masked_sum`; () if it only permutes and
+        pushes. With None, parameters travel in float32 only.
+      reads_gradient: whether `step` also takes ``grad=``, the worker's gradient: a tree
+        like x, or None if `update` was called without one.
+      reads_value_fn: whether `agree` also takes ``value_fn=``: a function from a tree like
+        y to the loss on this worker's batch, a float scalar. `update` then needs one.
+      reads_x: whether the target or `step` depends on x, the parameters before the worker's
+        own step, and not only on y. `outer` then keeps a copy of x.
+    """
+
+    axes: Axes
+    init: Callable[[Tree], Any]
+    agree: Callable[[Group, Tree, Tree, Any, Array, Array], tuple[Tree, Array, Any]]
+    step: Callable[..., tuple[Tree, Any, Any]] = silent
+    keeps: tuple[Kept, ...] | None = None
+    reads_x: bool = True
+    reads_gradient: bool = False
+    reads_value_fn: bool = False
+
+
+@by_value
+def combine_then_adapt(rule: Rule) -> Rule:
+    """Returns the rule computed at x, with the step y - x added: z + (y - x)."""
+
+    def agree(group, x, y, state, is_finite, t, **extras):
+        z, found, state = rule.agree(group, x, x, state, is_finite, t, **extras)
+
+        def add_step(z, x, y):
+            wide = trees.widened(z)
+            step = trees.widened(y) - trees.widened(x)
+            return wide + jnp.where(is_finite, step.astype(wide.dtype), 0)
+
+        return jax.tree.map(add_step, z, x, y), found, state
+
+    return dataclasses.replace(rule, agree=agree, reads_x=True)
+
+
+def in_order(rule: Rule, order: Order) -> Rule:
+    """Returns the rule as it is, or computed at x, as `order` says."""
+    check_option("order", order, get_args(Order))
+    return combine_then_adapt(rule) if order == "combine_then_adapt" else rule

@@ -1,0 +1,254 @@
+"""MeshChannel: a group's messages as collectives of one compiled program.
+
+All code is written for ONE worker, which names its group by mesh axes. Small leaves of a
+tree travel in one buffer per dtype, because each collective call has a fixed cost.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
+from lsgd_jax._src.shared import WORKER_AXES, named
+from lsgd_jax._src.trees import Tree, widen
+from lsgd_jax._src.wire.packing import Packing, cut, uncut
+
+
+Permutation = Sequence[tuple[int, int]] | Array
+
+# With several workers on a device, `Workers` may split an axis in two: the devices along
+# it, and the slots of one device (a vmapped axis).
+DEVICE, SLOT = "{}_device", "{}_slot"
+
+
+class MeshChannel:
+    """Collectives over mesh axes; see `group.Channel`.
+
+    Args:
+      axes: the names of the axes.
+    """
+
+    transposes = True
+
+    def __init__(self, axes: Sequence[str]):
+        self._axes = tuple(axes)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of the axes in jax here, without axes of size 1."""
+        found = []
+        for axis in self._axes:
+            whole, *parts = parts_of(axis)
+            known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
+            if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
+                continue  # under a vmap over 'node' alone, 'local' has one worker
+            if not known:
+                raise NameError(
+                    f"no axis {axis!r} here: call this inside `Workers.map` (or "
+                    f"`jax.shard_map`) on a mesh with an axis {axis!r}"
+                )
+            found += known
+        return tuple(name for name in found if lax.axis_size(name) > 1)
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return math.prod(lax.axis_size(name) for name in self._names)
+
+    @property
+    def index(self) -> Array:
+        """This worker's index, row-major over the axes: int32, varying."""
+        position = jnp.int32(0)
+        for name in self._names:
+            position = position * lax.axis_size(name) + lax.axis_index(name)
+        return position
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the group is all workers of the node × local grid.
+
+        Outside of mapped functions, where no axis is bound, only a group along 'local' is
+        known to be a part of the workers.
+        """
+        if not any_bound((*WORKER_AXES, *self._axes)):
+            return self._axes != WORKER_AXES[1:]
+        own = set(map(named, self._axes))
+        others = [axis for axis in WORKER_AXES if named(axis) not in own]
+        parts = itertools.chain(*map(parts_of, others))
+        return math.prod(lax.axis_size(part) for part in parts if is_bound(part)) == 1
+
+    def gather(self, x: Array) -> Array:
+        """All workers' x, stacked in the order of `index`: shape [size, ...]."""
+        devices, slots = self._devices_and_slots()
+        # Vmapped axes can only be gathered one at a time: the innermost comes first.
+        stacked = x
+        for name in reversed(slots):
+            stacked = lax.all_gather(stacked, name)
+        if devices:
+            stacked = lax.all_gather(stacked, devices)
+        return stacked.reshape(self.size, *x.shape)
+
+    def transpose(self, x: Array) -> Array:
+        """Row i of worker j becomes row j of worker i: shape [size, ...] in and out."""
+        devices, slots = self._devices_and_slots()
+        sizes = [math.prod(map(lax.axis_size, devices)), *map(lax.axis_size, slots)]
+        rows = x.reshape(*sizes, *x.shape[1:])
+        # Vmapped axes can only be exchanged one at a time.
+        for d, names in enumerate([devices, *slots]):
+            if names:
+                rows = lax.all_to_all(rows, names, d, d, tiled=True)
+        return rows.reshape(x.shape)
+
+    def add(self, x: Array) -> Array:
+        """The sum of all workers' x."""
+        return lax.psum(x, self._names) if self._names else x
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """The tree of worker `source`, sent to the whole group."""
+
+        def send(tree: Tree, source: Array) -> Tree:
+            mine = self.index == source
+            # With a product instead of `where`, 0 * nan would leak other workers' nan.
+            add_up = lambda x: lax.psum(jnp.where(mine, x, 0), self._names)
+            return _packed(lambda x: _in_whole_words(add_up, x), tree)
+
+        return shard_by_shard(send, tree, jnp.asarray(source), out=lambda specs, *_: specs)
+
+    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+        """The sum or mean of the trees of the workers for which `where` holds."""
+
+        def add_up(tree: Tree, where: Array) -> tuple[Tree, Array]:
+            summed = (widen(tree), where.astype(jnp.float32))
+            packing = Packing(summed)
+            take_part = lambda x: jnp.where(where, x, 0)
+            sums = [lax.psum(take_part(x), self._names) for x in packing.pack(summed)]
+            total, count = packing.unpack(sums)
+            if mean:
+                means = [s / count.astype(s.dtype) for s in sums]
+                total, _ = packing.unpack(means)
+            return total, count
+
+        return shard_by_shard(add_up, tree, where, out=lambda specs, *_: (specs, Spec()))
+
+    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+        """Each worker's tree sent along a permutation of the group.
+
+        A permutation that depends on the step is an array [size] of sources, -1 for none.
+        Such a tree travels twice: its i-th part goes to worker i, and on to where it
+        belongs. Both times every worker sends to every other, so one program serves all
+        permutations.
+        """
+        if isinstance(permutation, Array):
+            through_all = lambda x: self._through_all(x, permutation)
+            return shard_by_shard(
+                lambda tree: _packed(through_all, tree), tree, out=lambda specs: specs
+            )
+        check_permutation(permutation, self.size)
+        devices, slots = self._devices_and_slots()
+        along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
+        return shard_by_shard(
+            lambda tree: _packed(along, tree), tree, out=lambda specs: specs
+        )
+
+    def _through_all(self, x: Array, sources: Array) -> Array:
+        if not x.size:
+            return x
+        parts = self.transpose(cut(x, self.size))
+        has_source = sources.reshape(-1, *(1,) * (parts.ndim - 1)) >= 0
+        onward = jnp.where(has_source, parts[sources], 0)
+        return uncut(self.transpose(onward), x.shape)
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        """`lax.switch`."""
+        return lax.switch(r, branches, operand)
+
+    def _devices_and_slots(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the axes across devices, and of the vmapped axes inside a device."""
+        across = jax.sharding.get_abstract_mesh().axis_names
+        names = self._names
+        return (
+            tuple(name for name in names if name in across),
+            tuple(name for name in names if name not in across),
+        )
+
+
+def _packed(collective: Callable[[Array], Array], tree: Tree) -> Tree:
+    """Applies a collective to a few buffers in place of the leaves."""
+    packing = Packing(tree)
+    return packing.unpack([collective(buffer) for buffer in packing.pack(tree)])
+
+
+def _in_whole_words(collective: Callable[[Array], Array], x: Array) -> Array:
+    """Applies an element-wise collective to uint16 as pairs in words of 32 bits.
+
+    GPUs add no integers of 16 bits: XLA would send each in 32.
+    """
+    if x.dtype != jnp.uint16 or may_be_sharded():
+        return collective(x)
+    half = -(-x.size // 2)
+    first, second = jnp.pad(x.ravel(), (0, 2 * half - x.size)).reshape(2, half)
+    words = collective(first.astype(jnp.uint32) | second.astype(jnp.uint32) << 16)
+    halves = words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)
+    return jnp.concatenate(halves)[: x.size].reshape(x.shape)
+
+
+# The names of axes
+
+
+def parts_of(axis: str) -> tuple[str, str, str]:
+    """The name of an axis, and its two names if it is split."""
+    axis = named(axis)
+    return axis, DEVICE.format(axis), SLOT.format(axis)
+
+
+def is_bound(name: str) -> bool:
+    """Whether an axis name is bound in the function that is being traced."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def any_bound(axes: Sequence[str]) -> bool:
+    """Whether at least one of the axes is bound here, as a whole or in parts."""
+    return any(map(is_bound, itertools.chain(*map(parts_of, axes))))
+
+
+# Permutations
+
+
+def check_permutation(permutation: Permutation, size: int) -> None:
+    """Raises ValueError unless sources and destinations are in range and occur once."""
+    for side, indices in zip(("source", "destination"), zip(*permutation)):
+        if len(set(indices)) < len(indices):
+            raise ValueError(f"every {side} may occur once, got {permutation=}")
+        if not all(0 <= i < size for i in indices):
+            raise ValueError(
+                f"indices must lie in 0..{size - 1} for a group of {size} "
+                f"workers, got {permutation=}"
+            )
+
+
+def _send_along(
+    x: Array, permutation: Permutation, devices: tuple[str, ...], slots: MeshChannel
+) -> Array:
+    """`lax.ppermute` over a group of devices with several workers (slots) each."""
+    if not slots._axes:
+        return lax.ppermute(x, devices, permutation) if devices else x
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for source, target in permutation:
+        (d, s), (e, t) = divmod(source, slots.size), divmod(target, slots.size)
+        lanes.setdefault((s, t), []).append((d, e))
+    rows = slots.gather(x)  # every slot of this device
+    arrived = jnp.zeros_like(rows)
+    for (s, t), pairs in lanes.items():
+        row = lax.ppermute(rows[s], devices, pairs) if devices else rows[s]
+        arrived = arrived.at[t].add(row)
+    return arrived[slots.index]

@@ -1,0 +1,332 @@
+"""Group: the workers of one agreement, and the channel that carries their messages.
+
+All code is written for ONE worker, which names its group by mesh axes. A channel has two
+forms: collectives inside one compiled program (`collectives.MeshChannel`), and messages
+between asynchronous workers (`asynchronous.messages.MessageChannel`). Neither changes while
+a rule is traced. Counters and memory of one agreement are kept by its `codec.Line`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lsgd_jax._src.checks import check_auto_mesh
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.layouts import shard_by_shard
+from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
+from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
+from lsgd_jax._src.wire.codec import Line
+from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
+from lsgd_jax._src.wire.shares import Shares
+
+
+class Channel(Protocol):
+    """Carries the messages of one group, as one of its workers sees it.
+
+    Attributes:
+      size: the number of workers in the group.
+      index: this worker's index in the group, int32; varying.
+      is_all: whether the group is all workers.
+      transposes: whether it has `transpose` and `add`, which only compiled programs have.
+    """
+
+    transposes: bool
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> Array: ...
+
+    @property
+    def is_all(self) -> bool: ...
+
+    def gather(self, x: Array) -> Array:
+        """All workers' x, [size, ...]. A failed worker's row is nan, or 0 for integers."""
+        ...
+
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """The tree of worker `source`."""
+        ...
+
+    def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
+        """The sum or mean over the workers for which `where` holds, and their number."""
+        ...
+
+    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+        """The tree of this worker's source, or zeros without a source."""
+        ...
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        """The result of branch r; r is the same for the whole group."""
+        ...
+
+
+class Group:
+    """The workers along some mesh axes, as one of them sees them.
+
+    Args:
+      axes: one or several names that `Workers.map` or `jax.shard_map` binds.
+      line: carries the messages. Defaults to collectives over the axes.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=1, locals=2)
+    >>> mean = workers.map(lambda x: lj.Group("local").mean(x))
+    >>> mean(workers.put(jnp.array([1.0, 4.0]))).tolist()
+    [2.5, 2.5]
+    """
+
+    def __init__(self, axes: Axes, line: Line | None = None):
+        self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
+        self._line = Line(MeshChannel(self.axes)) if line is None else line
+
+    # Members
+
+    @property
+    def channel(self) -> Any:
+        """The `Channel` that carries the messages."""
+        return self._line.channel
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the axes are bound here, so that the group has a size."""
+        # If other worker axes are bound, asking for the size of this group raises.
+        return not self.axes or any_bound((*self.axes, *WORKER_AXES))
+
+    @property
+    def size(self) -> int:
+        """The number of workers in the group."""
+        return self.channel.size
+
+    @property
+    def index(self) -> Array:
+        """This worker's index in the group, row-major over the axes: int32, varying."""
+        return self.channel.index
+
+    def shared(self, tree: Tree) -> Shared:
+        """Marks a tree as equal in the group."""
+        is_all = self.channel.is_all
+        return Shared(tree) if is_all else Shared(tree, dict.fromkeys(self.axes))
+
+    def start(self, params: Tree) -> Shared[Tree]:
+        """Returns the mean of the finite starts, in float32 or wider.
+
+        Outside of mapped functions, where no axis is bound, all workers start from the same
+        parameters, which are then the mean.
+        """
+        if not self.is_bound:
+            return Shared(widen(params))
+        mean, _ = self.masked_mean(params, all_finite(params))
+        return self.shared(mean)
+
+    # Messages
+
+    @with_automatic_axes
+    def gather(self, x: Array) -> Array:
+        """Returns all workers' x, stacked in the order of `index`: shape [size, ...].
+
+        The row of an asynchronous worker that has failed is nan, or 0 for integers.
+        """
+        return self._line.gather(x)
+
+    def transpose(self, x: Array) -> Array:
+        """Sends row i of x to worker i; row j of the result comes from worker j.
+
+        Args:
+          x: [size, ...]; varying. Only in compiled programs, not between asynchronous
+            workers.
+        """
+        return self._line.transpose(x)
+
+    def add(self, x: Array, times: int = 1) -> Array:
+        """Returns the sum of all workers' x; in a loop it counts as so many messages."""
+        return self._line.add(x, times)
+
+    @with_automatic_axes
+    def elect(self, score: Array) -> tuple[Array, Array]:
+        """Elects the worker with the lowest score; ties go to the lowest index.
+
+        Args:
+          score: float scalar, varying. A worker with a score that is not finite is never
+            elected.
+
+        Returns:
+          (leader, found): the index of the leader in the group (int32), and whether any
+          worker had a finite score (bool). Both are the same for the whole group.
+        """
+        return lowest(self.gather(score))
+
+    @with_automatic_axes
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """Sends the tree of worker `source` (an index in the group) to the whole group."""
+        return self._line.broadcast(tree, source)
+
+    @with_automatic_axes
+    def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
+        """Sum over the workers for which `where` (bool, varying) holds.
+
+        Args:
+          tree: the summands; varying. A worker that is masked out may hold nan or inf.
+          where: whether this worker takes part.
+
+        Returns:
+          (sums, count): a tree in float32 or wider, and the number of workers that took
+          part (float32 scalar). Both are the same for the whole group, and travel together.
+        """
+        return self._line.sum(tree, jnp.asarray(where))
+
+    @with_automatic_axes
+    def masked_mean(
+        self, tree: Tree, where: Array | bool = True, reference: Tree | None = None
+    ) -> tuple[Tree, Array]:
+        """Mean over the workers for which `where` holds; nan if no worker takes part.
+
+        Args:
+          tree, where: as for `masked_sum`.
+          reference: a tree that is equal in the group and close to `tree`, in float32 or
+            wider. A narrow wire format sends differences to it. Defaults to the last mean.
+        """
+        return self._line.mean(tree, jnp.asarray(where), reference)
+
+    @with_automatic_axes
+    def mean(self, tree: Tree) -> Tree:
+        """Mean over all workers' trees, computed in float32 or wider."""
+        means, _ = self.masked_mean(tree)
+        return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
+
+    @with_automatic_axes
+    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
+        """Sends each worker's tree along a permutation of the group.
+
+        Args:
+          tree: the tree to send; varying.
+          permutation: pairs (source, destination) of indices in the group. Every source and
+            every destination may occur at most once.
+          turn: the number of the message in this exchange, so that each message has its own
+            draws for stochastic rounding.
+
+        Returns:
+          The tree of this worker's source, or zeros for a worker that is no destination.
+          With a narrow wire format, in float32 or wider.
+
+        Raises:
+          ValueError: two pairs share a source or a destination, or an index is outside.
+        """
+        return self._line.permute(tree, permutation, turn)
+
+    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+        """The quantization error of permuting or pushing `tree`, None if sent exactly.
+
+        A rule that subtracts its messages from the sender returns this error to the sender.
+        """
+        return self._line.quantization_error(tree, turn)
+
+    @with_automatic_axes
+    def push(
+        self,
+        tree: Tree,
+        weight: Array,
+        rounds: Sequence[Sequence[Permutation]],
+        r: Array,
+    ) -> tuple[Tree, Array]:
+        """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
+
+        A compiled program holds few rounds as branches. Of many rounds, such as random
+        matchings, it holds none: messages travel twice, see `MeshChannel.permute`.
+
+        Args:
+          tree: the tree to send, finite; varying.
+          weight: float scalar, or [n] with one weight per permutation of the round;
+            varying.
+          rounds: for each round its permutations, as for `permute`.
+          r: int32 scalar, the round; the same for the whole group.
+
+        Returns:
+          (sums, mass): over this worker's in-neighbors j, Σ weight_j · tree_j (in float32
+          or wider) and Σ weight_j, a scalar; zeros without in-neighbors.
+        """
+
+        def along(permutations: Sequence[Permutation]) -> Callable:
+            def send(message: tuple[Tree, Array]) -> tuple[Tree, Array]:
+                tree, weight = message
+                sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
+                for n, permutation in enumerate(permutations):
+                    own = weight[n] if weight.ndim else weight
+                    arrived, m = self._line.permute((tree, own), permutation)
+                    weighed = jax.tree.map(
+                        lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
+                    )
+                    sums, mass = jax.tree.map(jnp.add, (sums, mass), (weighed, m))
+                return sums, mass
+
+            return send
+
+        if self.channel.transposes and len(set(rounds)) > most_branches(self.size):
+            sources = jnp.asarray(sources_of(rounds, self.size))[r]
+            return along(list(sources))((tree, weight))
+        return self.switch(r, list(map(along, rounds)), (tree, weight))
+
+    def coordinatewise(self, rule: Callable[..., Array], tree: Tree, *scalars: Any) -> Tree:
+        """Applies a rule [W, ...] -> [...] to the group's W values at every coordinate.
+
+        Each worker applies it to 1/W of the coordinates, see `Shares`. The rule is called
+        with values in float32 or wider, and with the scalars. Traced
+        values must be passed as scalars, not in a closure. The result has the dtypes of the
+        tree.
+        """
+
+        check_auto_mesh()
+
+        def of_shards(tree: Tree, *scalars: Any) -> Tree:
+            shares = Shares(self, tree)
+            rows = shares.rows(tree)
+            return shares.join([rule(widened(x), *scalars).astype(x.dtype) for x in rows])
+
+        scalars = jax.tree.map(jnp.asarray, scalars)
+        return shard_by_shard(of_shards, tree, *scalars, out=lambda specs, *_: specs)
+
+    def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
+        """`lax.switch` for branches that communicate; r is the same for the whole group."""
+        return self._line.switch(r, branches, operand)
+
+    def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
+        """Draws True with `probability` for this worker at step t: bool scalar, varying."""
+        key = jax.random.fold_in(jax.random.key(seed), t)
+        return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
+
+
+def most_branches(size: int) -> int:
+    """The most rounds of a graph that a program holds as branches, a little over log2 W."""
+    return math.ceil(math.log2(size)) + 1
+
+
+def sources_of(rounds: Sequence[Sequence[Permutation]], size: int) -> np.ndarray:
+    """For each round and each of its permutations the workers' sources, -1 for none.
+
+    >>> sources_of([[[(0, 1), (1, 0)]], [[(0, 2)]]], 3).tolist()
+    [[[1, 0, -1]], [[-1, -1, 0]]]
+    """
+    sources = np.full((len(rounds), max(map(len, rounds)), size), -1, np.int32)
+    for r, permutations in enumerate(rounds):
+        for n, permutation in enumerate(permutations):
+            for source, destination in permutation:
+                sources[r, n, destination] = source
+    return sources
+
+
+def lowest(scores: Array) -> tuple[Array, Array]:
+    """The index of the lowest finite score, int32, and whether there is one.
+
+    >>> lowest(jnp.array([jnp.nan, 2.0, 2.0]))
+    (Array(1, dtype=int32), Array(True, dtype=bool))
+    """
+    # argmin would return the index of a nan.
+    finite = jnp.isfinite(scores)
+    first = jnp.argmin(jnp.where(finite, scores, jnp.inf))
+    return first.astype(jnp.int32), finite.any()

@@ -1,0 +1,55 @@
+"""Shares: each worker computes on 1/W of the coordinates of all W workers.
+
+Gathering the trees of W workers takes W times the memory of one. An all-to-all takes that
+of one: it gives worker i the i-th share of the coordinates, of all workers. A gather of the
+results then gives every worker all coordinates. Between asynchronous workers, which only
+gather, a share is everything.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax import Array
+
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.packing import Packing, cut, uncut
+
+
+class Shares:
+    """The trees of a group's workers, cut by coordinates.
+
+    Args:
+      group: the workers.
+      tree: the tree of this worker, as its devices see it.
+      of: the group of each leaf, as for `Packing`.
+
+    Attributes:
+      packing: how the tree lies in buffers.
+    """
+
+    def __init__(self, group: Any, tree: Tree, of: Sequence[Hashable] | None = None):
+        self._group, self._is_cut = group, group.channel.transposes
+        self.packing = Packing(tree, of)
+
+    def rows(self, tree: Tree) -> list[Array]:
+        """For each buffer this worker's share of all workers' values, [W, ...]."""
+        return list(map(self._rows, self.packing.pack(tree)))
+
+    def join(self, shares: Sequence[Array]) -> Tree:
+        """The tree of all workers' shares, one for each buffer, [...]."""
+        shapes = map(self.packing.shape, range(len(self.packing.members)))
+        return self.packing.unpack(list(map(self._join, shares, shapes)))
+
+    def total(self, partial: Array, times: int = 1) -> Array:
+        """The sum of what workers computed of their shares; in a loop of `times` turns."""
+        return self._group.add(partial, times) if self._is_cut else partial
+
+    def _rows(self, x: Array) -> Array:
+        if not self._is_cut or not x.size:
+            return self._group.gather(x)
+        return self._group.transpose(cut(x, self._group.size))
+
+    def _join(self, share: Array, shape: tuple[int, ...]) -> Array:
+        if not self._is_cut or not share.size:
+            return share
+        return uncut(self._group.gather(share), shape)

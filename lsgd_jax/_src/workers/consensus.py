@@ -1,0 +1,195 @@
+"""The one model that W workers represent, and the distance between the workers."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding
+
+from lsgd_jax._src.exchange.diagnostics import states_of
+from lsgd_jax._src.exchange.memory import to_device
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.shared import WORKER_AXES, is_shared
+from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire.collectives import any_bound
+
+
+def _has_mean(x: Array) -> bool:
+    """Whether a leaf holds floats; counts, flags and random keys have no mean."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _check_outside(name: str) -> None:
+    """Raises ValueError inside a mapped function, where leaves have no axis of workers."""
+    if any_bound(WORKER_AXES):
+        raise ValueError(
+            f"`{name}` takes the rows of all workers: call it outside of `Workers.map`; "
+            "inside, `lj.Group(('node', 'local')).masked_mean(x)` is the workers' mean"
+        )
+
+
+@jax.jit
+def is_finite(params: Tree) -> Array:
+    """Returns which workers have finite parameters. Call it outside of `Workers.map`.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+
+    Returns:
+      bool [W].
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.is_finite(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    [True, True, False]
+    """
+    _check_outside("is_finite")
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        return jnp.ones([], bool)  # an empty tree does not tell the number of workers
+    floats = filter(_has_mean, leaves)
+    rows = [jnp.isfinite(x).all(axis=_own_axes(x)) for x in floats]
+    # Not stacked: on explicit mesh axes the rows are sharded, unlike an array of ones.
+    return functools.reduce(jnp.logical_and, rows, jnp.ones(leaves[0].shape[0], bool))
+
+
+def _own_axes(x: Array) -> tuple[int, ...]:
+    """All axes but that of the workers. Flattening them would gather a sharded leaf."""
+    return tuple(range(1, x.ndim))
+
+
+def _rows(where: Array, x: Array) -> Array:
+    """The mask [W], shaped to broadcast with x [W, ...]."""
+    return where.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
+    """The mean of each leaf [W, ...] of floats over the finite workers."""
+    masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
+    if not packed:
+        return [x.sum(axis=0) / finite.sum() for x in masked]
+    rows = (masked, finite.astype(jnp.float32))
+    total = jax.vmap(lambda row: ravel_pytree(row)[0])(rows).sum(axis=0)
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
+    sums, count = unravel(total)
+    return [x / count.astype(x.dtype) for x in sums]
+
+
+def _pack(params: Tree) -> bool:
+    """Whether leaves are summed as one array.
+
+    Between processes XLA runs the sums of several leaves side by side. If a process fails,
+    some sums continue after others have failed, and gloo aborts on messages that do not
+    match. Leaves that are sharded inside a worker stay separate, because flattening would
+    gather them.
+    """
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    inside = (s.spec[1:] for s in shardings if isinstance(s, NamedSharding))
+    return jax.process_count() > 1 and not any(map(any, inside))
+
+
+def consensus(params: Tree) -> Tree:
+    r"""Returns the mean of the workers: x̄ = mean_{i ∈ H} x_i.
+
+    H is the set of workers whose parameters are finite. For LSGD and most methods this mean
+    is the model to test ("the center"). Call it outside of `Workers.map`, on stacked trees.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...]. Integers, bools and random keys have
+        no mean and come from the first worker in H (from worker 0 if H is empty).
+
+    Returns:
+      One tree, leaves [...], in the dtypes of `params`; nan if no worker is finite.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.consensus(jnp.array([1.0, 3.0, jnp.nan])).tolist()
+    2.0
+    """
+    _check_outside("consensus")
+    return _consensus(params, _pack(params))
+
+
+@functools.partial(jax.jit, static_argnames="packed")
+def _consensus(params: Tree, packed: bool) -> Tree:
+    finite = is_finite(params)
+    first, row = jnp.argmax(finite), with_automatic_axes(lambda x, i: x[i])
+    leaves, treedef = jax.tree.flatten(params)
+    means = iter(_means(list(filter(_has_mean, leaves)), finite, packed))
+    return treedef.unflatten(
+        next(means).astype(x.dtype) if _has_mean(x) else row(x, first) for x in leaves
+    )
+
+
+def consensus_distance(params: Tree) -> Array:
+    r"""Returns the relative distance of the workers: mean_{i ∈ H} ‖x_i − x̄‖ / ‖x̄‖.
+
+    x̄ and H are those of `consensus`. A norm is taken over all float leaves together.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+
+    Returns:
+      float32 scalar; 0 if all are equal.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> round(float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))), 3)
+    0.5
+    """
+    _check_outside("consensus_distance")
+    return _consensus_distance(params, _pack(params))
+
+
+@functools.partial(jax.jit, static_argnames="packed")
+def _consensus_distance(params: Tree, packed: bool) -> Array:
+    finite = is_finite(params)
+    floats = [x for x in jax.tree.leaves(params) if _has_mean(x)]
+    if not floats:
+        return jnp.float32(0)
+    means = _means(floats, finite, packed)
+
+    def squares(x: Array, c: Array) -> Array:
+        gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
+        return jnp.square(gap).sum(axis=_own_axes(x))
+
+    gaps = jnp.sqrt(sum(map(squares, floats, means)))
+    norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))
+    total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
+    distance = total / count / norm
+    return jnp.where(total == 0, 0, distance).astype(jnp.float32)
+
+
+def center(params: Tree, opt_state: Tree) -> Tree:
+    """Returns the model to test: the method's own center, or else the `consensus`.
+
+    Args:
+      params: the workers' parameters, leaves [W, ...].
+      opt_state: the optimizer's state over all workers.
+
+    Returns:
+      One tree, leaves [...], in the dtypes of `params`.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.center(jnp.array([1.0, 3.0]), opt_state=()).tolist()
+    2.0
+    """
+    _check_outside("center")
+    if states_of(params):
+        raise ValueError(
+            "`center` takes (params, opt_state), got an optimizer's state as `params`"
+        )
+    own = lambda node: hasattr(type(node), "__lsgd_center__")
+    for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
+        # Each group of workers has its own center: return their mean.
+        shared = node.__lsgd_center__()
+        value = to_device(shared.value)
+        tree = value if is_shared(shared) else consensus(value)
+        # A user's own vmap has stacked values that are equal on all workers.
+        row = lambda c, x: (c[0] if c.ndim == x.ndim else c).astype(x.dtype)
+        return jax.tree.map(row, tree, params)
+    return consensus(params)

@@ -1,0 +1,234 @@
+"""Compiles a function written for one worker into one over the grid of workers."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src import layouts
+from lsgd_jax._src.explicit import explicit_axes
+from lsgd_jax._src.shared import WORKER_AXES, check_rows, naming, one_worker, shared_flags
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.workers import uniform
+from lsgd_jax._src.workers.device_grid import Slots, leading_axis_over
+
+
+class Grid(NamedTuple):
+    """The positions of workers: the mesh of devices, and the slots inside a device.
+
+    Attributes:
+      mesh: the devices.
+      axes: the mesh axes along which workers stand; all other axes are inside a worker.
+      slots: the names and sizes of the vmapped axes.
+      nodes, locals: the sizes of the grid of workers.
+      inside: the names and sizes of the axes inside a worker.
+      names: other names of 'node' and 'local' on the mesh, if it has any.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    slots: Slots
+    nodes: int
+    locals: int
+    inside: Mapping[str, int]
+    names: Mapping[str, str] = {}
+
+    def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
+        """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
+        own, leading = spec or Spec(), leading_axis_over(self.mesh, self.axes)
+        if not shared:
+            own = Spec(*(leading or (None,)), *own) if own else leading
+        return NamedSharding(self.mesh, own)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether types tell how arrays are sharded."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def placed(self, x: Any, shared: bool) -> Any:
+        """A traced leaf, sharded over the workers; on axes inside them as it was."""
+        now = jax.typeof(x).sharding
+        own = now.spec[0 if shared else 1 :] if explicit_axes(now.mesh) else ()
+        return jax.reshard(x, self.sharding(Spec(*own), shared))
+
+    def typed(self, one: jax.ShapeDtypeStruct, x: Any, shared: bool) -> Any:
+        """The shape of a leaf in a worker, with the type that it has there."""
+        spec = Spec(*jax.typeof(x).sharding.spec[0 if shared else 1 :])
+        sharding = NamedSharding(self.mesh.abstract_mesh, spec)
+        return one.update(sharding=sharding)
+
+    @property
+    def of_workers(self) -> AbstractMesh:
+        """A mesh like this one, with one device for every worker."""
+        if self.names:
+            return self.mesh.abstract_mesh
+        names = (*WORKER_AXES, *self.inside)
+        sizes = (self.nodes, self.locals, *self.inside.values())
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def check(self, tree: Tree) -> None:
+        """Raises ValueError unless all leaves but shared ones have a leading axis of W."""
+        workers = f"W = {self.nodes} nodes x {self.locals} locals"
+        check_rows(tree, self.nodes * self.locals, workers)
+
+    def spec_of(self, sharding: Any, shared: bool) -> Spec | None:
+        """The spec in a worker of an array with that sharding; None on another mesh."""
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        return Spec(*sharding.spec[0 if shared else 1 :])
+
+
+def compiled(
+    fn: Callable, grid: Grid, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()
+) -> Callable:
+    """Returns the jitted function over all workers; see `Workers.map`."""
+
+    def over_workers(shardings, *args, **named):
+        _check_context(grid.mesh)
+        call, args = _without(static, fn, args, named)
+        grid.check(args)
+        flags, (leaves, structure) = shared_flags(args), jax.tree.flatten(args)
+        one = one_worker(args)
+        if grid.is_explicit:
+            leaves = list(map(grid.placed, leaves, flags))
+            one = structure.unflatten(map(grid.typed, jax.tree.leaves(one), leaves, flags))
+            shardings = ()
+        found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
+        flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
+        with layouts.known(found), naming(grid.names):
+            workers = tuple(grid.names.values()) or WORKER_AXES
+            outputs = uniform.trace(call, one, grid.of_workers, workers)
+            nothing = [None] * len(jax.tree.leaves(outputs))
+            specs = nothing if grid.is_explicit else found.of_leaves(outputs)
+            spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
+            return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
+
+    @functools.lru_cache
+    def jitted(shardings: tuple) -> Callable:
+        bound = functools.wraps(fn)(functools.partial(over_workers, shardings))
+        return jax.jit(bound, donate_argnums=donate, static_argnames=static)
+
+    tells = grid.is_explicit or not grid.inside
+    return jitted(()) if tells else _PerSharding(fn, jitted, static)
+
+
+def _check_context(mesh: Mesh) -> None:
+    """Raises ValueError inside a `jax.set_mesh` of another mesh."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise ValueError(
+            f"the mesh set by `jax.set_mesh`, {context.axis_names}, is not that of the "
+            "workers: build the workers on it with `lj.Workers(mesh=mesh, axes=...)`, or "
+            "call mapped functions outside of it"
+        )
+
+
+def _without(
+    static: tuple[str, ...], fn: Callable, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Callable, tuple]:
+    """Returns fn with its static arguments bound, and all other arguments by position."""
+    names = list(inspect.signature(fn).parameters)[: len(args)] if static else []
+    fixed = {i: args[i] for i, name in enumerate(names) if name in static}
+    fixed_by_name = {name: x for name, x in named.items() if name in static}
+    by_name = sorted(named.keys() - fixed_by_name)
+
+    def call(*given: Any) -> Tree:
+        first = len(given) - len(by_name)
+        rest = iter(given[:first])
+        placed = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
+        outputs = fn(*placed, **dict(zip(by_name, given[first:])), **fixed_by_name)
+        to_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+        return jax.tree.map(to_array, outputs)
+
+    arrays = [x for i, x in enumerate(args) if i not in fixed]
+    return call, (*arrays, *(named[name] for name in by_name))
+
+
+class _PerSharding:
+    """A jitted function that is traced again for each sharding of its arguments.
+
+    jit does not tell a function how its arguments are sharded on automatic axes.
+    """
+
+    def __init__(
+        self, fn: Callable, jitted: Callable[[tuple], Any], static: tuple[str, ...]
+    ):
+        functools.update_wrapper(self, fn)
+        self._fn, self._jitted, self._static = fn, jitted, static
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._of(args, named)(*args, **named)
+
+    def lower(self, *args: Any, **named: Any) -> Any:
+        """Lowers the function, as `jax.jit(...).lower` does."""
+        return self._of(args, named).lower(*args, **named)
+
+    def trace(self, *args: Any, **named: Any) -> Any:
+        """Traces the function, as `jax.jit(...).trace` does."""
+        return self._of(args, named).trace(*args, **named)
+
+    def _of(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        _, arrays = _without(self._static, self._fn, args, named)
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arrays)]
+        return self._jitted(tuple(shardings))
+
+
+def _spmd(
+    fn: Callable,
+    grid: Grid,
+    shared: list[bool],
+    shared_out: list[bool],
+    specs_out: Sequence[Spec | None],
+) -> Callable:
+    """Maps fn over all workers: shard_map over the devices, vmap over a device's slots.
+
+    Types are not checked for varying (`check_vma`), because a function written for one
+    worker must not need to cast the values that its scans and conds carry.
+
+    Args:
+      fn: from arrays to a list of arrays, for one worker.
+      grid: the positions of the workers.
+      shared: for each argument, whether it is the same on all workers.
+      shared_out: for each result, whether it is the same on all workers.
+      specs_out: for each result, its spec in a worker; None leaves the choice to XLA.
+    """
+    shapes = tuple(size for _, size in grid.slots)
+    specs = lambda shared: grid.sharding(shared=shared).spec
+
+    def unstack(x, shared):
+        return x if shared else x.reshape(shapes + x.shape[1:])
+
+    def stack(x, shared, spec):
+        if shared and not shapes and spec is None:
+            return x
+        # A wrapper's `where` may have stacked a value that is equal on all workers, so
+        # that one row is enough. XLA drops the copies of values that had no rows.
+        rows = x.reshape((math.prod(shapes),) + x.shape[len(shapes) :])
+        stacked = rows[0] if shared else rows
+        if spec is None:
+            return stacked
+        whole = spec if shared else Spec(None, *spec)
+        return jax.lax.with_sharding_constraint(stacked, whole)
+
+    def on_device(*leaves):
+        one = fn
+        for name, size in reversed(grid.slots):
+            axes = tuple(None if is_shared else 0 for is_shared in shared)
+            one = jax.vmap(one, axes, 0, axis_name=name, axis_size=size)
+        results = one(*map(unstack, leaves, shared))
+        return list(map(stack, results, shared_out, specs_out))
+
+    return jax.shard_map(
+        on_device,
+        mesh=grid.mesh,
+        in_specs=tuple(map(specs, shared)),
+        out_specs=list(map(specs, shared_out)),
+        axis_names=set(grid.axes),
+        check_vma=False,
+    )

@@ -1,0 +1,340 @@
+"""Workers: a node × local grid of workers over the available devices.
+
+While tracing, `Workers.map` refuses a function in which workers would wait for each other
+forever, and a `Shared` output that may differ between workers. `uniform.py` describes
+the analysis and its one optimistic rule.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
+from lsgd_jax._src.layouts import Specs, spread
+from lsgd_jax._src.shared import WORKER_AXES, Shared, check_rows, one_worker, shared_flags
+from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.workers.device_grid import (
+    check_inside,
+    check_mesh,
+    check_no_process_is_idle,
+    device_grid,
+    named_mesh,
+    warn_of_idle_devices,
+)
+from lsgd_jax._src.workers.devices import reserve_threads
+from lsgd_jax._src.workers.spmd import Grid, compiled
+from lsgd_jax._src.workers.transfer import gathered, is_key, place, read
+
+
+class Workers:
+    """W = nodes × locals workers, placed on the devices of all processes.
+
+    Worker i is local worker i mod locals of node i // locals. A tree of the workers has a
+    leading axis of W on every leaf, sharded over the devices. Values that are equal on all
+    workers stand in a `Shared` and have no such axis. With fewer devices than workers, each
+    device holds several consecutive workers, and the numbers stay the same.
+
+    Args:
+      nodes: the number of groups of workers that are close to each other, usually hosts.
+      locals: the number of workers per node. Defaults to as many as there are devices for.
+      devices: the devices to use, all of them. Defaults to the largest grid of all
+        processes' devices that divides nodes × locals, with each node's devices on one host
+        if possible. A UserWarning names better counts if devices stay idle and steps are
+        slower for it.
+      mesh: a mesh of your own, in place of all of the above. Workers stand along its
+        `axes`, and all its other axes are inside a worker. All axes are explicit
+        (`jax.make_mesh`) or all are automatic. On explicit axes the types of arrays tell
+        how they are sharded inside a worker, and the function of one worker sees these
+        types.
+      axes: one axis of the mesh, or two: nodes, and the workers of a node. Methods accept
+        these names and the default names 'node' and 'local'.
+      inside: the names and sizes of further mesh axes over which each worker is sharded.
+        With ``{"fsdp": 4}`` each worker has 4 devices. These axes are automatic: the
+        function of one worker is written as for one large device, with or without
+        `jax.lax.with_sharding_constraint`, and `put` takes the specs of its leaves.
+      debug: whether mapped functions check the states that they return, after each call,
+        for an exchange whose parameters were changed behind it (`misplaced`). The check
+        waits for every step to end, so steps no longer overlap with the host's work.
+
+    Attributes:
+      nodes, locals, num_workers: the grid and W.
+      inside: the names and sizes of the axes inside a worker.
+      mesh: the grid of devices, with the axes 'node', 'local' and those inside a worker. An
+        axis along which devices hold several workers is called 'node_device' or
+        'local_device'.
+      sharding: the sharding of per-worker leaves (leading axis W).
+      replicated: the sharding of shared leaves.
+      workers_per_device: how many workers each device (or group of devices) holds.
+      owned: the workers with at least one device of this process, as a range.
+
+    Raises:
+      ValueError: a mesh beside counts or devices, a mesh with axes of several types, axes
+        that the mesh does not have; a count below 1, devices that the workers do not divide
+        over, a process without a worker, an axis inside a worker with a reserved name.
+
+    >>> import jax.numpy as jnp
+    >>> import lsgd_jax as lj
+    >>> workers = lj.Workers(nodes=2, locals=4)
+    >>> workers
+    Workers(nodes=2, locals=4) on 8 cpu devices (2 x 4), 1 worker per device
+    >>> params = workers.replicate({"w": jnp.ones(3)})
+    >>> params["w"].shape
+    (8, 3)
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        locals: int | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        inside: Mapping[str, int] | None = None,
+        mesh: Mesh | None = None,
+        axes: str | Sequence[str] | None = None,
+        debug: bool = False,
+    ):
+        reserve_threads()
+        if mesh is None and axes is None:
+            self._grid, used = _over_devices(nodes, locals, devices, inside)
+        elif (nodes, locals, devices, inside) == (1, None, None, None):
+            self._grid, used = _on_mesh(mesh, axes)
+        else:
+            raise ValueError(
+                "`mesh` and `axes` must stand in place of `nodes`, `locals`, `devices` and "
+                "`inside`, which follow from the mesh"
+            )
+        self.mesh, self.inside = self._grid.mesh, dict(self._grid.inside)
+        self.nodes, self.locals = self._grid.nodes, self._grid.locals
+        self.num_workers, self.debug = self.nodes * self.locals, debug
+        self.sharding = self._grid.sharding()
+        self.replicated = self._grid.sharding(shared=True)
+        each = math.prod(self.inside.values())
+        self.workers_per_device = self.num_workers * each // used.size
+        of_process = [d.process_index == jax.process_index() for d in used.flat]
+        mine = np.reshape(of_process, [-1, each]).any(axis=1)
+        rows = np.repeat(mine, self.workers_per_device).nonzero()[0]
+        self.owned = range(rows[0], rows[-1] + 1) if rows.size else range(0)
+        if len(self.owned) != rows.size:
+            raise ValueError(
+                "the devices of a process must stand next to one another in the grid, "
+                f"got processes {[d.process_index for d in used.flat]}"
+            )
+        self._pass_on = self._compile(lambda tree: tree)
+        self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
+
+    def __repr__(self) -> str:
+        per_device, each = self.workers_per_device, math.prod(self.inside.values())
+        inside = f", inside={self.inside}" if self.inside else ""
+        return (
+            f"Workers(nodes={self.nodes}, locals={self.locals}{inside}) on "
+            f"{self.mesh.size} {self.mesh.devices.flat[0].platform} "
+            f"device{'s' * (self.mesh.size > 1)} "
+            f"({' x '.join(map(str, self.mesh.devices.shape))}), "
+            f"{per_device} worker{'s' * (per_device > 1)} per "
+            f"{f'{each} devices' if each > 1 else 'device'}"
+        )
+
+    # Placing trees
+
+    def put(self, stacked: Tree, specs: Specs = None) -> Tree:
+        """Places a tree with leading axis W: row i goes to the devices of worker i.
+
+        With several processes every process passes the whole tree, or uses `put_owned`.
+
+        Args:
+          stacked: arrays (host or device, any dtype) of shape [W, ...]; a `Shared`
+            inside is copied to every worker whole.
+          specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
+            own axes (``P(None, "fsdp")`` for a leaf of shape [W, a, b]), a prefix tree of
+            such specs, or a function of (path, leaf) with the path written 'dense/kernel'
+            and the leaf of one worker, such as `largest_dimension`. None: not sharded. The
+            results of mapped functions follow: an optimizer's moments get the layout of
+            the parameters.
+
+        Returns:
+          The same tree, placed on the devices in buffers of its own.
+
+        Raises:
+          ValueError: a leaf without a leading axis of W; specs that name no axis inside a
+            worker or do not fit a leaf.
+        """
+        self._grid.check(stacked)
+        return self._placed(stacked, specs, place)
+
+    def put_owned(self, rows: Tree, specs: Specs = None) -> Tree:
+        """Places a tree, with each process passing the rows of its own workers only.
+
+        Args:
+          rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. If a
+            worker is spread over several processes, each of them passes its whole row.
+          specs: as for `put`.
+
+        Returns:
+          The placed tree with leading axis W.
+
+        Raises:
+          ValueError: a leaf without a leading axis of len(owned); specs as for `put`.
+        """
+        check_rows(rows, len(self.owned), "the workers of this process")
+
+        def place_rows(x: Any, sharding: NamedSharding) -> jax.Array:
+            shape = (self.num_workers, *np.shape(x)[1:])
+            local = np.array(x)
+            return jax.make_array_from_process_local_data(sharding, local, shape)
+
+        return self._placed(rows, specs, place_rows)
+
+    def replicate(self, tree: Tree, specs: Specs = None) -> Tree:
+        """Gives every worker a copy of one tree: leaves [...] become [W, ...].
+
+        A `Shared` inside stays one. `specs` as for `put`.
+        """
+
+        def place_copies(x: Any, sharding: NamedSharding) -> jax.Array:
+            copies = np.broadcast_to(np.asarray(x), (self.num_workers, *np.shape(x)))
+            return place(copies, sharding)
+
+        return self._placed(tree, specs, place_copies, leading_axes=0)
+
+    def share(self, tree: Tree, specs: Specs = None) -> Shared:
+        """Puts one tree on every worker, for all workers to read."""
+        return self.put(Shared(tree), specs)
+
+    def fetch(self, tree: Tree) -> Tree:
+        """Returns the tree as host arrays, with all workers' rows, in every process.
+
+        Random keys come as key arrays, which `put` accepts. With several processes the call
+        communicates, so all processes must make it.
+        """
+        if jax.process_count() > 1:
+            tree = gathered(tree, self._replicate_rows)
+        return jax.tree.map(read, tree)
+
+    # Running per-worker functions
+
+    def map(
+        self,
+        fn: Callable,
+        donate: int | Iterable[int] = (),
+        static: str | Iterable[str] = (),
+    ) -> Callable:
+        """Turns a function written for one worker into a jitted one over all workers.
+
+        One rule of the check for deadlocks is optimistic: it assumes that integer and bool
+        SCALARS of each worker, and the scalars of `optax.inject_hyperparams`, are equal on
+        all workers, because optax's wrappers count steps in such leaves.
+
+        Args:
+          fn: takes and returns trees of ONE worker's arrays. The axis names 'node' and
+            'local' are bound inside, so that `lsgd_jax` transformations and collectives
+            work. A `Shared` argument arrives as `Shared`.
+          donate: the positions of arguments whose buffers may be reused.
+          static: the names of arguments that are hashable Python values instead of arrays,
+            equal in all processes, such as ``"train"``. fn is compiled for each value.
+
+        Returns:
+          A `jax.jit` function of the same signature. Every array has a leading axis of W,
+          in and out, except those in a `Shared`. Python scalars that fn returns become
+          arrays. Each compilation traces fn twice: the first time for one worker, to find
+          the structure of its results and to check that it cannot hang.
+
+        Raises:
+          ValueError: at the call, an argument without a leading axis of W; a branch or a
+            loop that depends on a worker's own values and contains collectives; a
+            `Shared` output that may differ between workers; with `debug`, parameters that
+            are not where an exchange left them.
+
+        >>> import jax.numpy as jnp
+        >>> import lsgd_jax as lj
+        >>> workers = lj.Workers(nodes=1, locals=3)
+        >>> square = workers.map(lambda x: x * x)
+        >>> square(workers.put(jnp.arange(3.0))).tolist()
+        [0.0, 1.0, 4.0]
+        """
+
+        mapped = self._compile(fn, donate, static)
+        if not self.debug:
+            return mapped
+
+        @functools.wraps(mapped)
+        def checked(*args, **named):
+            outputs = mapped(*args, **named)
+            check_not_misplaced(outputs, self.fetch)
+            return outputs
+
+        return checked
+
+    def _compile(
+        self,
+        fn: Callable,
+        donate: int | Iterable[int] = (),
+        static: str | Iterable[str] = (),
+    ) -> Callable:
+        donate = (donate,) if isinstance(donate, int) else tuple(donate)
+        static = (static,) if isinstance(static, str) else tuple(static)
+        return compiled(fn, self._grid, donate, static)
+
+    def _placed(
+        self,
+        tree: Tree,
+        specs: Specs,
+        place_rows: Callable[[Any, NamedSharding], jax.Array],
+        leading_axes: int = 1,
+    ) -> Tree:
+        """Places the tree on the devices; random keys travel as the numbers they hold."""
+
+        def place_leaf(x: Any, shared: bool, spec: Spec | None = None) -> jax.Array:
+            if not is_key(x):
+                sharding = self._grid.sharding(spec, shared)
+                return place(x, sharding) if shared else place_rows(x, sharding)
+            numbers = place_leaf(jax.random.key_data(x), shared)
+            keys = jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+            # The keys that a jit returns have a sharding of a special type. Passing these
+            # keys through a jit makes their type equal to that of later results.
+            return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
+
+        leaves, treedef = jax.tree.flatten(tree)
+        each = spread(specs, one_worker(tree, leading_axes), self.inside)
+        return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
+
+
+def _over_devices(
+    nodes: int,
+    locals: int | None,
+    devices: Sequence[jax.Device] | None,
+    inside: Mapping[str, int] | None,
+) -> tuple[Grid, np.ndarray]:
+    """The grid of nodes x locals workers, and its devices [node, local, *inside]."""
+    check_positive_int("nodes", nodes)
+    inside = check_inside(inside)
+    each = math.prod(inside.values())
+    if locals is None:
+        available = len(jax.devices() if devices is None else devices)
+        locals = max(1, available // (nodes * each))
+    check_positive_int("locals", locals)
+    nodes, locals = int(nodes), int(locals)
+    chosen = device_grid(nodes, locals, devices, tuple(inside.values()))
+    if devices is None:
+        check_no_process_is_idle(chosen, jax.process_count())
+        warn_of_idle_devices(nodes, locals, chosen, jax.device_count())
+    mesh, slots = named_mesh(chosen, nodes, locals, inside)
+    axes = mesh.axis_names[: len(WORKER_AXES)]
+    return Grid(mesh, axes, slots, nodes, locals, inside), chosen
+
+
+def _on_mesh(mesh: Any, axes: Any) -> tuple[Grid, np.ndarray]:
+    """Returns the grid of workers along some axes of a mesh, and its devices."""
+    names = check_mesh(mesh, axes)
+    nodes, locals = mesh.shape[names[0]], mesh.shape[names[1]] if names[1:] else 1
+    inside = {name: n for name, n in mesh.shape.items() if name not in names}
+    order = [mesh.axis_names.index(name) for name in (*names, *inside)]
+    called = dict(zip(WORKER_AXES, names))
+    grid = Grid(mesh, names, [], nodes, locals, inside, called)
+    return grid, mesh.devices.transpose(order)
