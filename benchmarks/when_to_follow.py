@@ -108,6 +108,11 @@ def rates_travel(
     return lj.with_state(SGD, exchange, "learning_rate")
 
 
+def best(keep: int, judged_by: str = "own") -> lj.Rule:
+    """Returns the rule of the mean of the best workers."""
+    return lj.leader(("node", "local"), judged_by=judged_by, keep=keep)
+
+
 def default_methods(steps: int) -> dict[str, optax.GradientTransformation]:
     """Returns the methods that run by default, for so many steps."""
     guard = lj.Guard(warmup=max(2, steps // PERIOD // 5), decay=0.1)
@@ -122,8 +127,8 @@ def default_methods(steps: int) -> dict[str, optax.GradientTransformation]:
             "weighted mean (GRAWA)": lj.grawa(1.0, PERIOD),
             "trimmed mean, 2 of 8": pulled_to(lj.robust_mean("trimmed_mean", cut=2)),
             "Krum, 2 faulty": pulled_to(lj.robust_mean("krum", faulty=2)),
-            "best 2": pulled_to(lj.best_mean(2)),
-            "best 2, judged by peers": pulled_to(lj.best_mean(2, judged_by="peers")),
+            "best 2": pulled_to(best(2)),
+            "best 2, judged by peers": pulled_to(best(2, judged_by="peers")),
             "leader": leader(1.0),
             "leader, judged by peers": leader(1.0, "peers"),
             "leader, λ = 0.1": leader(0.1),
@@ -136,8 +141,8 @@ def default_methods(steps: int) -> dict[str, optax.GradientTransformation]:
 POPULATION = {
     "leader, rates travel": rates_travel(leader(1.0)),
     "leader, rates travel and vary (PBT)": rates_travel(varied(leader(1.0))),
-    "best 2, rates travel": rates_travel(pulled_to(lj.best_mean(2))),
-    "best 2, rates travel and vary": rates_travel(varied(pulled_to(lj.best_mean(2)))),
+    "best 2, rates travel": rates_travel(pulled_to(best(2))),
+    "best 2, rates travel and vary": rates_travel(varied(pulled_to(best(2)))),
 }
 
 

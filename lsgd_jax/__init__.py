@@ -13,6 +13,7 @@ from lsgd_jax._src.exchange.exchange import Exchange as Exchange
 from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
+from lsgd_jax._src.exchange.options import PullOptions as PullOptions
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState
 from lsgd_jax._src.exchange.outer import outer as outer
@@ -24,9 +25,6 @@ from lsgd_jax._src.exchange.rule import Rule as Rule
 from lsgd_jax._src.exchange.rule import combine_then_adapt as combine_then_adapt
 from lsgd_jax._src.exchange.step import ExchangeState as ExchangeState
 from lsgd_jax._src.exchange.with_state import with_state as with_state
-from lsgd_jax._src.gpa import GPAState as GPAState
-from lsgd_jax._src.gpa import gpa as gpa
-from lsgd_jax._src.gpa import gpa_average as gpa_average
 from lsgd_jax._src.layouts import following as following
 from lsgd_jax._src.layouts import inside_axes as inside_axes
 from lsgd_jax._src.layouts import largest_dimension as largest_dimension
@@ -36,8 +34,6 @@ from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
 from lsgd_jax._src.methods.averaging import slowmo as slowmo
-from lsgd_jax._src.methods.best_mean import BestMeanState as BestMeanState
-from lsgd_jax._src.methods.best_mean import best_mean as best_mean
 from lsgd_jax._src.methods.desloc import desloc as desloc
 from lsgd_jax._src.methods.easgd import CenterState as CenterState
 from lsgd_jax._src.methods.easgd import downpour as downpour

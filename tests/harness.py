@@ -173,9 +173,9 @@ METHODS = {
         due=2,
         wires=False,
     ),
-    "best_mean+own": Method(
-        lambda W, wire="float32", **k: lj.exchange(
-            lj.Pull(lj.best_mean(3, window=2), 0.5, every=2, wire=wire), **k
+    "leaders+own": Method(
+        lambda W, **k: lj.exchange(
+            lj.Pull(lj.leader(("node", "local"), window=2, keep=3), 0.5, every=2), **k
         ),
         due=2,
     ),

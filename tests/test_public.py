@@ -15,15 +15,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A change of these lists is a change of the public API and belongs in CHANGELOG.md.
 NAMES = {
     "lsgd_jax": """
-        AggregateState AnchorState BestMeanState CenterState Detector Diagnostics
-        Exchange ExchangeState Fragment GPAState GradientNormState Group Guard
+        AggregateState AnchorState CenterState Detector Diagnostics
+        Exchange ExchangeState Fragment GradientNormState Group Guard
         LeaderState NoLoCoState Outer OuterState PairwiseState ParleState Phase Pull
-        PullState PushSumState Rule Shared SumWeightState Wire WireFormat Workers adpsgd
-        aggregate
-        allreduce anchored aot apply_updates asynchronous average best_mean butterfly center
+        PullOptions PullState PushSumState Rule Shared SumWeightState Wire WireFormat
+        Workers adpsgd aggregate allreduce anchored aot apply_updates
+        asynchronous average butterfly center
         cge checks combine_then_adapt consensus consensus_distance coordinate_median
         desloc diagnostics diloco downpour dpsgd easgd emulate_devices exchange
-        following fragment geometric_median gosgd gpa gpa_average gradient_weighted
+        following fragment geometric_median gosgd gradient_weighted
         grawa inside_axes is_finite krum largest_dimension leader licm local_sgd lsgd
         moving_center neighbors noloco osgp outer pairwise parle push_sum resize
         robust_mean scoping sgp slowmo sparse_diloco sparta static_args topology

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -34,15 +33,12 @@ class Topology:
       num_workers: W.
       rounds: for each round a tuple of permutations, each a tuple of edges
         (source, destination). No self-loops, and no edge twice in a round.
-      phases: pairs (steps before the phase, its number of rounds). There is one phase
-        unless the graph was joined by `then`.
       weights: for each round its mixing matrix, or None for equal shares.
     """
 
     name: str
     num_workers: int
     rounds: tuple[Round, ...]
-    phases: tuple[tuple[int, int], ...]
     weights: tuple[Matrix | None, ...]
 
     @functools.cached_property
@@ -117,53 +113,18 @@ class Topology:
         .. math:: 1 - |\lambda_2(P_m \cdots P_1)|^{1 / m}
 
         with λ₂ the eigenvalue of second largest magnitude. At 1, the m rounds compute the
-        exact mean; at 0, the workers never agree. With several phases, it is the gap of the
-        last one.
+        exact mean; at 0, the workers never agree.
         """
-        rounds = self.phases[-1][1]
-        product = functools.reduce(lambda a, b: b @ a, self.mixing[-rounds:])
+        product = functools.reduce(lambda a, b: b @ a, self.mixing)
         sizes = np.sort(np.abs(np.linalg.eigvals(product)))
         second = sizes[-2] if self.num_workers > 1 else 0.0
         # The exact mean has eigenvalues 0, computed as up to 1e-8, whose roots are large.
         second = 0.0 if second < 1e-6 else min(second, 1.0)
-        return float(1 - second ** (1 / rounds))
+        return float(1 - second ** (1 / len(self.rounds)))
 
     def round_at(self, step: jax.Array) -> jax.Array:
         """The round used at step t = 1, 2, …: int32, an index into `rounds`."""
-        r = jnp.zeros_like(step)
-        first = 0
-        for before, rounds in self.phases:
-            r = jnp.where(step > before, (step - 1 - before) % rounds + first, r)
-            first += rounds
-        return r
-
-    def then(self, steps: int, other: "Topology") -> "Topology":
-        """Returns this graph for the first `steps` steps, followed by another one.
-
-        Raises:
-          ValueError: a number of steps that is not positive, or does not come after the
-            last change; another number of workers.
-
-        >>> import lsgd_jax as lj
-        >>> later = lj.topology.exponential(4, peers=2)
-        >>> lj.topology.exponential(4).then(100, later).phases
-        ((0, 2), (100, 1))
-        """
-        check_positive_int("steps", steps)
-        check_size(other, self.num_workers)
-        if steps <= self.phases[-1][0]:
-            raise ValueError(
-                f"`steps` must be after the last change at {self.phases[-1][0]}, "
-                f"got {steps=}"
-            )
-        later = tuple((steps + before, rounds) for before, rounds in other.phases)
-        return Topology(
-            name=f"{self.name} for {steps} steps, then {other.name}",
-            num_workers=self.num_workers,
-            rounds=self.rounds + other.rounds,
-            phases=self.phases + later,
-            weights=self.weights + other.weights,
-        )
+        return (step - 1) % len(self.rounds)
 
     def __repr__(self) -> str:
         degrees = np.unique(self.out_degrees)
@@ -458,7 +419,7 @@ def _build(name: str, num_workers: int, rounds: Sequence[Sequence[Edge]]) -> Top
             raise ValueError(f"an edge may occur once in a round, got {twice} in round {r}")
     colored = tuple(_color(edges, num_workers) for edges in rounds)
     m = len(colored)
-    return Topology(name, num_workers, colored, phases=((0, m),), weights=(None,) * m)
+    return Topology(name, num_workers, colored, weights=(None,) * m)
 
 
 def _as_tuples(matrices: np.ndarray) -> tuple[Matrix, ...]:

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from chex import Numeric
 from jax import Array, lax
 from jax.sharding import PartitionSpec as Spec
+from jax.typing import ArrayLike
 
 from lsgd_jax._src.explicit import as_automatic, with_automatic_axes
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
@@ -64,7 +64,7 @@ def plus(x: Tree, u: Tree) -> Tree:
     return jax.tree.map(lambda x, u: (x + u).astype(x.dtype), x, u)
 
 
-def step_towards(y: Tree, target: Tree, weight: Numeric) -> Tree:
+def step_towards(y: Tree, target: Tree, weight: ArrayLike) -> Tree:
     """y + weight · (target - y), computed in float32 or wider, in the dtypes of y."""
 
     def leaf(y: Array, z: Array) -> Array:

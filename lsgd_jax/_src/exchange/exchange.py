@@ -1,10 +1,9 @@
 """exchange: the kernel in lock step as an optax transformation; all methods compose it."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
-from lsgd_jax._src.checks import check_option, check_same_tree
+from lsgd_jax._src.checks import check_same_tree
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.options import PullOptions, with_options
 from lsgd_jax._src.exchange.phases import QUIET, Phase, Plan, all_phases, phase_at
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule
@@ -53,9 +52,7 @@ class Exchange(ByValue, optax.GradientTransformationExtraArgs):
 
 
 @by_value
-def exchange(
-    *given: Pull | Exchange, check: Check = "due", memory: Memory | None = None
-) -> Exchange:
+def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchange:
     r"""Pulls a worker periodically towards a target that a group of workers agrees on.
 
     With x the worker's parameters, u the update from the transformations before this one,
@@ -85,18 +82,20 @@ def exchange(
     as it is, and elements of y that are not finite stay at x. On a step whose loss is not
     finite, only elements that stay finite move.
 
+    With ``check="due"`` a worker checks that all of x + u is finite on steps that
+    communicate. On other steps a finite loss is enough, and the check costs nothing. With
+    'every_step' a step that is not finite is not taken. Use it if
+    ``optax.apply_if_finite`` is not around the base optimizer and updates are applied by
+    ``optax.apply_updates``, which cannot restore an x that is nan.
+
     Leaves of integers, bools and random keys are never exchanged: their updates pass
     unchanged.
 
     Args:
       *given: pulls, in this order. An exchange (any method that pulls) stands for its
         pulls, so that ``exchange(lsgd(0.1, 0.0), sgp(axes="node"))`` has two levels.
-      check: when a worker checks that all of x + u is finite. 'due': on steps that
-        communicate. On other steps a finite loss is enough, and the check costs nothing.
-        'every_step': on every step, and a step that is not finite is not taken. Use it if
-        ``optax.apply_if_finite`` is not around the base optimizer and updates are applied
-        by ``optax.apply_updates``, which cannot restore an x that is nan.
-      memory: the `memory` of all pulls. Defaults to that of each pull.
+      **options: replace those of all pulls, see `PullOptions`. By default each pull keeps
+        its own, and `check` is 'every_step' if it is for one of the exchanges.
 
     Returns:
       A gradient transformation for one worker, for functions in which the rules' axes are
@@ -125,10 +124,9 @@ def exchange(
     [0.0, 0.0]
     [0.0, -4.0]
     """
-    check_option("check", check, get_args(Check))
-    pulls = tuple(itertools.chain(*map(_pulls_of, given)))
-    if memory is not None:
-        pulls = tuple(dataclasses.replace(pull, memory=memory) for pull in pulls)
+    pulls = tuple(with_options([*itertools.chain(*map(_pulls_of, given))], options))
+    is_strict = any(getattr(each, "check", "due") == "every_step" for each in given)
+    check = options.get("check", "every_step" if is_strict else "due")
 
     def init(params: Tree) -> Any:
         _check_dtypes(pulls, params)
@@ -271,10 +269,10 @@ def extras_of(
         that reads `value_fn`, or, once called, one that returns no scalar.
     """
     extras = NO_EXTRAS
-    if grad is not None and any(pull.rule.reads_gradient for pull in pulls):
+    if grad is not None and any("grad" in pull.rule.reads for pull in pulls):
         check_same_tree("grad", grad, params)
         extras = extras._replace(grad=trees.floats(grad, like=params))
-    if any(pull.rule.reads_value_fn for pull in pulls):
+    if any("value_fn" in pull.rule.reads for pull in pulls):
         if not callable(value_fn):
             raise ValueError(
                 "workers judged by peers need `value_fn`, a function from parameters to "

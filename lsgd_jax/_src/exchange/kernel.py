@@ -281,7 +281,7 @@ def step_rules(
     for pull, state in reversed(list(zip(pulls, states))):
         mine, own = parts.select(pull.part, u), parts.select(pull.part, x)
         more, grad = {}, extras.grad
-        if pull.rule.reads_gradient:
+        if "grad" in pull.rule.reads:
             more["grad"] = None if grad is None else parts.select(pull.part, grad)
         after, rule_state, finite = pull.rule.step(mine, own, state.rule, loss, t, **more)
         # A silent rule returns its arguments, so there is nothing to put back.
@@ -321,7 +321,7 @@ def send(
     axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
     channel = Group(axes).channel if channel is None else channel
     line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
-    more = {"value_fn": value_fn} if pull.rule.reads_value_fn else {}
+    more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
     z, found, rule_state = pull.rule.agree(
         Group(axes, line), x, y, state.rule, is_finite, t, **more
     )

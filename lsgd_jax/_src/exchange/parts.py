@@ -73,19 +73,17 @@ def fragment(
     return Fragment(index, count, part, scan_axis)
 
 
-def in_fragments(
-    pull: Any, count: int, period: str = "period", scan_axis: ScanAxis | None = None
-) -> list[Any]:
+def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> list[Any]:
     """Cuts a pull into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
 
     Args:
       pull: the `Pull` of the whole part, at offset 0.
       count: the number of fragments, F. With 1, the result is the pull itself.
-      period: the method's name for τ.
       scan_axis: see `fragment`.
 
     Raises:
-      ValueError: fragments that do not divide the period, a delay of τ / F or more.
+      ValueError: fragments of a fragment, or that do not divide the period, a delay of
+        τ / F or more.
 
     >>> import lsgd_jax as lj
     >>> pull = lj.Pull(lj.average("local"), 1.0, every=8)
@@ -97,7 +95,13 @@ def in_fragments(
         return [pull]
     if pull.every % count:
         raise ValueError(
-            f"`{period}` must be divisible by fragments={count}, got {period}={pull.every}"
+            f"`fragments` must divide the period of every pull, got fragments={count} "
+            f"and a period of {pull.every}"
+        )
+    if isinstance(pull.part, Fragment):
+        raise ValueError(
+            f"`fragments` must be given once, got fragments={count} for pulls that are in "
+            f"{pull.part.count} fragments"
         )
     turn = pull.every // count
     check_period("delay", pull.delay, turn)

@@ -18,6 +18,7 @@ from lsgd_jax._src.wire.group import Group
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 Kept = Literal["reference", "error"]
+Read = Literal["grad", "value_fn"]
 
 
 class Extras(NamedTuple):
@@ -61,9 +62,9 @@ class Rule(ByValue):
         target, if it calls `broadcast`, or `masked_mean` without a reference of its own;
         'error' if it calls `masked_mean` or `masked_sum`; () if it only permutes and
         pushes. With None, parameters travel in float32 only.
-      reads_gradient: whether `step` also takes ``grad=``, the worker's gradient: a tree
-        like x, or None if `update` was called without one.
-      reads_value_fn: whether `agree` also takes ``value_fn=``: a function from a tree like
+      reads: the further arguments of `update` that it takes. With 'grad' `step` gets
+        ``grad=``, the worker's gradient: a tree like x, or None if `update` was called
+        without one. With 'value_fn' `agree` gets ``value_fn=``: a function from a tree like
         y to the loss on this worker's batch, a float scalar. `update` then needs one.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
@@ -75,8 +76,7 @@ class Rule(ByValue):
     step: Callable[..., tuple[Tree, Any, Any]] = silent
     keeps: tuple[Kept, ...] | None = None
     reads_x: bool = True
-    reads_gradient: bool = False
-    reads_value_fn: bool = False
+    reads: tuple[Read, ...] = ()
 
 
 @by_value

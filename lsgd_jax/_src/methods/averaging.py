@@ -1,6 +1,7 @@
 """Averaging methods: every τ steps the workers' mean, or an outer step towards it."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import optax
 
@@ -11,16 +12,14 @@ from lsgd_jax._src.checks import (
     check_positive_int,
 )
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.memory import Memory
-from lsgd_jax._src.exchange.parts import Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.anchored import anchored
 from lsgd_jax._src.methods.guard import Guard
 from lsgd_jax._src.methods.merging import Merge
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import value_at
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @by_value
@@ -48,12 +47,11 @@ def average(axes: Axes = ("node", "local")) -> Rule:
 
 
 @by_value
+@takes_options()
 def local_sgd(
     period: int = 16,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Local SGD, or model averaging: the workers' mean every so many steps.
 
@@ -67,10 +65,8 @@ def local_sgd(
 
     Args:
       period: steps between exchanges, τ.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -86,28 +82,21 @@ def local_sgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.local_sgd(period=8))
     """
     check_positive_int("period", period)
-    return exchange(
-        Pull(average(axes), 1.0, every=period, wire=wire, part=part), check=check
-    )
+    return exchange(Pull(average(axes), 1.0, every=period), **options)
 
 
 @by_value
+@takes_options()
 def diloco(
     period: int = 64,
     outer: optax.GradientTransformation | None = None,
-    fragments: int = 1,
-    delay: int = 0,
     mixing: float = 0.0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
-    scan_axis: ScanAxis | None = None,
-    memory: Memory = "device",
     guard: Guard | None = None,
     restart: int | None = None,
     merge: Merge = "mean",
     weights: Sequence[float] | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""DiLoCo: an outer optimizer moves an anchor by the workers' pseudo-gradient.
 
@@ -130,22 +119,15 @@ def diloco(
       period: steps between exchanges of a fragment, τ; 500 in the paper.
       outer: any optax transformation. Defaults to ``optax.sgd(0.7, momentum=0.9,
         nesterov=True)``.
-      fragments: number of fragments that take turns, F; must divide the period.
-      delay: steps between sending and applying a fragment, d < τ / F.
       mixing: the share of its own parameters that a worker keeps, m in [0, 1).
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      scan_axis: the axis along which layers are stacked, of all leaves or by path.
-        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
-      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
       guard: weighs pseudo-gradients by their norms and drops anomalous ones, see `Guard`.
         Each fragment has its own. By default all finite workers count alike.
       restart: exchanges after which the outer momentum is set to 0. Defaults to never.
       merge: how pseudo-gradients become one: their 'mean', or 'radial', which keeps their
         norm. See `anchored`.
       weights: one number per worker of the group, in any unit. Defaults to equal weights.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor and the
@@ -167,30 +149,20 @@ def diloco(
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     check_fraction("mixing", mixing)
-    pull = Pull(
-        anchored(outer, axes, guard, restart, merge, weights),
-        1 - mixing,
-        period,
-        delay=delay,
-        wire=wire,
-        part=part,
-        memory=memory,
-    )
-    return exchange(*in_fragments(pull, fragments, scan_axis=scan_axis), check=check)
+    rule = anchored(outer, axes, guard, restart, merge, weights)
+    return exchange(Pull(rule, 1 - mixing, every=period), **options)
 
 
 @by_value
+@takes_options()
 def slowmo(
     period: int = 16,
     alpha: float = 1.0,
     beta: float = 0.5,
     learning_rate: optax.ScalarOrSchedule = 1.0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
-    memory: Memory = "device",
     restart: int | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""SlowMo: averaging with a slow momentum.
 
@@ -211,12 +183,9 @@ def slowmo(
       learning_rate: η of the base optimizer, or a schedule of t = 1, 2, …. A constant rate
         cancels. Schedules of optax count from 0: for s(step) of the base pass
         ``lambda t: s(t - 1)``.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      memory: 'device' or 'host', where anchor and outer state are kept between exchanges.
       restart: S; every S-th exchange sets m to 0 before it renews it. Defaults to never.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Anchor and momentum
@@ -242,5 +211,4 @@ def slowmo(
         optax.scale_by_schedule(lambda k: -alpha * eta(k)),
     )
     rule = anchored(outer, axes, restart=restart)
-    pull = Pull(rule, 1.0, every=period, wire=wire, part=part, memory=memory)
-    return exchange(pull, check=check)
+    return exchange(Pull(rule, 1.0, every=period), **options)

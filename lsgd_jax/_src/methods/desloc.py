@@ -1,33 +1,36 @@
 """DES-LOC: parameters and the moments of the base optimizer, each with its own period."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import optax
 
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange.exchange import NO_PARAMS, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Fragment, Part, runs_of
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
+from lsgd_jax._src.exchange.parts import Fragment, runs_of
 from lsgd_jax._src.exchange.with_state import with_state
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 # Fields of optax's states, and how many periods of the parameters theirs are long.
 MOMENTS = {"mu": 3, "trace": 3, "nu": 6}
 
 
+@takes_options(
+    fragments="moments are exchanged at periods of their own",
+    scan_axis="it cuts no leaves",
+    delay="a moment must not land on the parameters of another step",
+)
 def desloc(
     base: optax.GradientTransformation,
     period: int = 32,
     moments: Mapping[str, int] | None = None,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""DES-LOC: local Adam whose parameters and moments are averaged at different periods.
 
@@ -50,11 +53,8 @@ def desloc(
       moments: the period of each field of the base's state that is averaged, by its name,
         such as ``{"mu": 96, "nu": 192}``; None: 3 periods of the parameters for a first
         moment ('mu' of Adam, 'trace' of SGD with momentum) and 6 for a second ('nu').
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`. Moments travel as they are,
-        since a second moment must not be rounded below 0.
-      part: the leaves to exchange, with their moments, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain, which contains the base
@@ -73,8 +73,10 @@ def desloc(
     check_positive_int("period", period)
     for name, steps in (moments or {}).items():
         check_positive_int(f"moments[{name!r}]", steps)
+    wire, part = options.pop("wire", "float32"), options.pop("part", None)
     if isinstance(part, Fragment) and part.scan_axis is not None:
         raise ValueError(f"`part` must not cut leaves for `desloc`, got {part=}")
+    Pull(average(axes), 1.0, every=period, part=part, wire=wire)  # refuses a wrong option
     base = optax.with_extra_args_support(base)
 
     def periods_of(state: Any) -> Mapping[str, int]:
@@ -96,11 +98,12 @@ def desloc(
         taken = jax.tree.unflatten(jax.tree.structure(params), runs_of(part, params))
         others = dict.fromkeys(periods, False)
         # `with_state` exchanges the tree (parameters, {field: tree}).
-        pulls = [Pull(mean, 1.0, every=period, part=(taken, others), wire=wire)] + [
+        parameters = Pull(mean, 1.0, every=period, part=(taken, others), wire=wire)
+        pulls = [parameters] + [
             Pull(mean, 1.0, every=steps, part=(False, others | {name: taken}))
             for name, steps in periods.items()
         ]
-        return with_state(base, exchange(*pulls, check=check), *periods)
+        return with_state(base, exchange(*pulls, **options), *periods)
 
     def init(params: Any) -> Any:
         return around(params, jax.eval_shape(base.init, params)).init(params)

@@ -1,6 +1,6 @@
 """Elastic averaging and DOWNPOUR: a center that the workers pull along."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,12 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.memory import Memory
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class CenterState(NamedTuple):
@@ -76,15 +74,13 @@ def moving_center(
 
 
 @by_value
+@takes_options()
 def easgd(
     beta: optax.ScalarOrSchedule = 0.43,
     period: int = 16,
     order: Order = "adapt_then_combine",
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
-    memory: Memory = "device",
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Elastic averaging SGD: workers and center pull at each other.
 
@@ -107,11 +103,8 @@ def easgd(
         or a schedule of t.
       period: steps between exchanges, τ.
       order: 'combine_then_adapt' is the paper's form: x in place of y, and u is added last.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      memory: 'device' or 'host', where the center is kept between exchanges.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -131,18 +124,15 @@ def easgd(
     check_positive_int("period", period)
     alpha = lambda t: value_at(beta, t) / Group(axes).size
     rule = in_order(moving_center(alpha, axes=axes), order)
-    pull = Pull(rule, alpha, every=period, wire=wire, part=part, memory=memory)
-    return exchange(pull, check=check)
+    return exchange(Pull(rule, alpha, every=period), **options)
 
 
 @by_value
+@takes_options()
 def downpour(
     period: int = 16,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
-    memory: Memory = "device",
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Synchronous DOWNPOUR: the center adds all workers' moves, and all take the center.
 
@@ -158,11 +148,8 @@ def downpour(
 
     Args:
       period: steps between exchanges, τ.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      memory: 'device' or 'host', where the center is kept between exchanges.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The center is kept
@@ -178,5 +165,4 @@ def downpour(
     """
     check_positive_int("period", period)
     rule = moving_center(1.0, renewed=True, axes=axes)
-    pull = Pull(rule, 1.0, every=period, wire=wire, part=part, memory=memory)
-    return exchange(pull, check=check)
+    return exchange(Pull(rule, 1.0, every=period), **options)

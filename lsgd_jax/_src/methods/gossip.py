@@ -1,7 +1,7 @@
 """Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jax import Array
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Order, Rule, in_order
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import (
@@ -24,7 +24,6 @@ from lsgd_jax._src.topology import (
 )
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @by_value
@@ -112,13 +111,12 @@ def blend(
 
 
 @by_value
+@takes_options()
 def dpsgd(
     topology: Graph = ring,
     order: Order = "combine_then_adapt",
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Decentralized parallel SGD: every worker mixes with its neighbors in a graph.
 
@@ -134,10 +132,8 @@ def dpsgd(
       topology: a graph whose mixing matrices are doubly stochastic, such as `ring` or
         `metropolis(edges)`, or a function of W that builds it.
       order: 'adapt_then_combine' mixes x + u instead of x.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -153,17 +149,16 @@ def dpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.dpsgd(lj.topology.ring(8)))
     """
     rule = in_order(neighbors(topology, axes), order)
-    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
+    return exchange(Pull(rule, 1.0), **options)
 
 
 @by_value
+@takes_options()
 def adpsgd(
     topology: Graph = bipartite_exponential,
     order: Order = "combine_then_adapt",
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""AD-PSGD in lock-step: the workers meet in pairs and both take the average.
 
@@ -178,10 +173,8 @@ def adpsgd(
     Args:
       topology: a graph of pairs in each round, or a function of W that builds it.
       order: 'adapt_then_combine' averages x + u instead of x.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -198,4 +191,4 @@ def adpsgd(
     >>> tx = optax.chain(optax.sgd(0.1), lj.adpsgd(lj.topology.bipartite_exponential(8)))
     """
     rule = in_order(neighbors(for_group(topology, check_paired), axes), order)
-    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
+    return exchange(Pull(rule, 1.0), **options)

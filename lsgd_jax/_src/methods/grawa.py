@@ -4,7 +4,7 @@ Dimlioglu, Choromanska. GRAWA: Gradient-based Weighted Averaging for Distributed
 Deep Learning Models. AISTATS 2024, arXiv:2403.04206.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.shared import Axes, Shared
@@ -124,7 +124,7 @@ def gradient_weighted(
 
     keeps = ("error",) if is_narrow else None
     # Without `grad=` the norm is that of u, which `outer` knows only if it knows x.
-    return Rule(axes, init, agree, step, keeps=keeps, reads_x=True, reads_gradient=True)
+    return Rule(axes, init, agree, step, keeps=keeps, reads_x=True, reads=("grad",))
 
 
 def inverse_weights(norms: Array, power: float) -> Array:
@@ -152,19 +152,15 @@ def inverse_weights(norms: Array, power: float) -> Array:
 
 
 @by_value
+@takes_options()
 def grawa(
     pull: optax.ScalarOrSchedule = 0.1,
     period: int = 256,
     layerwise: bool = False,
     decay: float = 0.43046721,
     power: float = 1.0,
-    delay: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    fragments: int = 1,
-    part: Part | None = None,
-    scan_axis: ScanAxis | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""GRAWA: workers are pulled to a mean in which flat places weigh more.
 
@@ -191,14 +187,8 @@ def grawa(
       layerwise: whether each leaf has a weight of its own.
       decay: ρ in [0, 1), of the running average over exchanges.
       power: p ≥ 0. 0 is a soft pull to the plain mean.
-      delay: steps between sending and applying a target, less than τ / F.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      fragments: number of fragments that take turns, F; must divide the period. Each has
-        its own weights.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      scan_axis: the axis along which layers are stacked, see `fragment`.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -216,6 +206,6 @@ def grawa(
     check_positive_int("period", period)
     if not callable(pull):
         check_fraction("pull", pull)
+    wire = options.get("wire", "float32")
     rule = gradient_weighted(layerwise, decay, power, axes, wire)
-    whole = Pull(rule, pull, every=period, delay=delay, wire=wire, part=part)
-    return exchange(*in_fragments(whole, fragments, scan_axis=scan_axis), check=check)
+    return exchange(Pull(rule, pull, every=period), **options)

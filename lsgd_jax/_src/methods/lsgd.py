@@ -4,7 +4,7 @@ Teng, Gao, Chalus, Choromanska, Goldfarb, Weller. Leader Stochastic Gradient Des
 Distributed Training of Deep Learning Models. NeurIPS 2019, arXiv:1905.10395.
 """
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,13 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part, ScanAxis, in_fragments
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Order, Rule, in_order, silent
 from lsgd_jax._src.methods.scores import JudgedBy, judged, recorded
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import lowest
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class LeaderState(NamedTuple):
@@ -50,7 +49,11 @@ class LeaderState(NamedTuple):
 
 @by_value
 def leader(
-    axes: Axes, window: int = 10, proximal: float = 0.0, judged_by: JudgedBy = "own"
+    axes: Axes,
+    window: int = 10,
+    proximal: float = 0.0,
+    judged_by: JudgedBy = "own",
+    keep: int = 1,
 ) -> Rule:
     r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
 
@@ -61,6 +64,9 @@ def leader(
     with w the window and f_i(x_i(s)) the loss (`value`) of worker i before its step
     s. Ties go to the lowest index; a worker whose score or y is not finite is
     never elected.
+
+    With ``keep=k`` the target is the mean of the k workers of the lowest scores, or of all
+    whose score and y are finite if they are fewer. k = W is `average`.
 
     A worker with wrong parameters may report a low loss all the same. With
     ``judged_by="peers"`` its own losses do not count. In the ring of the group's W workers,
@@ -81,16 +87,18 @@ def leader(
         Keeps a copy of its parameters if it is not 0.
       judged_by: whose losses are a worker's score: its 'own', or those of its 'peers'. A
         pull of a part measures that part of the peer within the judge's own parameters.
+      keep: k, the number of workers in the target.
 
     Raises:
-      ValueError: a window below 1, an unknown judge; in `update`, no `value` or, for peers,
-        no `value_fn`, or one that is no scalar.
+      ValueError: a window or a number to keep below 1, an unknown judge; in `update`, no
+        `value` or, for peers, no `value_fn`, or one that is no scalar.
 
     >>> import lsgd_jax as lj
     >>> lj.leader("local", window=3).axes
     'local'
     """
     check_positive_int("window", window)
+    check_positive_int("keep", keep)
     check_option("judged_by", judged_by, get_args(JudgedBy))
     peers = judged_by == "peers"
 
@@ -116,7 +124,10 @@ def leader(
     def agree(group, x, y, state, is_finite, t, value_fn=None):
         scores, state = judged(group, state, y, is_finite, value_fn)
         first, found = lowest(scores)
-        z = group.broadcast(y, first)
+        if keep == 1:
+            z = group.broadcast(y, first)
+        else:
+            z, _ = group.masked_mean(y, _are_lowest(scores, keep)[group.index])
         state = state._replace(leader=jnp.where(found, first, state.leader))
         if proximal:
             state = state._replace(elected=trees.where(found, z, state.elected))
@@ -127,13 +138,20 @@ def leader(
         init,
         agree,
         silent if peers and not proximal else step,
-        keeps=("reference",),
+        keeps=("reference",) if keep == 1 else ("reference", "error"),
         reads_x=False,
-        reads_value_fn=peers,
+        reads=("value_fn",) if peers else (),
     )
 
 
+def _are_lowest(scores: Array, keep: int) -> Array:
+    """Which workers have the lowest finite scores: bool [W]."""
+    scores = jnp.where(jnp.isfinite(scores), scores, jnp.inf)
+    return (jnp.argsort(jnp.argsort(scores)) < keep) & jnp.isfinite(scores)
+
+
 @by_value
+@takes_options()
 def lsgd(
     local_pull: optax.ScalarOrSchedule = 0.1,
     global_pull: optax.ScalarOrSchedule = 0.1,
@@ -143,14 +161,9 @@ def lsgd(
     order: Order = "adapt_then_combine",
     local_proximal: float = 0.0,
     global_proximal: float = 0.0,
-    delay: int = 0,
-    check: Check = "due",
     axes: tuple[str, str] = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    fragments: int = 1,
-    part: Part | None = None,
-    scan_axis: ScanAxis | None = None,
     judged_by: JudgedBy = "own",
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
 
@@ -191,18 +204,10 @@ def lsgd(
       global_proximal: p_G. If it is not 0, every step also pulls towards the parameters
         that the leader of all had when it was elected, y ← y - (p_G / τ_G) (y - x̃), before
         the local pull. Keeps a copy of the parameters.
-      delay: number of steps before a pull at which the leaders send, so that their
-        parameters travel meanwhile; less than τ / F and τ_G / F. Keeps a copy of the
-        parameters per level.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes over nodes and over the workers of a node.
-      wire: the format in which parameters travel, or a `Wire`.
-      fragments: number of fragments that take turns, F; must divide both periods.
-      part: the leaves to exchange, as for `Pull`. Defaults to all.
-      scan_axis: the axis along which layers are stacked, of all leaves or by path.
-        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
       judged_by: whose losses elect the leader: each worker's 'own', or those that its
         'peers' measure, which needs ``value_fn=`` in `update` (see `leader`).
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
@@ -222,7 +227,6 @@ def lsgd(
     ... )
     """
     check_positive_int("loss_window", loss_window)
-    check_positive_int("fragments", fragments)
     if isinstance(axes, str) or len(axes) != 2:
         raise ValueError(f"`axes` must be two mesh axes, (node, local), got {axes=}")
     levels = (
@@ -239,8 +243,5 @@ def lsgd(
         if not off:
             rule = leader(group, loss_window, proximal / period, judged_by)
             rule = in_order(rule, order)
-            pull = Pull(rule, strength, every=period, delay=delay, wire=wire, part=part)
-            pulls += in_fragments(pull, fragments, f"{name}_period", scan_axis)
-    if not pulls:
-        return Exchange(*optax.with_extra_args_support(optax.identity()))
-    return exchange(*pulls, check=check)
+            pulls.append(Pull(rule, strength, every=period))
+    return exchange(*pulls, **options)

@@ -1,6 +1,6 @@
 """NoLoCo: DiLoCo without an all-reduce; slow weights are averaged in changing pairs."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,13 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.memory import Memory
-from lsgd_jax._src.exchange.parts import Part, in_fragments
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import neighbors
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, matchings
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class NoLoCoState(NamedTuple):
@@ -34,19 +32,15 @@ class NoLoCoState(NamedTuple):
 
 
 @by_value
+@takes_options()
 def noloco(
     period: int = 50,
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
     topology: Graph = matchings,
-    fragments: int = 1,
-    delay: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
-    memory: Memory = "device",
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""NoLoCo: slow weights with a momentum, averaged in pairs that change every time.
 
@@ -81,14 +75,8 @@ def noloco(
       topology: the pairs of each exchange: a balanced graph, or a function of W that builds
         it; exchange n uses round n - 1, and begins again after the last one. In a graph
         with more neighbors G is the worker and all of them.
-      fragments: how many fragments take turns, as for `diloco`; must divide the period.
-      delay: steps that a fragment has to travel, below `period` / `fragments`.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which β (y - φ) + γ φ travels, or a `Wire`; rather one with
-        stochastic rounding, see `neighbors`.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      memory: where φ and δ are kept between exchanges, 'device' or 'host'.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Each worker keeps φ and
@@ -128,5 +116,4 @@ def noloco(
         return state.slow, jnp.asarray(True), state
 
     rule = Rule(axes, init, agree, keeps=(), reads_x=False)
-    pull = Pull(rule, 1.0, period, delay=delay, wire=wire, part=part, memory=memory)
-    return exchange(*in_fragments(pull, fragments), check=check)
+    return exchange(Pull(rule, 1.0, every=period), **options)

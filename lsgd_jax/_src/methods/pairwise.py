@@ -1,25 +1,24 @@
 """Pairwise averaging: every worker takes from one peer (dpwa, GoSGD)."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from chex import Numeric
 from jax import Array
+from jax.typing import ArrayLike
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_option
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, check_one_peer, exponential, for_group
 from lsgd_jax._src.trees import value_at, widened
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Interpolation = Literal["constant", "clock", "loss"]
@@ -37,6 +36,7 @@ class PairwiseState(NamedTuple):
 
 
 @by_value
+@takes_options()
 def pairwise(
     interpolation: Interpolation = "constant",
     value: optax.ScalarOrSchedule = 0.5,
@@ -44,10 +44,8 @@ def pairwise(
     topology: Graph = exponential,
     fetch_probability: optax.ScalarOrSchedule = 1.0,
     seed: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Pairwise averaging (dpwa): every worker moves towards one peer after its own step.
 
@@ -76,10 +74,8 @@ def pairwise(
       fetch_probability: probability p of taking from the peer, in [0, 1], or a schedule
         of t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. With 'loss', `update`
@@ -142,16 +138,16 @@ def pairwise(
         return trees.step_towards(own, z, f), is_finite | there, PairwiseState(mine)
 
     rule = Rule(axes, init, agree, step, keeps=(), reads_x=False)
-    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
+    return exchange(Pull(rule, 1.0), **options)
 
 
 def part_taken(
     interpolation: Interpolation,
     mine: Array,
     theirs: Array,
-    value: Numeric,
+    value: ArrayLike,
     divergence_threshold: float,
-) -> Numeric:
+) -> ArrayLike:
     """The peer's weight f in `pairwise`, from the measures of both workers.
 
     >>> part_taken("loss", jnp.float32(3), jnp.float32(1), 0.5, 6.0).item()
@@ -183,14 +179,13 @@ class SumWeightState(NamedTuple):
 
 
 @by_value
+@takes_options()
 def gosgd(
     topology: Graph = exponential,
     send_probability: optax.ScalarOrSchedule = 0.5,
     seed: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""GoSGD: sum-weight gossip, every worker sending to one peer now and then.
 
@@ -212,10 +207,8 @@ def gosgd(
       send_probability: probability p of sending to the peer, in [0, 1], or a schedule of
         t; drawn anew per worker and step.
       seed: seed of the draws.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -248,7 +241,7 @@ def gosgd(
         return z, is_finite | (mass > 0), SumWeightState(own + mass)
 
     rule = Rule(axes, init, agree, keeps=(), reads_x=False)
-    return exchange(Pull(rule, 1.0, wire=wire, part=part), check=check)
+    return exchange(Pull(rule, 1.0), **options)
 
 
 def _part(a: Array, whole: Array) -> Array:

@@ -4,7 +4,7 @@ Chaudhari, Baldassi, Zecchina, Soatto, Talwalkar, Oberman. Parle: parallelizing 
 gradient descent. 2017, arXiv:1707.00424.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,12 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, value_at, widened
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class ParleState(NamedTuple):
@@ -43,6 +42,7 @@ class ParleState(NamedTuple):
 
 
 @by_value
+@takes_options()
 def parle(
     learning_rate: optax.ScalarOrSchedule,
     period: int = 25,
@@ -50,10 +50,8 @@ def parle(
     center_pull: optax.ScalarOrSchedule = 1.0,
     decay: float = 0.75,
     outer_learning_rate: optax.ScalarOrSchedule | None = None,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Parle: an inner loop around an anchor, and anchors that are pulled to their mean.
 
@@ -85,10 +83,8 @@ def parle(
       decay: decay of the inner loop's running average, β in [0, 1].
       outer_learning_rate: learning rate of the anchor's step, η', or a schedule of t;
         None: that of the base optimizer, η.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -140,7 +136,7 @@ def parle(
         return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 
     rule = Rule(axes, init, agree, step, keeps=("error",))
-    return exchange(Pull(rule, 1.0, every=period, wire=wire, part=part), check=check)
+    return exchange(Pull(rule, 1.0, every=period), **options)
 
 
 def scoping(

@@ -1,6 +1,6 @@
 """Push-sum: gossip on any directed graph, with weights that remove its bias."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,13 @@ from jax import Array
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.gossip import blend, send, share, weight_dtype
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.topology import Graph, exponential, for_group
 from lsgd_jax._src.trees import Tree, widened, zeros
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 class PushSumState(NamedTuple):
@@ -43,12 +42,11 @@ class PushSumState(NamedTuple):
 
 
 @by_value
+@takes_options()
 def sgp(
     topology: Graph = exponential,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Stochastic gradient push: gossip on a directed graph, de-biased by push-sum weights.
 
@@ -67,10 +65,8 @@ def sgp(
 
     Args:
       topology: any graph, or a function of W that builds it.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -84,19 +80,16 @@ def sgp(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.sgd(0.1), lj.sgp(lj.topology.exponential(8)))
     """
-    return exchange(
-        Pull(push_sum(topology, 0, axes), 1.0, wire=wire, part=part), check=check
-    )
+    return exchange(Pull(push_sum(topology, 0, axes), 1.0), **options)
 
 
 @by_value
+@takes_options()
 def osgp(
     topology: Graph = exponential,
     staleness: int = 1,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Overlap SGP: messages carry older parameters, so they can travel during a step.
 
@@ -114,10 +107,8 @@ def osgp(
       topology: any graph, or a function of W that builds it.
       staleness: how many steps a message is in flight, σ ≥ 1; keeps σ - 1 copies of the
         parameters.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -131,8 +122,7 @@ def osgp(
     >>> tx = optax.chain(optax.sgd(0.1), lj.osgp(lj.topology.exponential(8), staleness=2))
     """
     check_positive_int("staleness", staleness)
-    pull = Pull(push_sum(topology, staleness, axes), 1.0, wire=wire, part=part)
-    return exchange(pull, check=check)
+    return exchange(Pull(push_sum(topology, staleness, axes), 1.0), **options)
 
 
 @by_value

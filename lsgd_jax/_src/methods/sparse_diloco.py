@@ -1,18 +1,19 @@
 """SparseLoCo: DiLoCo that sends the largest entries of pseudo-gradients, in few bits."""
 
+from typing import Unpack
+
 import optax
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.exchange.exchange import Exchange
-from lsgd_jax._src.exchange.kernel import Check
-from lsgd_jax._src.exchange.memory import Memory
-from lsgd_jax._src.exchange.parts import Part, ScanAxis
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.methods.averaging import diloco
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.wire.wire import Aggregate, Wire
 
 
 @by_value
+@takes_options(wire="it is top-k, as `density`, `chunk` and `bits` say")
 def sparse_diloco(
     period: int = 30,
     learning_rate: optax.ScalarOrSchedule = 1.0,
@@ -21,13 +22,8 @@ def sparse_diloco(
     bits: int | None = 2,
     decay: float = 0.95,
     aggregate: Aggregate = "mean",
-    fragments: int = 1,
-    delay: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    part: Part | None = None,
-    scan_axis: ScanAxis | None = None,
-    memory: Memory = "device",
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""SparseLoCo: DiLoCo with sparse messages of few bits and error feedback.
 
@@ -63,13 +59,8 @@ def sparse_diloco(
       decay: how much of the error is kept until the next exchange, β in [0, 1].
       aggregate: what an entry's sum is divided by: the number of workers ('mean', the
         equation), or of those that have sent it ('senders', the released code).
-      fragments: how many fragments take turns, as for `diloco`; must divide the period.
-      delay: steps that a fragment has to travel, below `period` / `fragments`.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      part: the leaves to exchange, as for `Pull`; None: all.
-      scan_axis: the axis along which layers are stacked, as for `diloco`.
-      memory: where anchor and error are kept between exchanges, 'device' or 'host'.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. The anchor is kept once
@@ -86,7 +77,7 @@ def sparse_diloco(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.sparse_diloco(period=30))
     """
-    wire = Wire(
+    options["wire"] = Wire(
         "top-k",
         density=density,
         chunk=chunk,
@@ -94,15 +85,4 @@ def sparse_diloco(
         decay=decay,
         aggregate=aggregate,
     )
-    return diloco(
-        period,
-        optax.sgd(learning_rate),
-        fragments,
-        delay,
-        check=check,
-        axes=axes,
-        wire=wire,
-        part=part,
-        scan_axis=scan_axis,
-        memory=memory,
-    )
+    return diloco(period, optax.sgd(learning_rate), axes=axes, **options)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_fraction
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.shared import Axes
@@ -22,12 +23,12 @@ from lsgd_jax._src.wire.group import Group
 
 
 @by_value
+@takes_options(wire="the values that are chosen travel in float32")
 def sparta(
     density: float = 0.005,
     seed: int = 0,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""SPARTA: the mean of a random fraction of the entries, at every step.
 
@@ -49,9 +50,8 @@ def sparta(
       density: fraction of the entries that are averaged at a step, p in (0, 1]; 1 / p is
         rounded to a whole number.
       seed: seed of the draws.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of the group.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain. Its values travel in
@@ -77,7 +77,7 @@ def sparta(
         found = (count > 0) & (is_finite | trees.all_finite(x))
         return z, found, state
 
-    return exchange(Pull(Rule(axes, lambda params: (), agree), 1.0, part=part), check=check)
+    return exchange(Pull(Rule(axes, lambda params: (), agree), 1.0), **options)
 
 
 def _averaged(

@@ -1,19 +1,20 @@
 """Group averaging: the mean of changing groups every step, of all workers now and then."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
-from lsgd_jax._src.exchange.kernel import Check, Pull
-from lsgd_jax._src.exchange.parts import Part
+from lsgd_jax._src.exchange.kernel import Pull
+from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.averaging import average
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, mean_of, widened
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @by_value
@@ -99,13 +100,12 @@ def hops_of(group_size: int, workers: int) -> list[list[int]]:
 
 
 @by_value
+@takes_options()
 def wagma(
     group_size: int = 2,
     sync_period: int = 10,
-    check: Check = "due",
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
-    part: Part | None = None,
+    **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Group averaging (WAGMA-SGD, in lock-step): a group's mean at every step.
 
@@ -120,10 +120,8 @@ def wagma(
     Args:
       group_size: workers in a group, S, a power of two.
       sync_period: steps between means of all workers, τ.
-      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
       axes: the mesh axes of all W workers.
-      wire: the format in which parameters travel, or a `Wire`.
-      part: the leaves to exchange, as for `Pull`; None: all.
+      **options: see `PullOptions`.
 
     Returns:
       An optax transformation for one worker, the last in its chain.
@@ -140,9 +138,9 @@ def wagma(
     """
     check_positive_int("sync_period", sync_period)
     # Where both are due the first changes nothing: the mean of group means is the mean.
-    groups = Pull(butterfly(group_size, axes), 1.0, wire=wire, part=part)
-    everyone = Pull(average(axes), 1.0, every=sync_period, wire=wire, part=part)
-    return exchange(groups, everyone, check=check)
+    groups = Pull(butterfly(group_size, axes), 1.0)
+    everyone = Pull(average(axes), 1.0, every=sync_period)
+    return exchange(groups, everyone, **options)
 
 
 def _power_of_two(n: int) -> bool:

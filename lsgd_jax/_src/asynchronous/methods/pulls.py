@@ -67,7 +67,7 @@ class Pulls:
                     "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
                 )
-            if pull.rule.reads_value_fn:
+            if "value_fn" in pull.rule.reads:
                 raise ValueError(
                     "asynchronous workers measure no loss of a peer: `judged_by` must be "
                     "'own', got judged_by='peers'"

@@ -1,0 +1,153 @@
+"""Options: what every method that pulls takes, described once and applied by `exchange`."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+from lsgd_jax._src.checks import check_option, check_period
+from lsgd_jax._src.exchange.kernel import Check, Pull
+from lsgd_jax._src.exchange.memory import Memory
+from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis, in_fragments
+from lsgd_jax._src.wire.wire import Wire, WireFormat
+
+
+class PullOptions(TypedDict, total=False):
+    """Options of all methods that pull, and of `exchange`, which applies them.
+
+    A method of your own takes them as ``**options: Unpack[PullOptions]`` and passes them to
+    `exchange`.
+
+    Attributes:
+      wire: the format in which parameters travel, or a `Wire`.
+      fragments: number of fragments that take turns, F; must divide the period. Fragment i
+        is pulled at steps t ≡ (i + 1) τ / F (mod τ), with a state of its own.
+      delay: steps between the agreement and the pull, less than τ / F. The message travels
+        meanwhile; a copy of the parameters is kept.
+      part: the leaves to exchange, as for `Pull`. Defaults to all.
+      scan_axis: the axis along which layers are stacked, of all leaves or by path.
+        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
+      memory: 'device' or 'host', where state that only exchanges read is kept between them.
+      check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
+    """
+
+    wire: Wire | WireFormat
+    fragments: int
+    delay: int
+    part: Part | None
+    scan_axis: ScanAxis | None
+    memory: Memory
+    check: Check
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "wire": "float32",
+    "fragments": 1,
+    "delay": 0,
+    "part": None,
+    "scan_axis": None,
+    "memory": "device",
+    "check": "due",
+}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Returns a decorator of a method with ``**options: Unpack[PullOptions]``.
+
+    The options stand in the method's signature with their defaults, and in its docstring,
+    so that ``help``, the trainer's command line and `by_value` know them.
+
+    Args:
+      **refused: the options that the method does not take, each with the reason.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        taken = [name for name in DEFAULTS if name not in refused]
+        signature = _signature(method, taken)
+
+        @functools.wraps(method)
+        def checked(*args: P.args, **named: P.kwargs) -> T:
+            for name in named:
+                if name in refused:
+                    raise ValueError(
+                        f"`{method.__name__}` takes no `{name}`: {refused[name]}"
+                    )
+            try:
+                signature.bind(*args, **named)
+            except TypeError as error:
+                raise TypeError(f"{method.__name__}() {error}") from None
+            return method(*args, **named)
+
+        made: Any = checked
+        made.__signature__ = signature
+        parameters = signature.parameters.values()
+        made.__annotations__ = {p.name: p.annotation for p in parameters}
+        made.__annotations__["return"] = signature.return_annotation
+        made.__doc__ = _documented(method.__doc__ or "", taken)
+        return checked
+
+    return decorate
+
+
+def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
+    """Returns the pulls with these options; each keeps its own of those that are missing.
+
+    Raises:
+      TypeError: an option that there is not.
+      ValueError: fragments of fragments, and what `Pull` and `fragment` refuse.
+    """
+    given: dict[str, Any] = dict(options)
+    if unknown := [name for name in given if name not in DEFAULTS]:
+        raise TypeError(f"there is no option {unknown[0]!r}; see `PullOptions`")
+    check_option("check", given.pop("check", "due"), typing.get_args(Check))
+    count, scan_axis = given.pop("fragments", 1), given.pop("scan_axis", None)
+    changed = [_changed(pull, given) for pull in pulls]
+    return [
+        fragment for pull in changed for fragment in in_fragments(pull, count, scan_axis)
+    ]
+
+
+def _changed(pull: Pull, options: Mapping[str, Any]) -> Pull:
+    """The pull with options that need no more than its own fields."""
+    if isinstance(whole := pull.part, Fragment):
+        check_period("delay", options.get("delay", 0), pull.every // whole.count)
+        if "part" in options:
+            options = {**options, "part": whole._replace(part=options["part"])}
+    return dataclasses.replace(pull, **options)
+
+
+def _signature(method: Callable, taken: Sequence[str]) -> inspect.Signature:
+    """The method's signature with the options in place of ``**options``."""
+    hints = typing.get_type_hints(PullOptions)
+    signature = inspect.signature(method)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS[name],
+            annotation=hints[name],
+        )
+        for name in taken
+    ]
+    return signature.replace(parameters=[*own, *options])
+
+
+def _documented(doc: str, taken: Sequence[str]) -> str:
+    """The docstring with the options' descriptions in place of that of ``**options``."""
+    described = inspect.getdoc(PullOptions) or ""
+    entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", described, re.MULTILINE)
+
+    def entry(match: re.Match[str]) -> str:
+        indent = match[1]
+        lines = [f"{name}: {text}" for name, text in entries if name in taken]
+        return "\n".join(lines).replace("\n    ", "\n  ").replace("\n", f"\n{indent}")
+
+    own = re.compile(r"^( *)\*\*options: .*(?:\n\1 +.*)*", re.MULTILINE)
+    return own.sub(lambda match: match[1] + entry(match), doc)

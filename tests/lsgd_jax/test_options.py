@@ -1,0 +1,142 @@
+"""Tests of the options that all methods which pull share."""
+
+import functools
+import inspect
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lsgd_jax as lj
+
+
+METHODS = {
+    "lsgd": functools.partial(lj.lsgd, 0.1, 0.1, 4, 8),
+    "easgd": functools.partial(lj.easgd, 0.4, 4),
+    "downpour": functools.partial(lj.downpour, 4),
+    "local_sgd": functools.partial(lj.local_sgd, 4),
+    "diloco": functools.partial(lj.diloco, 4),
+    "slowmo": functools.partial(lj.slowmo, 4),
+    "parle": functools.partial(lj.parle, 0.1, 4),
+    "noloco": functools.partial(lj.noloco, 4),
+    "grawa": functools.partial(lj.grawa, 0.1, 4),
+}
+GIVEN = {
+    "fragments": 2,
+    "delay": 1,
+    "part": ["a"],
+    "scan_axis": 0,
+    "memory": "host",
+    "check": "every_step",
+}
+
+
+def settings(tx):
+    fields = ("every", "offset", "delay", "part", "wire", "memory")
+    return tx.check, [[getattr(pull, field) for field in fields] for pull in tx.pulls]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_option_of_a_method_is_an_option_of_its_exchange(method):
+    make = METHODS[method]
+    wire = {} if method == "grawa" else {"wire": "int8"}
+    count = len(GIVEN) if wire else len(GIVEN) - 1
+    for r in (1, count):
+        for names in itertools.combinations({**GIVEN, **wire}, r):
+            options = {name: {**GIVEN, **wire}[name] for name in names}
+            given, applied = make(**options), lj.exchange(make(), **options)
+            assert settings(given) == settings(applied)
+            assert names == ("scan_axis",) or settings(given) != settings(make())
+
+
+def test_pulls_keep_the_options_that_are_not_given():
+    inner = lj.diloco(8, wire="int8", fragments=2, check="every_step")
+    assert settings(lj.exchange(inner)) == settings(inner)
+    both = lj.exchange(inner, lj.local_sgd(4), delay=1)
+    assert both.check == "every_step"
+    assert [pull.wire for pull in both.pulls] == ["int8", "int8", "float32"]
+    heads = lj.exchange(inner, part=["head"]).pulls
+    assert [(each.part.index, each.part.part) for each in heads] == [
+        (0, ["head"]),
+        (1, ["head"]),
+    ]
+
+
+def test_options_stand_in_signatures_and_docstrings():
+    for name in ("diloco", "lsgd", "dpsgd"):
+        method = getattr(lj, name)
+        shown = inspect.signature(method).parameters
+        assert set(lj.PullOptions.__annotations__) < set(shown)
+        assert shown["wire"].default == "float32"
+        assert "\n      delay: steps between the agreement" in method.__doc__
+        assert "**options" not in method.__doc__
+    assert "wire" not in inspect.signature(lj.sparta).parameters
+    assert "wire:" not in lj.sparta.__doc__
+    assert lj.diloco(8) == lj.diloco(8, wire="float32", delay=0)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
+    """Methods that had no fragments and no delay of their own take both."""
+    start = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32)
+    workers = lj.Workers(1, 3, devices=jax.devices()[:3])
+
+    def trained(tx):
+        tx = optax.chain(optax.sgd(0.1), tx)
+        x = workers.replicate({"a": start[0], "b": start[1]})
+        state = workers.map(tx.init)(x)
+
+        def step(x, state, noise):
+            updates, state = tx.update(jax.tree.map(lambda x: x + noise, x), state, x)
+            return lj.apply_updates(x, updates), state
+
+        step, seen = workers.map(step), []
+        for t in range(9):
+            x, state = step(x, state, workers.put(jnp.arange(3.0) * (t + 1)))
+            seen.append(jax.device_get(x))
+        return seen
+
+    options = {"fragments": 2, "delay": delay}
+    ours = trained(lj.local_sgd(4, **options))
+    theirs = trained(lj.diloco(4, optax.sgd(1.0), **options))
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (
+            lambda: lj.sparta(wire="int8"),
+            ValueError,
+            "`sparta` takes no `wire`: the values",
+        ),
+        (lambda: lj.sparse_diloco(wire="int8"), ValueError, "takes no `wire`: it is top-k"),
+        (
+            lambda: lj.desloc(optax.adam(0.1), fragments=2),
+            ValueError,
+            "`desloc` takes no `fragments`: moments",
+        ),
+        (lambda: lj.diloco(8, fragment=2), TypeError, r"diloco\(\) got an unexpected"),
+        (lambda: lj.exchange(fragment=2), TypeError, "there is no option 'fragment'"),
+        (lambda: lj.dpsgd(delay=1), ValueError, r"`delay` must be an int in \[0, 1\)"),
+        (lambda: lj.wagma(fragments=2), ValueError, "`fragments` must divide the period"),
+        (
+            lambda: lj.exchange(lj.diloco(8, fragments=2), fragments=2),
+            ValueError,
+            "`fragments` must be given once, got fragments=2 for pulls that are in 2",
+        ),
+        (
+            lambda: lj.exchange(lj.diloco(8, fragments=2), delay=4),
+            ValueError,
+            r"`delay` must be an int in \[0, 4\)",
+        ),
+        (lambda: lj.exchange(lj.grawa(), wire="int8"), ValueError, "`wire` must be"),
+    ],
+)
+def test_refuses(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
