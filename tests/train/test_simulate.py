@@ -9,6 +9,7 @@ import tiny
 
 import lsgd_jax as lj
 from train import simulate
+from train.task import methods
 
 
 @pytest.fixture
@@ -86,6 +87,20 @@ def test_synchronous_methods_are_simulated(small, monkeypatch):
     assert waiting["independent"] < 0.02 < 0.3 < min(waiting["allreduce"], waiting["sgp"])
 
 
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_a_method_is_simulated_or_refused_in_one_line(name, refusal):
+    row, line = methods.METHODS[name].row, [*COMMON, "--method", name]
+    if row.around is not None:
+        message = "`method` must not exchange the base optimizer's state"
+    elif row.first is not None and name != "allreduce":
+        message = "`method` must not aggregate gradients other than by their mean"
+    else:
+        _, configs = simulate.parse(line)
+        assert isinstance(simulate.method(configs[name]).window, int)
+        return
+    assert message in refusal(simulate.main, line)
+
+
 def test_options_after_a_method_belong_to_it():
     line = [*COMMON, *LSGD, "--method", "lsgd", "--seed", "3", "--network", "wan-1g"]
     options, configs = simulate.parse([*line, "--latency-ms", "5", "--stall", "0.1", "500"])
@@ -103,8 +118,6 @@ def test_options_after_a_method_belong_to_it():
     "options, message",
     [
         ("--method nonsense", "`method` must be one of"),
-        ("--method cge", "`method` must not aggregate gradients"),
-        ("--method desloc", "`method` must not exchange the base optimizer"),
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
         ("--slow 4 2", "`slow` must be workers from 0 to 3 with nonneg"),

@@ -17,9 +17,16 @@ key and its order of the data belong to its new number. Values that are equal on
     local-sgd             –                              the mean is over the new workers
     post-local-sgd        the step of the switch         likewise
     slowmo, diloco        anchor, (outer) momentum       likewise
+    sparse-diloco         anchor                         likewise; quantization errors are 0
+    edit                  anchor, outer momentum,        likewise
+                          mean and variance of norms
+    grawa                 running means of norms         likewise
+    desloc                moments of the optimizer       likewise
     diloco-leader         anchor, outer momentum         the leader, at the next exchange
     lsgd-diloco           refused: each place in a node has an anchor of its own
     parle                 center, anchors, averages      the center, at the next exchange
+    noloco                slow weights, their momentum   the pairs
+    sparta                –                              the mean is over the new workers
     dpsgd, adpsgd         –                              the graph; the workers' mean moves
     sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'
     osgp, staleness > 1   refused: messages to the old workers are in flight
@@ -28,8 +35,11 @@ key and its order of the data belong to its new number. Values that are equal on
     wagma                 –                              the groups; W' is a power of two
     allreduce             all workers are equal          W' / W times the batch
     coordinate-median,
-      licm, cge           likewise                       likewise; for cge W' > `faulty`
+      licm, cge, krum,
+      geometric-median,
+      trimmed-mean        likewise                       likewise; for cge W' > `faulty`
     independent           –                              –
+    asynchronous methods  the method's state             the coordinator's rounds
 
 Constraints of a graph or a method on the number of workers are checked when the experiment
 is built. The rows of a step depend on (seed, number of the worker, step), so each worker

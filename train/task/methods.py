@@ -21,8 +21,8 @@ from train.task import asynchronous_methods, hybrids
 
 Factory = Callable[..., optax.GradientTransformation]
 
-# Parameters that are not options: the trainer sets them, or leaves them at their defaults.
-GIVEN = {"axes", "base", "guard", "learning_rate", "moments", "part", "weights"}
+# Parameters of transformations that the trainer sets, or leaves at their defaults.
+GIVEN = {"axes", "base", "learning_rate", "part"}
 
 # Topologies by their names on the command line.
 TOPOLOGIES = {
@@ -225,10 +225,10 @@ class Method:
                 given[name] = make(**{part: getattr(self, part) for part in parts})
             elif name == "topology":
                 given[name] = TOPOLOGIES[getattr(self, name)]
+            elif name in vars(self):
+                given[name] = getattr(self, name)
             elif name == "learning_rate":
                 given[name] = _of_library_steps(learning_rate)
-            elif name not in GIVEN:
-                given[name] = getattr(self, name)
         return factory(**given)
 
 
@@ -243,15 +243,16 @@ def _options(function: Callable[..., Any], row: Row) -> type:
     Its docstring is that of the function, in which tyro finds the help of the options.
     """
     hints, fields = typing.get_type_hints(function), []
+    given = row.made.keys() | (set() if function is row.asynchronous else GIVEN)
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in GIVEN or name in row.made:
+        kind = None if name in given else _kind(name, hints[name])
+        if kind is None:
             continue
         default = parameter.default
         if name == "topology":
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
         if name == "delay" and row.delay is not None:
             default = row.delay
-        kind = _kind(name, hints[name])
         fields.append((name, kind, dataclasses.field(default=default)))
     described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
     return dataclasses.make_dataclass(
@@ -260,7 +261,7 @@ def _options(function: Callable[..., Any], row: Row) -> type:
 
 
 def _kind(name: str, hint: Any) -> Any:
-    """The type of an option. The parameter may accept objects as well."""
+    """The type of an option, or None if the parameter accepts only objects."""
     if name == "topology":
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
     parts = typing.get_args(hint)
@@ -270,7 +271,7 @@ def _kind(name: str, hint: Any) -> Any:
     for scalar in (bool, float, int, str):
         if scalar in (hint, *parts):
             return scalar | None if types.NoneType in parts else scalar
-    raise TypeError(f"the type of parameter {name!r} cannot be an option: {hint}")
+    return None
 
 
 def _class(row: Row) -> type[Method]:
