@@ -17,6 +17,7 @@ import lsgd_jax as lj
 from train.cluster.session import WorkersLost
 from train.config import Config
 from train.metrics.buffer import Interval
+from train.run import resharding
 from train.run.checkpoints import read, steps_in
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
@@ -71,6 +72,9 @@ def take_steps(run: Run) -> signal.Signals | str | None:
 def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
     """Returns a worker's state in the latest checkpoint, for when all workers were lost.
 
+    The checkpoint may be of other workers, because a run may have been resumed with another
+    grid since.
+
     Args:
       config: the configuration of the run.
       folder: the run folder.
@@ -81,11 +85,12 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
     """
     checkpoints = folder / CHECKPOINTS
     for step in reversed(steps_in(checkpoints)):
-        with contextlib.suppress(OSError, ValueError):  # damaged, or of other workers
+        with contextlib.suppress(OSError, ValueError):  # damaged
             experiment = AsynchronousExperiment(config)
-            like = experiment.init()
-            found = read(checkpoints, step, lambda notes, like=like: like)
-            return experiment.apart(found.state)[index]
+            fresh, workers = experiment.init(), experiment.workers
+            found = read(checkpoints, step, resharding.target(fresh, workers))
+            restored = resharding.adapted(found, fresh, workers)
+            return experiment.apart(restored.state)[index]
     return None
 
 
@@ -145,12 +150,19 @@ class Follower:
             self._run.step = self._run.config.steps
         if any(state is not None for state in self._states):
             self._stack(status)
+        elif self.stopped_by is not None:
+            self._run.step = int(self._run.state.step.value)
         self._report(status)
 
     def _count(self, status: lj.asynchronous.Status) -> None:
-        """Updates the step counts. A worker that was just restarted reports a lower one."""
-        reports = status.reports
-        self._counts = [max(n, reports[i].steps) for i, n in enumerate(self._counts)]
+        """Updates the step counts. A worker that was just restarted reports a lower one.
+
+        Only after the loss of all workers, which go on from a checkpoint, do all.
+        """
+        steps = [status.reports[i].steps for i in range(len(self._counts))]
+        are_lower = [new < old for new, old in zip(steps, self._counts)]
+        most = [max(new, old) for new, old in zip(steps, self._counts)]
+        self._counts = steps if all(are_lower) and any(steps) else most
         mean = sum(self._counts) // len(self._counts)
         self._run.step = max(self._run.step, min(mean, self._run.config.steps))
 
@@ -160,7 +172,7 @@ class Follower:
         run, counts = self._run, self._counts
         steps = run.step - self._reported
         losses = self._losses(status)
-        if losses is None or not steps:
+        if losses is None or steps <= 0:
             return
         self._reported = run.step
         run.buffer.recent.add([losses] * steps)
@@ -212,6 +224,10 @@ class Follower:
             state or {**source, "own": Own(i, source["own"].stats)}
             for i, state in enumerate(self._states)
         ]
+        if self.stopped_by is not None:
+            # Steps that were lost with all workers are not in their states.
+            taken = sum(state["count"] for state in states) // len(states)
+            self._run.step = min(self._run.step, taken)
         sent = [n + status.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
         self._distance = float(lj.consensus_distance(self._run.state.params))

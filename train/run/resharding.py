@@ -47,7 +47,7 @@ continues at this step of the order that belongs to its new number. With --data.
 images are split anew into W' parts, and the position in a part follows from the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +58,7 @@ from numpy.typing import ArrayLike
 import lsgd_jax as lj
 from train.config import WorkersConfig
 from train.metrics.recent import RecentLosses
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoint, Checkpoints
 from train.task.state import TrainState
 
 
@@ -118,28 +118,54 @@ def restore(
     Raises:
       ValueError: the method cannot continue with other workers.
     """
-    new, old = WorkersConfig(workers.nodes, workers.locals), _grid
-    read = checkpoints.restore_latest(
-        lambda notes: fresh if old(notes) == new else like(fresh, old(notes))
-    )
-    if read is None:
-        return None
+    read = checkpoints.restore_latest(target(fresh, workers))
+    return None if read is None else adapted(read, fresh, workers)
+
+
+def target(
+    fresh: TrainState, workers: lj.Workers
+) -> Callable[[dict[str, Any]], TrainState]:
+    """Returns what a checkpoint is read into, given its notes.
+
+    Args:
+      fresh, workers: see `restore`.
+    """
+    new = WorkersConfig(workers.nodes, workers.locals)
+
+    def like_saved(notes: dict[str, Any]) -> TrainState:
+        old = _grid(notes)
+        return fresh if old == new else like(fresh, old)
+
+    return like_saved
+
+
+def adapted(read: Checkpoint, fresh: TrainState, workers: lj.Workers) -> Restored:
+    """Returns a checkpoint that was read into `target` as the state of these workers.
+
+    Args:
+      read: the checkpoint.
+      fresh, workers: see `restore`.
+
+    Raises:
+      ValueError: the method cannot continue with other workers.
+    """
     step, state, notes = read
+    new, old = WorkersConfig(workers.nodes, workers.locals), _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
-    if old(notes) == new:
+    if old == new:
         bad = notes.get("nonfinite_steps", 0)
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
         recent = RecentLosses(recent, bad)
         return Restored(step, state, notes["seconds"], recent, losses, None)
-    chosen = sources(old(notes), new, scores(state, recent))
-    resizing = Resizing(old(notes), new, chosen.tolist())
+    chosen = sources(old, new, scores(state, recent))
+    resizing = Resizing(old, new, chosen.tolist())
     try:
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(new)} workers cannot resume from {shape(old(notes))}: {error}"
+            f"{shape(new)} workers cannot resume from {shape(old)}: {error}"
         ) from error
     recent = RecentLosses(recent[chosen])
     return Restored(step, state, notes["seconds"], recent, [], resizing)
