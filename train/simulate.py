@@ -235,13 +235,14 @@ class Recorded:
         """The row of this run in the table."""
         measure, derived = measures.shown(self.tested)[0], self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
+        never = "" if any(self.bytes_sent) else tables.NEVER
         return {
             "method": self.name,
             "simulated s": f"{self.seconds:.4g}",
             "s / 100 steps": f"{derived['per_100_steps']:.4g}",
             "waiting, %": f"{100 * derived['waiting']:.1f}",
             "staleness, mean": f"{np.mean(stale):.2f}",
-            "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}",
+            "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}{never}",
             measure.label: f"{self.tested[measure.key]:.{measure.digits}f}",
         }
 

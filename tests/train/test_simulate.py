@@ -69,6 +69,12 @@ def test_the_same_seed_writes_the_same_files(monkeypatch, tmp_path):
         assert simulate.main([*COMMON, *LSGD, *options]) == 0
     first, second = (tmp_path / out / "lsgd.csv" for out in ("a", "b"))
     assert first.read_bytes() == second.read_bytes() and first.stat().st_size > 500
+    assert "never" not in (tmp_path / "a" / "simulated.csv").read_text()
+
+
+def test_a_method_that_never_exchanged_is_marked():
+    run = simulate.Recorded("diloco", [], 1.0, [0.0], [0], [0.0], {"error": 50.0}, 1.0)
+    assert run.row()["MB sent / worker"] == "0, never exchanged"
 
 
 @pytest.mark.slow

@@ -87,10 +87,11 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
     for step in reversed(steps_in(checkpoints)):
         with contextlib.suppress(OSError, ValueError):  # damaged
             experiment = AsynchronousExperiment(config)
-            fresh, workers = experiment.init(), experiment.workers
+            fresh: Any = experiment.init()
+            workers = experiment.workers
             found = read(checkpoints, step, resharding.target(fresh, workers))
-            restored = resharding.adapted(found, fresh, workers)
-            return experiment.apart(restored.state)[index]
+            state: Any = resharding.adapted(found, fresh, workers).state
+            return experiment.apart(state)[index]
     return None
 
 

@@ -24,6 +24,9 @@ Factory = Callable[..., optax.GradientTransformation]
 # Parameters of transformations that the trainer sets, or leaves at their defaults.
 GIVEN = {"axes", "base", "learning_rate", "part"}
 
+# Options with the number of steps before a method's first exchange.
+PERIODS = "period", "local_period", "global_period", "local_steps"
+
 # Topologies by their names on the command line.
 TOPOLOGIES = {
     name.replace("_", "-"): getattr(lj.topology, name)
@@ -208,6 +211,23 @@ class Method:
         made = self._made(self.row.last, learning_rate)
         assert isinstance(made, lj.Exchange)
         return made
+
+    def first_exchange(self) -> int | None:
+        """The step whose exchange first changes the workers, or None if none ever does.
+
+        Asynchronous workers of different speeds may be a few steps away from it.
+        """
+        if self.row.first is not None:
+            return 1
+        found = self.asynchronous() if self.is_asynchronous else self.exchanges(1.0)
+        pulls = getattr(getattr(found, "exchange", found), "pulls", ())
+        if pulls:
+            return min((pull.agrees_at or pull.every) + pull.delay for pull in pulls)
+        options = vars(self)
+        periods = [options[name] for name in PERIODS if name in options]
+        if periods:
+            return min(periods) // options.get("fragments", 1)
+        return None if found is None else 1
 
     def __reduce__(self) -> Any:
         return functools.partial(make, self.name, **vars(self)), ()

@@ -139,3 +139,25 @@ def test_peers_judge_workers_in_the_trainer(tmp_path, monkeypatch):
     assert np.isfinite(nodes).all()
     np.testing.assert_array_equal(inside.leader, nodes.argmin(axis=1).repeat(2))
     assert (over_all.leader == np.argmin(over_all.score)).all()
+
+
+@pytest.mark.parametrize(
+    "name, options, step",
+    [
+        ("diloco", {"period": 8}, 8),
+        ("diloco", {"period": 8, "fragments": 2}, 4),
+        ("overlapped-diloco", {"period": 8, "delay": 3}, 8),
+        ("lsgd", {"local_period": 6, "global_period": 4}, 4),
+        ("desloc", {"period": 5}, 5),
+        ("async-lsgd", {"local_period": 6, "global_period": 9, "blocking": False}, 6),
+        ("async-lsgd", {"local_period": 6, "global_period": 9}, 6),
+        ("async-diloco", {"local_steps": 7}, 7),
+        ("decoupled-diloco", {"local_steps": 8, "fragments": 4}, 2),
+        ("dpsgd", {}, 1),
+        ("async-wagma", {}, 1),
+        ("krum", {}, 1),
+        ("independent", {}, None),
+    ],
+)
+def test_the_first_exchange(name, options, step):
+    assert methods.make(name, **options).first_exchange() == step
