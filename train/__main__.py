@@ -18,6 +18,7 @@ try:
     from train.data.arrays import DataError
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
+    from train.run import lock
     from train.run.resuming import resume_command
 except ValueError as error:  # jax rejects an environment variable
     print(f"error: {error}", file=sys.stderr)
@@ -56,7 +57,14 @@ def on_ray(config: Config, arguments: list[str]) -> int:
 
     folder = run_folder.planned(config)
     files = folder / run_folder.CONFIG, folder / METRICS
-    return ray_train.run(config, arguments, *files)
+    status, reason = ray_train.run(config, arguments, *files)
+    if not reason:
+        return status
+    lock.remove_left(folder, patience=5.0)
+    again = "nothing was lost: the same command starts the run again"
+    if (folder / run_folder.CONFIG).exists():
+        again = f"to resume: {resume_command(config, folder)}"
+    return Session().leave(status, f"{reason}; {again}")
 
 
 def train(config: Config, session: Session) -> int:

@@ -158,19 +158,19 @@ def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
     begun, tmp_path, monkeypatch, capsys
 ):
     folder = tmp_path / "run"
-    folder.mkdir()
-    config = cli.parse(["digits", "--ray.processes", "2", "--run-dir", str(folder)])
+    line = ["digits", "--ray.processes", "2", "--run-dir", str(folder)]
+    again = "nothing was lost: the same command starts the run again"
     if begun:
-        configuration.write(config, folder / "config.json")
+        folder.mkdir()
+        configuration.write(cli.parse(line), folder / "config.json")
+        line.append("--resume")
+        again = f"to resume: python -m train digits --run-dir {folder} --resume"
     monkeypatch.setattr(ray_train, "_follow", Failing(RayActorError(error_msg="a\n\tb")))
     health = contextlib.nullcontext(None)
     monkeypatch.setattr(lj.asynchronous.ray_engine, "cluster", lambda *_: health)
-    files = folder / "config.json", folder / "metrics.jsonl"
-    assert ray_train.run(config, ["digits"], *files) == LOST
-    (line,) = capsys.readouterr().err.splitlines()
-    again = f"to resume: python -m train digits --run-dir {folder} --resume"
-    begins = "the run had not begun: the same command starts it again"
-    assert line == f"error: a b; {again if begun else begins}"
+    assert main(line) == LOST
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed == f"error: a b; {again}"
 
 
 @pytest.mark.slow

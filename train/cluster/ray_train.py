@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +28,6 @@ import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, RayConfig
 from train.launch import PASSED, free_port, rendezvous_options, start
-from train.run import lock
-from train.run.resuming import resume_command
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`
@@ -222,13 +219,16 @@ def run(
     arguments: Sequence[str],
     config_file: pathlib.Path,
     metrics_file: pathlib.Path,
-) -> int:
-    """Trains in lock step in processes that Ray Train starts. Returns the exit status.
+) -> tuple[int, str]:
+    """Trains in lock step in processes that Ray Train starts.
 
     Args:
       config: the configuration of the run.
       arguments: the command line from which it was made.
       config_file, metrics_file: see `Job`.
+
+    Returns:
+      The exit status, and the reason why the processes have not ended by themselves, or ''.
     """
     options, nodes = config.ray, config.workers.nodes
     files = config_file, metrics_file
@@ -253,26 +253,14 @@ def run(
             engine.cluster(placed, options.processes or 1) as health,
             _storage(config_file.parent) as storage,
         ):
-            status, reason = _follow(job, storage, health)
+            return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        status, reason = LOST, _one_line(error)
-    if reason:
-        lock.remove_left(config_file.parent, SETTLE_S)
-        sys.stdout.flush()
-        print(f"error: {reason}; {_again(config, job)}", file=sys.stderr)
-    return status
+        return LOST, _one_line(error)
 
 
 def _one_line(error: Exception) -> str:
     """The message of an error of Ray, which may have many lines."""
     return " ".join(str(error).split())[:300]
-
-
-def _again(config: Config, job: Job) -> str:
-    """Says how to continue a run that Ray does not restart."""
-    if not job.config_file.exists():
-        return "the run had not begun: the same command starts it again"
-    return f"to resume: {resume_command(config, job.config_file.parent)}"
 
 
 @contextlib.contextmanager
@@ -317,7 +305,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
     """Shows the output of the processes and passes signals on.
 
     Returns:
-      The exit status, and the reason why the processes have not ended by themselves, or ''.
+      See `run`.
 
     Raises:
       RuntimeError, RayError: Ray has failed, or the board's process has.

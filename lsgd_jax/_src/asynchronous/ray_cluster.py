@@ -96,10 +96,14 @@ class Health:
             raise RuntimeError(f"Ray has failed: {reason}")
 
     def give_up(self) -> None:
-        """Kills Ray's processes, for which `shutdown` would wait."""
-        self.is_lost = True
+        """Kills Ray's processes, for which `shutdown` would wait, and their children."""
+        self.is_lost, psutil = True, ray._private.utils.psutil  # Ray brings it along
         for process in self.processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+                for child in children:
+                    child.kill()
 
     def wait(self, refs: list[Any], timeout: float) -> list[Any]:
         """Returns those of the calls that have ended, once all have or after the timeout.
