@@ -12,7 +12,13 @@ if __name__ == "__main__":
 try:
     from train import cli, command, compilation_cache
     from train.cluster import devices, rendezvous
-    from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
+    from train.cluster.exit_status import (
+        CRASHED,
+        INTERRUPTED,
+        STOPPED,
+        SUCCESS,
+        WRONG_USAGE,
+    )
     from train.cluster.session import Session, WorkersLost, is_of_xla
     from train.config import Config, check_installed
     from train.data.arrays import DataError
@@ -42,8 +48,8 @@ def main(arguments: list[str]) -> int:
             session = rendezvous.join(config)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
-    except ConnectionError as error:
-        return session.leave(LOST, str(error))
+    except ConnectionError as error:  # not LOST: no other process is to blame
+        return session.leave(CRASHED, str(error))
     except KeyboardInterrupt:
         return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     with session.ended_by_errors():

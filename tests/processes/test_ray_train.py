@@ -26,7 +26,7 @@ from train import cli
 from train import config as configuration
 from train.__main__ import main
 from train.cluster import ray_train
-from train.cluster.exit_status import LOST
+from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.ray_train import Board, Job
 from train.config import RayConfig
 from train.launch import rendezvous_options
@@ -101,7 +101,7 @@ def test_the_board_says_once_why_processes_are_restarted():
     board.begin(3)
     board.begin(3)
     causes = ["process 1 ended with status -9", "process 1 no longer answered"]
-    causes.append("a process of Ray or a host was lost")
+    causes.append("Ray has lost or replaced a process or a host")
     assert board.take() == [f"warning: {x}; the processes are restarted" for x in causes]
 
 
@@ -128,12 +128,12 @@ def test_a_port_that_is_taken_meanwhile_is_no_wrong_usage(tmp_path, capsys):
         other.bind(("127.0.0.1", 0))
         other.listen()
         where = f"127.0.0.1:{other.getsockname()[1]}"
-        assert main(["digits", *run, *rendezvous_options(where, 2, 0)]) == LOST
+        assert main(["digits", *run, *rendezvous_options(where, 2, 0)]) == CRASHED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         f"error: the processes could not meet: nothing can listen at {where}"
     )
-    assert LOST not in ray_train.DELIBERATE and not (tmp_path / "run").exists()
+    assert CRASHED not in ray_train.DELIBERATE and not (tmp_path / "run").exists()
 
 
 def test_a_process_of_ray_does_not_say_how_to_resume(tmp_path):

@@ -95,7 +95,7 @@ class Board:
 
     def begin(self, size: int) -> None:
         """Notes that a group of processes starts."""
-        self.explain("a process of Ray or a host was lost")
+        self.explain("Ray has lost or replaced a process or a host")
         self._left, self._is_explained = set(range(size)), False
 
     def explain(self, reason: str) -> None:
@@ -313,8 +313,8 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
     here = ray.get_runtime_context().get_node_id()
     near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     actor: Any = ray.remote(Board)
-    lasts = {"max_restarts": -1, "max_task_retries": -1}
-    board = actor.options(num_cpus=0, scheduling_strategy=near, **lasts).remote()
+    restarted = {"max_restarts": -1, "max_task_retries": -1}
+    board = actor.options(num_cpus=0, scheduling_strategy=near, **restarted).remote()
     failures: list[Exception] = []
 
     def fit() -> None:
