@@ -7,6 +7,7 @@ import contextlib
 import functools
 import pathlib
 import signal
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worke
 
 
 GIB = 2**30
+SILENCE = 3.0  # timeouts without a step after which a worker is named
 
 
 def take_steps(run: Run) -> signal.Signals | str | None:
@@ -118,6 +120,8 @@ class Follower:
         self._states: list[State | None] = [None] * len(self._counts)
         self._reported, self._present = run.step, set(range(len(self._counts)))
         self._missing: set[int] = set()
+        self._stepped = {i: (0, time.monotonic()) for i in self._present}  # steps, when
+        self._silent: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
 
@@ -130,6 +134,7 @@ class Follower:
             self._has_stepped = True
             run.stopwatch.start()  # until now, processes were started and compiled
         self._tell_of_losses(status, remote)
+        self._tell_of_silence(status, remote)
         to_test = run.passed(config.test_every, before)
         to_save = run.passed(config.checkpoint_every, before)
         known = (to_test or to_save) and self._collect(status, remote)
@@ -204,6 +209,23 @@ class Follower:
         for i in sorted(present - self._present):
             progress.say(f"worker {i} is back")
         self._present = (self._present | present) - down
+
+    def _tell_of_silence(self, status: lj.asynchronous.Status, remote: Any) -> None:
+        """Names workers that take no steps while others do."""
+        limit, now = SILENCE * self._run.config.ray.timeout, time.monotonic()
+        for i, (steps, _) in self._stepped.items():
+            if status.reports[i].steps != steps:
+                self._stepped[i] = status.reports[i].steps, now
+                self._silent.discard(i)
+        latest = max(when for _, when in self._stepped.values())
+        begun = {i for i in status.present if status.reports[i].loss is not None}
+        for i in sorted(begun - self._silent - set(remote.ended)):
+            if latest - self._stepped[i][1] > limit:
+                self._silent.add(i)
+                self._run.progress.warn(
+                    f"worker {i} has taken no step for {limit:.0f} s; it is started again "
+                    f"after {self._run.config.ray.stall_timeout:.0f} s"
+                )
 
     # States
 

@@ -219,6 +219,30 @@ def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(
     run.lock.release()
 
 
+def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(asynchronous.time, "monotonic", lambda: now[0])
+    settings = {"log_every": 100, "test_every": 100, "checkpoint_every": 100, "steps": 90}
+    run = open_run(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"), **settings))
+    follower = asynchronous.Follower(run, run.experiment)
+    remote = SimpleNamespace(ended={})
+
+    def told(seconds, *steps):
+        now[0] = seconds
+        reports = {i: Report(n, 1.0 if n else None) for i, n in enumerate(steps)}
+        follower(Status([0, 1, 2, 3], [], sum(steps), 0, reports), remote)
+        return [x for x in capsys.readouterr().out.splitlines() if "no step" in x]
+
+    assert told(1, 3, 3, 3, 0) == told(29, 3, 9, 9, 0) == []  # worker 3 compiles
+    assert told(500, 3, 9, 9, 0) == []  # nobody goes on, as in a test
+    (line,) = told(501, 3, 10, 10, 0)
+    assert "worker 0 has taken no step for 30 s; it is started again after 300 s" in line
+    assert told(531, 3, 11, 11, 0) == told(532, 4, 11, 11, 0) == []
+    assert len(told(563, 4, 12, 12, 0)) == 1
+    run.metrics.close()
+    run.lock.release()
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
     answers, tmp_path
