@@ -163,7 +163,8 @@ class Follower:
     def _count(self, status: lj.asynchronous.Status) -> None:
         """Updates the step counts. A worker that was just restarted reports a lower one.
 
-        Only after the loss of all workers, which go on from a checkpoint, do all.
+        All reports are lower only after the loss of all workers, which continue from a
+        checkpoint.
         """
         steps = [status.reports[i].steps for i in range(len(self._counts))]
         are_lower = [new < old for new, old in zip(steps, self._counts)]

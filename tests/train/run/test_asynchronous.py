@@ -234,7 +234,7 @@ def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsy
         return [x for x in capsys.readouterr().out.splitlines() if "no step" in x]
 
     assert told(1, 3, 3, 3, 0) == told(29, 3, 9, 9, 0) == []  # worker 3 compiles
-    assert told(500, 3, 9, 9, 0) == []  # nobody goes on, as in a test
+    assert told(500, 3, 9, 9, 0) == []  # no worker steps, as in a test
     (line,) = told(501, 3, 10, 10, 0)
     assert "worker 0 has taken no step for 30 s; it is started again after 300 s" in line
     assert told(531, 3, 11, 11, 0) == told(532, 4, 11, 11, 0) == []
