@@ -12,12 +12,19 @@ if __name__ == "__main__":
 try:
     from train import cli, command, compilation_cache
     from train.cluster import devices, rendezvous
-    from train.cluster.exit_status import INTERRUPTED, STOPPED, SUCCESS, WRONG_USAGE
+    from train.cluster.exit_status import (
+        CRASHED,
+        INTERRUPTED,
+        STOPPED,
+        SUCCESS,
+        WRONG_USAGE,
+    )
     from train.cluster.session import Session, WorkersLost, is_of_xla
     from train.config import Config, check_installed
     from train.data.arrays import DataError
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
+    from train.run import lock
     from train.run.resuming import resume_command
 except ValueError as error:  # jax rejects an environment variable
     print(f"error: {error}", file=sys.stderr)
@@ -41,6 +48,8 @@ def main(arguments: list[str]) -> int:
             session = rendezvous.join(config)
     except ValueError as error:
         return session.leave(WRONG_USAGE, str(error))
+    except ConnectionError as error:  # not LOST: no other process is to blame
+        return session.leave(CRASHED, str(error))
     except KeyboardInterrupt:
         return session.leave(INTERRUPTED, interrupts.NOT_BEGUN)
     with session.ended_by_errors():
@@ -54,7 +63,14 @@ def on_ray(config: Config, arguments: list[str]) -> int:
 
     folder = run_folder.planned(config)
     files = folder / run_folder.CONFIG, folder / METRICS
-    return ray_train.run(config, arguments, *files)
+    status, reason = ray_train.run(config, arguments, *files)
+    if not reason:
+        return status
+    lock.remove_left(folder, patience=5.0)
+    again = "nothing was lost: the same command starts the run again"
+    if (folder / run_folder.CONFIG).exists():
+        again = f"to resume: {resume_command(config, folder)}"
+    return Session().leave(status, f"{reason}; {again}")
 
 
 def train(config: Config, session: Session) -> int:

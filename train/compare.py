@@ -131,7 +131,7 @@ def of_seeds(
         for seed in range(seeds):
             folder = out / f"{name}-{seed}"
             arguments = [*line, "--seed", str(seed), "--run-dir", str(folder)]
-            if (folder / run_folder.CHECKPOINTS).exists():
+            if (folder / run_folder.CONFIG).exists():
                 arguments.append("--resume")
             configs[name, seed] = config = cli.parse(arguments)
             if config.resume:
@@ -238,6 +238,8 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
             "MB sent per worker": ([x.megabytes[-1] for x in runs], 1),
         }
         row = {name: spread(*column) for name, column in columns.items()}
+        if not any(x.megabytes[-1] for x in runs):
+            row["MB sent per worker"] += tables.NEVER
         peaks = {"peak MB in a step": f"{peak:.3g}" if peak else "–"}
         rows.append({"method": method, "seeds": len(runs), **row, **peaks})
     return rows

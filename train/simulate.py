@@ -36,7 +36,6 @@ from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
 
 
-REFUSED = "coordinate-median", "licm", "cge", "post-local-sgd"
 OUTPUT = "simulated.json", "simulated.csv", "simulated.png"
 STEP = "seconds", "worker", "step", "loss", "waited", "staleness"
 BINS = 100  # intervals of simulated time in which losses are averaged
@@ -170,7 +169,7 @@ def method(config: Config) -> lj.asynchronous.Method:
     chosen, optimizer = config.method, config.optimizer
     if chosen.is_asynchronous:
         return chosen.asynchronous()
-    if chosen.name in REFUSED:
+    if chosen.row.first is not None and chosen.name != "allreduce":
         raise ValueError(
             "`method` must not aggregate gradients other than by their mean (allreduce) "
             f"to be simulated, got method={chosen.name}"
@@ -236,13 +235,14 @@ class Recorded:
         """The row of this run in the table."""
         measure, derived = measures.shown(self.tested)[0], self.summary()
         stale = [step["staleness"] for step in self.steps] or [0]
+        never = "" if any(self.bytes_sent) else tables.NEVER
         return {
             "method": self.name,
             "simulated s": f"{self.seconds:.4g}",
             "s / 100 steps": f"{derived['per_100_steps']:.4g}",
             "waiting, %": f"{100 * derived['waiting']:.1f}",
             "staleness, mean": f"{np.mean(stale):.2f}",
-            "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}",
+            "MB sent / worker": f"{np.mean(self.bytes_sent) / 1e6:.3g}{never}",
             measure.label: f"{self.tested[measure.key]:.{measure.digits}f}",
         }
 

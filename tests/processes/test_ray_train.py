@@ -1,17 +1,37 @@
 """Lock step on Ray Train: options, the command of each process, and a failure."""
 
+import contextlib
 import dataclasses
+import os
 import pathlib
 import signal
+import socket
+import time
 
 import psutil
 import pytest
-from trainers import PROXIES, SMALL, TINY, Trainers, assert_equal_to_the_bit, numbers
+from ray.exceptions import RayActorError
+from trainers import (
+    FOR_EVER,
+    PROXIES,
+    SMALL,
+    TINY,
+    Trainers,
+    assert_equal_to_the_bit,
+    numbers,
+)
 
+import lsgd_jax as lj
 from train import cli
+from train import config as configuration
+from train.__main__ import main
+from train.cluster import ray_train
+from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.ray_train import Board, Job
 from train.config import RayConfig
+from train.launch import rendezvous_options
 from train.metrics import log
+from train.run.result import where
 
 
 @pytest.mark.parametrize(
@@ -67,6 +87,111 @@ def test_the_board_keeps_the_highest_status_and_the_first_signal():
     for status in (0, 130, 0):
         board.end(status)
     assert board.status() == 130
+
+
+def test_the_board_says_once_why_processes_are_restarted():
+    board = Board()
+    board.begin(3)
+    board.miss(0)
+    board.explain("process 1 ended with status -9")
+    board.explain_by_silence()  # process 2 was ended by the restart
+    board.begin(3)
+    board.miss(0), board.miss(2)
+    board.explain_by_silence(), board.explain_by_silence()
+    board.begin(3)
+    board.begin(3)
+    causes = ["process 1 ended with status -9", "process 1 no longer answered"]
+    causes.append("Ray has lost or replaced a process or a host")
+    assert board.take() == [f"warning: {x}; the processes are restarted" for x in causes]
+
+
+def test_progress_is_seen_by_changes_whatever_the_file_servers_clock_says(
+    tmp_path, monkeypatch
+):
+    now = [1000.0]
+    monkeypatch.setattr(ray_train.time, "monotonic", lambda: now[0])
+    path = tmp_path / "metrics.jsonl"
+    progress = ray_train.Progress(path)
+    for late in (2000, -2000):  # the clock of the file server
+        now[0] += 100
+        path.write_text(f"{late}\n")
+        os.utime(path, ns=(0, int(1e9 * (time.time() - late))))
+        assert progress.silence() == 0
+        now[0] += 30
+        assert progress.silence() == 30
+
+
+def test_a_port_that_is_taken_meanwhile_is_no_wrong_usage(tmp_path, capsys):
+    """Ray restarts the processes, at another port."""
+    run = ["--run-dir", str(tmp_path / "run"), "--ray.processes", "2"]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        assert main(["digits", *run, *rendezvous_options(where, 2, 0)]) == CRASHED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: the processes could not meet: nothing can listen at {where}"
+    )
+    assert CRASHED not in ray_train.DELIBERATE and not (tmp_path / "run").exists()
+
+
+def test_a_process_of_ray_does_not_say_how_to_resume(tmp_path):
+    text = "at step 7; checkpoints are kept in "
+    for options, says in ([], True), (["--ray.processes", "2"], False):
+        line = where(cli.parse(["digits", *options]), tmp_path, 7)
+        assert line.startswith(text) and ("to resume" in line) == says
+
+
+class Failing:
+    """A board whose process has failed."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __call__(self, *_):
+        raise self._error
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
+    begun, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run"
+    line = ["digits", "--ray.processes", "2", "--run-dir", str(folder)]
+    again = "nothing was lost: the same command starts the run again"
+    if begun:
+        folder.mkdir()
+        configuration.write(cli.parse(line), folder / "config.json")
+        line.append("--resume")
+        again = f"to resume: python -m train digits --run-dir {folder} --resume"
+    monkeypatch.setattr(ray_train, "_follow", Failing(RayActorError(error_msg="a\n\tb")))
+    health = contextlib.nullcontext(None)
+    monkeypatch.setattr(lj.asynchronous.ray_engine, "cluster", lambda *_: health)
+    assert main(line) == LOST
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed == f"error: a b; {again}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["gcs_server", "raylet", "ray::TrainController"])
+def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
+    run = tmp_path / "run"
+    more = ["--run-dir", str(run), *FOR_EVER, "--ray.processes", "2"]
+    arguments = [*SMALL, *more, "--ray.devices-per-process=2"]
+    is_part = lambda x: part in f"{x.name()} {x.cmdline()[0]}"
+    with Trainers(tmp_path / "out", arguments, [([], {})], before=TINY) as driver:
+        driver.until(lambda: list((run / "checkpoints").glob("[1-9]*[0-9]")))
+        everything = psutil.Process().children(recursive=True)
+        (victim,) = [x for x in everything if is_part(x)]
+        victim.kill()
+        assert driver.end() == [LOST], driver.printed(0)
+    left = psutil.wait_procs(everything, timeout=30)[1]
+    assert not left, left
+    last = driver.printed(0).splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith(f"; to resume: python -m train digits --run-dir {run} --resume")
+    assert not list(tmp_path.glob(".*.ray")) and not (run / "lock").exists()
 
 
 @pytest.mark.slow

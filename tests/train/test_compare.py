@@ -61,12 +61,31 @@ def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, ca
     # With another method, runs that have ended are not trained again, and a run that was
     # killed before its first step is resumed.
     begun = out / "independent-0"
-    (begun / "checkpoints").mkdir(parents=True)
+    begun.mkdir()
     settings = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
     configuration.write(cli.parse(settings), begun / "config.json")
     assert compare.main([*command(str(out), "allreduce", "independent"), *options]) == 1
     for name in ("allreduce", "often", "wild", "independent"):
         assert len(log.read(out / f"{name}-0")["start"]) == 1
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_resumed(tmp_path):
+    line = [*command(str(tmp_path), "easgd", seeds=2), *OPTIONS]
+    configs, _ = compare.parse(line)
+    assert [config.resume for config in configs.values()] == [False, False]
+    folder = tmp_path / "easgd-1"
+    folder.mkdir()
+    configuration.write(configs["easgd", 1], folder / "config.json")
+    configs, _ = compare.parse(line)
+    assert [config.resume for config in configs.values()] == [False, True]
+
+
+def test_a_method_that_never_exchanged_is_marked():
+    sent = lambda megabytes: compare.Curve([9], [1.0], [megabytes], [4.0])
+    (row,) = compare.summarize({("diloco", 0): sent(0.0), ("diloco", 1): sent(8.0)})
+    assert "never" not in row["MB sent per worker"]
+    (row,) = compare.summarize({("diloco", 0): sent(0.0)})
+    assert row["MB sent per worker"] == "0.0, never exchanged"
 
 
 def test_a_run_whose_last_loss_is_not_finite_has_diverged(tmp_path):

@@ -9,6 +9,7 @@ import tiny
 
 import lsgd_jax as lj
 from train import simulate
+from train.task import methods
 
 
 @pytest.fixture
@@ -68,6 +69,12 @@ def test_the_same_seed_writes_the_same_files(monkeypatch, tmp_path):
         assert simulate.main([*COMMON, *LSGD, *options]) == 0
     first, second = (tmp_path / out / "lsgd.csv" for out in ("a", "b"))
     assert first.read_bytes() == second.read_bytes() and first.stat().st_size > 500
+    assert "never" not in (tmp_path / "a" / "simulated.csv").read_text()
+
+
+def test_a_method_that_never_exchanged_is_marked():
+    run = simulate.Recorded("diloco", [], 1.0, [0.0], [0], [0.0], {"error": 50.0}, 1.0)
+    assert run.row()["MB sent / worker"] == "0, never exchanged"
 
 
 @pytest.mark.slow
@@ -84,6 +91,20 @@ def test_synchronous_methods_are_simulated(small, monkeypatch):
         assert len(found.steps) == 16 and found.seconds >= 0.08 - 1e-9
         waiting[name] = found.summary()["waiting"]
     assert waiting["independent"] < 0.02 < 0.3 < min(waiting["allreduce"], waiting["sgp"])
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_a_method_is_simulated_or_refused_in_one_line(name, refusal):
+    row, line = methods.METHODS[name].row, [*COMMON, "--method", name]
+    if row.around is not None:
+        message = "`method` must not exchange the base optimizer's state"
+    elif row.first is not None and name != "allreduce":
+        message = "`method` must not aggregate gradients other than by their mean"
+    else:
+        _, configs = simulate.parse(line)
+        assert isinstance(simulate.method(configs[name]).window, int)
+        return
+    assert message in refusal(simulate.main, line)
 
 
 def test_options_after_a_method_belong_to_it():
@@ -103,8 +124,6 @@ def test_options_after_a_method_belong_to_it():
     "options, message",
     [
         ("--method nonsense", "`method` must be one of"),
-        ("--method cge", "`method` must not aggregate gradients"),
-        ("--method desloc", "`method` must not exchange the base optimizer"),
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
         ("--slow 4 2", "`slow` must be workers from 0 to 3 with nonneg"),

@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,10 @@ from train.launch import PASSED, free_port, rendezvous_options, start
 ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`
 LOOK_S = 0.5  # interval at which children and messages are polled
 ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
+ANSWER_S = 60.0  # timeout of the board
+SETTLE_S = 5.0  # within which processes that a loss has ended all end
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
+OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +86,32 @@ class Board:
         self._lines: list[str] = []
         self._asked = 0
         self._status: int | None = None
+        self._left: set[int] = set()
+        self._is_explained = True
 
     def say(self, line: str) -> None:
         """Adds a line for the driver to show."""
         self._lines.append(line)
+
+    def begin(self, size: int) -> None:
+        """Notes that a group of processes starts."""
+        self.explain("Ray has lost or replaced a process or a host")
+        self._left, self._is_explained = set(range(size)), False
+
+    def explain(self, reason: str) -> None:
+        """Says why the group is restarted, unless another process has said so."""
+        if not self._is_explained:
+            self._is_explained = True
+            self.say(f"warning: {reason}; the processes are restarted")
+
+    def miss(self, rank: int) -> None:
+        """Notes that a process has ended because it misses another one."""
+        self._left.discard(rank)
+
+    def explain_by_silence(self) -> None:
+        """Names the processes that have not ended although the others miss them."""
+        if silent := " and ".join(f"process {rank}" for rank in sorted(self._left)):
+            self.explain(f"{silent} no longer answered")
 
     def take(self) -> list[str]:
         """Returns the lines to show, and forgets them."""
@@ -116,6 +140,8 @@ def work(given: dict[str, Any]) -> None:
     job, board = given["job"], given["board"]
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
+    if rank == 0:
+        ray.get(board.begin.remote(size))
     mine = f"{ray.util.get_node_ip_address()}:{free_port()}"
     coordinator = broadcast_from_rank_zero(mine)
     if ray.get(board.asked.remote()):
@@ -130,8 +156,12 @@ def work(given: dict[str, Any]) -> None:
         ray.get(board.end.remote(child.returncode))
     elif not asked and ray.get(board.status.remote()) is None:
         line = f"process {rank} ended with status {child.returncode}"
-        if child.returncode not in (LOST, -signal.SIGABRT):  # caused by another process
-            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
+        if child.returncode in OF_OTHERS:
+            ray.get(board.miss.remote(rank))
+            time.sleep(SETTLE_S)
+            ray.get(board.explain_by_silence.remote())
+        else:
+            ray.get(board.explain.remote(line))
         raise RuntimeError(line)
 
 
@@ -143,26 +173,45 @@ def _pass_on(child: subprocess.Popen[str], rank: int, board: Any) -> None:
 
 def _watch(child: subprocess.Popen[str], job: Job, board: Any, is_main: bool) -> int:
     """Waits for a process to end. Returns the signal that requested it to stop, or 0."""
-    began, asked = time.time(), 0
+    progress, asked = Progress(job.metrics_file), 0
     while child.poll() is None:
         time.sleep(LOOK_S)
         if not asked and (asked := ray.get(board.asked.remote())):
             child.send_signal(asked)
-        silent = time.time() - max(began, _written(job.metrics_file))
+        silent = progress.silence()
         if is_main and silent > job.options.progress_timeout:
             line = f"no progress for {silent:.0f} s (--ray.progress-timeout)"
-            ray.get(board.say.remote(f"warning: {line}; the processes are restarted"))
+            ray.get(board.explain.remote(line))
             child.kill()
             child.wait()
     return asked
 
 
-def _written(path: pathlib.Path) -> float:
-    """The time at which a file was last written, or 0 if there is none."""
+class Progress:
+    """The progress of a run, seen in a file that changes with it.
+
+    A file server has a clock of its own, so only changes of its times count.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._seen = path, _written(path)
+        self._changed = time.monotonic()
+
+    def silence(self) -> float:
+        """Returns the seconds since a change was last seen."""
+        now, written = time.monotonic(), _written(self._path)
+        if written != self._seen:
+            self._seen, self._changed = written, now
+        return now - self._changed
+
+
+def _written(path: pathlib.Path) -> tuple[int, int] | None:
+    """The time at which a file was last written and its size, or None if there is none."""
     try:
-        return path.stat().st_mtime
+        found = path.stat()
     except OSError:
-        return 0.0
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def run(
@@ -170,13 +219,16 @@ def run(
     arguments: Sequence[str],
     config_file: pathlib.Path,
     metrics_file: pathlib.Path,
-) -> int:
-    """Trains in lock step in processes that Ray Train starts. Returns the exit status.
+) -> tuple[int, str]:
+    """Trains in lock step in processes that Ray Train starts.
 
     Args:
       config: the configuration of the run.
       arguments: the command line from which it was made.
       config_file, metrics_file: see `Job`.
+
+    Returns:
+      The exit status, and the reason why the processes have not ended by themselves, or ''.
     """
     options, nodes = config.ray, config.workers.nodes
     files = config_file, metrics_file
@@ -198,13 +250,17 @@ def run(
     )
     try:
         with (
-            engine.cluster(placed, options.processes or 1),
+            engine.cluster(placed, options.processes or 1) as health,
             _storage(config_file.parent) as storage,
         ):
-            return _follow(job, storage)
+            return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return LOST
+        return LOST, _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    """The message of an error of Ray, which may have many lines."""
+    return " ".join(str(error).split())[:300]
 
 
 @contextlib.contextmanager
@@ -245,12 +301,20 @@ def _trainer(job: Job, board: Any, storage: str) -> JaxTrainer:
     )
 
 
-def _follow(job: Job, storage: str) -> int:
-    """Shows the output of the processes and passes signals on. Returns the exit status."""
+def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
+    """Shows the output of the processes and passes signals on.
+
+    Returns:
+      See `run`.
+
+    Raises:
+      RuntimeError, RayError: Ray has failed, or the board's process has.
+    """
     here = ray.get_runtime_context().get_node_id()
     near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     actor: Any = ray.remote(Board)
-    board = actor.options(num_cpus=0, scheduling_strategy=near).remote()
+    restarted = {"max_restarts": -1, "max_task_retries": -1}
+    board = actor.options(num_cpus=0, scheduling_strategy=near, **restarted).remote()
     failures: list[Exception] = []
 
     def fit() -> None:
@@ -270,19 +334,31 @@ def _follow(job: Job, storage: str) -> int:
     try:
         while fitting.is_alive():
             fitting.join(LOOK_S)
-            _show(board)
-        _show(board)
+            _show(board, health)
+        _show(board, health)
+        status = _of(board.status, health)
+    except BaseException:
+        # Ray would end this process if the thread used it after its end.
+        health.give_up()
+        fitting.join(SETTLE_S)
+        raise
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-    status = ray.get(board.status.remote())
     if status is not None:
-        return status
-    reason = " ".join(str(failures[0]).split())[:300] if failures else "asked to stop early"
-    print(f"error: the run has not ended: {reason}", file=sys.stderr)
-    return LOST if failures else STOPPED
+        return status, ""
+    if not failures:
+        return STOPPED, "the run was stopped while its processes were started"
+    return LOST, f"the run has not ended: {_one_line(failures[0])}"
 
 
-def _show(board: Any) -> None:
-    for line in ray.get(board.take.remote()):
+def _show(board: Any, health: Any) -> None:
+    for line in _of(board.take, health):
         print(line, flush=True)
+
+
+def _of(method: Any, health: Any) -> Any:
+    """Calls a method of the board."""
+    asked = method.remote()
+    health.wait([asked], ANSWER_S)
+    return ray.get(asked, timeout=0)

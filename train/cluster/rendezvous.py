@@ -36,6 +36,7 @@ def join(config: Config) -> Session:
     then on, the failure of one process ends all of them.
 
     Raises:
+      ConnectionError: the processes of Ray could not meet. They may at another address.
       ValueError: nothing says how to reach the other processes, the coordinator's address
         is wrong or taken, or there are no devices.
     """
@@ -57,6 +58,9 @@ def join(config: Config) -> Session:
             )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
+        if config.ray.processes is not None and isinstance(error, OSError | RuntimeError):
+            # The port was free when it was chosen, before the processes were started.
+            raise ConnectionError(f"the processes could not meet: {reason}") from error
         raise ValueError(f"started by {started.by}, but {reason}; {BY_ITSELF}") from error
     provide(config.workers.devices, jax.process_count())
     session = Session(jax.process_index(), ["?"] * jax.process_count())

@@ -119,9 +119,9 @@ class Session:
         Returns:
           The exit status, if this process is alone.
         """
+        sys.stdout.flush()  # so that this line is the last one, also in a file of both
         print(line if status == INTERRUPTED else f"error: {line}", file=sys.stderr)
         if self.has_others:
-            sys.stdout.flush()
             sys.stderr.flush()
             if self.is_main:  # jax aborts the others when this process exits
                 time.sleep(LAST_LINES_S)

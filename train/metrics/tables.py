@@ -7,6 +7,7 @@ from typing import Any
 
 
 Rows = Sequence[dict[str, Any]]
+NEVER = ", never exchanged"  # mark beside the bytes of a run that has sent none
 
 
 def markdown(rows: Rows) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import pathlib
 import signal
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import lsgd_jax as lj
 from train.cluster.session import WorkersLost
 from train.config import Config
 from train.metrics.buffer import Interval
+from train.run import resharding
 from train.run.checkpoints import read, steps_in
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
@@ -27,6 +29,7 @@ from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worke
 
 
 GIB = 2**30
+SILENCE = 3.0  # timeouts without a step after which a worker is named
 
 
 def take_steps(run: Run) -> signal.Signals | str | None:
@@ -71,6 +74,9 @@ def take_steps(run: Run) -> signal.Signals | str | None:
 def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State | None:
     """Returns a worker's state in the latest checkpoint, for when all workers were lost.
 
+    The checkpoint may be of other workers, because a run may have been resumed with another
+    grid since.
+
     Args:
       config: the configuration of the run.
       folder: the run folder.
@@ -81,11 +87,13 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
     """
     checkpoints = folder / CHECKPOINTS
     for step in reversed(steps_in(checkpoints)):
-        with contextlib.suppress(OSError, ValueError):  # damaged, or of other workers
+        with contextlib.suppress(OSError, ValueError):  # damaged
             experiment = AsynchronousExperiment(config)
-            like = experiment.init()
-            found = read(checkpoints, step, lambda notes, like=like: like)
-            return experiment.apart(found.state)[index]
+            fresh: Any = experiment.init()
+            workers = experiment.workers
+            found = read(checkpoints, step, resharding.target(fresh, workers))
+            state: Any = resharding.adapted(found, fresh, workers).state
+            return experiment.apart(state)[index]
     return None
 
 
@@ -112,6 +120,8 @@ class Follower:
         self._states: list[State | None] = [None] * len(self._counts)
         self._reported, self._present = run.step, set(range(len(self._counts)))
         self._missing: set[int] = set()
+        self._stepped = {i: (0, time.monotonic()) for i in self._present}  # steps, when
+        self._silent: set[int] = set()
         self._has_stepped, self._distance = False, np.nan
         self.stopped_by: signal.Signals | str | None = None
 
@@ -124,6 +134,7 @@ class Follower:
             self._has_stepped = True
             run.stopwatch.start()  # until now, processes were started and compiled
         self._tell_of_losses(status, remote)
+        self._tell_of_silence(status, remote)
         to_test = run.passed(config.test_every, before)
         to_save = run.passed(config.checkpoint_every, before)
         known = (to_test or to_save) and self._collect(status, remote)
@@ -145,12 +156,20 @@ class Follower:
             self._run.step = self._run.config.steps
         if any(state is not None for state in self._states):
             self._stack(status)
+        elif self.stopped_by is not None:
+            self._run.step = int(self._run.state.step.value)
         self._report(status)
 
     def _count(self, status: lj.asynchronous.Status) -> None:
-        """Updates the step counts. A worker that was just restarted reports a lower one."""
-        reports = status.reports
-        self._counts = [max(n, reports[i].steps) for i, n in enumerate(self._counts)]
+        """Updates the step counts. A worker that was just restarted reports a lower one.
+
+        All reports are lower only after the loss of all workers, which continue from a
+        checkpoint.
+        """
+        steps = [status.reports[i].steps for i in range(len(self._counts))]
+        are_lower = [new < old for new, old in zip(steps, self._counts)]
+        most = [max(new, old) for new, old in zip(steps, self._counts)]
+        self._counts = steps if all(are_lower) and any(steps) else most
         mean = sum(self._counts) // len(self._counts)
         self._run.step = max(self._run.step, min(mean, self._run.config.steps))
 
@@ -160,7 +179,7 @@ class Follower:
         run, counts = self._run, self._counts
         steps = run.step - self._reported
         losses = self._losses(status)
-        if losses is None or not steps:
+        if losses is None or steps <= 0:
             return
         self._reported = run.step
         run.buffer.recent.add([losses] * steps)
@@ -192,6 +211,23 @@ class Follower:
             progress.say(f"worker {i} is back")
         self._present = (self._present | present) - down
 
+    def _tell_of_silence(self, status: lj.asynchronous.Status, remote: Any) -> None:
+        """Names workers that take no steps while others do."""
+        limit, now = SILENCE * self._run.config.ray.timeout, time.monotonic()
+        for i, (steps, _) in self._stepped.items():
+            if status.reports[i].steps != steps:
+                self._stepped[i] = status.reports[i].steps, now
+                self._silent.discard(i)
+        latest = max(when for _, when in self._stepped.values())
+        begun = {i for i in status.present if status.reports[i].loss is not None}
+        for i in sorted(begun - self._silent - set(remote.ended)):
+            if latest - self._stepped[i][1] > limit:
+                self._silent.add(i)
+                self._run.progress.warn(
+                    f"worker {i} has taken no step for {limit:.0f} s; it is started again "
+                    f"after {self._run.config.ray.stall_timeout:.0f} s"
+                )
+
     # States
 
     def _collect(self, status: lj.asynchronous.Status, remote: Any) -> bool:
@@ -212,6 +248,10 @@ class Follower:
             state or {**source, "own": Own(i, source["own"].stats)}
             for i, state in enumerate(self._states)
         ]
+        if self.stopped_by is not None:
+            # Steps that were lost with all workers are not in their states.
+            taken = sum(state["count"] for state in states) // len(states)
+            self._run.step = min(self._run.step, taken)
         sent = [n + status.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
         self._distance = float(lj.consensus_distance(self._run.state.params))

@@ -17,6 +17,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import filelock
 from filelock import SoftFileLease
@@ -51,12 +52,8 @@ class RunLock:
 
     def __init__(self, folder: pathlib.Path, say: Say, lost: Say):
         self._folder, self._lost = folder, lost
-        self._lease = lease = SoftFileLease(
-            folder / LOCK,
-            lease_duration=LEASE_S,
-            heartbeat_interval=RENEWAL_S,
-            thread_local=False,
-            on_compromise=lambda _: _keep_renewing(lease, folder, lost),
+        self._lease = lease = _lease(
+            folder, on_compromise=lambda _: _keep_renewing(lease, folder, lost)
         )
         _acquire(lease, folder, say)
         self.release = weakref.finalize(self, lease.release, force=True)
@@ -83,6 +80,30 @@ class RunLock:
             raise FileNotFoundError(
                 errno.ENOENT, "the run folder is gone or was moved", str(self._folder)
             )
+
+
+def remove_left(folder: pathlib.Path, patience: float) -> None:
+    """Removes the lock of a process of this host that was killed.
+
+    Args:
+      folder: the run folder.
+      patience: seconds within which the process may still end.
+    """
+    if (folder / LOCK).exists():
+        lease = _lease(folder)
+        with contextlib.suppress(filelock.Timeout, OSError):
+            lease.acquire(patience)
+            lease.release(force=True)
+
+
+def _lease(folder: pathlib.Path, **options: Any) -> SoftFileLease:
+    return SoftFileLease(
+        folder / LOCK,
+        lease_duration=LEASE_S,
+        heartbeat_interval=RENEWAL_S,
+        thread_local=False,
+        **options,
+    )
 
 
 def _acquire(lease: SoftFileLease, folder: pathlib.Path, say: Say) -> None:

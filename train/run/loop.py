@@ -11,6 +11,7 @@ import jax
 
 import lsgd_jax as lj
 from train import config as configuration
+from train.config import Config
 from train.run import asynchronous
 from train.run.divergence import Divergence
 from train.run.open import Run
@@ -102,9 +103,22 @@ def announce(run: Run) -> None:
     began = dict(processes=processes, settings=configuration.began_with(run.config))
     run.write("start", workers=grid, **began, **sizes, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
+    if line := without_exchanges(run.config):
+        run.progress.warn(line)
     if run.resizing is not None:
         run.progress.say(str(run.resizing))
         run.write("resized", **run.resizing.event())
+
+
+def without_exchanges(config: Config) -> str:
+    """Says that a method is configured to exchange nothing, or ''."""
+    first, steps = config.method.first_exchange(), config.steps
+    if first is None or first <= steps or config.workers.nodes * config.workers.locals == 1:
+        return ""
+    return (
+        f"{config.method.name} first exchanges at step {first} and the run has {steps}: "
+        "its workers train independently"
+    )
 
 
 def conclude(run: Run, result: Result) -> Result:

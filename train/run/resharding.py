@@ -17,9 +17,16 @@ key and its order of the data belong to its new number. Values that are equal on
     local-sgd             –                              the mean is over the new workers
     post-local-sgd        the step of the switch         likewise
     slowmo, diloco        anchor, (outer) momentum       likewise
+    sparse-diloco         anchor                         likewise; quantization errors are 0
+    edit                  anchor, outer momentum,        likewise
+                          mean and variance of norms
+    grawa                 running means of norms         likewise
+    desloc                moments of the optimizer       likewise
     diloco-leader         anchor, outer momentum         the leader, at the next exchange
     lsgd-diloco           refused: each place in a node has an anchor of its own
     parle                 center, anchors, averages      the center, at the next exchange
+    noloco                slow weights, their momentum   the pairs
+    sparta                –                              the mean is over the new workers
     dpsgd, adpsgd         –                              the graph; the workers' mean moves
     sgp, osgp             (de-biased) parameters         the graph; weights are 1: Σ w = W'
     osgp, staleness > 1   refused: messages to the old workers are in flight
@@ -28,8 +35,11 @@ key and its order of the data belong to its new number. Values that are equal on
     wagma                 –                              the groups; W' is a power of two
     allreduce             all workers are equal          W' / W times the batch
     coordinate-median,
-      licm, cge           likewise                       likewise; for cge W' > `faulty`
+      licm, cge, krum,
+      geometric-median,
+      trimmed-mean        likewise                       likewise; for cge W' > `faulty`
     independent           –                              –
+    asynchronous methods  the method's state             the coordinator's rounds
 
 Constraints of a graph or a method on the number of workers are checked when the experiment
 is built. The rows of a step depend on (seed, number of the worker, step), so each worker
@@ -37,7 +47,7 @@ continues at this step of the order that belongs to its new number. With --data.
 images are split anew into W' parts, and the position in a part follows from the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +58,7 @@ from numpy.typing import ArrayLike
 import lsgd_jax as lj
 from train.config import WorkersConfig
 from train.metrics.recent import RecentLosses
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoint, Checkpoints
 from train.task.state import TrainState
 
 
@@ -108,28 +118,54 @@ def restore(
     Raises:
       ValueError: the method cannot continue with other workers.
     """
-    new, old = WorkersConfig(workers.nodes, workers.locals), _grid
-    read = checkpoints.restore_latest(
-        lambda notes: fresh if old(notes) == new else like(fresh, old(notes))
-    )
-    if read is None:
-        return None
+    read = checkpoints.restore_latest(target(fresh, workers))
+    return None if read is None else adapted(read, fresh, workers)
+
+
+def target(
+    fresh: TrainState, workers: lj.Workers
+) -> Callable[[dict[str, Any]], TrainState]:
+    """Returns what a checkpoint is read into, given its notes.
+
+    Args:
+      fresh, workers: see `restore`.
+    """
+    new = WorkersConfig(workers.nodes, workers.locals)
+
+    def like_saved(notes: dict[str, Any]) -> TrainState:
+        old = _grid(notes)
+        return fresh if old == new else like(fresh, old)
+
+    return like_saved
+
+
+def adapted(read: Checkpoint, fresh: TrainState, workers: lj.Workers) -> Restored:
+    """Returns a checkpoint that was read into `target` as the state of these workers.
+
+    Args:
+      read: the checkpoint.
+      fresh, workers: see `restore`.
+
+    Raises:
+      ValueError: the method cannot continue with other workers.
+    """
     step, state, notes = read
+    new, old = WorkersConfig(workers.nodes, workers.locals), _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
-    if old(notes) == new:
+    if old == new:
         bad = notes.get("nonfinite_steps", 0)
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
         recent = RecentLosses(recent, bad)
         return Restored(step, state, notes["seconds"], recent, losses, None)
-    chosen = sources(old(notes), new, scores(state, recent))
-    resizing = Resizing(old(notes), new, chosen.tolist())
+    chosen = sources(old, new, scores(state, recent))
+    resizing = Resizing(old, new, chosen.tolist())
     try:
         state = resized(state, fresh, workers, chosen)
     except ValueError as error:
         raise ValueError(
-            f"{shape(new)} workers cannot resume from {shape(old(notes))}: {error}"
+            f"{shape(new)} workers cannot resume from {shape(old)}: {error}"
         ) from error
     recent = RecentLosses(recent[chosen])
     return Restored(step, state, notes["seconds"], recent, [], resizing)

@@ -64,11 +64,14 @@ class Result(NamedTuple):
 
 
 def where(config: Config, folder: pathlib.Path, step: int) -> str:
-    """Says where a run was when it failed, and how to resume it."""
-    return (
-        f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}; to resume: "
-        f"{resume_command(config, folder)}"
-    )
+    """Says where a run was when it failed, and how to resume it.
+
+    Ray resumes the run of a process that it has started.
+    """
+    kept = f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}"
+    if config.ray.processes is not None:
+        return kept
+    return f"{kept}; to resume: {resume_command(config, folder)}"
 
 
 def last_line(result: Result, config: Config) -> str:

@@ -21,8 +21,11 @@ from train.task import asynchronous_methods, hybrids
 
 Factory = Callable[..., optax.GradientTransformation]
 
-# Parameters that are not options: the trainer sets them, or leaves them at their defaults.
-GIVEN = {"axes", "base", "guard", "learning_rate", "moments", "part", "weights"}
+# Parameters of transformations that the trainer sets, or leaves at their defaults.
+GIVEN = {"axes", "base", "learning_rate", "part"}
+
+# Options with the number of steps before a method's first exchange.
+PERIODS = "period", "local_period", "global_period", "local_steps"
 
 # Topologies by their names on the command line.
 TOPOLOGIES = {
@@ -209,6 +212,23 @@ class Method:
         assert isinstance(made, lj.Exchange)
         return made
 
+    def first_exchange(self) -> int | None:
+        """The step whose exchange first changes the workers, or None if none ever does.
+
+        Asynchronous workers of different speeds may be a few steps away from it.
+        """
+        if self.row.first is not None:
+            return 1
+        found = self.asynchronous() if self.is_asynchronous else self.exchanges(1.0)
+        pulls = getattr(getattr(found, "exchange", found), "pulls", ())
+        if pulls:
+            return min((pull.agrees_at or pull.every) + pull.delay for pull in pulls)
+        options = vars(self)
+        periods = [options[name] for name in PERIODS if name in options]
+        if periods:
+            return min(periods) // options.get("fragments", 1)
+        return None if found is None else 1
+
     def __reduce__(self) -> Any:
         return functools.partial(make, self.name, **vars(self)), ()
 
@@ -225,10 +245,10 @@ class Method:
                 given[name] = make(**{part: getattr(self, part) for part in parts})
             elif name == "topology":
                 given[name] = TOPOLOGIES[getattr(self, name)]
+            elif name in vars(self):
+                given[name] = getattr(self, name)
             elif name == "learning_rate":
                 given[name] = _of_library_steps(learning_rate)
-            elif name not in GIVEN:
-                given[name] = getattr(self, name)
         return factory(**given)
 
 
@@ -243,15 +263,16 @@ def _options(function: Callable[..., Any], row: Row) -> type:
     Its docstring is that of the function, in which tyro finds the help of the options.
     """
     hints, fields = typing.get_type_hints(function), []
+    given = row.made.keys() | (set() if function is row.asynchronous else GIVEN)
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in GIVEN or name in row.made:
+        kind = None if name in given else _kind(name, hints[name])
+        if kind is None:
             continue
         default = parameter.default
         if name == "topology":
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
         if name == "delay" and row.delay is not None:
             default = row.delay
-        kind = _kind(name, hints[name])
         fields.append((name, kind, dataclasses.field(default=default)))
     described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
     return dataclasses.make_dataclass(
@@ -260,7 +281,7 @@ def _options(function: Callable[..., Any], row: Row) -> type:
 
 
 def _kind(name: str, hint: Any) -> Any:
-    """The type of an option. The parameter may accept objects as well."""
+    """The type of an option, or None if the parameter accepts only objects."""
     if name == "topology":
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
     parts = typing.get_args(hint)
@@ -270,7 +291,7 @@ def _kind(name: str, hint: Any) -> Any:
     for scalar in (bool, float, int, str):
         if scalar in (hint, *parts):
             return scalar | None if types.NoneType in parts else scalar
-    raise TypeError(f"the type of parameter {name!r} cannot be an option: {hint}")
+    return None
 
 
 def _class(row: Row) -> type[Method]:

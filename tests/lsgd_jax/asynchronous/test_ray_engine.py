@@ -195,7 +195,7 @@ class Recorded(ray_engine._Actors):
 @pytest.fixture
 def recorded(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    return Recorded(Mock(), Options(), [None, None])
+    return Recorded(Mock(), Options(), [None, None], Mock())
 
 
 def test_a_lost_worker_is_restarted_and_all_are_if_no_other_can_go_on(recorded):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import simulated_engine
 import tiny
 
+from lsgd_jax.asynchronous import Report, Status
 from train import cli
 from train.__main__ import main
 from train.config import WorkersConfig
@@ -197,3 +199,71 @@ def test_a_run_without_remaining_steps_has_not_diverged(tmp_path, monkeypatch):
     assert run.state.engine.count.tolist()[0] >= 12  # no step was left
     assert result.is_good and result.tested.is_finite and result.step == 12
     assert all(event["loss"] is not None for event in log.read(folder)["train"])
+
+
+@pytest.mark.parametrize("grid", [WorkersConfig(2, 2), WorkersConfig(1, 2)])
+def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(
+    grid, tmp_path, monkeypatch
+):
+    """Each gets the state with which resuming the run by hand would begin."""
+    folder = tmp_path / "run"
+    run_of(folder, monkeypatch)
+    again = dataclasses.replace(CONFIG, run_dir=str(folder), workers=grid, resume=True)
+    run = open_run(again)
+    expected = run.experiment.apart(run.state)
+    for index, state in enumerate(expected):
+        found = asynchronous.from_checkpoint(again, folder, index)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+            np.testing.assert_array_equal(a, b)
+    run.metrics.close()
+    run.lock.release()
+
+
+def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(asynchronous.time, "monotonic", lambda: now[0])
+    settings = {"log_every": 100, "test_every": 100, "checkpoint_every": 100, "steps": 90}
+    run = open_run(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"), **settings))
+    follower = asynchronous.Follower(run, run.experiment)
+    remote = SimpleNamespace(ended={})
+
+    def told(seconds, *steps):
+        now[0] = seconds
+        reports = {i: Report(n, 1.0 if n else None) for i, n in enumerate(steps)}
+        follower(Status([0, 1, 2, 3], [], sum(steps), 0, reports), remote)
+        return [x for x in capsys.readouterr().out.splitlines() if "no step" in x]
+
+    assert told(1, 3, 3, 3, 0) == told(29, 3, 9, 9, 0) == []  # worker 3 compiles
+    assert told(500, 3, 9, 9, 0) == []  # no worker steps, as in a test
+    (line,) = told(501, 3, 10, 10, 0)
+    assert "worker 0 has taken no step for 30 s; it is started again after 300 s" in line
+    assert told(531, 3, 11, 11, 0) == told(532, 4, 11, 11, 0) == []
+    assert len(told(563, 4, 12, 12, 0)) == 1
+    run.metrics.close()
+    run.lock.release()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
+    answers, tmp_path
+):
+    run = open_run(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))
+    first = run.experiment.apart(run.state)
+    follower = asynchronous.Follower(run, run.experiment)
+    status = lambda n: Status(
+        [0, 1, 2, 3], [], 4 * n, 0, dict.fromkeys(range(4), Report(n, 1.0))
+    )
+    states = lambda n: [state | {"count": n} for state in first]
+    known = states if answers else lambda n: [None] * 4
+    remote = SimpleNamespace(ended={}, states=lambda own: known(10), stop=lambda: None)
+    follower(status(10), remote)
+    assert run.step == 10
+    follower(status(6), remote)  # they go on from a checkpoint
+    run.stop_signals.received = signal.SIGTERM
+    follower(status(7), remote)
+    follower.end(known(7), status(7))
+    left = 7 if answers else 0  # no state is known but the first
+    assert (run.step, int(run.state.step.value)) == (left, left)
+    assert run.state.engine.count.tolist() == [left] * 4
+    run.metrics.close()
+    run.lock.release()

@@ -103,6 +103,16 @@ def test_a_second_process_is_refused_and_changes_nothing(copied, capsys):
     assert not (folder / LOCK).exists()
 
 
+def test_the_lock_of_a_killed_process_is_removed_but_not_that_of_a_living_one(tmp_path):
+    with holder(tmp_path) as process:
+        lock.remove_left(tmp_path, patience=0.3)
+        assert (tmp_path / LOCK).exists()
+        process.kill()
+        lock.remove_left(tmp_path, patience=5.0)
+        assert not (tmp_path / LOCK).exists()
+    lock.remove_left(tmp_path / "none", patience=5.0)
+
+
 @pytest.mark.parametrize("network", [False, True])
 def test_the_lease_of_another_host_expires(tmp_path, monkeypatch, network):
     if network:  # where files cannot be exchanged

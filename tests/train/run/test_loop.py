@@ -1,5 +1,6 @@
 """Training runs in this process: their files, and the reasons for which they stop."""
 
+import dataclasses
 import json
 import signal
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ import tiny
 from harness import exchanges
 
 from train import plots
+from train.config import WorkersConfig
 from train.metrics import log
 from train.metrics.tensorboard import EventFiles
 from train.run import checkpoints, loop
 from train.run.loop import train
+from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -311,3 +314,16 @@ def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
     assert all(0 not in e["leaders"] for e in events["leaders"] if e["step"] <= 4)
     momentum = [x for name, x in tiny.leaves(run.state).items() if "trace" in name]
     assert momentum and all(np.isfinite(x).all() for x in momentum)
+
+
+@pytest.mark.parametrize("method", ["diloco", "async-diloco", "independent", "krum"])
+def test_a_method_that_will_exchange_nothing_is_a_warning(method):
+    config = dataclasses.replace(tiny.SMALL, method=methods.make(method), steps=63)
+    warned = loop.without_exchanges(config)
+    assert warned == (
+        f"{method} first exchanges at step 64 and the run has 63: its workers train "
+        "independently"
+    ) * ("diloco" in method)
+    assert not loop.without_exchanges(dataclasses.replace(config, steps=64))
+    alone = dataclasses.replace(config, workers=WorkersConfig(1, 1))
+    assert not loop.without_exchanges(alone)

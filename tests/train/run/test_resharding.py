@@ -115,6 +115,13 @@ def test_scores_are_those_of_the_method_otherwise_recent_losses():
 # Every method
 
 
+@pytest.mark.parametrize("name", [x for x in METHODS if not METHODS[x].is_asynchronous])
+def test_the_table_of_methods_says_what_each_one_keeps(name):
+    table = resharding.__doc__.partition("\n\n    method")[2].partition("\n\n")[0]
+    columns = {word for line in table.splitlines() for word in line[:26].split()}
+    assert name in {word.strip(",") for word in columns}
+
+
 def options(name):
     small = {"period": 2, "switch_step": 4, "sync_period": 4, "group_size": 2}
     return {k: v for k, v in small.items() if k in METHODS[name].__dataclass_fields__}

@@ -38,14 +38,20 @@ def test_the_table_holds_every_factory_of_the_library():
     assert len(found) >= 17 and set(found.values()) <= listed
 
 
+# Parameters of transformations that are given by the trainer, or accept only objects.
+TRANSFORMATIONS_ONLY = {"axes", "base", "learning_rate", "part"}
+TRANSFORMATIONS_ONLY |= {"guard", "moments", "weights"}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     method, row = methods.make(name), METHODS[name].row
     expected = {}
     for function in (row.first, row.last, row.around, row.asynchronous, *row.made.values()):
         parameters = inspect.signature(function).parameters if function else {}
+        left_out = set() if function is row.asynchronous else TRANSFORMATIONS_ONLY
         for parameter in parameters.values():
-            if parameter.name not in methods.GIVEN | row.made.keys():
+            if parameter.name not in left_out | row.made.keys():
                 expected[parameter.name] = parameter.default
     found = vars(method)
     if "topology" in found:
@@ -133,3 +139,25 @@ def test_peers_judge_workers_in_the_trainer(tmp_path, monkeypatch):
     assert np.isfinite(nodes).all()
     np.testing.assert_array_equal(inside.leader, nodes.argmin(axis=1).repeat(2))
     assert (over_all.leader == np.argmin(over_all.score)).all()
+
+
+@pytest.mark.parametrize(
+    "name, options, step",
+    [
+        ("diloco", {"period": 8}, 8),
+        ("diloco", {"period": 8, "fragments": 2}, 4),
+        ("overlapped-diloco", {"period": 8, "delay": 3}, 8),
+        ("lsgd", {"local_period": 6, "global_period": 4}, 4),
+        ("desloc", {"period": 5}, 5),
+        ("async-lsgd", {"local_period": 6, "global_period": 9, "blocking": False}, 6),
+        ("async-lsgd", {"local_period": 6, "global_period": 9}, 6),
+        ("async-diloco", {"local_steps": 7}, 7),
+        ("decoupled-diloco", {"local_steps": 8, "fragments": 4}, 2),
+        ("dpsgd", {}, 1),
+        ("async-wagma", {}, 1),
+        ("krum", {}, 1),
+        ("independent", {}, None),
+    ],
+)
+def test_the_first_exchange(name, options, step):
+    assert methods.make(name, **options).first_exchange() == step

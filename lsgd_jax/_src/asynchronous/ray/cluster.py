@@ -6,17 +6,21 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
 
 
 END = 30.0  # seconds within which Ray's processes must end
+EVERY = 1.0  # seconds between two looks at Ray's processes
+SILENCE = 30.0  # seconds without the head of a cluster; Ray ends this process after 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +73,85 @@ def environment(num_gpus: float) -> dict[str, str]:
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if num_gpus % 1 else {}
 
 
+class Health:
+    """The health of the processes of Ray without which this process cannot go on.
+
+    Ray ends this process a minute after its head was lost, in its own words.
+
+    Attributes:
+      processes: those that this process has started.
+      is_lost: whether one of them was found to have failed.
+    """
+
+    def __init__(self):
+        self._node: Any = getattr(ray._private.worker, "_global_node", None)
+        self.processes = _processes()
+        self._answered = self._asked = time.monotonic()
+        self.is_lost = False
+
+    def check(self) -> None:
+        """Raises RuntimeError if Ray has failed."""
+        if reason := self._failure():
+            self.is_lost = True
+            raise RuntimeError(f"Ray has failed: {reason}")
+
+    def give_up(self) -> None:
+        """Kills Ray's processes, for which `shutdown` would wait, and their children."""
+        self.is_lost, psutil = True, ray._private.utils.psutil  # Ray brings it along
+        for process in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+                for child in children:
+                    child.kill()
+
+    def wait(self, refs: list[Any], timeout: float) -> list[Any]:
+        """Returns those of the calls that have ended, once all have or after the timeout.
+
+        Raises:
+          RuntimeError: Ray has failed.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            self.check()
+            left = until - time.monotonic()
+            ready, missing = ray.wait(
+                refs, num_returns=len(refs), timeout=max(min(left, EVERY), 0)
+            )
+            if not missing or left <= 0:
+                return ready
+
+    def _failure(self) -> str:
+        if self._node is None:
+            return ""
+        for name in ("gcs_server", "raylet"):
+            for started in self._node.all_processes.get(name, ()):
+                if (status := started.process.poll()) is not None:
+                    return f"its process {name} has ended with status {status}"
+        return "" if self._node.all_processes else self._failure_of_joined()
+
+    def _failure_of_joined(self) -> str:
+        """Asks the head of a cluster that other commands have started."""
+        now = time.monotonic()
+        if now - self._asked < EVERY:
+            return ""
+        self._asked = now
+        host, _, port = self._node.gcs_address.rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), port), EVERY):
+            self._answered = now
+        silent = now - self._answered
+        address = f"its head at {self._node.gcs_address}"
+        return "" if silent < SILENCE else f"{address} cannot be reached for {silent:.0f} s"
+
+
 @contextmanager
-def cluster(options: Options, workers: int) -> Iterator[None]:
+def cluster(options: Options, workers: int) -> Iterator[Health]:
     """Connects this process to a cluster of Ray, or starts one; any runs inside use it.
 
     workers: number of workers for which a cluster that is started must have room.
     """
     if ray.is_initialized():
-        yield
+        yield Health()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     shared: dict[str, Any] = {
@@ -101,12 +176,14 @@ def cluster(options: Options, workers: int) -> Iterator[None]:
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
-    processes, session = _processes(), _session() if options.address is None else None
+    session, health = _session() if options.address is None else None, Health()
     try:
-        yield
+        yield health
     finally:
+        if health.is_lost:
+            health.give_up()
         ray.shutdown()
-        for process in processes:  # Ray ends them, but does not wait for it
+        for process in health.processes:  # Ray ends them, but does not wait for it
             process.wait(END)
         if session is not None:
             shutil.rmtree(session, ignore_errors=True)

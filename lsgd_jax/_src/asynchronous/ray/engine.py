@@ -21,6 +21,8 @@ from lsgd_jax._src.asynchronous.ray.actors import (
     worker_name,
 )
 from lsgd_jax._src.asynchronous.ray.cluster import (
+    EVERY,
+    Health,
     Options,
     cluster,
     environment,
@@ -29,7 +31,6 @@ from lsgd_jax._src.asynchronous.ray.cluster import (
 )
 
 
-EVERY = 1.0  # seconds between two questions to the coordinator
 ANSWER = 60.0  # seconds within which the coordinator must answer
 
 
@@ -62,8 +63,8 @@ class Remote:
       processes: the node and the process of each worker that has started.
     """
 
-    def __init__(self, workers: Sequence[Any], timeout: float):
-        self._workers, self._timeout = workers, timeout
+    def __init__(self, workers: Sequence[Any], timeout: float, health: Health):
+        self._workers, self._timeout, self._health = workers, timeout, health
         self.restarts, self.stopped = [0] * len(workers), False
         self.ended: dict[int, Any] = {}
         self.processes: dict[int, tuple[str, int]] = {}
@@ -88,7 +89,7 @@ class Remote:
 
     def _answers(self, calls: Iterable[Any]) -> list[Any]:
         refs = list(calls)
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=self._timeout)
+        ready = self._health.wait(refs, self._timeout)
         return [_answer(ref) if ref in ready else None for ref in refs]
 
 
@@ -136,15 +137,15 @@ def run(
 
     Raises:
       RuntimeError: a worker's code has raised an error, a worker is lost again and again
-        before it gets to a step, not all could be started, or the coordinator is lost; with
-        the reason.
+        before it gets to a step, not all could be started, or the coordinator or Ray itself
+        is lost; with the reason.
 
     For example ``run(make_training, Pulls(lsgd(), budget=True), nodes=1, locals=4,
     steps=1000)`` where ``make_training(i)`` gives a `Training`.
     """
     options = Options() if options is None else options
     before = handlers()
-    with cluster(options, nodes * locals), signals(before) as signaled:
+    with cluster(options, nodes * locals) as health, signals(before) as signaled:
         job = Job(
             name="",
             make_training=make_training,
@@ -156,11 +157,12 @@ def run(
             timeout=options.timeout,
             begun=time.time(),
         )
-        actors = _Actors(job, options, states or [None] * (nodes * locals))
+        actors = _Actors(job, options, states or [None] * (nodes * locals), health)
         try:
             return actors.train(on_status, signaled)
         finally:
-            actors.kill()
+            if not health.is_lost:
+                actors.kill()
 
 
 class _Actors:
@@ -170,13 +172,15 @@ class _Actors:
       job: the run, which is named anew whenever all actors are started.
       options: where the workers run, and with which limits.
       states: the state that each worker begins from, or None.
+      health: of Ray.
     """
 
-    def __init__(self, job: Job, options: Options, states: Sequence[Any]):
+    def __init__(self, job: Job, options: Options, states: Sequence[Any], health: Health):
         self._job, self._options, self._states = job, options, states
+        self._health = health
         self._everyone = range(len(states))
         self.workers: list[Any] = [None] * len(states)
-        self.remote = Remote(self.workers, options.timeout)
+        self.remote = Remote(self.workers, options.timeout, health)
         self._best = [0] * len(states)  # the most steps that each worker has taken
         self._losses = [0] * len(states)  # of each worker since its last new step
         self._marks: dict[int, Any] = {}
@@ -309,7 +313,9 @@ class _Actors:
         """Asks the coordinator; notes the progress of all workers."""
         limit = ANSWER + max(self._until - time.monotonic(), 0)
         try:
-            status: Status = ray.get(self.coordinator.status.remote(), timeout=limit)
+            asked = self.coordinator.status.remote()
+            self._health.wait([asked], limit)
+            status: Status = ray.get(asked, timeout=0)
         except RayError as error:
             reason = " ".join(str(error).split())[:300]
             raise RuntimeError(f"{LOST} ({type(error).__name__}: {reason})") from error
