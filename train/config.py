@@ -342,9 +342,10 @@ class Config:
     log_every: Annotated[Count, FREE] = 16
     # Steps between tests of the center and of the best worker.
     test_every: Annotated[Count, FREE] = 200
-    # Steps between checkpoints.
+    # Steps between checkpoints. A test that is the best so far is saved, too.
     checkpoint_every: Annotated[Count, FREE] = 200
-    # Number of recent checkpoints to keep, besides the latest one with finite losses.
+    # Number of recent checkpoints to keep, besides the best one and the latest one with
+    # finite losses.
     keep_checkpoints: Annotated[Count, FREE] = 3
     # Compile one program for each phase of the method (no exchange, an exchange, …) in
     # place of one with conditionals. Defaults to yes on accelerators: there the message of

@@ -16,7 +16,7 @@ from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import report, run_test
 from train.run.result import NONFINITE, Result, last_line
-from train.run.saving import save, saved_if_data_fail
+from train.run.saving import save, save_if_best, saved_if_data_fail
 from train.task.experiment import Experiment
 
 
@@ -62,6 +62,7 @@ def take_steps(run: Run) -> Reason | None:
                 report(run, run.buffer.close_interval(run.step, run.state))
             if comes(config.test_every):
                 run_test(run)
+                save_if_best(run)
             if comes(config.checkpoint_every):
                 save(run)
             if divergence.stops_at(run.step):
@@ -91,6 +92,8 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         saved,
         checkpoint=run.checkpoints.latest(),
         finite_checkpoint=run.checkpoints.latest_finite(),
+        best=run.checkpoints.best(),
+        guess=run.experiment.forward.guess,
     )
 
 

@@ -23,7 +23,7 @@ from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
 from train.run.resharding import Resizing, Restored
-from train.run.result import where
+from train.run.result import Tested, where
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
@@ -34,7 +34,8 @@ MANY = 128  # workers per process above which placing them takes a while
 
 @dataclasses.dataclass
 class Run:
-    """An open run. Training changes only `state` and `step`.
+    """An open run. Training changes only `state`, `step` and the
+    tests.
 
     Attributes:
       config: the configuration.
@@ -51,6 +52,8 @@ class Run:
       buffer: measurements that are not in the log yet.
       progress: messages and progress on the screen.
       stop_signals: Ctrl-C and SIGTERM.
+      lowest: the first measure of the best test that has a checkpoint, otherwise inf.
+      last_test: the step of the latest test of this session and its result, or None.
       lock: holds the run folder; None in all processes but the main one.
     """
 
@@ -69,6 +72,8 @@ class Run:
     progress: Progress
     stop_signals: StopSignals
     lock: RunLock | None
+    lowest: float
+    last_test: tuple[int, Tested] | None = None
 
     def passed(self, every: int, since: int) -> bool:
         """Whether a multiple of `every` was passed after step `since`.
@@ -158,10 +163,16 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         progress=progress,
         stop_signals=StopSignals(session),
         lock=lock,
+        lowest=float(session.of_main(lambda: _lowest(checkpoints))),
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def _lowest(checkpoints: Checkpoints) -> str:
+    best = checkpoints.best()
+    return "inf" if best is None else repr(best.value)
 
 
 def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:

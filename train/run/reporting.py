@@ -63,6 +63,7 @@ def run_test(run: Run) -> Tested:
     trained = run.buffer.recent.average[worker]
     losses = [center["loss"], best["loss"], trained]
     tested = Tested(center, best, bool(np.isfinite(losses).all()))
+    run.last_test = run.step, tested
     run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
     run.progress.tested(measures.text(center, name=True))
     return tested

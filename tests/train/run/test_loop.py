@@ -22,6 +22,10 @@ from train.run.loop import train
 pytestmark = pytest.mark.usefixtures("quick")
 
 
+def center(run):
+    return run.experiment.center(run.state)
+
+
 # Files
 
 
@@ -203,13 +207,13 @@ def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys)
     assert result.step == 12 and not result.saved
     assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
-    needed = sum(x.nbytes for x in jax.tree.leaves(run.state))
+    needed = sum(x.nbytes for x in jax.tree.leaves((run.state, center(run))))
     why = f"it takes {needed:,} bytes, and 1,000 are free"
     assert f"warning: the checkpoint of step 12 was not written: {why}\n" in printed
     missing = (
-        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6\n"
+        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6"
     )
-    assert printed.endswith(missing) and not result.is_good
+    assert missing in printed and not result.is_good
     assert len(log.read(result.folder)["test"]) == 2
     assert opened(resume=True).step == 6
 
@@ -229,7 +233,7 @@ def test_missing_metrics_are_reported_in_the_last_line(full, opened, capsys, mon
     assert result.saved and result.is_good and not result.has_metrics
     printed = capsys.readouterr().out
     assert printed.count("warning: metrics cannot be written any more") == 1
-    assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
+    assert printed.endswith(f"; NOT all metrics are in {result.folder}\n")
 
 
 def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, trained):
@@ -258,6 +262,63 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
     assert undisturbed == resumed and resumed.keys() >= {"train", "leaders", "test"}
     average = finished[0].buffer.recent.average
     np.testing.assert_array_equal(average, again.buffer.recent.average)
+
+
+# The best checkpoint
+
+
+def found_by_tests(monkeypatch, errors):
+    """Makes tests of the center and of the best worker find these errors in %."""
+    found = iter(errors)
+    for name in ("test_center", "test_worker"):
+        result = lambda *_: {"error": next(found), "loss": 1.0}
+        monkeypatch.setattr(tiny.Shared, name, result)
+
+
+def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
+    found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
+    run = opened(test_every=3, checkpoint_every=6, keep_checkpoints=1)
+    result = train(run)
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [6, 12]
+    assert result.best == (6, {"error": 30.0, "loss": 1.0}) and result.is_good
+    printed = capsys.readouterr().out
+    said = "; the best checkpoint is of step 6 (30.00 %), the last of step 12; everything"
+    assert said in printed
+
+
+def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
+    opened, trained, monkeypatch, capsys
+):
+    found_by_tests(monkeypatch, [5.0, 5.0, 9.0, 9.0, 7.0, 7.0, 8.0, 8.0, 6.0, 6.0])
+    run = opened(test_every=3, checkpoint_every=20, keep_checkpoints=1)
+
+    def stopped(*after):
+        if run.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return after
+
+    trained(run, stopped)
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
+    assert ", saved; the best checkpoint is of step 3 (5.00 %)" in capsys.readouterr().out
+    options = dict(test_every=3, checkpoint_every=20, keep_checkpoints=1, resume=True)
+    assert train(opened(**options)).best.step == 3
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 12]
+
+
+@pytest.mark.parametrize(
+    "last, worker, good", [(89.0, 88.0, False), (15.0, 15.0, True), (89.0, 5.0, True)]
+)
+def test_a_run_that_ends_far_above_its_best_has_diverged(
+    last, worker, good, opened, monkeypatch, capsys
+):
+    """Unless the best worker is good: some methods have no center to use."""
+    found_by_tests(monkeypatch, [2.8, 2.8, last, worker])
+    result = train(opened())
+    assert result.is_good == good
+    printed = capsys.readouterr().out
+    diverged = "; training has diverged: the last test is far above the best one"
+    assert (diverged in printed) != good
+    assert "; the best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
 
 
 def test_the_best_worker_is_known_before_the_first_report(opened, trained):
@@ -291,7 +352,8 @@ def test_the_last_line_says_that_a_run_has_diverged(opened, trained, capsys):
     assert result.stopped_by is None and result.saved and not result.is_good
     printed = capsys.readouterr().out
     assert "training has diverged: a loss is not finite; the latest checkpoint" in printed
-    assert "with finite losses is of step 6; everything is in" in printed
+    assert "with finite losses is of step 6; the best checkpoint is of step 6 (" in printed
+    assert "the last of step 12; everything is in" in printed
 
 
 def test_a_diverged_worker_is_reported_and_restored(opened, capsys):
