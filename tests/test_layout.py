@@ -19,7 +19,10 @@ WRITTEN = sorted(
 )
 WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
-TOOLS = "train.compare", "train.plan", "train.simulate", "train.plots"
+TOOLS = (
+    *(f"train.{x}" for x in "compare plan simulate export sample".split()),
+    "train.plots",
+)
 
 # The modules that a package must not import. Other packages may import everything.
 NOT_ABOVE = {

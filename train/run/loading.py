@@ -73,7 +73,7 @@ def load(
         has its own.
 
     Raises:
-      ValueError: the folder is no run, has no such checkpoint, or the checkpoint is damaged.
+      ValueError: the folder is no run, or the checkpoint is missing or damaged.
     """
     folder = pathlib.Path(run)
     if not (folder / CONFIG).is_file():

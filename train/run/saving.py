@@ -65,9 +65,10 @@ def notes(run: Run) -> dict[str, Any]:
 
 def _tested(run: Run) -> dict[str, float] | None:
     """The result of the center if it was tested at this step and is finite."""
-    step, tested = run.last_test or (None, None)
-    finite = step == run.step and tested is not None and tested.is_finite
-    return tested.center if finite else None
+    if run.last_test is None:
+        return None
+    step, tested = run.last_test
+    return tested.center if step == run.step and tested.is_finite else None
 
 
 def _known(losses: list[float]) -> list[float | None]:

@@ -36,6 +36,13 @@ def load_dataset(config: Config) -> Data:
     return dataset, transforms_of(config)
 
 
+def image_shape(config: Config) -> tuple[int, int, int]:
+    """The shape [H, W, C] of the images that `transforms_of` takes."""
+    sides = {"digits": 8, "cifar10": 32, "imagenet": config.data.crop}
+    side = sides[config.data.name]
+    return side, side, 1 if config.data.name == "digits" else 3
+
+
 def transforms_of(config: Config) -> transforms.Transforms:
     """The transforms of images, which do not need the data."""
     options = config.data

@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 import train
+from train import sample
 from train.data import digits
 from train.run.loop import train as run_to_the_end
 
@@ -100,6 +101,12 @@ def test_what_cannot_be_loaded_is_named_in_one_line(finished, tmp_path):
     refused("the checkpoint of step 12 cannot be read: ", folder, 12)
     shutil.rmtree(folder / "checkpoints")
     refused("holds no checkpoint yet", folder)
+
+
+def test_a_run_on_images_cannot_be_sampled(finished, refusal):
+    assert "only runs on text can be sampled" in refusal(
+        sample.main, [str(finished[1].folder)]
+    )
 
 
 def test_a_run_whose_first_save_failed_has_no_checkpoint(opened):
