@@ -614,22 +614,64 @@ def read(path: os.PathLike) -> Config:
                 f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
             )
         values.pop("distributed", None)  # 0.2.0 wrote it
-        return _built(_restored(_flat(values)))
+        flat = _flat(values)
+        for name in ("name", "model", "method.name"):
+            if name not in flat:
+                raise ValueError(f"{name} is missing")
+        return _built(_restored(flat, flat["method.name"]))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they were before JSON, which has no tuples.
+def read_some(path: os.PathLike) -> dict[str, Any]:
+    """Reads settings, by their full names, from a JSON file that may lack some.
+
+    config.json of a run is such a file. It does not say where another run shall be, so the
+    run folder is left out, and so is the rendezvous.
 
     Raises:
-      ValueError: a setting, which it names, is unknown, missing or of a wrong type.
+      ValueError: the file cannot be read or holds no JSON object.
     """
-    for name in ("name", "model", "method.name"):
-        if name not in values:
-            raise ValueError(f"{name} is missing")
-    method, restored = str(values["method.name"]), {}
-    known = SETTINGS | dict(_settings(find(method), "method."))
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if values.pop("format", None) is not None:
+        for name in ("distributed", "run_dir", "resume"):
+            values.pop(name, None)
+    return _flat(values)
+
+
+def overlaid(config: Config, some: Mapping[str, Any]) -> Config:
+    """Returns the configuration with settings from a file over it; see `read_some`.
+
+    Raises:
+      ValueError: a setting is unknown, of a wrong type or impossible.
+
+    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9))
+    >>> new = overlaid(old, {"method.name": "easgd", "optimizer.name": "lion"})
+    >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate
+    ('easgd', None, 0.0001)
+    """
+    own = {"method.name": config.method.name, **some}
+    given = _restored(own, own["method.name"])
+    return _built(fields(switched(config, given)) | given)
+
+
+def _restored(values: Mapping[str, Any], method: Any) -> dict[str, Any]:
+    """Settings as they were before JSON, which has no tuples.
+
+    Args:
+      values: the settings.
+      method: the name of their method.
+
+    Raises:
+      ValueError: a setting, which it names, is unknown or of a wrong type.
+    """
+    restored: dict[str, Any] = {}
+    known = SETTINGS | dict(_settings(find(str(method)), "method."))
     for name, value in values.items():
         if name == "method.name":
             continue

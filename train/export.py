@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax.traverse_util import flatten_dict
@@ -95,7 +96,7 @@ def _pixels(loaded: Loaded) -> dict[str, Any]:
         datasets.image_shape(loaded.config),
     )
     black, white = (
-        np.asarray(test(np.full((1, *shape), x, np.uint8)))[0] for x in (0, 255)
+        np.asarray(test(jnp.full((1, *shape), x, jnp.uint8)))[0] for x in (0, 255)
     )
     colors = {"black": black[0, 0].tolist(), "white": white[0, 0].tolist()}
     return {"shape": list(black.shape), "dtype": "float32", **colors}
