@@ -47,13 +47,16 @@ def take_steps(run: Run) -> Reason | None:
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    left = range(run.step, config.steps)
+    left, compiled = range(run.step, config.steps), set()
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
             phase = experiment.phase(run.step + 1)
-            run.state, loss = experiment.step(
-                run.state, experiment.data, batch, phase=phase
-            )
+            is_new = phase not in compiled
+            compiled.add(phase)
+            with run.stopwatch.compiling() if is_new else contextlib.nullcontext():
+                run.state, loss = experiment.step(
+                    run.state, experiment.data, batch, phase=phase
+                )
             backlog.add(loss)
             run.step += 1
             run.buffer.add(run.step, loss, run.state.opt_state)
@@ -94,6 +97,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         finite_checkpoint=run.checkpoints.latest_finite(),
         best=run.checkpoints.best(),
         guess=run.experiment.forward.guess,
+        compile_seconds=run.stopwatch.compile_seconds,
     )
 
 
@@ -118,7 +122,8 @@ def conclude(run: Run, result: Result) -> Result:
     """
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
-    run.write("end", **values, stopped_by=stopped_by)
+    compiled = round(result.compile_seconds, 3)
+    run.write("end", **values, stopped_by=stopped_by, compile_seconds=compiled)
     run.metrics.close()  # the last line says whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)
     if run.session.is_main:

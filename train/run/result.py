@@ -36,7 +36,7 @@ class Result(NamedTuple):
     Attributes:
       folder: the run folder.
       step: steps taken.
-      seconds: training time, without tests and checkpoints.
+      seconds: training time, without compilation, tests and checkpoints.
       tested: the tests after the last step; None if the run was stopped early.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint was written.
@@ -45,6 +45,7 @@ class Result(NamedTuple):
       has_metrics: whether all metrics were written.
       best: the checkpoint with the best test, or None.
       guess: the first measure of a model that guesses uniformly.
+      compile_seconds: time that compiling the step took, which is no training time.
     """
 
     folder: pathlib.Path
@@ -58,6 +59,7 @@ class Result(NamedTuple):
     has_metrics: bool = True
     best: Best | None = None
     guess: float = math.inf
+    compile_seconds: float = 0.0
 
     @property
     def is_nonfinite(self) -> bool:
@@ -101,7 +103,8 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 
 def last_line(result: Result, config: Config) -> str:
     """The last line that a run prints."""
-    after = f"{result.seconds:.1f} s of training"
+    compiled = f"compiled in {result.compile_seconds:.1f} s"
+    after = f"{result.seconds:.1f} s of training ({compiled})"
     if result.tested is not None:
         center, best = result.tested.center, result.tested.best
         line = (

@@ -1,5 +1,6 @@
 """Training runs in this process: their files, and the reasons for which they stop."""
 
+import itertools
 import json
 import signal
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from harness import exchanges
 from train import plots
 from train.metrics import log
 from train.metrics.tensorboard import EventFiles
-from train.run import checkpoints, loop
+from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
 
 
@@ -48,6 +49,23 @@ def test_the_result_is_the_last_test(finished):
     tested = result.tested
     assert last["center_error"] == tested.center["error"]
     assert last["best_error"] == tested.best["error"]
+
+
+def test_compilation_is_no_training_time(opened, trained, monkeypatch):
+    """By a clock that advances by 7 s in each step; the first one compiles."""
+    clock = itertools.count(0, 7)
+    now = SimpleNamespace(at=next(clock))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: now.at))
+
+    def timed(*after):
+        now.at = next(clock)
+        return after
+
+    result = trained(opened(), timed)
+    assert (result.compile_seconds, result.seconds) == (7, 11 * 7)
+    events = log.read(result.folder)
+    assert events["end"][-1]["compile_seconds"] == 7
+    assert [event["seconds"] for event in events["test"]] == [5 * 7, 11 * 7]
 
 
 def test_metrics_hold_all_intervals_elections_and_tests(finished):
@@ -250,7 +268,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
         trained(run, killed)
     again = opened(resume=True)
     assert again.step == 6 and train(again).is_good
-    of_time = {"seconds", "steps_per_second"}
+    of_time = {"seconds", "steps_per_second", "compile_seconds"}
     undisturbed, resumed = (
         {
             kind: [{k: v for k, v in e.items() if k not in of_time} for e in found]
