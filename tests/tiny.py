@@ -36,7 +36,7 @@ SMALL = dataclasses.replace(
 # Settings on which an experiment does not depend.
 OF_THE_RUN = (
     "steps log_every test_every checkpoint_every keep_checkpoints stop_after_nonfinite "
-    "runs run_dir resume distributed"
+    "wandb runs run_dir resume distributed"
 ).split()
 
 

@@ -14,10 +14,12 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+import jax
 import tyro
 from tyro import _errors
 
 import configs
+import lsgd_jax as lj
 from train import config as configuration
 from train.config import Config
 from train.proposals import meant
@@ -66,10 +68,13 @@ def parse(arguments: Sequence[str]) -> Config:
 
     Raises:
       ValueError: a wrong command line, or an impossible setting.
-      SystemExit: --help was given and has been printed.
+      SystemExit: --help or --version was given and has been printed.
     """
     known, prog, options = experiments(), PROGRAM, []
     some, arguments = _settings_in_file(arguments)
+    if list(arguments) == ["--version"]:
+        print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
+        raise SystemExit(0)
     if some and (not arguments or arguments[0].startswith("--")):
         arguments = [str(some.get("experiment") or some.get("name", "")), *arguments]
     name, *rest = arguments or [""]

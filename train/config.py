@@ -353,6 +353,9 @@ class Config:
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
+    # Project of Weights & Biases to which the metrics are sent, too. It needs the extra
+    # `wandb`.
+    wandb: Annotated[str | None, FREE] = None
     # Folder in which new run folders are created.
     runs: Annotated[str, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.

@@ -12,6 +12,7 @@ import time
 import pytest
 import tiny
 
+import lsgd_jax as lj
 from train import cli
 from train import config as configuration
 from train.__main__ import main
@@ -138,6 +139,12 @@ def test_help_explains_the_options_of_every_method(capsys, name):
     assert dict(found).keys() == fields
     kinds = r"(\{[^}]*\}(\|\w+)?|INT|FLOAT|STR)?"
     assert all(len(re.sub(f"^{kinds} ?", "", said)) > 5 for _, said in found)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith(f"lsgd_jax {lj.__version__}, jax ")
 
 
 def test_help_names_the_experiments(capsys):

@@ -5,13 +5,15 @@ import functools
 import pathlib
 import platform
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 import lsgd_jax as lj
 from train import config as configuration
-from train.run import asynchronous
+from train import interrupts
+from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import report, run_test
@@ -51,9 +53,8 @@ def take_steps(run: Run) -> Reason | None:
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
             phase = experiment.phase(run.step + 1)
-            is_new = phase not in compiled
-            compiled.add(phase)
-            with run.stopwatch.compiling() if is_new else contextlib.nullcontext():
+            with _compiling(run) if phase not in compiled else contextlib.nullcontext():
+                compiled.add(phase)
                 run.state, loss = experiment.step(
                     run.state, experiment.data, batch, phase=phase
                 )
@@ -73,6 +74,15 @@ def take_steps(run: Run) -> Reason | None:
             if run.stop_signals.stop_at(run.step):
                 return run.stop_signals.received
     return None
+
+
+@contextlib.contextmanager
+def _compiling(run: Run) -> Iterator[None]:
+    """A step that is compiled: no training time, and Ctrl-C is answered at once."""
+    line = f"Ctrl-C: the run saves and ends when step {run.step + 1} has been compiled"
+    answered = interrupts.answered(lambda: run.progress.say(line))
+    with run.stopwatch.compiling(), answered:
+        yield
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
@@ -109,6 +119,8 @@ def announce(run: Run) -> None:
     began = dict(processes=processes, settings=configuration.began_with(run.config))
     run.write("start", workers=grid, **began, **sizes, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
+    if run.step:
+        run.progress.say(f"resumed at step {run.step}")
     if run.resizing is not None:
         run.progress.say(str(run.resizing))
         run.write("resized", **run.resizing.event())
@@ -131,6 +143,7 @@ def conclude(run: Run, result: Result) -> Result:
             draw(run.folder)
         except Exception as error:  # an unusual metrics.jsonl must not fail the run
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
+    run.progress.table(summary.rows(result, run.metrics.latest))
     run.progress.say(last_line(result, run.config))
     return result
 

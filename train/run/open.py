@@ -13,7 +13,7 @@ from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
 from train.config import Config, check_installed
-from train.metrics import log
+from train.metrics import log, trackers
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
@@ -106,6 +106,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         shared_folder.check(session, resumed)
     if config.method.is_asynchronous:
         check_installed()
+    if config.wandb is not None:
+        trackers.check_installed()
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -141,6 +143,11 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"{start.step} steps have been taken already, more than --steps "
             f"{config.steps}: the run takes no more"
         )
+    others = []
+    if config.wandb is not None and session.is_main:
+        settings = configuration.fields(config)
+        to = trackers.WeightsAndBiases(config.wandb, folder, settings, progress.warn_here)
+        others.append(to)
     run = Run(
         config=config,
         session=session,
@@ -152,7 +159,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         checkpoints=checkpoints,
         stopwatch=Stopwatch(start.seconds),
         pace=Pace(at_least=config.log_every // 2),
-        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check),
+        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check, others),
         buffer=MetricsBuffer(
             experiment.workers,
             start.state.opt_state,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import signal
 from types import SimpleNamespace
 
@@ -189,11 +190,31 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     again = opened(resume=True)
     assert again.step == 5
     result = train(again)
+    printed = capsys.readouterr().out
+    assert "\nresumed at step 5\n" in printed
+    _, _, table = printed.partition("resumed at step 5\n")
+    rows = dict(re.findall(r"^  (\S.*?)  +(.*)$", table, re.M))
+    assert rows["last checkpoint"] == "step 12"
+    assert rows["center"] == f"test error {result.tested.center['error']:.2f} %"
+    assert rows.keys() >= {"best checkpoint", "compile time", "sent per worker"}
     assert result.stopped_by is None and result.tested == finished[1].tested
     tiny.assert_equal_to_the_bit(finished[0].state, again.state)
     assert traces.count(again.experiment.task) == 2
     seconds = [event["seconds"] for event in log.read(result.folder)["train"]]
     assert seconds == sorted(seconds)
+
+
+def test_ctrl_c_during_compilation_is_answered(opened, trained, capsys):
+    run = opened()
+
+    def interrupted(*after):
+        if run.step == 0:
+            signal.raise_signal(signal.SIGINT)
+        return after
+
+    assert trained(run, interrupted).step == 1
+    said = "\nCtrl-C: the run saves and ends when step 1 has been compiled\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_interrupts_at_once(opened, trained):
