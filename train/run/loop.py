@@ -60,7 +60,7 @@ def take_steps(run: Run) -> Reason | None:
                 )
             backlog.add(loss)
             run.step += 1
-            run.buffer.add(run.step, loss, run.state.opt_state)
+            run.buffer.add(run.step, loss, run.state)
             comes = functools.partial(run.passed, since=run.step - 1)
             if comes(config.log_every) or run.step == config.steps:
                 report(run, run.buffer.close_interval(run.step, run.state))

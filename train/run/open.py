@@ -143,7 +143,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"{start.step} steps have been taken already, more than --steps "
             f"{config.steps}: the run takes no more"
         )
-    others = []
+    others, every = [], config.log_every
     if config.wandb is not None and session.is_main:
         settings = configuration.fields(config)
         to = trackers.WeightsAndBiases(config.wandb, folder, settings, progress.warn_here)
@@ -166,6 +166,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             start.recent,
             start.step,
             start.losses,
+            closes=lambda step: min(-(-step // every) * every, config.steps),
         ),
         progress=progress,
         stop_signals=StopSignals(session),

@@ -19,6 +19,7 @@ from train.metrics import log
 from train.metrics.tensorboard import EventFiles
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
+from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -83,11 +84,25 @@ def test_metrics_hold_all_intervals_elections_and_tests(finished):
         assert all(worker in group for worker, group in zip(event["leaders"], groups))
         best = [min(group, key=lambda i: event["scores"][i]) for group in groups]
         assert event["leaders"] == best
+    for event in events["train"]:
+        assert len(event["step_losses"]) == 4
+        assert np.mean(event["step_losses"]) == pytest.approx(event["loss"])
     last = events["train"][-1]
     assert last["loss"] < events["train"][0]["loss"]
     assert last["consensus_distance"] > 0 and last["restored"] == last["waiting"] == 0
     for line in (result.folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_distances_are_measured_on_both_sides_of_an_exchange(opened):
+    method = methods.make("local-sgd", period=3)
+    result = train(opened(method=method, steps=11, log_every=8, test_every=20))
+    first, last = log.read(result.folder)["train"]
+    step, apart, together = first["exchange"]
+    again, before, equal = last["exchange"]
+    assert (step, again, before) == (6, 9, first["consensus_distance"])
+    assert min(apart, before, last["consensus_distance"]) > 0.01
+    assert max(together, equal) < 1e-6
 
 
 def test_bytes_sent_are_exchanges_times_parameters(finished):
