@@ -49,6 +49,7 @@ class Curve(NamedTuple):
     values: the measure at the center; inf where its loss was not finite.
     peak_megabytes: the most that a worker sent in one step; None if unknown.
     compile_seconds: time of compilation, which `seconds` do not contain.
+    is_far_above_best: whether the run ended far above its best test.
     """
 
     steps: list[int]
@@ -58,11 +59,12 @@ class Curve(NamedTuple):
     measure: Measure = ERROR
     peak_megabytes: float | None = None
     compile_seconds: float = 0.0
+    is_far_above_best: bool = False
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss of the run was not finite."""
-        return not math.isfinite(self.values[-1])
+        """Whether the last loss was not finite, or the last test far above the best."""
+        return self.is_far_above_best or not math.isfinite(self.values[-1])
 
 
 Key = tuple[str, int]  # method or variant, seed
@@ -189,7 +191,7 @@ def _has_ended(folder: pathlib.Path, steps: int) -> bool:
         curve = read(folder)
     except (ValueError, FileNotFoundError):
         return False  # the run was killed before its first test, or its first line
-    return curve.diverged or curve.steps[-1] == steps
+    return curve.steps[-1] == steps or not math.isfinite(curve.values[-1])
 
 
 def read(folder: pathlib.Path) -> Curve:
@@ -218,6 +220,8 @@ def read(folder: pathlib.Path) -> Curve:
         values=[test[key] if is_finite(test) else math.inf for test in tests],
         measure=measure,
         peak_megabytes=None if sent is None else float(sent.max() / 1e6),
+        is_far_above_best=bool(last.get("far_above_best"))
+        and last["step"] == tests[-1]["step"],
         compile_seconds=sum(
             end.get("compile_seconds", 0.0) for end in events.get("end", [])
         ),

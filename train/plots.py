@@ -172,12 +172,11 @@ def _elections(
 
 
 def _consensus(events: Events) -> Any:
-    """The distance between the workers, at reports and around the exchanges before them."""
+    """The distance between the workers, around exchanges if there are some."""
     train = events.get("train", [])
     if not any(event.get("consensus_distance") for event in train):
         return None
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    _plot(axes, train, "step", "consensus_distance", color=GREY, lw=0.8)
     exchanges = [e["exchange"] for e in train if e.get("exchange")]
     around = [(step, x, y) for step, x, y in exchanges if x is not None]
     if around:
@@ -186,6 +185,8 @@ def _consensus(events: Events) -> Any:
         axes.plot(steps, before, ".-", color=ORANGE, label="before an exchange")
         axes.plot(steps, after, ".-", color=BLUE, label="after it")
         axes.legend(frameon=False)
+    else:
+        _plot(axes, train, "step", "consensus_distance", color=BLUE)
     axes.set(xlabel="step", ylabel="mean ‖x_i − x̄‖ / ‖x̄‖", ylim=(0, None))
     return figure
 

@@ -135,6 +135,7 @@ def conclude(run: Run, result: Result) -> Result:
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
     compiled = round(result.compile_seconds, 3)
+    values |= {"far_above_best": True} if result.is_far_above_best else {}
     run.write("end", **values, stopped_by=stopped_by, compile_seconds=compiled)
     run.metrics.close()  # the last line says whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)

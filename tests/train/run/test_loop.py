@@ -372,6 +372,7 @@ def test_a_run_that_ends_far_above_its_best_has_diverged(
     printed = capsys.readouterr().out
     diverged = "; training has diverged: the last test is far above the best one"
     assert (diverged in printed) != good
+    assert log.read(result.folder)["end"][-1].get("far_above_best", False) != good
     assert "; the best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
 
 
