@@ -29,7 +29,7 @@ from train.task import datasets
 def export(
     run: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="RUN")],
     out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
-    which: Which = "best",
+    which: Which | int = "best",
     model: Literal["center", "best-worker"] = "center",
 ) -> None:
     """Exports a model of a run to a new folder.
@@ -37,7 +37,7 @@ def export(
     Args:
       run: the run folder.
       out: the folder to create.
-      which: the checkpoint with the best test, or the last one.
+      which: the checkpoint with the best test, the last one, or that of a step.
       model: the center, or the worker with the lowest recent losses.
 
     Raises:

@@ -25,7 +25,7 @@ def sample(
     length: int = SAMPLE_TOKENS,
     temperature: float = TEMPERATURE,
     seed: int = 0,
-    which: Which = "best",
+    which: Which | int = "best",
 ) -> str:
     """Returns a prompt and its continuation by the center of a run.
 
@@ -35,7 +35,7 @@ def sample(
       length: number of tokens to draw.
       temperature: divides the logits; below 1, likely tokens become more likely.
       seed: seed of the draws.
-      which: the checkpoint with the best test, or the last one.
+      which: the checkpoint with the best test, the last one, or that of a step.
 
     Raises:
       ValueError: the run cannot be loaded or is no run on text, or an option is wrong.

@@ -351,6 +351,8 @@ def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> An
     path = folder.absolute() / str(step)
     if damage := checksums.damage(path):
         raise Unreadable(step, damage)
+    if worker is None and not (path / MODEL).exists():
+        raise Unreadable(step, "it holds no center, only workers")
     _silence()
     try:
         if worker is None:

@@ -14,7 +14,9 @@ import tiny
 import train
 from train import sample
 from train.data import digits
+from train.data.arrays import DataError
 from train.run.loop import train as run_to_the_end
+from train.run.saving import save
 
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -107,6 +109,21 @@ def test_a_run_on_images_cannot_be_sampled(finished, refusal):
     assert "only runs on text can be sampled" in refusal(
         sample.main, [str(finished[1].folder)]
     )
+
+
+def test_without_data_workers_are_saved_and_the_center_is_not(opened, monkeypatch):
+    """Data that fail end a run, and the center's batch statistics need data."""
+
+    def fails(*_):
+        raise DataError("no image can be read any more")
+
+    run = opened(model="digits-bn")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(run.experiment), "reestimated", fails)
+        assert save(run) and run.checkpoints.close()
+    refused("step 0 cannot be read: it holds no center, only workers", run.folder)
+    loaded = train.load(run.folder, worker=1)
+    assert loaded.variables.keys() == {"params", "batch_stats"} and loaded.tested is None
 
 
 def test_a_run_whose_first_save_failed_has_no_checkpoint(opened):
