@@ -353,7 +353,6 @@ def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> An
         raise Unreadable(step, damage)
     if worker is None and not (path / MODEL).exists():
         raise Unreadable(step, "it holds no center, only workers")
-    _silence()
     try:
         if worker is None:
             return _restore_part(path / MODEL, lambda name: True)

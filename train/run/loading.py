@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from train import config as configuration
 from train.config import Config
 from train.data.text import Vocabulary
-from train.run.checkpoints import best_in, notes_of, read_model, steps_in
+from train.run.checkpoints import Unreadable, best_in, notes_of, read_model, steps_in
 from train.run.folder import CHECKPOINTS, CONFIG
 from train.task import datasets, models
 from train.task.text import VOCABULARY
@@ -88,6 +88,8 @@ def load(
             "version wrote it; resume the run for a step to save one"
         )
     variables = read_model(checkpoints, step, _number(worker, notes))
+    if not notes:
+        raise Unreadable(step, "its notes are incomplete")
     vocabulary = _vocabulary(folder) if config.data.name == "text" else None
     outputs = notes["sizes"]["classes"] if vocabulary is None else len(vocabulary)
     model = models.make(config, outputs)

@@ -95,6 +95,8 @@ def test_what_cannot_be_loaded_is_named_in_one_line(finished, tmp_path):
     checksums.unlink()
     notes.write_text(json.dumps(before))
     refused("step 6 in .* holds no model, because an earlier version wrote it", folder, 6)
+    notes.write_text("{")
+    refused("step 6 cannot be read: its notes are incomplete", folder, 6)
     arrays = (folder / "checkpoints" / "12" / "model").rglob("d/*")
     largest = max(arrays, key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:100])
