@@ -131,7 +131,7 @@ def last_line(result: Result, config: Config) -> str:
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}"
             f"{_best(result)}; to resume anyway: {resume}"
         )
-    return f"{line}, {state}{_best(result)}; to resume: {resume}"
+    return f"{line}{_best(result)}, {state}; to resume: {resume}"
 
 
 def _latest(result: Result) -> str:

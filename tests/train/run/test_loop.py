@@ -353,7 +353,8 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
 
     trained(run, stopped)
     assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
-    assert ", saved; the best checkpoint is of step 3 (5.00 %)" in capsys.readouterr().out
+    said = "; the best checkpoint is of step 3 (5.00 %), the last of step 8, saved; to res"
+    assert said in capsys.readouterr().out
     options = dict(test_every=3, checkpoint_every=20, keep_checkpoints=1, resume=True)
     assert train(opened(**options)).best.step == 3
     assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 12]
