@@ -19,7 +19,10 @@ WRITTEN = sorted(
 )
 WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
-TOOLS = "train.compare", "train.plan", "train.simulate", "train.plots"
+TOOLS = (
+    *(f"train.{x}" for x in "compare plan simulate export sample".split()),
+    "train.plots",
+)
 
 SRC = ROOT / "lsgd_jax/_src"
 

@@ -15,7 +15,7 @@ from train.data import digits
 from train.data.arrays import Dataset, Images
 from train.run import loop
 from train.run import open as opening
-from train.task import experiment, methods
+from train.task import methods, models
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import Experiment
 from train.task.models import MODELS
@@ -36,7 +36,7 @@ SMALL = dataclasses.replace(
 # Settings on which an experiment does not depend.
 OF_THE_RUN = (
     "steps log_every test_every checkpoint_every keep_checkpoints stop_after_nonfinite "
-    "runs run_dir resume distributed"
+    "wandb runs run_dir resume distributed"
 ).split()
 
 
@@ -88,7 +88,7 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
     share: whether equal experiments are built and compiled only once.
     """
     small = {"digits-cnn": network, "digits-bn": TinyNorm}
-    set(experiment, "MODELS", MODELS | small)
+    set(models, "MODELS", MODELS | small)
     set(digits, "load", made_up_digits)
     if not figures:
         set(loop, "draw", lambda folder: None)

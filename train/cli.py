@@ -8,15 +8,18 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import pathlib
 import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+import jax
 import tyro
 from tyro import _errors
 
 import configs
+import lsgd_jax as lj
 from train import config as configuration
 from train.config import Config
 from train.proposals import meant
@@ -29,6 +32,10 @@ Trains a named experiment. {PROGRAM} NAME --help explains its options.
 
 Compiled programs are kept in ~/.cache/lsgd_jax; JAX_COMPILATION_CACHE_DIR names another
 folder, JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+"""
+FILE = """
+--config FILE takes settings from a JSON file: config.json of a run, or some of its lines.
+Options on the command line are applied on top.
 """
 T = TypeVar("T")
 
@@ -61,17 +68,23 @@ def parse(arguments: Sequence[str]) -> Config:
 
     Raises:
       ValueError: a wrong command line, or an impossible setting.
-      SystemExit: --help was given and has been printed.
+      SystemExit: --help or --version was given and has been printed.
     """
     known, prog, options = experiments(), PROGRAM, []
+    some, arguments = _settings_in_file(arguments)
+    if list(arguments) == ["--version"]:
+        print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
+        raise SystemExit(0)
+    if some and (not arguments or arguments[0].startswith("--")):
+        arguments = [str(some.get("experiment") or some.get("name", "")), *arguments]
     name, *rest = arguments or [""]
     shown = {each: (text.partition("\n")[0], x) for each, (text, x) in known.items()}
     if name in known:
         text, config = known[name]
-        config, rest, prog = _chosen(config, rest)
-        shown[name] = text, config
+        config, rest, prog = _chosen(config, rest, some)
+        shown[name] = text + "\n" + FILE, config
         fields = configuration.fields(config).keys() - {"method.name", "experiment"}
-        options = [f"--{field.replace('_', '-')}" for field in fields | {"method"}]
+        options = [f"--{x.replace('_', '-')}" for x in fields | {"method", "config"}]
     elif name not in ("-h", "--help"):
         raise ValueError(
             f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
@@ -86,21 +99,41 @@ def parse(arguments: Sequence[str]) -> Config:
     return config
 
 
-def _chosen(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str], str]:
-    """Applies the options that choose defaults.
+def _settings_in_file(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings in the file of --config, if any, and the remaining arguments."""
+
+    def of_file(config: pathlib.Path | None = None) -> dict[str, Any]:
+        return {} if config is None else configuration.read_some(config)
+
+    with one_line_errors(PROGRAM):
+        return tyro.cli(of_file, args=arguments, return_unknown_args=True, add_help=False)
+
+
+def _chosen(
+    config: Config, arguments: Sequence[str], some: Mapping[str, Any]
+) -> tuple[Config, list[str], str]:
+    """Applies the settings of a file, and the options that choose defaults.
 
     Returns:
       The configuration for the other options to override, those options, and the command
       whose --help explains them.
     """
     own, prog = config.method.name, f"{PROGRAM} {config.experiment}"
+    config = _overlaid(config, some)
     choices, rest = _choices(config, arguments, prog)
     if choices["resume"]:
-        config = _resumed(config, choices)
+        config = _overlaid(_resumed(config, choices), some)
         choices, rest = _choices(config, arguments, prog)
     name = choices["method.name"]
     prog += "" if name == own else f" --method {name}"
     return configuration.switched(config, choices), rest, prog
+
+
+def _overlaid(config: Config, some: Mapping[str, Any]) -> Config:
+    of = some.get("experiment") or config.experiment
+    if of != config.experiment:
+        raise ValueError(f"--config is of {of!r}, not of {config.experiment!r}")
+    return configuration.overlaid(config, some) if some else config
 
 
 def _choices(

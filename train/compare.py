@@ -48,6 +48,8 @@ class Curve(NamedTuple):
 
     values: the measure at the center; inf where its loss was not finite.
     peak_megabytes: the most that a worker sent in one step; None if unknown.
+    compile_seconds: time of compilation, which `seconds` do not contain.
+    is_far_above_best: whether the run ended far above its best test.
     """
 
     steps: list[int]
@@ -56,11 +58,13 @@ class Curve(NamedTuple):
     values: list[float]
     measure: Measure = ERROR
     peak_megabytes: float | None = None
+    compile_seconds: float = 0.0
+    is_far_above_best: bool = False
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss of the run was not finite."""
-        return not math.isfinite(self.values[-1])
+        """Whether the last loss was not finite, or the last test far above the best."""
+        return self.is_far_above_best or not math.isfinite(self.values[-1])
 
 
 Key = tuple[str, int]  # method or variant, seed
@@ -187,7 +191,7 @@ def _has_ended(folder: pathlib.Path, steps: int) -> bool:
         curve = read(folder)
     except (ValueError, FileNotFoundError):
         return False  # the run was killed before its first test, or its first line
-    return curve.diverged or curve.steps[-1] == steps
+    return curve.steps[-1] == steps or not math.isfinite(curve.values[-1])
 
 
 def read(folder: pathlib.Path) -> Curve:
@@ -216,16 +220,23 @@ def read(folder: pathlib.Path) -> Curve:
         values=[test[key] if is_finite(test) else math.inf for test in tests],
         measure=measure,
         peak_megabytes=None if sent is None else float(sent.max() / 1e6),
+        is_far_above_best=bool(last.get("far_above_best"))
+        and last["step"] == tests[-1]["step"],
+        compile_seconds=sum(
+            end.get("compile_seconds", 0.0) for end in events.get("end", [])
+        ),
     )
 
 
 def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
     """Returns one row per method: final error, lowest error, seconds, bytes.
 
-    >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0])
+    >>> curve = Curve([1, 2], [0.5, 1.0], [0.0, 8.0], [50.0, 10.0], compile_seconds=3)
     >>> (row,) = summarize({("lsgd", 0): curve})
     >>> row["method"], row["test error, %"], row["MB sent per worker"]
     ('lsgd', '10.00', '8.0')
+    >>> row["training time, s"], row["compile time, s"]
+    ('1.0', '3.0')
     """
     rows, measure = [], measure_of(curves)
     for method in dict.fromkeys(method for method, _ in curves):
@@ -235,6 +246,7 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
             measure.label: ([x.values[-1] for x in runs], measure.digits),
             f"lowest, {measure.unit}": ([min(x.values) for x in runs], measure.digits),
             "training time, s": ([x.seconds[-1] for x in runs], 1),
+            "compile time, s": ([x.compile_seconds for x in runs], 1),
             "MB sent per worker": ([x.megabytes[-1] for x in runs], 1),
         }
         row = {name: spread(*column) for name, column in columns.items()}

@@ -342,9 +342,10 @@ class Config:
     log_every: Annotated[Count, FREE] = 16
     # Steps between tests of the center and of the best worker.
     test_every: Annotated[Count, FREE] = 200
-    # Steps between checkpoints.
+    # Steps between checkpoints. A test that is the best so far is saved, too.
     checkpoint_every: Annotated[Count, FREE] = 200
-    # Number of recent checkpoints to keep, besides the latest one with finite losses.
+    # Number of recent checkpoints to keep, besides the best one and the latest one with
+    # finite losses.
     keep_checkpoints: Annotated[Count, FREE] = 3
     # Compile one program for each phase of the method (no exchange, an exchange, …) in
     # place of one with conditionals. Defaults to yes on accelerators: there the message of
@@ -352,6 +353,9 @@ class Config:
     static_phases: Annotated[bool | None, FREE, LOCK_STEP] = None
     # Stop after this many consecutive steps without a finite loss on any worker.
     stop_after_nonfinite: Annotated[Count, FREE] = 100
+    # Project of Weights & Biases to which the metrics are sent, too. It needs the extra
+    # `wandb`.
+    wandb: Annotated[str | None, FREE] = None
     # Folder in which new run folders are created.
     runs: Annotated[str, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
@@ -613,22 +617,64 @@ def read(path: os.PathLike) -> Config:
                 f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
             )
         values.pop("distributed", None)  # 0.2.0 wrote it
-        return _built(_restored(_flat(values)))
+        flat = _flat(values)
+        for name in ("name", "model", "method.name"):
+            if name not in flat:
+                raise ValueError(f"{name} is missing")
+        return _built(_restored(flat, flat["method.name"]))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they were before JSON, which has no tuples.
+def read_some(path: os.PathLike) -> dict[str, Any]:
+    """Reads settings, by their full names, from a JSON file that may lack some.
+
+    config.json of a run is such a file. It does not say where another run shall be, so the
+    run folder is left out, and so is the rendezvous.
 
     Raises:
-      ValueError: a setting, which it names, is unknown, missing or of a wrong type.
+      ValueError: the file cannot be read or holds no JSON object.
     """
-    for name in ("name", "model", "method.name"):
-        if name not in values:
-            raise ValueError(f"{name} is missing")
-    method, restored = str(values["method.name"]), {}
-    known = SETTINGS | dict(_settings(find(method), "method."))
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if values.pop("format", None) is not None:
+        for name in ("distributed", "run_dir", "resume"):
+            values.pop(name, None)
+    return _flat(values)
+
+
+def overlaid(config: Config, some: Mapping[str, Any]) -> Config:
+    """Returns the configuration with settings from a file over it; see `read_some`.
+
+    Raises:
+      ValueError: a setting is unknown, of a wrong type or impossible.
+
+    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9))
+    >>> new = overlaid(old, {"method.name": "easgd", "optimizer.name": "lion"})
+    >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate
+    ('easgd', None, 0.0001)
+    """
+    own = {"method.name": config.method.name, **some}
+    given = _restored(own, own["method.name"])
+    return _built(fields(switched(config, given)) | given)
+
+
+def _restored(values: Mapping[str, Any], method: Any) -> dict[str, Any]:
+    """Settings as they were before JSON, which has no tuples.
+
+    Args:
+      values: the settings.
+      method: the name of their method.
+
+    Raises:
+      ValueError: a setting, which it names, is unknown or of a wrong type.
+    """
+    restored: dict[str, Any] = {}
+    known = SETTINGS | dict(_settings(find(str(method)), "method."))
     for name, value in values.items():
         if name == "method.name":
             continue

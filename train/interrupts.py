@@ -4,10 +4,12 @@ A KeyboardInterrupt can get lost while jax is imported or compiles. If it is rai
 callback of the garbage collector, Python only prints it and the run would continue.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import types
+from collections.abc import Callable, Iterator
 
 from train.cluster.exit_status import INTERRUPTED
 
@@ -26,6 +28,36 @@ def listen() -> None:
     """From now on the first Ctrl-C is recorded, and a second one interrupts at once."""
     _noted.clear()
     signal.signal(signal.SIGINT, _note)
+
+
+@contextlib.contextmanager
+def answered(answer: Callable[[], None]) -> Iterator[None]:
+    """Calls `answer` at once if Ctrl-C is pressed inside, even while XLA compiles.
+
+    Python calls the handler of a signal only when C++ code returns. It writes the number of
+    the signal to a pipe before, which a thread reads.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which alone receives signals
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGINT:
+                answer()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def _end(number: int, frame: types.FrameType | None) -> None:

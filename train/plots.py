@@ -57,6 +57,38 @@ def _plot(axes: Any, events: list[Event], x: str, y: str, **style: Any) -> None:
     axes.plot([event[x] for event in known], [event[y] for event in known], **style)
 
 
+def _each_step(train: list[Event], x: str) -> tuple[np.ndarray, np.ndarray]:
+    """The mean loss of the workers at each step that has one: (step or seconds, loss).
+
+    The seconds between two reports are divided evenly among their steps.
+    """
+    at: list[float] = []
+    losses: list[float] = []
+    before = {"step": 0, "seconds": 0.0}
+    for event in train:
+        each = event.get("step_losses") or [event.get("loss")]
+        begin = max(before["step"], event["step"] - len(each))
+        share = np.arange(1, len(each) + 1) / len(each)
+        start = begin if x == "step" else before["seconds"]
+        at += (start + share * (event[x] - start)).tolist()
+        losses += each
+        before = event
+    known = [(a, b) for a, b in zip(at, losses) if b is not None]
+    places, values = np.array(known, float).reshape(-1, 2).T
+    return places, values
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The mean of values around each of them, over a fortieth of all.
+
+    >>> smoothed(np.arange(80.0))[:4].tolist()
+    [0.5, 1.0, 2.0, 3.0]
+    """
+    window = np.ones(2 * (len(values) // 80) + 1)
+    total = np.convolve(values, window, "same")
+    return total / np.convolve(np.ones(len(values)), window, "same")
+
+
 def _training(events: Events) -> Any:
     """Training loss and test results against steps and against seconds."""
     train, test = events.get("train", []), events.get("test", [])
@@ -69,7 +101,9 @@ def _training(events: Events) -> Any:
         "best worker": {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"},
     }
     for (loss, error), x in zip(grid.T, ("step", "seconds")):
-        _plot(loss, train, x, "loss", color=BLUE)
+        places, losses = _each_step(train, x)
+        loss.plot(places, losses, color=BLUE, lw=0.5, alpha=0.35)
+        loss.plot(places, smoothed(losses), color=BLUE)
         for label, style in lines.items():
             key = f"{label.split()[0]}_{measure.key}"
             _plot(error, test, x, key, label=label, **style)
@@ -138,12 +172,21 @@ def _elections(
 
 
 def _consensus(events: Events) -> Any:
-    """The distance between the workers."""
+    """The distance between the workers, around exchanges if there are some."""
     train = events.get("train", [])
     if not any(event.get("consensus_distance") for event in train):
         return None
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    _plot(axes, train, "step", "consensus_distance", color=BLUE)
+    exchanges = [e["exchange"] for e in train if e.get("exchange")]
+    around = [(step, x, y) for step, x, y in exchanges if x is not None]
+    if around:
+        steps, before, after = zip(*around)
+        axes.vlines(steps, before, after, color=GREY, lw=0.6)
+        axes.plot(steps, before, ".-", color=ORANGE, label="before an exchange")
+        axes.plot(steps, after, ".-", color=BLUE, label="after it")
+        axes.legend(frameon=False)
+    else:
+        _plot(axes, train, "step", "consensus_distance", color=BLUE)
     axes.set(xlabel="step", ylabel="mean ‖x_i − x̄‖ / ‖x̄‖", ylim=(0, None))
     return figure
 
@@ -162,9 +205,10 @@ def _traffic(events: Events) -> Any:
     axes.bar(np.arange(1, shown + 1), megabytes[:shown], **style)
     peak, mean = megabytes.max(), megabytes.mean()
     axes.axhline(mean, color=ORANGE, lw=1)
-    axes.set_title(f"peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step", fontsize=10)
-    steps = "step" if shown == len(sent) else f"step (of {len(sent)})"
-    axes.set(xlabel=steps, ylabel="MB sent per worker", xlim=(0, shown + 1))
+    which = "all" if shown == len(sent) else f"the first {shown} of {len(sent)}"
+    title = f"{which} steps; peak {peak:.3g} MB in a step, mean {mean:.3g} MB a step"
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="step", ylabel="MB sent per worker", xlim=(0, shown + 1))
     return figure
 
 

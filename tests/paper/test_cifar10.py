@@ -9,7 +9,7 @@ import tiny
 from paper import cifar10
 from train.data import transforms
 from train.data.arrays import Dataset, Images
-from train.task import experiment
+from train.task import experiment, models
 from train.task.datasets import check_model_fits
 from train.task.experiment import Experiment
 from train.task.models import MODELS
@@ -25,7 +25,7 @@ def made_up(monkeypatch):
     some = Images(images, rng.integers(0, 10, size=16, dtype=np.int32))
     loaded = Dataset(train=some, test=some, num_classes=10), transforms.cifar10()
     monkeypatch.setattr(experiment, "load_dataset", lambda config: loaded)
-    monkeypatch.setattr(experiment, "MODELS", MODELS | {"cnn7": tiny.Tiny})
+    monkeypatch.setattr(models, "MODELS", MODELS | {"cnn7": tiny.Tiny})
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import time
 import pytest
 import tiny
 
+import lsgd_jax as lj
 from train import cli
 from train import config as configuration
 from train.__main__ import main
@@ -140,6 +141,12 @@ def test_help_explains_the_options_of_every_method(capsys, name):
     assert all(len(re.sub(f"^{kinds} ?", "", said)) > 5 for _, said in found)
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith(f"lsgd_jax {lj.__version__}, jax ")
+
+
 def test_help_names_the_experiments(capsys):
     text = help_of(capsys)
     assert "digits             Leader SGD on scikit-learn's handwritten digits" in text
@@ -210,6 +217,51 @@ def test_a_method_brings_its_own_options(tmp_path):
     assert cli.parse(resume).method == methods.make("easgd", period=3)
     with pytest.raises(ValueError, match="method.name: the run has 'easgd', .* says 'sgp'"):
         cli.parse([*resume, "--method", "sgp"])
+
+
+def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
+    begun = ["digits", "--method", "easgd", "--method.period", "3", "--optimizer.clip", "1"]
+    run = dataclasses.replace(cli.parse(begun), run_dir="x", resume=True)
+    configuration.write(run, file := tmp_path / "config.json")
+    for start in ([], ["digits"]):  # the file of a run names its experiment
+        config = cli.parse([*start, "--config", str(file), "--method.period", "4"])
+        assert config.method == methods.make("easgd", period=4)
+        assert (config.optimizer.clip, config.run_dir, config.resume) == (1, None, False)
+    file.write_text('{"optimizer": {"name": "adamw"}, "steps": 7, "workers.locals": 1}')
+    config = cli.parse(["digits", f"--config={file}", "--steps", "8"])
+    assert (config.optimizer.learning_rate, config.steps, config.workers.locals) == (
+        1e-3,
+        8,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"optimizer": {"momentun": 0.9}}', "there is no setting optimizer.momentun; did"),
+        ('{"steps": "7"}', '`steps` must be of type int, got steps="7"'),
+        ('{"method": {"name": "sgd"}}', "`method` must be one of lsgd"),
+        ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
+        ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
+        ("[]", "config.json cannot be read: it is no JSON object"),
+        ("{", "config.json cannot be read: Expecting property name"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(text, message, refusal, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert message in refusal(main, ["digits", "--config", "config.json"])
+
+
+def test_a_file_goes_with_resuming(tmp_path):
+    configuration.write(cli.parse(["digits", "--seed", "5"]), tmp_path / "config.json")
+    (tmp_path / "some.json").write_text('{"steps": 9}')
+    arguments = ["digits", "--resume", f"--run-dir={tmp_path}"]
+    with_file = lambda: cli.parse([*arguments, f"--config={tmp_path / 'some.json'}"])
+    assert (with_file().seed, with_file().steps) == (5, 9)
+    (tmp_path / "some.json").write_text('{"seed": 6}')
+    with pytest.raises(ValueError, match="seed: the run has 5, the command says 6"):
+        with_file()
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, monkeypatch, capsys):

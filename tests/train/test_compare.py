@@ -97,6 +97,15 @@ def test_a_run_whose_last_loss_is_not_finite_has_diverged(tmp_path):
     assert curve.diverged and curve.values == [90.0, math.inf] and curve.steps == [3, 6]
 
 
+def test_a_run_that_ends_far_above_its_best_has_diverged(tmp_path):
+    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 2.0}
+    end = {"kind": "end", "step": 6, "seconds": 2, "far_above_best": True}
+    for more, diverged in ([], True), ([test | {"step": 9}], False):  # it was resumed
+        lines = [test, test | {"step": 6, "center_error": 80.0}, end, *more]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert compare.read(tmp_path).diverged == diverged
+
+
 def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(compare.plt, "close", drawn.append)

@@ -1,9 +1,11 @@
 """Ctrl-C before training is never lost, and acts in time."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -37,6 +39,20 @@ def test_a_run_interrupted_before_its_first_step_stops_after_it(listening):
     os.kill(os.getpid(), signal.SIGINT)
     with StopSignals(Session()) as signals:
         assert signals.stop_at(1) and signals.received == signal.SIGINT
+
+
+def test_ctrl_c_is_answered_while_other_code_runs():
+    """Hashing is C++ code, too, during which Python calls no handler."""
+    order = []
+    before = signal.signal(signal.SIGINT, lambda *_: order.append("handled"))
+    later = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    later.start()
+    with interrupts.answered(lambda: order.append("answered")):
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
+    signal.signal(signal.SIGINT, before)
+    later.join()
+    assert order == ["answered", "handled"]
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_ctrl_c_during_imports_prints_one_line():

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+
 from train import plots
 
 
@@ -36,6 +38,28 @@ def test_figures_name_the_run_and_count_elections_in_integers(tmp_path, monkeypa
     when, often = drawn[1].axes
     assert all(tick == int(tick) for tick in often.get_xticks())
     assert [len(line.get_xdata()) for line in drawn[3].axes[0].lines] == [1, 1, 1]
+
+
+def test_figures_show_each_step_and_both_sides_of_an_exchange(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    at = lambda step, **values: {"kind": "train", "step": step, "seconds": step, **values}
+    events = [
+        at(2, loss=3.0, step_losses=[4.0, 2.0], consensus_distance=0.2),
+        at(300, loss=1.5, step_losses=[None, 1.5], consensus_distance=0.3)
+        | {"exchange": [299, 0.9, 0.1], "pulls": [[20, 0, 10, 15]]},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
+    plots.draw(tmp_path)
+    training, consensus, traffic = drawn
+    by_step, smooth = training.axes[0].lines
+    np.testing.assert_array_equal(by_step.get_xydata(), [[1, 4], [2, 2], [300, 1.5]])
+    assert len(smooth.get_xdata()) == 3
+    by_second = training.axes[1].lines[0].get_xdata()
+    np.testing.assert_array_equal(by_second, [1, 2, 300])
+    before, after = (x.get_xydata().tolist() for x in consensus.axes[0].lines)
+    assert (before, after) == ([[299, 0.9]], [[299, 0.1]])
+    assert traffic.axes[0].get_title().startswith("the first 100 of 300 steps; peak ")
 
 
 def test_an_unwritable_home_causes_no_warning_of_matplotlib(tmp_path):

@@ -50,6 +50,22 @@ class Vocabulary:
             return bytes(ids.astype(np.uint8)).decode(errors="replace")
         return "".join(self.characters[i] for i in ids)
 
+    def encode(self, text: str) -> np.ndarray:
+        """The token ids of a text, int32 [N].
+
+        Raises:
+          ValueError: the vocabulary lacks a character.
+
+        >>> Vocabulary("ehlo").encode("hole").tolist()
+        [1, 3, 2, 0]
+        """
+        if self.characters is None:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        if missing := set(text) - set(self.characters):
+            named = ", ".join(map(repr, sorted(missing)))
+            raise ValueError(f"the vocabulary has {len(self)} characters, and not {named}")
+        return np.array([self.characters.index(c) for c in text], np.int32)
+
     @property
     def start(self) -> np.ndarray:
         """The token before a sample, [1]: a line feed if there is one, otherwise id 0."""
@@ -62,6 +78,15 @@ class Vocabulary:
         if self.characters is None:
             return np.ones(256, np.int32)
         return np.array([len(c.encode()) for c in self.characters], np.int32)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Vocabulary":
+        """Inverts `to_json`. Raises ValueError for another text."""
+        try:
+            characters = json.loads(text)["characters"]
+        except (KeyError, TypeError) as error:
+            raise ValueError("it is no vocabulary") from error
+        return cls(characters)
 
     def to_json(self, **notes: str) -> str:
         """The vocabulary as JSON, with additional notes."""

@@ -1,7 +1,7 @@
 """Losses and diagnostics of training, kept on the devices until reading them is free."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,8 @@ class Interval(NamedTuple):
       step: the last step of the interval.
       losses: float [steps, W].
       consensus_distance: at the last step.
+      exchange: the step of the last exchange, and the consensus distances after the step
+        before (None if unknown) and after it. None without an exchange.
       done: the last step that was known to be complete when the interval was read.
       elections: (step, diagnostics) for each step at which leaders were elected, without
         those that `take_elections` has returned.
@@ -38,6 +40,7 @@ class Interval(NamedTuple):
     diagnostics: tuple[lj.Diagnostics, ...] = ()
     waiting: np.ndarray = np.zeros(0, bool)
     restored: np.ndarray = np.zeros(0, np.int64)
+    exchange: tuple[int, float | None, float] | None = None
 
 
 class MetricsBuffer:
@@ -53,6 +56,7 @@ class MetricsBuffer:
       recent: receives the losses when they are read.
       step: the step from which the run continues.
       losses: [W] each, the losses of the current interval up to `step`.
+      closes: the step at which the interval of a step closes.
 
     Attributes:
       recent: as given.
@@ -66,6 +70,7 @@ class MetricsBuffer:
         recent: RecentLosses,
         step: int = 0,
         losses: Sequence[Sequence[float]] = (),
+        closes: Callable[[int], int] = lambda step: step,
     ):
         self.recent, self.read = recent, step
         self._workers = workers
@@ -73,6 +78,9 @@ class MetricsBuffer:
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
         self._restored = _restored(pulls)
+        self._closes, self._pulls = closes, pulls
+        self._closes_at, self._exchange = step, 0  # of this interval; 0: none
+        self._distances: dict[int, Array] = {}
         self._electing = [pull for pull in pulls if pull.leader is not None]
         self._unread: deque[tuple[int, Array]] = deque()
         self._rows = [np.asarray(loss, np.float32) for loss in losses]  # read, not reported
@@ -80,11 +88,22 @@ class MetricsBuffer:
         self._elections: list[tuple[int, Any]] = []
         self._closed: deque[tuple] = deque()
 
-    def add(self, step: int, loss: Array, opt_state: Any) -> None:
-        """Adds the losses [W] of a step that is in flight."""
+    def add(self, step: int, loss: Array, state: Any) -> None:
+        """Adds the losses [W] and the state of a step that is in flight."""
         self._unread.append((step, loss))
         if any(pull.is_due(step) for pull in self._electing):
-            self._elections.append((step, self._diagnose(opt_state)))
+            self._elections.append((step, self._diagnose(state.opt_state)))
+        if step > self._closes_at:
+            self._closes_at = self._closes(step)
+            self._exchange = self._last_exchange(step)
+        if step in (self._exchange - 1, self._exchange):
+            self._distances[step] = lj.consensus_distance(state.params)
+
+    def _last_exchange(self, first: int) -> int:
+        """The step of the last exchange in an interval, or 0."""
+        steps = range(self._closes_at, first - 1, -1)
+        due = (t for t in steps if any(pull.is_due(t) for pull in self._pulls))
+        return next(due, 0)
 
     def read_losses(self, until: int) -> None:
         """Reads the losses up to a step. Blocks until that step is complete."""
@@ -115,8 +134,9 @@ class MetricsBuffer:
         """Closes an interval at this step and returns the one before it, or None."""
         distance = lj.consensus_distance(state.params)
         now = [read(state.opt_state) for read in (self._diagnose, self._wait)]
-        self._closed.append((step, self._elections, distance, *now))
-        self._elections = []
+        distances = self._distances | {step: distance}
+        self._closed.append((step, self._elections, self._exchange, distances, *now))
+        self._elections, self._distances = [], {step: distance}
         return self._read() if len(self._closed) > 1 else None
 
     def flush(self) -> Interval | None:
@@ -124,8 +144,10 @@ class MetricsBuffer:
         return self._read() if self._closed else None
 
     def _read(self) -> Interval:
-        step, elections, *others = self._closed.popleft()
-        distance, diagnostics, waiting = self._workers.fetch(others)
+        step, elections, exchange, *others = self._closed.popleft()
+        distances, diagnostics, waiting = self._workers.fetch(others)
+        around = [distances.get(at) for at in (exchange - 1, exchange)]
+        apart, together = (None if x is None else float(x) for x in around)
         before, self._restored = self._restored, _restored(diagnostics)
         self.read_losses(step)
         count, self._reported = step - self._reported, step
@@ -133,12 +155,13 @@ class MetricsBuffer:
         return Interval(
             step,
             np.stack(losses),
-            float(distance),
+            float(distances[step]),
             self._done(),
             self._fetched(elections),
             diagnostics,
             waiting,
             self._restored - before,
+            None if together is None else (exchange, apart, together),
         )
 
     def _done(self) -> int:

@@ -1,13 +1,13 @@
-"""metrics.jsonl and TensorBoard's files: written while training, read for figures."""
+"""The events of a run: written to trackers while training, read for figures."""
 
 import errno
+import functools
 import json
-import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from train.metrics.tensorboard import EventFiles
+from train.metrics.trackers import Event, JsonLines, TensorBoard, Tracker
 
 
 METRICS = "metrics.jsonl"
@@ -15,10 +15,10 @@ TENSORBOARD = "tensorboard"
 
 
 class MetricsLog:
-    """Writes one JSON line per event, and its scalars as TensorBoard events.
+    """Writes the events of a run to its trackers: metrics.jsonl, TensorBoard, and others.
 
-    A line has the kind ('start', 'resized', 'train', 'leaders', 'test', 'warning', 'end'),
-    the step and the seconds of training so far. Numbers that are not finite become null.
+    An event has the kind ('start', 'resized', 'train', 'leaders', 'test', 'warning',
+    'end'), the step and the seconds of training so far.
 
     Args:
       folder: the run folder; lines are appended to an existing file.
@@ -27,6 +27,10 @@ class MetricsLog:
       write: whether this process writes; one process of a run does.
       check: called before each event. Raises OSError if the folder is gone, and does not
         return if another run has taken it over.
+      others: further trackers.
+
+    Attributes:
+      latest: the latest event of each kind in this session.
     """
 
     def __init__(
@@ -35,46 +39,30 @@ class MetricsLog:
         warn: Callable[[str], None],
         write: bool = True,
         check: Callable[[], None] = lambda: None,
+        others: Sequence[Tracker] = (),
     ):
-        self._warn, self._warned, self._writes = warn, False, write
-        self._check = check
-        self._path = folder / METRICS
-        self._event_files = EventFiles(folder / TENSORBOARD)
-        self._ends_with_a_line = False
+        self._warn, self._warned, self._check = warn, False, check
+        self.latest: dict[str, Event] = {}
+        own = JsonLines(folder / METRICS), TensorBoard(folder / TENSORBOARD)
+        self._trackers = (*own, *others) if write else ()
 
     def write(self, kind: str, step: int, seconds: float, **values: Any) -> None:
         """Writes one event."""
-        if not self._writes:
-            return
-        line = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
-        scalars = {
-            f"{kind}/{name}": value
-            for name, value in values.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
+        event = {"kind": kind, "step": step, "seconds": round(seconds, 3), **values}
+        self.latest[kind] = event
+        if self._trackers and self._attempt(self._check):
+            for tracker in self._trackers:
+                self._attempt(functools.partial(tracker.write, event))
+
+    def _attempt(self, write: Callable[[], None]) -> bool:
         try:
-            self._check()
-            self._end_a_cut_off_line()
-            self._append(json.dumps(_jsonable(line)) + "\n")
-            self._event_files.add(step, scalars)
+            write()
         except OSError as error:
-            self._fail(error)
-
-    def _end_a_cut_off_line(self) -> None:
-        """Ends a last line that a crash cut off, so that the next one is whole."""
-        if not self._ends_with_a_line and self._path.exists():
-            if self._path.read_bytes()[-1:] not in (b"\n", b""):
-                self._append("\n")
-        self._ends_with_a_line = True
-
-    def _append(self, text: str) -> None:
-        with open(self._path, "a") as file:
-            file.write(text)
-
-    def _fail(self, error: OSError) -> None:
-        if not self._warned:
-            self._warn(f"metrics cannot be written any more: {error}")
-            self._warned = True
+            if not self._warned:
+                self._warn(f"metrics cannot be written any more: {error}")
+                self._warned = True
+            return False
+        return True
 
     @property
     def is_whole(self) -> bool:
@@ -82,11 +70,9 @@ class MetricsLog:
         return not self._warned
 
     def close(self) -> None:
-        """Flushes and closes TensorBoard's file."""
-        try:
-            self._event_files.close()
-        except OSError as error:
-            self._fail(error)
+        """Flushes and closes the trackers."""
+        for tracker in self._trackers:
+            self._attempt(tracker.close)
 
 
 def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -125,14 +111,3 @@ def _is_sound(event: dict[str, Any]) -> bool:
     """Whether an event has a kind, a step and seconds."""
     kind, step, seconds = (event.get(name) for name in ("kind", "step", "seconds"))
     return type(kind) is str and type(step) is int and type(seconds) in (int, float)
-
-
-def _jsonable(value: Any) -> Any:
-    """The value with None in place of numbers that JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

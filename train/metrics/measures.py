@@ -43,6 +43,15 @@ def shown(keys: Collection[str]) -> tuple[Measure, ...]:
     return (ERROR,) if "error" in keys else (LOSS, BITS_PER_BYTE)
 
 
+def first(result: Mapping[str, float]) -> float:
+    """The measure of a test's result by which models are compared.
+
+    >>> first({"error": 2.5, "loss": 0.1})
+    2.5
+    """
+    return result[shown(result)[0].key]
+
+
 def of_events(tests: Collection[Mapping[str, object]]) -> Measure:
     """The measure by which a run's models are compared, from its events `test`."""
     keys = {key.removeprefix("center_") for test in tests for key in test}

@@ -3,7 +3,7 @@
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import rich.console
 import rich.markup
@@ -63,6 +63,12 @@ class Progress:
         """Prints one or more lines above the bar."""
         shown = printable(text, self._console.encoding)
         self._console.print(rich.markup.escape(shown), soft_wrap=True)
+
+    def table(self, rows: Mapping[str, str]) -> None:
+        """Prints a table of names and values."""
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self.say(f"  {name:<{width}}  {value}")
 
     def warn(self, text: str) -> None:
         """Prints a warning that is the same in all processes, in the main one only."""

@@ -24,7 +24,7 @@ from train.run.folder import CHECKPOINTS
 from train.run.open import Run
 from train.run.reporting import report, run_test
 from train.run.result import NONFINITE
-from train.run.saving import save
+from train.run.saving import save, save_if_best
 from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worker
 
 
@@ -142,6 +142,7 @@ class Follower:
             self._report(status)
         if known and to_test:
             run_test(run)
+            save_if_best(run)
         if known and to_save:
             save(run)
         self._stop_if_asked(remote)

@@ -1,8 +1,10 @@
 """Checkpoints of a run: written asynchronously, and restored whole or not at all."""
 
+import contextlib
 import functools
 import json
 import logging
+import math
 import pathlib
 import re
 import shutil
@@ -17,6 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from train.cluster.session import Session
+from train.metrics import measures
 from train.run import checksums
 from train.run.folder import unused
 
@@ -25,6 +28,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 BARRIER_S = 300  # timeout of a process that waits for another one to write its part
 FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
 NOTES = "notes/metadata"  # the file with the notes of a checkpoint
+MODEL = "model"  # the item of a checkpoint that holds the center
 
 
 class Checkpoint(NamedTuple):
@@ -42,36 +46,57 @@ class Unreadable(ValueError):
         super().__init__(f"the checkpoint of step {step} cannot be read: {reason}")
 
 
-class LatestFinite(checkpoint_managers.PreservationPolicy):
-    """Keeps the latest checkpoint with finite losses.
+class Best(NamedTuple):
+    """The checkpoint with the best test: its step, and the result of the center."""
 
-    Without it, a diverging run that saves often would soon have no checkpoint left to
-    continue from. Orbax's `BestN` reads metrics from files of its own. If one of these is
-    damaged, Orbax opens no checkpoint any more.
+    step: int
+    tested: dict[str, float]
+
+    @property
+    def value(self) -> float:
+        """The first measure of the test; lower is better."""
+        return measures.first(self.tested)
+
+
+class BestAndFinite(checkpoint_managers.PreservationPolicy):
+    """Keeps the checkpoint with the best test and the latest one with finite losses.
+
+    Without them, a diverging run that saves often would soon have no checkpoint left to
+    use or to continue from. Orbax's `BestN` reads metrics from files of its own. If one of
+    these is damaged, Orbax opens no checkpoint any more.
 
     Args:
       folder: the folder of the checkpoints.
 
     Attributes:
-      known: {step: whether its losses are finite}, set before a checkpoint is written.
+      known: {step: notes}, set before a checkpoint is written.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self.known = folder, {}
 
-    def latest(self, steps: Iterable[int]) -> int | None:
+    def latest_finite(self, steps: Iterable[int]) -> int | None:
         """Returns the latest of the steps whose losses are finite, or None."""
-        return max(filter(self._is_finite, steps), default=None)
+        finite = lambda step: self._notes(step).get("finite", True)
+        return max(filter(finite, steps), default=None)
 
-    def _is_finite(self, step: int) -> bool:
+    def best(self, steps: Iterable[int]) -> Best | None:
+        """Returns the best of the tested steps, the earliest of equals, or None."""
+        found = (Best(step, self._notes(step).get("tested") or {}) for step in steps)
+        tested = [x for x in found if x.tested and math.isfinite(x.value)]
+        return min(tested, key=lambda x: (x.value, x.step), default=None)
+
+    def _notes(self, step: int) -> dict[str, Any]:
         if step not in self.known:
-            self.known[step] = bool(notes_of(self._folder, step).get("finite", True))
+            self.known[step] = notes_of(self._folder, step)
         return self.known[step]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each of the checkpoints, which are sorted by step."""
-        latest = self.latest(checkpoint.step for checkpoint in checkpoints)
-        return [checkpoint.step == latest for checkpoint in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self.best(steps)
+        kept = {self.latest_finite(steps), best and best.step}
+        return [step in kept for step in steps]
 
 
 class Checkpoints:
@@ -79,7 +104,8 @@ class Checkpoints:
 
     Args:
       folder: holds one folder per step.
-      keep: number of latest checkpoints to keep, besides the latest with finite losses.
+      keep: number of latest checkpoints to keep, besides the best one and the latest with
+        finite losses.
       warn: called with one line when a checkpoint cannot be written or read.
       session: the processes that write together.
       check: called before files are written. Raises OSError if the run folder is gone, and
@@ -98,8 +124,8 @@ class Checkpoints:
         self._check = check
         _silence()
         self._remove_leftovers()
-        self._finite = LatestFinite(self._folder)
-        policies = [checkpoint_managers.LatestN(keep), self._finite]
+        self._policy = BestAndFinite(self._folder)
+        policies = [checkpoint_managers.LatestN(keep), self._policy]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             async_options=ocp.options.AsyncOptions(
@@ -127,30 +153,34 @@ class Checkpoints:
         self._check()
         checksums.write(self._folder / f"{self._unconfirmed}{TEMPORARY}")
 
-    def save(self, step: int, state: Any, notes: dict[str, Any]) -> bool:
+    def save(self, step: int, state: Any, notes: dict[str, Any], model: Any = None) -> bool:
         """Begins to write a checkpoint. Training may continue meanwhile.
 
         Args:
-          notes: saved beside the state; `finite` says whether the losses are finite.
+          notes: saved beside the state; `finite` says whether the losses are finite, and
+            `tested` is the result of the center's test at this step, if it was tested.
+          model: variables of the center, which `read_model` reads.
 
         Returns:
           Whether writing has begun, or the checkpoint exists. `wait` or `close` says
           whether it was written. If not, the checkpoints before it are still there.
         """
+        if step == self._unconfirmed:
+            return True
         self.wait()
         if step in self._manager.all_steps():
             return True
         self._unconfirmed = step
-        needed = sum(x.nbytes for x in jax.tree.leaves(state))
+        needed = sum(x.nbytes for x in jax.tree.leaves((state, model)))
         if obstacle := self._obstacle(needed):
             self._failed(obstacle)
             return False
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
-        )
-        self._finite.known[step] = notes.get("finite", True)
+        items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}
+        if model is not None:
+            items[MODEL] = ocp.args.StandardSave(model)
+        self._policy.known[step] = notes
         try:
-            self._manager.save(step, args=args)
+            self._manager.save(step, args=ocp.args.Composite(**items))
         except FAILURES as error:
             self._failed(error)
             return False
@@ -191,6 +221,8 @@ class Checkpoints:
         step, self._unconfirmed = self._unconfirmed, None
         self._warn(f"the checkpoint of step {step} was not written: {one_line(error)}")
         self._remove_leftovers()
+        with contextlib.suppress(*FAILURES):  # the folder may be gone
+            self._manager.reload()  # Orbax has forgotten those that it was to remove
 
     def latest(self) -> int | None:
         """Returns the step of the latest checkpoint, or None."""
@@ -198,7 +230,11 @@ class Checkpoints:
 
     def latest_finite(self) -> int | None:
         """Returns the step of the latest checkpoint with finite losses, or None."""
-        return self._finite.latest(steps_in(self._folder))
+        return self._policy.latest_finite(steps_in(self._folder))
+
+    def best(self) -> Best | None:
+        """Returns the checkpoint with the best test, or None if none was tested."""
+        return best_in(self._folder, self._policy)
 
     def restore_latest(self, like: Callable[[dict[str, Any]], Any]) -> Checkpoint | None:
         """Restores the latest checkpoint that can be read; None if there is none.
@@ -246,6 +282,11 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
+def best_in(folder: pathlib.Path, policy: BestAndFinite | None = None) -> Best | None:
+    """The checkpoint in a folder with the best test, or None if none was tested."""
+    return (policy or BestAndFinite(folder)).best(steps_in(folder))
+
+
 def read(
     folder: pathlib.Path,
     step: int,
@@ -291,6 +332,48 @@ def read(
             f"the checkpoint of step {step} is of another training state: {difference}"
         )
     return Checkpoint(step, state, noted)
+
+
+def read_model(folder: pathlib.Path, step: int, worker: int | None = None) -> Any:
+    """Reads a model from a checkpoint into host arrays. No device is used.
+
+    Args:
+      folder: the folder of the checkpoints.
+      step: the step of the checkpoint.
+      worker: a worker's number. Defaults to the center.
+
+    Returns:
+      The variables of a Flax module: 'params', and possibly batch statistics.
+
+    Raises:
+      Unreadable: the checkpoint is damaged.
+    """
+    path = folder.absolute() / str(step)
+    if damage := checksums.damage(path):
+        raise Unreadable(step, damage)
+    if worker is None and not (path / MODEL).exists():
+        raise Unreadable(step, "it holds no center, only workers")
+    try:
+        if worker is None:
+            return _restore_part(path / MODEL, lambda name: True)
+        found = _restore_part(path / "state", lambda name: name in ("params", "stats"))
+    except Exception as error:  # Orbax and TensorStore raise all kinds
+        raise Unreadable(step, one_line(error)) from error
+    of_worker = jax.tree.map(lambda x: x[worker], found)
+    return {"params": of_worker["params"], **of_worker.get("stats", {})}
+
+
+def _restore_part(path: pathlib.Path, wanted: Callable[[str], bool]) -> Any:
+    """Restores the members of a saved dict whose names are wanted, as host arrays."""
+    saved = ocp.StandardCheckpointHandler().metadata(path)  # type: ignore  # takes any path
+    tree = {name: x for name, x in saved.tree.items() if wanted(name)}
+    like = jax.tree.map(lambda x: np.broadcast_to(np.zeros([], x.dtype), x.shape), tree)
+    args = ocp.args.PyTreeRestore(
+        item=like,
+        restore_args=jax.tree.map(lambda x: ocp.RestoreArgs(restore_type=np.ndarray), like),
+        partial_restore=True,
+    )
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path, args=args)
 
 
 def _restore(path: pathlib.Path, wanted: Any) -> Any:

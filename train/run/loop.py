@@ -5,19 +5,21 @@ import functools
 import pathlib
 import platform
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 import lsgd_jax as lj
 from train import config as configuration
+from train import interrupts
 from train.config import Config
-from train.run import asynchronous
+from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import report, run_test
 from train.run.result import NONFINITE, Result, last_line
-from train.run.saving import save, saved_if_data_fail
+from train.run.saving import save, save_if_best, saved_if_data_fail
 from train.task.experiment import Experiment
 
 
@@ -48,21 +50,24 @@ def take_steps(run: Run) -> Reason | None:
     assert isinstance(experiment, Experiment)
     backlog = experiment.backlog()
     divergence = Divergence(config.stop_after_nonfinite, run.buffer)
-    left = range(run.step, config.steps)
+    left, compiled = range(run.step, config.steps), set()
     with contextlib.closing(experiment.batches(left)) as batches:
         for batch in batches:
             phase = experiment.phase(run.step + 1)
-            run.state, loss = experiment.step(
-                run.state, experiment.data, batch, phase=phase
-            )
+            with _compiling(run) if phase not in compiled else contextlib.nullcontext():
+                compiled.add(phase)
+                run.state, loss = experiment.step(
+                    run.state, experiment.data, batch, phase=phase
+                )
             backlog.add(loss)
             run.step += 1
-            run.buffer.add(run.step, loss, run.state.opt_state)
+            run.buffer.add(run.step, loss, run.state)
             comes = functools.partial(run.passed, since=run.step - 1)
             if comes(config.log_every) or run.step == config.steps:
                 report(run, run.buffer.close_interval(run.step, run.state))
             if comes(config.test_every):
                 run_test(run)
+                save_if_best(run)
             if comes(config.checkpoint_every):
                 save(run)
             if divergence.stops_at(run.step):
@@ -70,6 +75,15 @@ def take_steps(run: Run) -> Reason | None:
             if run.stop_signals.stop_at(run.step):
                 return run.stop_signals.received
     return None
+
+
+@contextlib.contextmanager
+def _compiling(run: Run) -> Iterator[None]:
+    """A step that is compiled: no training time, and Ctrl-C is answered at once."""
+    line = f"Ctrl-C: the run saves and ends when step {run.step + 1} has been compiled"
+    answered = interrupts.answered(lambda: run.progress.say(line))
+    with run.stopwatch.compiling(), answered:
+        yield
 
 
 def finish(run: Run, stopped_by: Reason | None) -> Result:
@@ -92,6 +106,9 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         saved,
         checkpoint=run.checkpoints.latest(),
         finite_checkpoint=run.checkpoints.latest_finite(),
+        best=run.checkpoints.best(),
+        guess=run.experiment.forward.guess,
+        compile_seconds=run.stopwatch.compile_seconds,
     )
 
 
@@ -105,6 +122,8 @@ def announce(run: Run) -> None:
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if line := without_exchanges(run.config):
         run.progress.warn(line)
+    if run.step:
+        run.progress.say(f"resumed at step {run.step}")
     if run.resizing is not None:
         run.progress.say(str(run.resizing))
         run.write("resized", **run.resizing.event())
@@ -129,7 +148,9 @@ def conclude(run: Run, result: Result) -> Result:
     """
     stopped_by = getattr(result.stopped_by, "name", result.stopped_by) or ""
     values = result.tested.values() if result.tested else {}
-    run.write("end", **values, stopped_by=stopped_by)
+    compiled = round(result.compile_seconds, 3)
+    values |= {"far_above_best": True} if result.is_far_above_best else {}
+    run.write("end", **values, stopped_by=stopped_by, compile_seconds=compiled)
     run.metrics.close()  # the last line says whether everything was written
     result = result._replace(has_metrics=run.metrics.is_whole)
     if run.session.is_main:
@@ -137,6 +158,7 @@ def conclude(run: Run, result: Result) -> Result:
             draw(run.folder)
         except Exception as error:  # an unusual metrics.jsonl must not fail the run
             run.progress.warn(f"the figures cannot be drawn: {error!r}")
+    run.progress.table(summary.rows(result, run.metrics.latest))
     run.progress.say(last_line(result, run.config))
     return result
 

@@ -13,7 +13,7 @@ from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
 from train.config import Config, check_installed
-from train.metrics import log
+from train.metrics import log, trackers
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
 from train.metrics.progress import Progress
@@ -23,7 +23,7 @@ from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
 from train.run.resharding import Resizing, Restored
-from train.run.result import where
+from train.run.result import Tested, where
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
@@ -34,7 +34,8 @@ MANY = 128  # workers per process above which placing them takes a while
 
 @dataclasses.dataclass
 class Run:
-    """An open run. Training changes only `state` and `step`.
+    """An open run. Training changes only `state`, `step` and the
+    tests.
 
     Attributes:
       config: the configuration.
@@ -51,6 +52,8 @@ class Run:
       buffer: measurements that are not in the log yet.
       progress: messages and progress on the screen.
       stop_signals: Ctrl-C and SIGTERM.
+      lowest: the first measure of the best test that has a checkpoint, otherwise inf.
+      last_test: the step of the latest test of this session and its result, or None.
       lock: holds the run folder; None in all processes but the main one.
     """
 
@@ -69,6 +72,8 @@ class Run:
     progress: Progress
     stop_signals: StopSignals
     lock: RunLock | None
+    lowest: float
+    last_test: tuple[int, Tested] | None = None
 
     def passed(self, every: int, since: int) -> bool:
         """Whether a multiple of `every` was passed after step `since`.
@@ -101,6 +106,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         shared_folder.check(session, resumed)
     if config.method.is_asynchronous:
         check_installed()
+    if config.wandb is not None:
+        trackers.check_installed()
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -136,6 +143,11 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"{start.step} steps have been taken already, more than --steps "
             f"{config.steps}: the run takes no more"
         )
+    others, every = [], config.log_every
+    if config.wandb is not None and session.is_main:
+        settings = configuration.fields(config)
+        to = trackers.WeightsAndBiases(config.wandb, folder, settings, progress.warn_here)
+        others.append(to)
     run = Run(
         config=config,
         session=session,
@@ -147,21 +159,28 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         checkpoints=checkpoints,
         stopwatch=Stopwatch(start.seconds),
         pace=Pace(at_least=config.log_every // 2),
-        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check),
+        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check, others),
         buffer=MetricsBuffer(
             experiment.workers,
             start.state.opt_state,
             start.recent,
             start.step,
             start.losses,
+            closes=lambda step: min(-(-step // every) * every, config.steps),
         ),
         progress=progress,
         stop_signals=StopSignals(session),
         lock=lock,
+        lowest=float(session.of_main(lambda: _lowest(checkpoints))),
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
+
+
+def _lowest(checkpoints: Checkpoints) -> str:
+    best = checkpoints.best()
+    return "inf" if best is None else repr(best.value)
 
 
 def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:

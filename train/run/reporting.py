@@ -18,10 +18,8 @@ def report(run: Run, interval: Interval | None) -> None:
     if interval is None:
         return
     finite = np.isfinite(interval.losses)
-    known = np.where(finite, interval.losses, 0)
-    with np.errstate(all="ignore"):
-        losses = known.sum(0) / finite.sum(0)
-        loss = float(known.sum() / finite.sum())
+    losses = _mean_of_finite(interval.losses, axis=0)
+    loss = float(_mean_of_finite(interval.losses))
     _warn_of_nonfinite(run, interval.step, finite)
     _warn_of_restored(run, interval)
     pace = run.pace(interval.done, run.stopwatch.seconds)
@@ -31,12 +29,21 @@ def report(run: Run, interval: Interval | None) -> None:
         loss=loss,
         losses=losses.tolist(),
         steps_per_second=pace,
+        step_losses=_mean_of_finite(interval.losses, axis=1).tolist(),
         consensus_distance=interval.consensus_distance,
+        exchange=interval.exchange,
         waiting=int(interval.waiting.sum()),
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
     run.progress.show(interval.step, loss, pace)
+
+
+def _mean_of_finite(losses: np.ndarray, axis: int | None = None) -> np.ndarray:
+    """The mean of the finite losses; nan if there is none."""
+    finite = np.isfinite(losses)
+    with np.errstate(all="ignore"):
+        return np.where(finite, losses, 0).sum(axis) / finite.sum(axis)
 
 
 def write_leaders(run: Run, elections: Sequence[Election]) -> None:
@@ -63,6 +70,7 @@ def run_test(run: Run) -> Tested:
     trained = run.buffer.recent.average[worker]
     losses = [center["loss"], best["loss"], trained]
     tested = Tested(center, best, bool(np.isfinite(losses).all()))
+    run.last_test = run.step, tested
     run.write("test", **tested.values(), best_worker=worker, bytes_sent=sent)
     run.progress.tested(measures.text(center, name=True))
     return tested

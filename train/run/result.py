@@ -1,17 +1,20 @@
 """The result of a run, and the lines that report it."""
 
+import math
 import pathlib
 import signal
 from typing import Any, NamedTuple
 
 from train.config import Config
 from train.metrics import measures
+from train.run.checkpoints import Best
 from train.run.folder import CHECKPOINTS
 from train.run.resuming import resume_command
 from train.task.forward import TestResult
 
 
 NONFINITE = "nonfinite"  # the reason to stop if no loss is finite any more
+FAR = 0.2  # see `Result.is_far_above_best`
 
 
 class Tested(NamedTuple):
@@ -33,13 +36,16 @@ class Result(NamedTuple):
     Attributes:
       folder: the run folder.
       step: steps taken.
-      seconds: training time, without tests and checkpoints.
+      seconds: training time, without compilation, tests and checkpoints.
       tested: the tests after the last step; None if the run was stopped early.
       stopped_by: the signal that stopped it early, 'nonfinite', or None.
       saved: whether the last checkpoint was written.
       checkpoint: the step of the latest checkpoint, or None.
       finite_checkpoint: the step of the latest one with finite losses, or None.
       has_metrics: whether all metrics were written.
+      best: the checkpoint with the best test, or None.
+      guess: the first measure of a model that guesses uniformly.
+      compile_seconds: time that compiling the step took, which is no training time.
     """
 
     folder: pathlib.Path
@@ -51,11 +57,35 @@ class Result(NamedTuple):
     checkpoint: int | None = None
     finite_checkpoint: int | None = None
     has_metrics: bool = True
+    best: Best | None = None
+    guess: float = math.inf
+    compile_seconds: float = 0.0
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether the last test found a loss that is not finite."""
+        return self.tested is not None and not self.tested.is_finite
+
+    @property
+    def is_far_above_best(self) -> bool:
+        r"""Whether the last test is much worse than the best checkpoint's.
+
+        With the first measure of a test, m (the error, or the validation loss),
+
+        .. math:: \min(m_\text{center}, m_\text{best worker}) - m_\text{best checkpoint} >
+            m_\text{guess} / 5.
+
+        The best worker counts, because methods exist whose center is no model to use.
+        """
+        if self.tested is None or self.best is None:
+            return False
+        last = min(map(measures.first, (self.tested.center, self.tested.best)))
+        return last - self.best.value > FAR * self.guess
 
     @property
     def diverged(self) -> bool:
-        """Whether the last test found a loss that is not finite."""
-        return self.tested is not None and not self.tested.is_finite
+        """Whether a loss of the last test is not finite, or far above the best one."""
+        return self.is_nonfinite or self.is_far_above_best
 
     @property
     def is_good(self) -> bool:
@@ -76,15 +106,19 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 
 def last_line(result: Result, config: Config) -> str:
     """The last line that a run prints."""
-    after = f"{result.seconds:.1f} s of training"
+    compiled = f"compiled in {result.compile_seconds:.1f} s"
+    after = f"{result.seconds:.1f} s of training ({compiled})"
     if result.tested is not None:
         center, best = result.tested.center, result.tested.best
         line = (
             f"{measures.text(center, name=True)} (center), {measures.text(best)} "
             f"(best worker) after {result.step} steps and {after}"
         )
-        if result.diverged:
+        if result.is_nonfinite:
             line += f"; training has diverged: a loss is not finite; {_finite(result)}"
+        elif result.is_far_above_best:
+            line += "; training has diverged: the last test is far above the best one"
+        line += _best(result)
         if not result.has_metrics:
             line += f"; NOT all metrics are in {result.folder}"
         if not result.saved:
@@ -97,15 +131,26 @@ def last_line(result: Result, config: Config) -> str:
     if result.stopped_by == NONFINITE:
         return (
             f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
-            f"A smaller learning rate may help. The state is {state}; {_finite(result)}; "
-            f"to resume anyway: {resume}"
+            f"A smaller learning rate may help. The state is {state}; {_finite(result)}"
+            f"{_best(result)}; to resume anyway: {resume}"
         )
-    return f"{line}, {state}; to resume: {resume}"
+    return f"{line}{_best(result)}, {state}; to resume: {resume}"
 
 
 def _latest(result: Result) -> str:
     step = result.checkpoint
     return "there is none" if step is None else f"the latest one is of step {step}"
+
+
+def _best(result: Result) -> str:
+    """Names the best checkpoint and the last one, or '' if none was tested."""
+    if result.best is None:
+        return ""
+    step, tested = result.best
+    best = f"step {step} ({measures.text(tested)})"
+    if step == result.checkpoint:
+        return f"; the last checkpoint is the best: {best}"
+    return f"; the best checkpoint is of {best}, the last of step {result.checkpoint}"
 
 
 def _finite(result: Result) -> str:

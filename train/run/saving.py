@@ -11,6 +11,7 @@ import numpy as np
 
 import lsgd_jax as lj
 from train.data.arrays import DataError
+from train.metrics import measures
 from train.run.open import Run
 from train.run.reporting import report, write_leaders
 
@@ -25,7 +26,23 @@ def save(run: Run) -> bool:
     write_leaders(run, run.buffer.take_elections())
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        return run.checkpoints.save(run.step, run.state, notes(run))
+        return run.checkpoints.save(run.step, run.state, notes(run), _center(run))
+
+
+def save_if_best(run: Run) -> None:
+    """Saves this step if its test is better than those of all earlier steps."""
+    tested = _tested(run)
+    if tested is not None and measures.first(tested) < run.lowest:
+        run.lowest = measures.first(tested)
+        save(run)
+
+
+def _center(run: Run) -> dict[str, Any] | None:
+    """The center, or None if no data can be read to reestimate its batch statistics."""
+    try:
+        return run.experiment.center(run.state)
+    except DataError:
+        return None
 
 
 def notes(run: Run) -> dict[str, Any]:
@@ -40,7 +57,18 @@ def notes(run: Run) -> dict[str, Any]:
         "losses": [_known(row) for row in losses],
         "workers": dataclasses.asdict(run.config.workers),
         "finite": bool((finite & np.isfinite(recent.average)).any()),
+        "best_worker": recent.best,
+        "sizes": run.experiment.forward.sizes,
+        "tested": _tested(run),
     }
+
+
+def _tested(run: Run) -> dict[str, float] | None:
+    """The result of the center if it was tested at this step and is finite."""
+    if run.last_test is None:
+        return None
+    step, tested = run.last_test
+    return tested.center if step == run.step and tested.is_finite else None
 
 
 def _known(losses: list[float]) -> list[float | None]:

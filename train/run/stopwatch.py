@@ -15,12 +15,13 @@ class Stopwatch:
 
     Attributes:
       pauses: whether `paused` stops it. Set to False while other processes train.
+      compile_seconds: time of this session in `compiling`, or before the last `start`.
     """
 
     def __init__(self, seconds: float = 0.0):
         self._before = seconds
         self._since: float | None = None
-        self.pauses = True
+        self.pauses, self.compile_seconds = True, 0.0
 
     @property
     def seconds(self) -> float:
@@ -29,8 +30,18 @@ class Stopwatch:
         return self._before + running
 
     def start(self) -> None:
-        """Starts the stopwatch."""
-        self._since = time.monotonic()
+        """Starts the stopwatch. If it runs, time since its start was compilation."""
+        now = time.monotonic()
+        self.compile_seconds += 0.0 if self._since is None else now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Stops the stopwatch inside, where programs are compiled."""
+        since = time.monotonic()
+        with self.paused():
+            yield
+        self.compile_seconds += time.monotonic() - since
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -26,14 +26,29 @@ def load_dataset(config: Config) -> Data:
     if options.name == "text":
         return text.load(options.files, options.tokens)
     if options.name == "digits":
-        return digits.load(), transforms.digits()
+        return digits.load(), transforms_of(config)
     if options.dir is None:
         folder = FOLDERS[options.name]
         raise ValueError(f"`data.dir` must name the folder {folder}, got data.dir=None")
     if options.name == "imagenet":
-        return imagenet.load(options.dir, options.crop), transforms.imagenet()
+        return imagenet.load(options.dir, options.crop), transforms_of(config)
     dataset = cifar10.load(options.dir, options.accept_other_files)
-    return dataset, transforms.cifar10(options.crop, options.padding)
+    return dataset, transforms_of(config)
+
+
+def image_shape(config: Config) -> tuple[int, int, int]:
+    """The shape [H, W, C] of the images that `transforms_of` takes."""
+    sides = {"digits": 8, "cifar10": 32, "imagenet": config.data.crop}
+    side = sides[config.data.name]
+    return side, side, 1 if config.data.name == "digits" else 3
+
+
+def transforms_of(config: Config) -> transforms.Transforms:
+    """The transforms of images, which do not need the data."""
+    options = config.data
+    if options.name == "cifar10":
+        return transforms.cifar10(options.crop, options.padding)
+    return transforms.digits() if options.name == "digits" else transforms.imagenet()
 
 
 def check_model_fits(config: Config, shape: tuple[int, ...]) -> None:

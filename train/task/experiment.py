@@ -19,11 +19,10 @@ from train.config import Config
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
-from train.task import batch_statistics, inside, optimizers, schedules
+from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Forward, TestResult
 from train.task.images import ImageForward
-from train.task.models import MODELS
 from train.task.state import TrainState
 from train.task.text import TextForward
 
@@ -73,7 +72,7 @@ class Task:
                 raise DataError("all processes must read the same text")
             self.forward: Forward = TextForward(config, data, place)
         else:
-            model = MODELS[config.model](num_classes=data[0].num_classes)
+            model = models.make(config, data[0].num_classes)
             self.forward = ImageForward(config, model, data, place, warn, session)
 
     def first_variables(self) -> dict[str, Any]:
@@ -201,31 +200,34 @@ class BaseExperiment(abc.ABC):
 
     def test_center(self, state: Any) -> TestResult:
         """Tests the center, the model that represents all workers."""
-        return self._test(*self._center(state))
+        return self._test(self.center(state))
 
     def test_worker(self, state: Any, worker: int) -> TestResult:
         """Tests the model of one worker."""
         variables = state.params, state.stats
-        return self._test(*self._pick(variables, lj.Shared(worker)).value)
+        params, stats = self._pick(variables, lj.Shared(worker)).value
+        return self._test(self._variables(params, stats))
 
     def sample(self, state: Any) -> str:
         """A text that the center generates, or '' if the model does not generate text."""
         # The center is fetched to the host so that each process can draw by itself.
-        params, stats = self.workers.fetch(self._center(state))
-        key = jax.random.key(self._config.seed)
-        return self.forward.sample({"params": params, **stats}, key)
+        variables = self.workers.fetch(self.center(state))
+        return self.forward.sample(variables, jax.random.key(self._config.seed))
 
-    def _center(self, state: Any) -> tuple[Any, Any]:
-        """The parameters and batch statistics of the center."""
-        center = lj.center(state.params, state.opt_state)
-        return center, lj.consensus(state.stats) if state.stats else {}
+    def center(self, state: Any) -> dict[str, Any]:
+        """The variables of the center, as they are tested."""
+        params = lj.center(state.params, state.opt_state)
+        return self._variables(params, lj.consensus(state.stats) if state.stats else {})
 
-    def _test(self, params: Any, stats: Any) -> TestResult:
+    def _variables(self, params: Any, stats: Any) -> dict[str, Any]:
         if stats and self._config.batch_statistics == "reestimate":
             stats = self.reestimated(params, stats)
-        variables, add = lj.Shared({"params": params, **stats}), self.backlog().add
+        return {"params": params, **stats}
+
+    def _test(self, variables: dict[str, Any]) -> TestResult:
+        shared, add = lj.Shared(variables), self.backlog().add
         batches = self.forward.source.test_batches
-        sums = [add(self._sums(variables, *batch)) for batch in batches]
+        sums = [add(self._sums(shared, *batch)) for batch in batches]
         totals = np.sum(self.workers.fetch(sums), axis=(0, 2), dtype=np.float64)
         return self.forward.result(totals)
 

@@ -74,6 +74,7 @@ class ImageForward(Forward):
             "test_images": len(data.test.labels),
             "classes": data.num_classes,
         }
+        self.guess = 100 * (1 - 1 / data.num_classes)
         self.steps_per_epoch, self.kept = sampler.steps_per_epoch, {}
 
     def init(self, key: Array) -> dict[str, Any]:

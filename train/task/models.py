@@ -1,5 +1,6 @@
-"""Networks as Flax linen modules: images [B, H, W, C] -> logits [B, classes]."""
+"""Networks as Flax linen modules. Those for images: [B, H, W, C] -> logits [B, classes]."""
 
+import dataclasses
 import functools
 from typing import ClassVar
 
@@ -7,7 +8,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from train.config import Config
 from train.task.layers import BatchNorm, conv_general_dilated
+from train.task.transformer import Transformer
 
 
 def max_pool_2x2(x: Array) -> Array:
@@ -208,3 +211,16 @@ MODELS = {
     "vgg16": VGG16,
     "resnet50": ResNet50,
 }
+
+
+def make(config: Config, outputs: int) -> nn.Module:
+    """Returns the network of a configuration.
+
+    Args:
+      config: the configuration.
+      outputs: the number of classes, or of tokens.
+    """
+    if config.model == "transformer":
+        options = dataclasses.asdict(config.transformer)
+        return Transformer(outputs, config.data.context, **options)
+    return MODELS[config.model](num_classes=outputs)

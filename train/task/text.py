@@ -1,10 +1,11 @@
 """Prediction of the next token of a text."""
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,10 @@ import optax
 from jax import Array
 
 from train.config import Config
-from train.data.text import Text, Windows
+from train.data.text import Text, Vocabulary, Windows
+from train.task import models
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
-from train.task.transformer import Transformer
 
 
 VOCABULARY = "vocabulary.json"
@@ -34,14 +35,15 @@ class TextForward(Forward):
 
     def __init__(self, config: Config, text: Text, place: Any):
         data, self.vocabulary = config.data, text.vocabulary
-        size, options = len(self.vocabulary), dataclasses.asdict(config.transformer)
+        size = len(self.vocabulary)
         self.source = Windows(text, data.context, config.batch_size, place, data.shard)
-        self.model = Transformer(size, data.context, **options)
+        self.model = models.make(config, size)
         self.sizes = {
             f"train_{data.tokens}": len(text.train),
             f"test_{data.tokens}": len(text.test),
             "vocabulary": size,
         }
+        self.guess = math.log(size)
         tokens = config.batch_size * data.context
         self.steps_per_epoch = max(1, self.source.size // tokens)
         self.kept = {VOCABULARY: self.vocabulary.to_json(text_sha256=text.sha256)}
@@ -77,18 +79,49 @@ class TextForward(Forward):
         }
 
     def sample(self, variables: Any, key: Array) -> str:
-        start = self.vocabulary.start
+        return written(self.model, variables, self.vocabulary, "", SAMPLE_TOKENS, key)
 
-        @jax.jit
-        def ids(variables, key):
-            apply = lambda tokens: self.model.apply(variables, tokens)
-            return continued(apply, start, SAMPLE_TOKENS, self.model.context, key)
 
-        return self.vocabulary.decode(np.asarray(ids(variables, key))[len(start) :])
+def written(
+    model: nn.Module,
+    variables: Any,
+    vocabulary: Vocabulary,
+    prompt: str,
+    count: int,
+    key: Array,
+    temperature: float = TEMPERATURE,
+) -> str:
+    """Returns a text that a model generates.
+
+    Args:
+      model: a causal network with a `context`.
+      variables: its variables.
+      vocabulary: its tokens.
+      prompt: the text that it continues. With '' it begins after a line feed.
+      count: number of tokens to draw.
+      key: random key.
+      temperature: divides the logits.
+
+    Raises:
+      ValueError: the vocabulary lacks a character of the prompt.
+    """
+    start = vocabulary.encode(prompt) if prompt else vocabulary.start
+
+    @jax.jit
+    def ids(variables: Any, key: Array) -> Array:
+        apply = functools.partial(model.apply, variables)
+        return continued(apply, start, count, model.context, key, temperature)  # type: ignore
+
+    return vocabulary.decode(np.asarray(ids(variables, key))[len(start) :])
 
 
 def continued(
-    apply: Callable[[Array], Any], start: np.ndarray, count: int, context: int, key: Array
+    apply: Callable[[Array], Any],
+    start: np.ndarray,
+    count: int,
+    context: int,
+    key: Array,
+    temperature: float = TEMPERATURE,
 ) -> Array:
     """Continues tokens with samples from a model: int32 [len(start) + count].
 
@@ -100,6 +133,7 @@ def continued(
       count: number of tokens to draw.
       context: T.
       key: random key.
+      temperature: divides the logits.
 
     >>> after = lambda tokens: 1e4 * jax.nn.one_hot((tokens + 1) % 3, 3)
     >>> continued(after, np.array([1]), 4, 2, jax.random.key(0)).tolist()
@@ -111,7 +145,7 @@ def continued(
     def draw(i, tokens):
         first = jnp.maximum(i - context, 0)
         window = jax.lax.dynamic_slice(tokens, (first,), (context,))
-        logits = apply(window[None])[0, i - 1 - first] / TEMPERATURE
+        logits = apply(window[None])[0, i - 1 - first] / temperature
         return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits))
 
     return jax.lax.fori_loop(given, length, draw, tokens)[:length]

@@ -66,8 +66,7 @@ def test_events_behind_the_step_of_resuming_are_left_out(tmp_path):
 
 def test_a_failure_to_write_is_reported_once(tmp_path):
     said = []
-    writer = MetricsLog(tmp_path, said.append)
-    writer._path = tmp_path / "no" / "metrics.jsonl"
+    writer = MetricsLog(tmp_path / "no", said.append)
     writer.write("train", 1, 0.0, loss=np.float64(1.0))
     writer.write("train", 2, 0.0)
     writer.close()

@@ -50,11 +50,15 @@ def test_fragments_lower_the_peak_and_not_the_mean(monkeypatch, tmp_path):
     whole = [[100, 0, 4_000_000, 20]]
     streaming = [[100, at, 1_000_000, 20] for at in (20, 45, 70, 95)]
     for pulls, bars, title in (
-        (whole, {100: 4, 200: 4}, "peak 4 MB in a step, mean 0.04 MB a step"),
+        (
+            whole,
+            {100: 4, 200: 4},
+            "the first 200 of 2000 steps; peak 4 MB in a step, mean 0.04 MB a step",
+        ),
         (
             streaming,
             dict.fromkeys([20, 45, 70, 95, 120, 145, 170, 195], 1),
-            "peak 1 MB in a step, mean 0.04 MB a step",
+            "the first 200 of 2000 steps; peak 1 MB in a step, mean 0.04 MB a step",
         ),
     ):
         (axes,) = figure(monkeypatch, tmp_path, pulls, steps=2000).axes

@@ -10,6 +10,7 @@ import pytest
 import simulated_engine
 import tiny
 
+import train as trainer
 from lsgd_jax.asynchronous import Report, Status
 from train import cli
 from train.__main__ import main
@@ -64,6 +65,9 @@ def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(
     assert last["leader"] == min(range(4), key=scores.__getitem__)
     assert {event["level"] for event in events["leaders"]} == {"node", "all"}
     assert events["test"][-1]["center_error"] == result.tested.center["error"]
+    loaded = trainer.load(result.folder, "last").variables["params"]
+    expected = jax.tree.map(lambda x: np.mean(x, axis=0), run.state.params)
+    jax.tree.map(np.testing.assert_allclose, loaded, expected)
 
 
 def test_a_run_stopped_by_a_signal_resumes(tmp_path, monkeypatch, capsys):

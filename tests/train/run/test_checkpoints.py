@@ -104,6 +104,59 @@ def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, tmp_path):
     assert again.close() and steps_in(tmp_path / "checkpoints") == [6, 7]
 
 
+def saved(checkpoints, step, tested, state=state):
+    notes = {"tested": None if tested is None else {"error": tested, "loss": 0.0}}
+    return checkpoints.save(step, state(step), notes) and checkpoints.wait()
+
+
+def test_the_best_checkpoint_is_kept(opened, tmp_path):
+    folder, kept = tmp_path / "checkpoints", []
+    checkpoints = opened()
+    for step, tested in [(1, 5.0), (2, 3.0), (3, None), (4, 3.0), (5, 4.0), (6, 9.0)]:
+        assert saved(checkpoints, step, tested)
+        kept.append(steps_in(folder))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6]]
+    assert checkpoints.best() == (2, {"error": 3.0, "loss": 0.0}) and checkpoints.close()
+    again = opened()  # which reads the notes
+    assert again.best().step == 2
+    assert saved(again, 7, 4.0) and steps_in(folder) == [2, 6, 7]
+    assert saved(again, 8, 2.0) and steps_in(folder) == [7, 8] and again.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_better_checkpoint_that_cannot_be_written_replaces_none(
+    opened, tmp_path, warnings
+):
+    folder, checkpoints = tmp_path / "checkpoints", opened(keep=1)
+    assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(200_000), np.uint8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert not saved(checkpoints, 3, 1.0, lambda step: {"x": noise})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert steps_in(folder) == [1, 2] and checkpoints.best().step == 1
+    assert saved(checkpoints, 4, 6.0) and steps_in(folder) == [1, 4]
+    assert checkpoints.close() and "step 3 was not written" in warnings.pop()
+
+
+def test_a_kill_while_a_better_checkpoint_is_written_loses_none(opened, tmp_path):
+    """No earlier checkpoint is removed before the new one has its name."""
+    folder, checkpoints = tmp_path / "checkpoints", opened(keep=1)
+    assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
+    seen, write = [], checksums.write
+
+    def look(path):
+        write(path)
+        seen.append(steps_in(folder))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.checksums, "write", look)
+        assert saved(checkpoints, 3, 1.0)
+    assert seen == [[1, 2]] and steps_in(folder) == [3] and checkpoints.close()
+
+
 def arrays(folder, step):
     """The largest file of a checkpoint."""
     every = (folder / str(step)).rglob("d/*")

@@ -1,7 +1,9 @@
 """Training runs in this process: their files, and the reasons for which they stop."""
 
 import dataclasses
+import itertools
 import json
+import re
 import signal
 from types import SimpleNamespace
 
@@ -17,12 +19,16 @@ from train import plots
 from train.config import WorkersConfig
 from train.metrics import log
 from train.metrics.tensorboard import EventFiles
-from train.run import checkpoints, loop
+from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
 from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+def center(run):
+    return run.experiment.center(run.state)
 
 
 # Files
@@ -49,6 +55,23 @@ def test_the_result_is_the_last_test(finished):
     assert last["best_error"] == tested.best["error"]
 
 
+def test_compilation_is_no_training_time(opened, trained, monkeypatch):
+    """By a clock that advances by 7 s in each step; the first one compiles."""
+    clock = itertools.count(0, 7)
+    now = SimpleNamespace(at=next(clock))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: now.at))
+
+    def timed(*after):
+        now.at = next(clock)
+        return after
+
+    result = trained(opened(), timed)
+    assert (result.compile_seconds, result.seconds) == (7, 11 * 7)
+    events = log.read(result.folder)
+    assert events["end"][-1]["compile_seconds"] == 7
+    assert [event["seconds"] for event in events["test"]] == [5 * 7, 11 * 7]
+
+
 def test_metrics_hold_all_intervals_elections_and_tests(finished):
     _, result = finished
     events = log.read(result.folder)
@@ -63,11 +86,25 @@ def test_metrics_hold_all_intervals_elections_and_tests(finished):
         assert all(worker in group for worker, group in zip(event["leaders"], groups))
         best = [min(group, key=lambda i: event["scores"][i]) for group in groups]
         assert event["leaders"] == best
+    for event in events["train"]:
+        assert len(event["step_losses"]) == 4
+        assert np.mean(event["step_losses"]) == pytest.approx(event["loss"])
     last = events["train"][-1]
     assert last["loss"] < events["train"][0]["loss"]
     assert last["consensus_distance"] > 0 and last["restored"] == last["waiting"] == 0
     for line in (result.folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_distances_are_measured_on_both_sides_of_an_exchange(opened):
+    method = methods.make("local-sgd", period=3)
+    result = train(opened(method=method, steps=11, log_every=8, test_every=20))
+    first, last = log.read(result.folder)["train"]
+    step, apart, together = first["exchange"]
+    again, before, equal = last["exchange"]
+    assert (step, again, before) == (6, 9, first["consensus_distance"])
+    assert min(apart, before, last["consensus_distance"]) > 0.01
+    assert max(together, equal) < 1e-6
 
 
 def test_bytes_sent_are_exchanges_times_parameters(finished):
@@ -170,11 +207,31 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     again = opened(resume=True)
     assert again.step == 5
     result = train(again)
+    printed = capsys.readouterr().out
+    assert "\nresumed at step 5\n" in printed
+    _, _, table = printed.partition("resumed at step 5\n")
+    rows = dict(re.findall(r"^  (\S.*?)  +(.*)$", table, re.M))
+    assert rows["last checkpoint"] == "step 12"
+    assert rows["center"] == f"test error {result.tested.center['error']:.2f} %"
+    assert rows.keys() >= {"best checkpoint", "compile time", "sent per worker"}
     assert result.stopped_by is None and result.tested == finished[1].tested
     tiny.assert_equal_to_the_bit(finished[0].state, again.state)
     assert traces.count(again.experiment.task) == 2
     seconds = [event["seconds"] for event in log.read(result.folder)["train"]]
     assert seconds == sorted(seconds)
+
+
+def test_ctrl_c_during_compilation_is_answered(opened, trained, capsys):
+    run = opened()
+
+    def interrupted(*after):
+        if run.step == 0:
+            signal.raise_signal(signal.SIGINT)
+        return after
+
+    assert trained(run, interrupted).step == 1
+    said = "\nCtrl-C: the run saves and ends when step 1 has been compiled\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_interrupts_at_once(opened, trained):
@@ -206,13 +263,13 @@ def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys)
     assert result.step == 12 and not result.saved
     assert 0 <= result.tested.center["error"] <= 100
     printed = capsys.readouterr().out
-    needed = sum(x.nbytes for x in jax.tree.leaves(run.state))
+    needed = sum(x.nbytes for x in jax.tree.leaves((run.state, center(run))))
     why = f"it takes {needed:,} bytes, and 1,000 are free"
     assert f"warning: the checkpoint of step 12 was not written: {why}\n" in printed
     missing = (
-        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6\n"
+        f"; the last checkpoint is NOT in {result.folder}, the latest one is of step 6"
     )
-    assert printed.endswith(missing) and not result.is_good
+    assert missing in printed and not result.is_good
     assert len(log.read(result.folder)["test"]) == 2
     assert opened(resume=True).step == 6
 
@@ -232,7 +289,7 @@ def test_missing_metrics_are_reported_in_the_last_line(full, opened, capsys, mon
     assert result.saved and result.is_good and not result.has_metrics
     printed = capsys.readouterr().out
     assert printed.count("warning: metrics cannot be written any more") == 1
-    assert printed.endswith(f"s of training; NOT all metrics are in {result.folder}\n")
+    assert printed.endswith(f"; NOT all metrics are in {result.folder}\n")
 
 
 def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, trained):
@@ -249,7 +306,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
         trained(run, killed)
     again = opened(resume=True)
     assert again.step == 6 and train(again).is_good
-    of_time = {"seconds", "steps_per_second"}
+    of_time = {"seconds", "steps_per_second", "compile_seconds"}
     undisturbed, resumed = (
         {
             kind: [{k: v for k, v in e.items() if k not in of_time} for e in found]
@@ -261,6 +318,65 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
     assert undisturbed == resumed and resumed.keys() >= {"train", "leaders", "test"}
     average = finished[0].buffer.recent.average
     np.testing.assert_array_equal(average, again.buffer.recent.average)
+
+
+# The best checkpoint
+
+
+def found_by_tests(monkeypatch, errors):
+    """Makes tests of the center and of the best worker find these errors in %."""
+    found = iter(errors)
+    for name in ("test_center", "test_worker"):
+        result = lambda *_: {"error": next(found), "loss": 1.0}
+        monkeypatch.setattr(tiny.Shared, name, result)
+
+
+def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
+    found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
+    run = opened(test_every=3, checkpoint_every=6, keep_checkpoints=1)
+    result = train(run)
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [6, 12]
+    assert result.best == (6, {"error": 30.0, "loss": 1.0}) and result.is_good
+    printed = capsys.readouterr().out
+    said = "; the best checkpoint is of step 6 (30.00 %), the last of step 12; everything"
+    assert said in printed
+
+
+def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
+    opened, trained, monkeypatch, capsys
+):
+    found_by_tests(monkeypatch, [5.0, 5.0, 9.0, 9.0, 7.0, 7.0, 8.0, 8.0, 6.0, 6.0])
+    run = opened(test_every=3, checkpoint_every=20, keep_checkpoints=1)
+
+    def stopped(*after):
+        if run.step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return after
+
+    trained(run, stopped)
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
+    said = "; the best checkpoint is of step 3 (5.00 %), the last of step 8, saved; to res"
+    assert said in capsys.readouterr().out
+    options = dict(test_every=3, checkpoint_every=20, keep_checkpoints=1, resume=True)
+    assert train(opened(**options)).best.step == 3
+    assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 12]
+
+
+@pytest.mark.parametrize(
+    "last, worker, good", [(89.0, 88.0, False), (15.0, 15.0, True), (89.0, 5.0, True)]
+)
+def test_a_run_that_ends_far_above_its_best_has_diverged(
+    last, worker, good, opened, monkeypatch, capsys
+):
+    """Unless the best worker is good: some methods have no center to use."""
+    found_by_tests(monkeypatch, [2.8, 2.8, last, worker])
+    result = train(opened())
+    assert result.is_good == good
+    printed = capsys.readouterr().out
+    diverged = "; training has diverged: the last test is far above the best one"
+    assert (diverged in printed) != good
+    assert log.read(result.folder)["end"][-1].get("far_above_best", False) != good
+    assert "; the best checkpoint is of step 6 (2.80 %), the last of step 12" in printed
 
 
 def test_the_best_worker_is_known_before_the_first_report(opened, trained):
@@ -294,7 +410,8 @@ def test_the_last_line_says_that_a_run_has_diverged(opened, trained, capsys):
     assert result.stopped_by is None and result.saved and not result.is_good
     printed = capsys.readouterr().out
     assert "training has diverged: a loss is not finite; the latest checkpoint" in printed
-    assert "with finite losses is of step 6; everything is in" in printed
+    assert "with finite losses is of step 6; the best checkpoint is of step 6 (" in printed
+    assert "the last of step 12; everything is in" in printed
 
 
 def test_a_diverged_worker_is_reported_and_restored(opened, capsys):

@@ -24,6 +24,20 @@ def test_only_training_is_counted(monkeypatch):
     assert stopwatch.seconds == 8
 
 
+def test_compilation_is_counted_apart(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stopwatch = Stopwatch(seconds=5.0)
+    stopwatch.start()
+    now += 30
+    stopwatch.start()  # asynchronous workers have taken their first step
+    now += 1
+    with stopwatch.compiling():
+        now += 4
+    now += 2
+    assert (stopwatch.seconds, stopwatch.compile_seconds) == (8, 34)
+
+
 def test_the_pace_ignores_steps_that_were_waited_for():
     """Reports come every 8 steps, and once just after waiting for the last steps."""
     pace = Pace(at_least=4)

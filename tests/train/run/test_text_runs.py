@@ -1,6 +1,7 @@
 """Training on text: the files of a run, exact resuming, and refused data."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
+import train as trainer
 from configs.text import CONFIG
-from train import cli
+from train import cli, export, sample
 from train.__main__ import main
 from train.config import DataConfig, TransformerConfig, WorkersConfig
 from train.data import text
@@ -75,6 +77,33 @@ def test_the_run_ends_with_a_test_and_a_sample(finished):
     pairs = [TEXT[i : i + 2] for i in range(64)]
     assert np.mean([sample[i : i + 2] in pairs for i in range(499)]) > 0.5
     assert run.experiment.sample(run.state) == sample
+
+
+def test_a_trained_model_continues_a_prompt(finished, refusal, capsys):
+    run, result = finished
+    folder = str(result.folder)
+    assert sample.main([folder, "--which", "last"]) == 0  # as at the end of the run
+    assert capsys.readouterr().out == (result.folder / "sample.txt").read_text() + "\n"
+    cold = ["--prompt", "abcd e", "--length", "9", "--temperature", "0.01"]
+    assert sample.main([folder, *cold]) == 0
+    assert capsys.readouterr().out == "abcd efgh ijkl.\n"
+    assert "has 17 characters, and not 'x', 'z'" in refusal(
+        sample.main, [folder, "--prompt", "zax"]
+    )
+    assert "`temperature` must be positive" in refusal(
+        sample.main, [folder, "--temperature", "0"]
+    )
+
+
+def test_a_model_of_text_is_loaded_and_exported(finished, tmp_path):
+    run, result = finished
+    loaded = trainer.load(result.folder, "last")
+    ids = loaded.vocabulary.encode("abcd efg")
+    assert loaded.vocabulary.decode(np.argmax(loaded.logits(ids[None])[0], 1)) == "bcd efgh"
+    assert export.main([str(result.folder), str(tmp_path / "out")]) == 0
+    said = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert said["characters"] == loaded.vocabulary.characters
+    assert said["arguments"]["width"] == 16 and said["outputs"] == 17
 
 
 def test_a_test_is_the_mean_over_the_validation_text(finished):

@@ -1,0 +1,79 @@
+"""Trackers: Weights & Biases by a module that is made up, and several at once."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import tiny
+
+from train.__main__ import main
+from train.metrics import log, trackers
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module that records what it is told."""
+    made = ModuleType("wandb")
+    made.told, made.ended = [], []
+    run = SimpleNamespace(log=made.told.append, finish=lambda: made.ended.append(True))
+    made.init = lambda **options: vars(made).update(options=options) or run
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    monkeypatch.setattr(trackers, "check_installed", lambda: None)
+    return made
+
+
+COMMAND = (
+    "digits --workers.nodes 1 --workers.locals 2 --steps 4 --test-every 9 --log-every 2 "
+    "--batch-size 8 --wandb project --run-dir"
+).split()
+
+
+def test_weights_and_biases_receives_the_scalars(wandb, tmp_path, monkeypatch):
+    tiny.install(share=True, set=monkeypatch.setattr)
+    folder = tmp_path / "my run"
+    assert main([*COMMAND, str(folder)]) == 0
+    options = wandb.options
+    assert (options["project"], options["name"]) == ("project", "my run")
+    assert options["config"]["workers.locals"] == 2 and options["resume"] == "allow"
+    events = log.read(folder)
+    losses = [sent["train/loss"] for sent in wandb.told if "train/loss" in sent]
+    assert losses == [event["loss"] for event in events["train"]] and len(losses) == 2
+    steps = [sent["step"] for sent in wandb.told if "test/center_error" in sent]
+    assert steps == [4] and wandb.ended == [True]
+    again = options["id"]
+    assert main([*COMMAND, str(folder), "--resume", "--steps", "6"]) == 0
+    assert wandb.options["id"] == again and not set(again) & set("/ ")
+
+
+def test_an_error_of_weights_and_biases_stops_nothing(wandb, tmp_path, monkeypatch, capsys):
+    def fails(sent):
+        raise RuntimeError("no network\nat all")
+
+    tiny.install(share=True, set=monkeypatch.setattr)
+    made = wandb.init()
+    made.log = fails
+    assert main([*COMMAND, str(tmp_path / "run")]) == 0
+    said = "warning: nothing is sent to Weights & Biases any more: no network\n"
+    printed = capsys.readouterr().out
+    assert printed.count(said) == 1 and "everything is in" in printed
+
+
+def test_without_wandb_one_line_says_how_to_install_it(refusal, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert 'pip install "lsgd_jax[wandb]"' in refusal(main, [*COMMAND, "run"])
+
+
+def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
+    class Fails:
+        def write(self, *event):
+            raise OSError("the disk is full")
+
+        close = write
+
+    said, written = [], []
+    other = SimpleNamespace(write=written.append, close=lambda: None)
+    writer = log.MetricsLog(tmp_path, said.append, others=(Fails(), other))
+    writer.write("train", 1, 0.5, loss=0.25)
+    assert [event["loss"] for event in written] == [0.25] and not writer.is_whole
+    writer.close()
+    assert len(log.read(tmp_path)["train"]) == len(said) == 1

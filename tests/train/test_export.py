@@ -1,0 +1,81 @@
+"""Exporting a trained model, and reading it without the trainer."""
+
+import dataclasses
+import importlib
+import json
+
+import numpy as np
+import pytest
+import tiny
+from flax.traverse_util import unflatten_dict
+from safetensors.flax import load_file
+
+import train
+from train.export import main
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    tiny.install(share=True, set=monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run on images with batch statistics."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    config = dataclasses.replace(
+        tiny.SMALL, model="digits-bn", run_dir=str(folder), steps=2
+    )
+    return tiny.train_shared(config)
+
+
+def test_plain_flax_reads_what_was_exported(run, tmp_path):
+    out = tmp_path / "new" / "out"
+    assert main([str(run.folder), str(out)]) == 0
+    said = json.loads((out / "model.json").read_text())
+    module, name = said["network"].rsplit(".", 1)
+    network = getattr(importlib.import_module(module), name)(**said["arguments"])
+    variables = unflatten_dict(load_file(out / "model.safetensors"), sep=".")
+    assert variables.keys() == {"params", "batch_stats"}
+    images, labels = tiny.made_up_digits().test
+    black, white = (np.array(said["input"][x]) for x in ("black", "white"))
+    x = (black + (white - black) * images / 255).astype(np.float32)
+    assert list(x.shape[1:]) == said["input"]["shape"] and said["outputs"] == 10
+    error = 100 * np.mean(np.argmax(network.apply(variables, x, False), 1) != labels)
+    assert error == pytest.approx(run.tested.center["error"])
+    assert (said["step"], said["tested"]) == (2, run.tested.center)
+    assert said["configuration"]["batch_size"] == 16
+
+
+def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(
+    run, tmp_path, refusal, monkeypatch, capsys
+):
+    (tmp_path / "out").mkdir()
+    said = refusal(main, [str(run.folder), "out"])
+    assert said == "error: `out` must be a new folder, but out exists\n"
+    said = refusal(main, ["nothing", "new"])
+    assert said == "error: nothing is no run folder: it holds no config.json\n"
+    assert "error: run, out must be given" in refusal(main, [])
+
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", no_space)
+    assert main([str(run.folder), "new"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_safetensors_one_line_says_how_to_install_it(run, refusal, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert 'pip install "lsgd_jax[export]"' in refusal(main, [str(run.folder), "out"])
+
+
+def test_the_best_worker_is_exported(run, tmp_path):
+    options = ["--model", "best-worker", "--which", "last"]
+    assert main([str(run.folder), str(tmp_path / "out"), *options]) == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    expected = train.load(run.folder, worker="best").variables["params"]
+    np.testing.assert_array_equal(
+        tensors["params.Dense_0.kernel"], expected["Dense_0"]["kernel"]
+    )

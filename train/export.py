@@ -1,0 +1,116 @@
+"""python -m train.export RUN OUT: exports a trained model.
+
+OUT is a new folder. It receives `model.safetensors` with the parameters and batch
+statistics, and `model.json`, which describes the model.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax.traverse_util import flatten_dict
+
+import lsgd_jax as lj
+from train import cli, command
+from train import config as configuration
+from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.run.loading import Loaded, Which, load
+from train.task import datasets
+
+
+def export(
+    run: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="RUN")],
+    out: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="OUT")],
+    which: Which | int = "best",
+    model: Literal["center", "best-worker"] = "center",
+) -> None:
+    """Exports a model of a run to a new folder.
+
+    Args:
+      run: the run folder.
+      out: the folder to create.
+      which: the checkpoint with the best test, the last one, or that of a step.
+      model: the center, or the worker with the lowest recent losses.
+
+    Raises:
+      ValueError: the run cannot be loaded, or the folder exists.
+      OSError: the files cannot be written. The folder is removed then.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError('safetensors is not installed: pip install "lsgd_jax[export]"')
+    from safetensors.numpy import save_file
+
+    loaded = load(run, which, worker=None if model == "center" else "best")
+    text = json.dumps(description(loaded), indent=2) + "\n"
+    tensors = flatten_dict(loaded.variables, sep=".")
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"`out` must be a new folder, but {out} exists") from None
+    try:
+        save_file(
+            {name: np.ascontiguousarray(x) for name, x in tensors.items()},
+            out / "model.safetensors",
+        )
+        (out / "model.json").write_text(text)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def description(loaded: Loaded) -> dict[str, Any]:
+    """A description of a model, as JSON represents it."""
+    model, vocabulary = loaded.model, loaded.vocabulary
+    names = {field.name for field in dataclasses.fields(model)} - {"parent", "name"}
+    return {
+        "lsgd_jax": lj.__version__,
+        "run": loaded.config.name,
+        "step": loaded.step,
+        "tested": loaded.tested,
+        "network": f"{type(model).__module__}.{type(model).__name__}",
+        "arguments": {name: getattr(model, name) for name in sorted(names)},
+        "input": _tokens(loaded) if vocabulary is not None else _pixels(loaded),
+        "outputs": loaded.outputs,
+        "characters": None if vocabulary is None else vocabulary.characters,
+        "configuration": configuration.fields(loaded.config),
+    }
+
+
+def _tokens(loaded: Loaded) -> dict[str, Any]:
+    data = loaded.config.data
+    return {"tokens": data.tokens, "shape": [data.context], "dtype": "int32"}
+
+
+def _pixels(loaded: Loaded) -> dict[str, Any]:
+    """The shape of an input, and the inputs of a black and of a white pixel."""
+    test, shape = (
+        datasets.transforms_of(loaded.config).test,
+        datasets.image_shape(loaded.config),
+    )
+    black, white = (
+        np.asarray(test(jnp.full((1, *shape), x, jnp.uint8)))[0] for x in (0, 255)
+    )
+    colors = {"black": black[0, 0].tolist(), "white": white[0, 0].tolist()}
+    return {"shape": list(black.shape), "dtype": "float32", **colors}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exports a model. Returns the exit status: 0, 1 (not written) or 2 (wrong usage)."""
+    try:
+        cli.run(export, arguments, "python -m train.export", description=__doc__)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STOPPED if isinstance(error, OSError) else WRONG_USAGE
+    return SUCCESS
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

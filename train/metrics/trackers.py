@@ -1,0 +1,161 @@
+"""Trackers: the places to which the events of a run go while it trains."""
+
+import hashlib
+import importlib.util
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from train.metrics.tensorboard import EventFiles
+
+
+Event = Mapping[str, Any]  # with a kind, a step and seconds of training
+
+
+class Tracker(Protocol):
+    """Receives the events of a run. The methods raise OSError if one cannot be written."""
+
+    def write(self, event: Event) -> None:
+        """Writes one event."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+        ...
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The finite numbers of an event, by kind and name.
+
+    >>> scalars({"kind": "train", "step": 2, "seconds": 0.5, "loss": 0.1, "pulls": []})
+    {'train/loss': 0.1}
+    """
+    return {
+        f"{event['kind']}/{name}": value
+        for name, value in event.items()
+        if name not in ("kind", "step", "seconds")
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+class JsonLines:
+    """Writes each event as a line of JSON. Numbers that are not finite become null.
+
+    Args:
+      path: the file; lines are appended to an existing one.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._ends_with_a_line = path, False
+
+    def write(self, event: Event) -> None:
+        self._end_a_cut_off_line()
+        self._append(json.dumps(_jsonable(event)) + "\n")
+
+    def close(self) -> None:
+        pass
+
+    def _end_a_cut_off_line(self) -> None:
+        """Ends a last line that a crash cut off, so that the next one is whole."""
+        if not self._ends_with_a_line and self._path.exists():
+            if self._path.read_bytes()[-1:] not in (b"\n", b""):
+                self._append("\n")
+        self._ends_with_a_line = True
+
+    def _append(self, text: str) -> None:
+        with open(self._path, "a") as file:
+            file.write(text)
+
+
+class TensorBoard:
+    """Writes the scalars of events as TensorBoard's files.
+
+    Args:
+      folder: the folder of the files.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._files = EventFiles(folder)
+
+    def write(self, event: Event) -> None:
+        self._files.add(event["step"], scalars(event))
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class WeightsAndBiases:
+    """Sends the scalars of events to Weights & Biases.
+
+    Training does not depend on it: an error is a warning, and the last one.
+
+    Args:
+      project: the project.
+      folder: the run folder. A resumed run continues the same run of the project.
+      settings: the settings of the run.
+      warn: called once with one line if something cannot be sent.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        folder: pathlib.Path,
+        settings: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ):
+        self._warn, self._run = warn, None
+        where = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w-]", "-", folder.name)
+        self._attempt(
+            lambda: self._open(project, folder, f"{name}-{where}", dict(settings))
+        )
+
+    def _open(self, project: str, folder: pathlib.Path, name: str, settings: Any) -> None:
+        import wandb  # type: ignore  # of an extra
+
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=name,
+            dir=str(folder),
+            config=settings,
+            resume="allow",
+        )
+
+    def write(self, event: Event) -> None:
+        sent = scalars(event)
+        if sent:
+            sent |= {"step": event["step"], "seconds": event["seconds"]}
+            self._attempt(lambda: self._run and self._run.log(sent))
+
+    def close(self) -> None:
+        ended, self._run = self._run, None
+        self._attempt(lambda: ended and ended.finish())
+
+    def _attempt(self, send: Callable[[], object]) -> None:
+        try:
+            send()
+        except Exception as error:  # wandb raises all kinds
+            self._run = None
+            line = (str(error).strip() or repr(error)).splitlines()[0]
+            self._warn(f"nothing is sent to Weights & Biases any more: {line}")
+
+
+def check_installed() -> None:
+    """Raises ValueError if wandb is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError('`wandb` needs a package: pip install "lsgd_jax[wandb]"')
+
+
+def _jsonable(value: Any) -> Any:
+    """The value with None in place of numbers that JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

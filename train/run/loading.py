@@ -1,0 +1,132 @@
+"""Loads what a run has trained, in any program: `train.load(RUN)`."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+from jax import Array
+from jax.typing import ArrayLike
+
+from train import config as configuration
+from train.config import Config
+from train.data.text import Vocabulary
+from train.run.checkpoints import Unreadable, best_in, notes_of, read_model, steps_in
+from train.run.folder import CHECKPOINTS, CONFIG
+from train.task import datasets, models
+from train.task.text import VOCABULARY
+
+
+Which = Literal["best", "last"]
+
+
+class Loaded(NamedTuple):
+    """A trained model.
+
+    Attributes:
+      config: the configuration of the run.
+      model: the network, a Flax module.
+      variables: its variables as host arrays: 'params', and possibly batch statistics.
+      vocabulary: the tokens of a text; None for images.
+      step: the step of the checkpoint.
+      tested: the result of the center's test at this step, or None if it was not tested.
+      outputs: the number of classes or tokens.
+    """
+
+    config: Config
+    model: nn.Module
+    variables: dict[str, Any]
+    vocabulary: Vocabulary | None
+    step: int
+    tested: dict[str, float] | None
+    outputs: int
+
+    def logits(self, inputs: ArrayLike) -> Array:
+        """Applies the model as in a test.
+
+        Args:
+          inputs: images of the data set, uint8 [B, H, W, C], or token ids, int [B, T].
+
+        Returns:
+          float32 [B, classes], or [B, T, tokens].
+        """
+        if self.vocabulary is not None:
+            return self.model.apply(self.variables, inputs)  # type: ignore
+        images = datasets.transforms_of(self.config).test(inputs)  # type: ignore
+        return self.model.apply(self.variables, images, False)  # type: ignore
+
+
+def load(
+    run: str | os.PathLike,
+    which: Which | int = "best",
+    worker: Literal["best"] | int | None = None,
+) -> Loaded:
+    """Loads a model from a run folder. The data and the run's devices are not needed.
+
+    Args:
+      run: the run folder.
+      which: the checkpoint with the best test of the center (the last one if none was
+        tested), the last one, or the one of a step.
+      worker: the number of a worker, or the one with the lowest recent losses. Defaults to
+        the center. The center has the batch statistics with which it was tested, a worker
+        has its own.
+
+    Raises:
+      ValueError: the folder is no run, or the checkpoint is missing or damaged.
+    """
+    folder = pathlib.Path(run)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is no run folder: it holds no {CONFIG}")
+    config = configuration.read(folder / CONFIG)
+    checkpoints = folder / CHECKPOINTS
+    step = _step(folder, which)
+    notes = notes_of(checkpoints, step)
+    if notes and "sizes" not in notes:
+        raise ValueError(
+            f"the checkpoint of step {step} in {folder} holds no model, because an earlier "
+            "version wrote it; resume the run for a step to save one"
+        )
+    variables = read_model(checkpoints, step, _number(worker, notes))
+    if not notes:
+        raise Unreadable(step, "its notes are incomplete")
+    vocabulary = _vocabulary(folder) if config.data.name == "text" else None
+    outputs = notes["sizes"]["classes"] if vocabulary is None else len(vocabulary)
+    model = models.make(config, outputs)
+    return Loaded(config, model, variables, vocabulary, step, notes["tested"], outputs)
+
+
+def _step(folder: pathlib.Path, which: Which | int) -> int:
+    """The step of the checkpoint to load."""
+    steps = steps_in(folder / CHECKPOINTS)
+    if not steps:
+        raise ValueError(f"{folder} holds no checkpoint yet")
+    if isinstance(which, int):
+        if which not in steps:
+            kept = ", ".join(map(str, steps))
+            raise ValueError(f"`which` must be best, last or one of {kept}, got {which=}")
+        return which
+    if which not in ("best", "last"):
+        raise ValueError(f"`which` must be best, last or a step, got {which=}")
+    best = best_in(folder / CHECKPOINTS) if which == "best" else None
+    return steps[-1] if best is None else best.step
+
+
+def _number(worker: Literal["best"] | int | None, notes: Mapping[str, Any]) -> int | None:
+    """The number of the worker to load, or None for the center."""
+    if worker is None or not notes:  # reading the model says what is damaged
+        return None
+    grid = notes["workers"]
+    count = grid["nodes"] * grid["locals"]
+    if worker == "best":
+        return notes["best_worker"]
+    if worker not in range(count):
+        raise ValueError(f"`worker` must be best or in [0, {count}), got {worker=}")
+    return worker
+
+
+def _vocabulary(folder: pathlib.Path) -> Vocabulary:
+    try:
+        return Vocabulary.from_json((folder / VOCABULARY).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / VOCABULARY} cannot be read: {error}") from error

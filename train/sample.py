@@ -1,0 +1,65 @@
+"""python -m train.sample RUN --prompt "def ": continues a text with a trained model.
+
+It prints the prompt and its continuation. RUN is the folder of a run on text.
+"""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import jax
+import tyro
+
+import lsgd_jax as lj
+from train import cli, command
+from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.metrics.progress import printable
+from train.run.loading import Which, load
+from train.task.text import SAMPLE_TOKENS, TEMPERATURE, written
+
+
+def sample(
+    run: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="RUN")],
+    prompt: str = "",
+    length: int = SAMPLE_TOKENS,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
+    which: Which | int = "best",
+) -> str:
+    """Returns a prompt and its continuation by the center of a run.
+
+    Args:
+      run: the run folder.
+      prompt: the text to continue. Defaults to the beginning of a line.
+      length: number of tokens to draw.
+      temperature: divides the logits; below 1, likely tokens become more likely.
+      seed: seed of the draws.
+      which: the checkpoint with the best test, the last one, or that of a step.
+
+    Raises:
+      ValueError: the run cannot be loaded or is no run on text, or an option is wrong.
+    """
+    lj.checks.check_positive_int("length", length)
+    if not temperature > 0:
+        raise ValueError(f"`temperature` must be positive, got {temperature=}")
+    loaded = load(run, which)
+    if loaded.vocabulary is None:
+        raise ValueError(f"{run} is a run on images; only runs on text can be sampled")
+    network, key = (loaded.model, loaded.variables, loaded.vocabulary), jax.random.key(seed)
+    return prompt + written(*network, prompt, length, key, temperature)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints a sample. Returns the exit status: 0 or 2 (wrong usage)."""
+    try:
+        text = cli.run(sample, arguments, "python -m train.sample", description=__doc__)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    print(printable(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
+    return SUCCESS
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
