@@ -9,6 +9,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import jax
+import numpy as np
+
 
 class ByValue:
     """An object that equals the results of equal calls, or only itself without a call."""
@@ -18,7 +21,7 @@ class ByValue:
     def __eq__(self, other: object) -> bool:
         if self is other or self.made_by is None or not isinstance(other, ByValue):
             return self is other
-        return self.made_by == other.made_by
+        return are_equal(self.made_by, other.made_by)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -32,6 +35,21 @@ class ByValue:
             return super().__reduce_ex__(protocol)
         factory, args, named = self.made_by
         return functools.partial(factory, **named), args
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether two calls, or parts of them, are equal; arrays are by dtype and elements."""
+    if type(a) is not type(b):
+        return isinstance(a, int | float) and isinstance(b, int | float) and a == b
+    if isinstance(a, ByValue):
+        return a == b
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(are_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(are_equal(a[k], b[k]) for k in a)
+    if isinstance(a, np.ndarray | jax.Array):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
 
 
 P = ParamSpec("P")

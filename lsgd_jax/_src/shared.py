@@ -94,6 +94,17 @@ def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
     return treedef.unflatten(map(one, leaves, shared_flags(tree)))
 
 
+def check_numbers(tree: Tree) -> None:
+    """Raises ValueError for a leaf that is neither an array nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "dtype") and np.asarray(leaf).dtype.kind not in "biufc":
+            raise ValueError(
+                f"every leaf must be an array or a number, got {leaf!r} at "
+                f"{jax.tree_util.keystr(path) or 'the top'}; of an Equinox module pass "
+                "`eqx.filter(module, eqx.is_array)`"
+            )
+
+
 def check_rows(tree: Tree, rows: int, whose: str) -> None:
     """Raises ValueError unless every leaf that is not shared has a leading axis of rows."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

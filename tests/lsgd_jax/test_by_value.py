@@ -3,6 +3,7 @@
 import pickle
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from harness import FACTORIES, needed
@@ -10,6 +11,7 @@ from harness import FACTORIES, needed
 import lsgd_jax as lj
 
 
+SGD = optax.sgd(0.7)
 METHODS = [
     *(method(**needed(method)) for method in FACTORIES),
     lj.lsgd(0.0, 0.0),
@@ -65,3 +67,11 @@ def test_an_equal_pull_as_a_static_argument_does_not_compile_again():
     before = len(traced)
     step(x, pull=pickle.loads(pickle.dumps(PULLS[0])))
     assert len(traced) == before
+
+
+def test_arrays_compare_by_their_elements():
+    anchored = lambda *weights: lj.anchored(SGD, weights=np.array(weights))
+    assert anchored(1.0, 2.0) == anchored(1.0, 2.0) != anchored(1.0, 3.0)
+    assert anchored(1.0, 2.0) != lj.anchored(SGD, weights=[1.0, 2.0])
+    pulls = [lj.lsgd(strength) for strength in (jnp.array(0.1), jnp.array(0.1))]
+    assert pulls[0] == pulls[1] != lj.lsgd(jnp.array(0.2))

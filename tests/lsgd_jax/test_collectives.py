@@ -187,3 +187,10 @@ def test_a_tree_needs_one_collective_per_dtype():
 def test_a_collective_without_bound_axes_is_refused():
     with pytest.raises(NameError, match="call this inside `Workers.map`"):
         lj.Group("node").mean(jnp.ones(2))
+
+
+def test_a_broadcast_keeps_bools(workers):
+    flags = workers.put(jnp.arange(workers.num_workers) == 1)
+    send = lambda x: lj.Group(("node", "local")).broadcast(x, jnp.int32(1))
+    sent = workers.map(send)(flags)
+    assert sent.dtype == bool and sent.all()

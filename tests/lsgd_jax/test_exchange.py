@@ -12,7 +12,7 @@ import pytest
 from harness import train
 
 import lsgd_jax as lj
-from lsgd_jax._src.exchange import parts
+from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.traffic import Traffic, total
 
 
@@ -277,3 +277,44 @@ def test_refuses_while_tracing():
         workers.map(lambda x, s: tx.update(x, s, x, value={"loss": 1})[0])(x, state)
     with pytest.raises(ValueError, match="`fragments` must be at most the number of"):
         workers.map(lj.diloco(4, fragments=2).init)(x)
+
+
+def test_a_state_of_other_fields_is_not_relabeled():
+    """As many leaves are not enough to give a rule's state the form of another."""
+    before = {"a": lj.Shared(jnp.ones(2)), "b": jnp.ones(3)}
+    after = {"a": jnp.ones(2), "b": jnp.zeros(3)}
+    assert isinstance(kernel._in_the_form_of(before, after)["a"], lj.Shared)
+    other = {"a": jnp.ones(2), "c": jnp.zeros(3)}
+    assert kernel._in_the_form_of(before, other) is other
+
+
+def test_a_narrow_wire_keeps_the_error_of_one_tree():
+    def agree(group, x, y, state, is_finite, t):
+        mean, count = group.masked_mean(y, is_finite)
+        twice, _ = group.masked_mean(jax.tree.map(jnp.square, y), is_finite)
+        return mean, count > 0, state
+
+    rule = lj.Rule("local", lambda params: (), agree, keeps=("reference", "error"))
+    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
+    x = workers.put(jnp.ones([2, 3]))
+
+    def step(wire):
+        tx = lj.exchange(lj.Pull(rule, 1.0, wire=wire))
+        state = workers.map(tx.init)(x)
+        return workers.map(lambda x, s: tx.update(x, s, x))(x, state)
+
+    step("float32")
+    with pytest.raises(ValueError, match="with a narrow `wire` a rule may call one of"):
+        step("int8")
+
+
+@pytest.mark.parametrize("form", ["chain", "outer"])
+def test_an_exchange_without_pulls_changes_nothing(form):
+    tx = lj.lsgd(0.0, 0.0)
+    x = {"w": jnp.arange(3.0)}
+    if form == "chain":
+        u, _ = tx.update(x, tx.init(x), x, value=1.0)
+        assert u["w"].tolist() == [0, 1, 2]
+    else:
+        y, _ = lj.outer(tx).step(x, lj.outer(tx).init(x), loss=1.0)
+        assert y["w"].tolist() == [0, 1, 2]

@@ -172,7 +172,7 @@ def test_bfloat16_parameters_travel_in_bfloat16():
 def test_a_level_with_zero_pull_has_no_state():
     workers = lj.Workers(2, 4)
     x = workers.put(jnp.ones((8, 2)))
-    assert not jax.tree.leaves(workers.map(lj.lsgd(0.0, 0.0).init)(x))
+    assert not workers.map(lj.lsgd(0.0, 0.0).init)(x).pulls
     (level,) = lj.diagnostics(workers.map(lj.lsgd(0.0, 0.5).init)(x))
     assert level.axes == ("node", "local")
 
@@ -211,5 +211,5 @@ def test_update_needs_a_scalar_loss():
     state = workers.map(tx.init)(x)
     with pytest.raises(ValueError, match="value=loss"):
         workers.map(lambda x, s: tx.update(x, s, x))(x, state)
-    with pytest.raises(ValueError, match=r"a scalar: .*got value="):
+    with pytest.raises(ValueError, match=r"a scalar: .*got "):
         workers.map(lambda x, s: tx.update(x, s, x, value=x))(x, state)

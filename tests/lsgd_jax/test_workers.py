@@ -334,3 +334,8 @@ def test_steps_in_one_scan_are_bit_identical_to_separate_steps():
     for t in range(6):
         apart = one(*apart, targets[:, t])
     jax.tree.map(np.testing.assert_array_equal, *map(workers.fetch, (together, apart)))
+
+
+def test_a_leaf_that_is_no_number_is_named(workers):
+    with pytest.raises(ValueError, match=r"got 'relu' at \['activation'\]; of an Equinox"):
+        workers.replicate({"activation": "relu", "w": jnp.ones(2)})

@@ -42,6 +42,21 @@ class Diagnostics:
     traffic: Traffic
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        """One line, of plain numbers unless it is being traced."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+            return f"Diagnostics(axes={self.axes}, traced)"
+        counts = ("restored", "misplaced", "leader", "score")
+        shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
+        shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
+        shown |= {name: getattr(self, name) for name in counts}
+        texts = (
+            f"{name}={np.asarray(x).tolist() if name in counts else x}"
+            for name, x in shown.items()
+            if x is not None
+        )
+        return f"Diagnostics({', '.join(texts)})"
+
     @property
     def exchanges(self) -> int:
         """The number of times that the workers have communicated."""

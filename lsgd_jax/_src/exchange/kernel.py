@@ -23,6 +23,7 @@ import optax
 from jax import Array, lax
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.checks import (
     check_fraction,
     check_option,
@@ -33,6 +34,7 @@ from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
+from lsgd_jax._src.shared import is_shared
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.codec import Line, NarrowLine, WireState
 from lsgd_jax._src.wire.group import Channel, Group
@@ -107,6 +109,9 @@ class Pull:
                 "or center, such as `anchored`, and so keeps the 'error' alone (see "
                 f"`Rule`), got keeps={self.rule.keeps}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and are_equal(vars(self), vars(other))
 
     def __hash__(self) -> int:
         # `part` and `strength` are left out: a list of paths and an array have no hash.
@@ -368,8 +373,11 @@ def _in_the_form_of(before: Tree, after: Tree) -> Tree:
 
     A state from an `init` outside of mapped functions did not know the number of workers.
     """
-    treedef, leaves = jax.tree.structure(before), jax.tree.leaves(after)
-    return treedef.unflatten(leaves) if treedef.num_leaves == len(leaves) else after
+    plain = lambda x: x.value if is_shared(x) else x
+    bare = lambda tree: jax.tree.structure(jax.tree.map(plain, tree, is_leaf=is_shared))
+    if bare(before) != bare(after):
+        return after
+    return jax.tree.structure(before).unflatten(jax.tree.leaves(after))
 
 
 def land(

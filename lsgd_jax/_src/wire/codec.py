@@ -310,8 +310,10 @@ class NarrowLine(Line):
         super().__init__(channel, kept)
         self._wire, self._t = wire, t
         self._shard: Array | None = None  # the device's index in a sharded worker
+        self._keeps_one = False
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
+        self._keep_one()
         if self.channel.size == 1:
             return super().broadcast(tree, source)
 
@@ -328,6 +330,7 @@ class NarrowLine(Line):
         return z
 
     def sum(self, tree: Tree, where: Array) -> tuple[Tree, Array]:
+        self._keep_one()
         if self._adds_exactly:
             return super().sum(tree, where)
         in_shares = self._in_shares(tree)
@@ -341,6 +344,7 @@ class NarrowLine(Line):
         return total
 
     def mean(self, tree: Tree, where: Array, reference: Tree | None) -> tuple[Tree, Array]:
+        self._keep_one()
         if self._adds_exactly:
             return super().mean(tree, where, reference)
         in_shares = self._in_shares(tree)
@@ -383,6 +387,16 @@ class NarrowLine(Line):
         return self._by_shard(error, tree)
 
     # How
+
+    def _keep_one(self) -> None:
+        """Raises ValueError for a second tree whose reference and error would be kept."""
+        if self._keeps_one:
+            raise ValueError(
+                "with a narrow `wire` a rule may call one of `broadcast`, `masked_mean` "
+                "and `masked_sum`, once: the state has one reference and one error; put "
+                "all trees in one"
+            )
+        self._keeps_one = True
 
     @property
     def _adds_exactly(self) -> bool:

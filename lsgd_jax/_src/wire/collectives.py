@@ -115,7 +115,8 @@ class MeshChannel:
         def send(tree: Tree, source: Array) -> Tree:
             mine = self.index == source
             # With a product instead of `where`, 0 * nan would leak other workers' nan.
-            add_up = lambda x: lax.psum(jnp.where(mine, x, 0), self._names)
+            mask = lambda x: jnp.where(mine, x, 0)
+            add_up = lambda x: lax.psum(mask(x), self._names).astype(x.dtype)
             return _packed(lambda x: _in_whole_words(add_up, x), tree)
 
         return shard_by_shard(send, tree, jnp.asarray(source), out=lambda specs, *_: specs)

@@ -164,7 +164,10 @@ class Group:
 
     @with_automatic_axes
     def broadcast(self, tree: Tree, source: Array) -> Tree:
-        """Sends the tree of worker `source` (an index in the group) to the whole group."""
+        """Sends the tree of worker `source` (an index in the group) to the whole group.
+
+        It is a sum to which the others add zeros: -0.0 arrives as 0.0.
+        """
         return self._line.broadcast(tree, source)
 
     @with_automatic_axes

@@ -18,7 +18,14 @@ from jax.sharding import PartitionSpec as Spec
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.exchange.diagnostics import check_not_misplaced
 from lsgd_jax._src.layouts import Specs, spread
-from lsgd_jax._src.shared import WORKER_AXES, Shared, check_rows, one_worker, shared_flags
+from lsgd_jax._src.shared import (
+    WORKER_AXES,
+    Shared,
+    check_numbers,
+    check_rows,
+    one_worker,
+    shared_flags,
+)
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers.device_grid import (
     check_inside,
@@ -300,6 +307,7 @@ class Workers:
             # keys through a jit makes their type equal to that of later results.
             return self._pass_on(Shared(keys)).value if shared else self._pass_on(keys)
 
+        check_numbers(tree)
         leaves, treedef = jax.tree.flatten(tree)
         each = spread(specs, one_worker(tree, leading_axes), self.inside)
         return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
