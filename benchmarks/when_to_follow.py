@@ -124,7 +124,7 @@ def default_methods(steps: int) -> dict[str, optax.GradientTransformation]:
             "mean (local SGD)": lj.local_sgd(PERIOD),
             "mean (DiLoCo)": lj.diloco(PERIOD),
             "mean (DiLoCo with EDiT's guard)": lj.diloco(PERIOD, guard=guard),
-            "weighted mean (GRAWA)": lj.grawa(1.0, PERIOD),
+            "weighted mean (GRAWA)": lj.contrib.grawa(1.0, PERIOD),
             "trimmed mean, 2 of 8": pulled_to(lj.robust_mean("trimmed_mean", cut=2)),
             "Krum, 2 faulty": pulled_to(lj.robust_mean("krum", faulty=2)),
             "best 2": pulled_to(best(2)),

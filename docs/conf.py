@@ -30,7 +30,6 @@ myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # `Args:` says what they are, and shapes, too
-autodoc_preserve_defaults = True
 autodoc_mock_imports = ["ray"]  # so that the extra `docs` does without it
 napoleon_use_ivar = True
 napoleon_attr_annotations = False

@@ -1,8 +1,12 @@
 """Leader-based and communication-efficient training as optax transformations."""
 
+import warnings
+from typing import Any
+
 from lsgd_jax import aot as aot
 from lsgd_jax import asynchronous as asynchronous
 from lsgd_jax import checks as checks
+from lsgd_jax import contrib as contrib
 from lsgd_jax import topology as topology
 from lsgd_jax._src.exchange.aggregate import AggregateState as AggregateState
 from lsgd_jax._src.exchange.aggregate import aggregate as aggregate
@@ -34,7 +38,6 @@ from lsgd_jax._src.methods.averaging import average as average
 from lsgd_jax._src.methods.averaging import diloco as diloco
 from lsgd_jax._src.methods.averaging import local_sgd as local_sgd
 from lsgd_jax._src.methods.averaging import slowmo as slowmo
-from lsgd_jax._src.methods.desloc import desloc as desloc
 from lsgd_jax._src.methods.easgd import CenterState as CenterState
 from lsgd_jax._src.methods.easgd import downpour as downpour
 from lsgd_jax._src.methods.easgd import easgd as easgd
@@ -42,16 +45,11 @@ from lsgd_jax._src.methods.easgd import moving_center as moving_center
 from lsgd_jax._src.methods.gossip import adpsgd as adpsgd
 from lsgd_jax._src.methods.gossip import dpsgd as dpsgd
 from lsgd_jax._src.methods.gossip import neighbors as neighbors
-from lsgd_jax._src.methods.grawa import GradientNormState as GradientNormState
-from lsgd_jax._src.methods.grawa import gradient_weighted as gradient_weighted
-from lsgd_jax._src.methods.grawa import grawa as grawa
 from lsgd_jax._src.methods.guard import Detector as Detector
 from lsgd_jax._src.methods.guard import Guard as Guard
 from lsgd_jax._src.methods.lsgd import LeaderState as LeaderState
 from lsgd_jax._src.methods.lsgd import leader as leader
 from lsgd_jax._src.methods.lsgd import lsgd as lsgd
-from lsgd_jax._src.methods.noloco import NoLoCoState as NoLoCoState
-from lsgd_jax._src.methods.noloco import noloco as noloco
 from lsgd_jax._src.methods.pairwise import PairwiseState as PairwiseState
 from lsgd_jax._src.methods.pairwise import SumWeightState as SumWeightState
 from lsgd_jax._src.methods.pairwise import gosgd as gosgd
@@ -71,8 +69,6 @@ from lsgd_jax._src.methods.robust import krum as krum
 from lsgd_jax._src.methods.robust import licm as licm
 from lsgd_jax._src.methods.robust import trimmed_mean as trimmed_mean
 from lsgd_jax._src.methods.robust_means import robust_mean as robust_mean
-from lsgd_jax._src.methods.sparse_diloco import sparse_diloco as sparse_diloco
-from lsgd_jax._src.methods.sparta import sparta as sparta
 from lsgd_jax._src.methods.wagma import butterfly as butterfly
 from lsgd_jax._src.methods.wagma import wagma as wagma
 from lsgd_jax._src.shared import Shared as Shared
@@ -92,3 +88,25 @@ from lsgd_jax._src.workers.workers import Workers as Workers
 
 
 __version__ = "0.2.0"
+
+# Names that have moved to `contrib`; 0.4 no longer knows them here.
+_MOVED = frozenset(
+    (
+        "GradientNormState",
+        "gradient_weighted",
+        "grawa",
+        "NoLoCoState",
+        "noloco",
+        "desloc",
+        "sparse_diloco",
+        "sparta",
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"lsgd_jax.{name} is lsgd_jax.contrib.{name} now; 0.4 drops the old name"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return getattr(contrib, name)

@@ -105,13 +105,13 @@ METHODS = {
         rounds=lambda W: (1, 1),
     ),
     "sparse_diloco": Method(
-        lambda W, **k: lj.sparse_diloco(2, density=0.5, chunk=4, **k),
+        lambda W, **k: lj.contrib.sparse_diloco(2, density=0.5, chunk=4, **k),
         due=2,
         alone=False,
         wires=False,
     ),
     "desloc": Method(
-        lambda W, base=SGD, **k: lj.desloc(
+        lambda W, base=SGD, **k: lj.contrib.desloc(
             optax.chain(optax.trace(0.5), base), 2, {"trace": 4}, **k
         ),
         around=True,
@@ -120,12 +120,12 @@ METHODS = {
         rounds=lambda W: (1, 1),
     ),
     "noloco": Method(
-        lambda W, **k: lj.noloco(2, topology=graph.matchings(W, rounds=2), **k),
+        lambda W, **k: lj.contrib.noloco(2, topology=graph.matchings(W, rounds=2), **k),
         due=2,
         alone=False,
         rounds=lambda W: (2,),
     ),
-    "sparta": Method(lambda W, **k: lj.sparta(0.5, **k), wires=False),
+    "sparta": Method(lambda W, **k: lj.contrib.sparta(0.5, **k), wires=False),
     "lsgd_streaming": Method(
         lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, scan_axis=0, **k),
         due=2,
@@ -135,9 +135,9 @@ METHODS = {
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
     ),
-    "grawa": Method(lambda W, **k: lj.grawa(0.4, 2, decay=0.3, **k), due=2),
+    "grawa": Method(lambda W, **k: lj.contrib.grawa(0.4, 2, decay=0.3, **k), due=2),
     "grawa+layers": Method(
-        lambda W, **k: lj.grawa(
+        lambda W, **k: lj.contrib.grawa(
             0.4, 4, layerwise=True, fragments=2, delay=1, scan_axis=0, **k
         ),
         due=2,
@@ -226,7 +226,7 @@ METHODS = {
 # Every public factory of a method that pulls.
 FACTORIES = [
     factory
-    for name, factory in vars(lj).items()
+    for name, factory in {**vars(lj), **vars(lj.contrib)}.items()
     if getattr(factory, "__annotations__", {}).get("return") is lj.Exchange
     and name != "exchange"
 ]

@@ -136,6 +136,8 @@ def slug(heading):
 
 
 def anchors(page):
+    if included := re.match(r"```\{include\} (\S+)", page.read_text()):
+        page = page.parent / included[1]
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.M)
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)}
 
@@ -156,7 +158,7 @@ def test_the_reference_names_each_public_name_once():
     modules = lj, lj.asynchronous, lj.asynchronous.simulator, lj.asynchronous.ray_engine
     public = {
         f"{module.__name__}.{name}"
-        for module in (*modules, lj.aot, lj.topology, lj.checks)
+        for module in (*modules, lj.aot, lj.contrib, lj.topology, lj.checks)
         for name, x in vars(module).items()
         if not name.startswith("_") and not isinstance(x, types.ModuleType)
         if name not in ("Any", "TYPE_CHECKING")
@@ -187,7 +189,7 @@ def test_the_table_of_exit_statuses_has_them_all():
 def test_every_line_that_builds_a_method_builds_it():
     pages = ROOT / "README.md", DOCS / "choosing.md", *(DOCS / "methods").glob("*.md")
     written = "".join(page.read_text() for page in pages)
-    lines = set(re.findall(r"`((?:lj|optax)\.[a-z_]+\([^`]*\))`", written))
+    lines = set(re.findall(r"`((?:lj|optax)\.(?:contrib\.)?[a-z_]+\([^`]*\))`", written))
     complete = [x for x in lines if not re.search(r"\.\.\.|params|state", x)]
     built = [eval(line, dict(NAMES)) for line in sorted(complete)]
     transformations = [tx for tx in built if isinstance(tx, optax.GradientTransformation)]

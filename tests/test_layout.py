@@ -31,6 +31,7 @@ LAYERS = (
     "exchange",
     "workers",
     "methods",
+    "contrib",
     "asynchronous.engine",
     "asynchronous.methods",
     "asynchronous.simulated",

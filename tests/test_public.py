@@ -15,18 +15,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A change of these lists is a change of the public API and belongs in CHANGELOG.md.
 NAMES = {
     "lsgd_jax": """
-        AggregateState AnchorState CenterState Detector Diagnostics
-        Exchange ExchangeState Fragment GradientNormState Group Guard
-        LeaderState NoLoCoState Outer OuterState PairwiseState ParleState Phase Pull
-        PullOptions PullState PushSumState Rule Shared SumWeightState Wire WireFormat
-        Workers adpsgd aggregate allreduce anchored aot apply_updates
-        asynchronous average butterfly center
-        cge checks combine_then_adapt consensus consensus_distance coordinate_median
-        desloc diagnostics diloco downpour dpsgd easgd emulate_devices exchange
-        following fragment geometric_median gosgd gradient_weighted
-        grawa inside_axes is_finite krum largest_dimension leader licm local_sgd lsgd
-        moving_center neighbors noloco osgp outer pairwise parle push_sum resize
-        robust_mean scoping sgp slowmo sparse_diloco sparta static_args topology
+        AggregateState AnchorState CenterState Detector Diagnostics Exchange ExchangeState
+        Fragment Group Guard LeaderState Outer OuterState PairwiseState ParleState Phase
+        Pull PullOptions PullState PushSumState Rule Shared SumWeightState Wire WireFormat
+        Workers adpsgd aggregate allreduce anchored aot apply_updates asynchronous average
+        butterfly center cge checks combine_then_adapt consensus consensus_distance
+        contrib coordinate_median diagnostics diloco downpour dpsgd easgd emulate_devices
+        exchange following fragment geometric_median gosgd inside_axes is_finite krum
+        largest_dimension leader licm local_sgd lsgd moving_center neighbors osgp outer
+        pairwise parle push_sum resize robust_mean scoping sgp slowmo static_args topology
         trimmed_mean tune_cpu unrolled wagma waiting with_state
     """,
     "lsgd_jax.aot": """
@@ -38,6 +35,10 @@ NAMES = {
         Network OSGP Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
         Transport UnreachableError WAGMA Worker heloco_correct heloco_step island simulator
         work
+    """,
+    "lsgd_jax.contrib": """
+        GradientNormState NoLoCoState desloc gradient_weighted grawa noloco sparse_diloco
+        sparta
     """,
     "lsgd_jax.checks": """
         check_fraction check_not_negative check_option check_period check_positive_int
@@ -60,11 +61,21 @@ def test_the_public_names_are_these(module):
         "lsgd_jax.aot": lj.aot,
         "lsgd_jax.asynchronous": lj.asynchronous,
         "lsgd_jax.checks": lj.checks,
+        "lsgd_jax.contrib": lj.contrib,
         "lsgd_jax.topology": lj.topology,
     }[module]
     # `ray_engine` is imported on demand, perhaps already by another test.
     names = set(public(found)) - {"importlib", "Any", "ray_engine", "TYPE_CHECKING"}
+    names -= {"warnings"}
     assert sorted(names) == NAMES[module].split()
+
+
+def test_old_names_of_contrib_work_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="lsgd_jax.noloco is lsgd_jax.contrib.nolo"):
+        assert lj.noloco is lj.contrib.noloco
+    assert set(lj._MOVED) == set(NAMES["lsgd_jax.contrib"].split())
+    with pytest.raises(AttributeError, match="no attribute 'nolocos'"):
+        lj.nolocos  # noqa: B018
 
 
 def test_no_import_leads_in_a_circle():

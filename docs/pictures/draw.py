@@ -291,14 +291,14 @@ def draw_robust():
 
 def draw_low_traffic():
     """Bytes per parameter and step, as counted, and the parameters under NoLoCo."""
-    noloco = lj.noloco(12)
+    noloco = lj.contrib.noloco(12)
     methods = {
         "all-reduce": lj.allreduce(),
-        "DES-LOC, τ = 32": lj.desloc(optax.adam(RATE), 32),
-        "NoLoCo, τ = 50": lj.noloco(50),
+        "DES-LOC, τ = 32": lj.contrib.desloc(optax.adam(RATE), 32),
+        "NoLoCo, τ = 50": lj.contrib.noloco(50),
         "DiLoCo, τ = 30": lj.diloco(30),
-        "SPARTA, 0.5 %": lj.sparta(0.005),
-        "SparseLoCo, τ = 30": lj.sparse_diloco(30),
+        "SPARTA, 0.5 %": lj.contrib.sparta(0.005),
+        "SparseLoCo, τ = 30": lj.contrib.sparse_diloco(30),
     }
     workers, size = lj.Workers(nodes=1, locals=2), 2**16
     x = workers.replicate(np.ones(size, np.float32))

@@ -12,7 +12,7 @@ import lsgd_jax as lj
 
 def examples():
     """The docstrings of what is public, by name."""
-    for name, value in vars(lj).items():
+    for name, value in {**vars(lj), **vars(lj.contrib)}.items():
         if not name.startswith("_") and not inspect.ismodule(value):
             for test in doctest.DocTestFinder().find(value, name):
                 if test.examples:

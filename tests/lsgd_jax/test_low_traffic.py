@@ -22,7 +22,8 @@ ORACLES = json.loads(
 def sparseloco(base, k, chunk, period, decay, rate, bins=None, aggregate="mean"):
     bits = None if bins is None else bins.bit_length() - 1
     return optax.chain(
-        base, lj.sparse_diloco(period, rate, k / chunk, chunk, bits, decay, aggregate)
+        base,
+        lj.contrib.sparse_diloco(period, rate, k / chunk, chunk, bits, decay, aggregate),
     )
 
 
@@ -30,11 +31,11 @@ def noloco(base, groups, momentum, rate, gamma, period):
     W = sum(map(len, groups[0]))
     edges = [[(i, j) for g in round for i in g for j in g if i != j] for round in groups]
     graph = lj.topology.from_edges(edges, W) if W > 1 else lj.topology.matchings
-    return optax.chain(base, lj.noloco(period, momentum, rate, gamma, graph))
+    return optax.chain(base, lj.contrib.noloco(period, momentum, rate, gamma, graph))
 
 
 def desloc(base, params, **moments):
-    return lj.desloc(base, params, moments)
+    return lj.contrib.desloc(base, params, moments)
 
 
 BUILD = {"sparseloco": sparseloco, "noloco": noloco, "desloc": desloc}
@@ -108,7 +109,7 @@ def test_desloc_averages_the_moments_of_its_part_whatever_the_base():
         (optax.adam(0.1), [2, 6, 12]),
         (optax.sgd(0.1, momentum=0.9), [2, 6]),
     ):
-        tx, workers = lj.desloc(base, period=2, part=["a"]), lj.Workers(1, 2)
+        tx, workers = lj.contrib.desloc(base, period=2, part=["a"]), lj.Workers(1, 2)
         step = workers.map(lambda g, s, x, tx=tx: tx.update(g, s, x))
         state = workers.map(tx.init)(x)
         for _ in range(12):
@@ -121,14 +122,14 @@ def test_desloc_averages_the_moments_of_its_part_whatever_the_base():
         assert equal == {"a": True, "b": False}
         assert np.allclose(u["a"][0], u["a"][1])
     with pytest.raises(ValueError, match="has none of 'mu', 'trace', 'nu'"):
-        lj.desloc(optax.sgd(0.1)).init(x)
+        lj.contrib.desloc(optax.sgd(0.1)).init(x)
     with pytest.raises(ValueError, match=r"`moments\['mu'\]` must be a positive int"):
-        lj.desloc(optax.adam(0.1), moments={"mu": 0})
+        lj.contrib.desloc(optax.adam(0.1), moments={"mu": 0})
 
 
 def test_top_k_is_refused_where_parameters_travel_whole():
     wire = lj.Wire("top-k")
-    for make in (lj.lsgd, lj.local_sgd, lj.dpsgd, lj.noloco, lj.wagma):
+    for make in (lj.lsgd, lj.local_sgd, lj.dpsgd, lj.contrib.noloco, lj.wagma):
         with pytest.raises(ValueError, match="`wire` may be 'top-k' only for a rule"):
             make(wire=wire)
     for options, match in (
@@ -143,7 +144,7 @@ def test_top_k_is_refused_where_parameters_travel_whole():
 
 def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     """It takes the anchor, which the others' messages alone have moved; |H| is theirs."""
-    tx = lj.sparse_diloco(1, density=0.25, chunk=4, bits=None)
+    tx = lj.contrib.sparse_diloco(1, density=0.25, chunk=4, bits=None)
     workers, start = lj.Workers(1, 3), np.zeros((3, 8), np.float32)
     u = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     step = workers.map(lambda u, s, x, v: tx.update(u, s, x, value=v))
@@ -161,7 +162,7 @@ def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
 
 
 def test_sparta_averages_one_entry_of_every_cell_and_restores_by_the_step_before():
-    tx, workers = lj.sparta(density=0.25, seed=3), lj.Workers(1, 4)
+    tx, workers = lj.contrib.sparta(density=0.25, seed=3), lj.Workers(1, 4)
     rng = np.random.default_rng(0)
     x = {"w": rng.normal(size=(4, 3, 7)), "b": rng.normal(size=(4, 2))}
     x = jax.tree.map(jnp.float32, x)
@@ -189,7 +190,7 @@ def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
 
     def spread(gamma):
         graph = lj.topology.matchings(4, rounds=6, seed=1)
-        tx, workers = lj.noloco(1, gamma=gamma, topology=graph), lj.Workers(1, 4)
+        tx, workers = lj.contrib.noloco(1, gamma=gamma, topology=graph), lj.Workers(1, 4)
         rng, x = np.random.default_rng(0), workers.put(np.zeros((4, 5), np.float32))
         state = workers.map(tx.init)(x)
 
@@ -207,9 +208,11 @@ def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
 
 
 RESUMED = {
-    "sparse_diloco": lambda: lj.sparse_diloco(4, 0.7, 0.5, 4, fragments=2, delay=1),
-    "noloco": lambda: lj.noloco(4, topology=lj.topology.matchings(4, 2), fragments=2),
-    "sparta": lambda: lj.sparta(0.3),
+    "sparse_diloco": lambda: lj.contrib.sparse_diloco(4, 0.7, 0.5, 4, fragments=2, delay=1),
+    "noloco": lambda: lj.contrib.noloco(
+        4, topology=lj.topology.matchings(4, 2), fragments=2
+    ),
+    "sparta": lambda: lj.contrib.sparta(0.3),
 }
 
 

@@ -22,8 +22,8 @@ METHODS = {
     "diloco": functools.partial(lj.diloco, 4),
     "slowmo": functools.partial(lj.slowmo, 4),
     "parle": functools.partial(lj.parle, 0.1, 4),
-    "noloco": functools.partial(lj.noloco, 4),
-    "grawa": functools.partial(lj.grawa, 0.1, 4),
+    "noloco": functools.partial(lj.contrib.noloco, 4),
+    "grawa": functools.partial(lj.contrib.grawa, 0.1, 4),
 }
 GIVEN = {
     "fragments": 2,
@@ -74,8 +74,8 @@ def test_options_stand_in_signatures_and_docstrings():
         assert shown["wire"].default == "float32"
         assert "\n      delay: steps between the agreement" in method.__doc__
         assert "**options" not in method.__doc__
-    assert "wire" not in inspect.signature(lj.sparta).parameters
-    assert "wire:" not in lj.sparta.__doc__
+    assert "wire" not in inspect.signature(lj.contrib.sparta).parameters
+    assert "wire:" not in lj.contrib.sparta.__doc__
     assert lj.diloco(8) == lj.diloco(8, wire="float32", delay=0)
 
 
@@ -110,13 +110,17 @@ def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
     ("build", "error", "message"),
     [
         (
-            lambda: lj.sparta(wire="int8"),
+            lambda: lj.contrib.sparta(wire="int8"),
             ValueError,
             "`sparta` takes no `wire`: the values",
         ),
-        (lambda: lj.sparse_diloco(wire="int8"), ValueError, "takes no `wire`: it is top-k"),
         (
-            lambda: lj.desloc(optax.adam(0.1), fragments=2),
+            lambda: lj.contrib.sparse_diloco(wire="int8"),
+            ValueError,
+            "takes no `wire`: it is top-k",
+        ),
+        (
+            lambda: lj.contrib.desloc(optax.adam(0.1), fragments=2),
             ValueError,
             "`desloc` takes no `fragments`: moments",
         ),
@@ -134,7 +138,11 @@ def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
             ValueError,
             r"`delay` must be an int in \[0, 4\)",
         ),
-        (lambda: lj.exchange(lj.grawa(), wire="int8"), ValueError, "`wire` must be"),
+        (
+            lambda: lj.exchange(lj.contrib.grawa(), wire="int8"),
+            ValueError,
+            "`wire` must be",
+        ),
     ],
 )
 def test_refuses(build, error, message):

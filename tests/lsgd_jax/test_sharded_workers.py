@@ -22,7 +22,7 @@ METHODS = {
     "diloco": lambda: optax.chain(SGD, lj.diloco(period=3)),
     "sgp": lambda: optax.chain(SGD, lj.sgp()),
     "wagma": lambda: optax.chain(SGD, lj.wagma()),
-    "grawa": lambda: optax.chain(SGD, lj.grawa(0.5, 2, layerwise=True)),
+    "grawa": lambda: optax.chain(SGD, lj.contrib.grawa(0.5, 2, layerwise=True)),
     "edit": lambda: optax.chain(SGD, lj.diloco(2, guard=GUARD, restart=2)),
     "radial": lambda: optax.chain(SGD, lj.diloco(2, merge="radial")),
     "krum": lambda: optax.chain(lj.krum(0, keep=2), SGD),

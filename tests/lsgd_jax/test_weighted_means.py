@@ -28,7 +28,7 @@ def method_of(case):
     period = settings.pop("period")
     if case["method"] == "grawa":
         layerwise = settings.pop("level") == "layer"
-        return lj.grawa(settings.pop("strength"), period, layerwise, **settings)
+        return lj.contrib.grawa(settings.pop("strength"), period, layerwise, **settings)
     rate, momentum = settings.pop("rate", 0.7), settings.pop("momentum", 0.9)
     outer = optax.sgd(rate, momentum, nesterov=True)
     if case["method"] == "edit":
@@ -105,7 +105,7 @@ def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     rng = np.random.default_rng(1)
     start, gradients = rng.normal(size=(3, 17)), rng.normal(size=(4, 3, 17))
     gradients *= [[[1], [5], [20]]]  # of which Adam's first step shows nothing
-    base, method = optax.adam(0.1), lj.grawa(1.0, 1, layerwise, decay=0.0)
+    base, method = optax.adam(0.1), lj.contrib.grawa(1.0, 1, layerwise, decay=0.0)
     seen, _ = run(optax.chain(base, method), start, gradients, 1, grad=True)
     blind, _ = run(optax.chain(base, method), start, gradients, 1)
     leaves = [slice(0, 12), slice(12, 17)]
@@ -140,7 +140,10 @@ def outer_run(base, around, start, gradients):
 
 def test_a_power_of_0_is_a_soft_pull_to_the_mean():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(2).normal(size=(4, 3, 17))
-    pulls = lj.grawa(0.3, 2, power=0), lj.exchange(lj.Pull(lj.average(), 0.3, every=2))
+    pulls = (
+        lj.contrib.grawa(0.3, 2, power=0),
+        lj.exchange(lj.Pull(lj.average(), 0.3, every=2)),
+    )
     seen, mean = (
         run(optax.chain(optax.sgd(0.1), p), start, gradients, 1)[0] for p in pulls
     )
@@ -150,7 +153,7 @@ def test_a_power_of_0_is_a_soft_pull_to_the_mean():
 def test_a_norm_of_0_takes_all_the_weight_and_several_share_it():
     start, gradients = np.random.default_rng(3).normal(size=(3, 17)), np.ones((2, 3, 17))
     gradients[:, 0] = 0
-    tx = optax.chain(optax.sgd(0.1), lj.grawa(1.0, 1))
+    tx = optax.chain(optax.sgd(0.1), lj.contrib.grawa(1.0, 1))
     np.testing.assert_allclose(
         run(tx, start, gradients, 1)[0][0], np.tile(start[0], (3, 1)), rtol=1e-5
     )
@@ -162,7 +165,9 @@ def test_a_worker_that_was_not_finite_starts_its_average_anew():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(4).normal(size=(3, 3, 17))
     gradients[1, 2] = np.nan
     base = optax.apply_if_finite(optax.sgd(0.1), 9)
-    seen, state = run(optax.chain(base, lj.grawa(0.5, 1)), start, gradients, 1, grad=True)
+    seen, state = run(
+        optax.chain(base, lj.contrib.grawa(0.5, 1)), start, gradients, 1, grad=True
+    )
     assert np.isfinite(seen).all()
     rule = state[1].pulls[0].rule
     assert rule.count.tolist() == [3, 3, 1]
@@ -277,11 +282,11 @@ def test_every_second_exchange_begins_without_momentum(name):
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: lj.grawa(1.5), "`pull` must be in"),
-        (lambda: lj.grawa(period=0), "`period` must be a positive int"),
-        (lambda: lj.grawa(decay=1), "`decay` must be less than 1"),
-        (lambda: lj.grawa(power=-1), "`power` must be at least 0"),
-        (lambda: lj.grawa(period=5, fragments=2), "`period` must be divisible"),
+        (lambda: lj.contrib.grawa(1.5), "`pull` must be in"),
+        (lambda: lj.contrib.grawa(period=0), "`period` must be a positive int"),
+        (lambda: lj.contrib.grawa(decay=1), "`decay` must be less than 1"),
+        (lambda: lj.contrib.grawa(power=-1), "`power` must be at least 0"),
+        (lambda: lj.contrib.grawa(period=5, fragments=2), "`fragments` must divide the period"),
         (lambda: lj.Guard(temperature=0), "`temperature` must be positive"),
         (lambda: lj.Guard(temperature=None), "`temperature` must be positive"),
         (lambda: lj.Guard(threshold=-1), "`threshold` must be positive"),

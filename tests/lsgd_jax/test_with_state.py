@@ -88,7 +88,9 @@ def test_learning_rates_travel_with_the_parameters():
 
 def test_fields_have_the_weights_of_the_gradients():
     """With GRAWA's weights 1 / i, and gradients -2 i, after one step from 0."""
-    tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.grawa(1.0, period=1), "trace")
+    tx = lj.with_state(
+        optax.sgd(0.1, momentum=0.5), lj.contrib.grawa(1.0, period=1), "trace"
+    )
     workers = lj.Workers(1, W)
     start = np.zeros([W, 2], np.float32)
     x, gradient = workers.put((start, start - 2 * TARGETS[:, None]))

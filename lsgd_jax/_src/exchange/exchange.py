@@ -167,7 +167,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         u, after = advance(pulls, x, u, state, loss, plan, check, extras)
         # Elements of u can be read only if u is an array of its own. On a quiet step it is
         # fused with the optimizer and `apply_updates`, and reading it would cost a pass.
-        is_fused = plan.phase == QUIET
+        is_fused = plan.phase == QUIET or not pulls
         return trees.refill(u, updates), after._replace(
             misplaced=jnp.maximum(after.misplaced, state.misplaced + wrong),
             expected=unknown(x) if is_fused else sample_after(x, u),

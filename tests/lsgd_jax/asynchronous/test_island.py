@@ -22,7 +22,7 @@ PULLS = {
     "pulls": Pulls(lj.lsgd(local_period=2, global_period=4), budget=True),
     "pulls-int8": Pulls(lj.diloco(4, wire="int8")),
     "pulls-streaming": Pulls(lj.diloco(4, fragments=2, delay=1, memory="host")),
-    "pulls-top-k": Pulls(lj.sparse_diloco(4)),
+    "pulls-top-k": Pulls(lj.contrib.sparse_diloco(4)),
     "pulls-pairs": Pulls(lj.dpsgd()),
     "osgp": OSGP(),
 }

@@ -21,11 +21,14 @@ from train.task.experiment import make_optimizer
 from train.task.methods import METHODS, ROWS
 
 
+METHODS_OF_THE_LIBRARY = "lsgd_jax._src.methods", "lsgd_jax._src.contrib"
+
+
 def factories():
     """Yields the functions of the library that return a transformation."""
-    for name, value in vars(lj).items():
+    for name, value in {**vars(lj), **vars(lj.contrib)}.items():
         module = getattr(value, "__module__", None) or ""
-        if inspect.isfunction(value) and module.startswith("lsgd_jax._src.methods"):
+        if inspect.isfunction(value) and module.startswith(METHODS_OF_THE_LIBRARY):
             returned = typing.get_type_hints(value)["return"]
             is_class = inspect.isclass(returned)
             if is_class and issubclass(returned, optax.GradientTransformation):

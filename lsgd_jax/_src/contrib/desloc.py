@@ -68,7 +68,7 @@ def desloc(
     Training Foundation Models, 2025, arXiv:2505.22549. The periods are those of a write-up.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = lj.desloc(optax.adam(1e-3), period=32, moments={"mu": 96, "nu": 192})
+    >>> tx = lj.contrib.desloc(optax.adam(1e-3), period=32, moments={"mu": 96, "nu": 192})
     """
     check_positive_int("period", period)
     for name, steps in (moments or {}).items():

@@ -64,7 +64,7 @@ def sparta(
     itself.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(optax.adamw(1e-3), lj.sparta(density=0.005))
+    >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.sparta(density=0.005))
     """
     check_fraction("density", density)
     if density == 0:

@@ -92,7 +92,7 @@ def noloco(
     code, gensyn-ai/noloco.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(optax.adamw(1e-3), lj.noloco(period=50))
+    >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.noloco(period=50))
     """
     check_positive_int("period", period)
     check_fraction("alpha", alpha)

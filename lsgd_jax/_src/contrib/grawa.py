@@ -81,7 +81,7 @@ def gradient_weighted(
       ValueError: ρ outside [0, 1), a negative p.
 
     >>> import lsgd_jax as lj
-    >>> lj.gradient_weighted(axes="local").axes
+    >>> lj.contrib.gradient_weighted(axes="local").axes
     'local'
     """
     check_fraction("decay", decay)
@@ -201,7 +201,7 @@ def grawa(
     code.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(optax.sgd(0.1), lj.grawa(pull=0.1, period=16))
+    >>> tx = optax.chain(optax.sgd(0.1), lj.contrib.grawa(pull=0.1, period=16))
     """
     check_positive_int("period", period)
     if not callable(pull):

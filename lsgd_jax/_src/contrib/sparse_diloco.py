@@ -75,7 +75,7 @@ def sparse_diloco(
     released code tplr-ai/templar, whose chunks are blocks of matrices.
 
     >>> import optax, lsgd_jax as lj
-    >>> tx = optax.chain(optax.adamw(1e-3), lj.sparse_diloco(period=30))
+    >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.sparse_diloco(period=30))
     """
     options["wire"] = Wire(
         "top-k",

@@ -1,0 +1,1 @@
+"""Methods of single recent papers, one file each; they may change with the evidence."""
