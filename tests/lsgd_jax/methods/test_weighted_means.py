@@ -13,7 +13,7 @@ import pytest
 import lsgd_jax as lj
 
 
-FILE = pathlib.Path(__file__).parents[1] / "oracles" / "methods_2026.json"
+FILE = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
 ORACLES = json.loads(FILE.read_text())
 CASES = {
     f"{case['name']}-{case['workers']}": case
@@ -286,7 +286,10 @@ def test_every_second_exchange_begins_without_momentum(name):
         (lambda: lj.contrib.grawa(period=0), "`period` must be a positive int"),
         (lambda: lj.contrib.grawa(decay=1), "`decay` must be less than 1"),
         (lambda: lj.contrib.grawa(power=-1), "`power` must be at least 0"),
-        (lambda: lj.contrib.grawa(period=5, fragments=2), "`fragments` must divide the period"),
+        (
+            lambda: lj.contrib.grawa(period=5, fragments=2),
+            "`fragments` must divide the period",
+        ),
         (lambda: lj.Guard(temperature=0), "`temperature` must be positive"),
         (lambda: lj.Guard(temperature=None), "`temperature` must be positive"),
         (lambda: lj.Guard(threshold=-1), "`threshold` must be positive"),

@@ -15,7 +15,7 @@ from lsgd_jax._src.wire.top_k import quantize
 
 
 ORACLES = json.loads(
-    (pathlib.Path(__file__).parents[1] / "oracles/methods_2026.json").read_text()
+    (pathlib.Path(__file__).parents[2] / "oracles/methods_2026.json").read_text()
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import lsgd_jax as lj
 
 
-FILE = pathlib.Path(__file__).parents[1] / "oracles" / "methods_2026.json"
+FILE = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
 ORACLE = json.loads(FILE.read_text())["units"]["robust"]
 ROWS = np.array(ORACLE["rows"])
 
