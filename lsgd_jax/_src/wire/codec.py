@@ -232,9 +232,9 @@ class Line:
     def __init__(self, channel: Any, kept: Any = ()):
         self.channel, self.kept, self.bytes_sent = channel, kept, 0.0
 
-    def gather(self, x: Array) -> Array:
-        self._count(x)
-        return self.channel.gather(x)
+    def gather(self, tree: Tree) -> Tree:
+        self._count(tree)
+        return self.channel.gather(tree)
 
     def transpose(self, x: Array) -> Array:
         self._count(x)
@@ -484,7 +484,7 @@ class NarrowLine(Line):
         """Σ read(sent) over the workers for which `where` holds, and their number."""
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
-        rows = [self.gather(buffer) for buffer in packing.pack(message)]
+        rows = self.gather(packing.pack(message))
 
         def of_worker(i: Any) -> tuple[Tree, Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)

@@ -46,8 +46,8 @@ class Channel(Protocol):
     @property
     def is_all(self) -> bool: ...
 
-    def gather(self, x: Array) -> Array:
-        """All workers' x, [size, ...]. A failed worker's row is nan, or 0 for integers."""
+    def gather(self, tree: Tree) -> Tree:
+        """All workers' trees, leaves [size, ...]; a failed worker's are nan, integers 0."""
         ...
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -128,12 +128,12 @@ class Group:
     # Messages
 
     @with_automatic_axes
-    def gather(self, x: Array) -> Array:
-        """Returns all workers' x, stacked in the order of `index`: shape [size, ...].
+    def gather(self, tree: Tree) -> Tree:
+        """Returns all workers' trees, leaves stacked in the order of `index`: [size, ...].
 
-        The row of an asynchronous worker that has failed is nan, or 0 for integers.
+        The rows of an asynchronous worker that has failed are nan, or 0 for integers.
         """
-        return self._line.gather(x)
+        return self._line.gather(tree)
 
     def transpose(self, x: Array) -> Array:
         """Sends row i of x to worker i; row j of the result comes from worker j.

@@ -89,7 +89,7 @@ def test_a_run_is_the_one_that_was_recorded(name):
     rows = {row.split()[0]: row.split()[1:] for row in RECORDED.strip().splitlines()}
     expected, run = rows[name], found(name)
     assert run[:2] == expected[:2]
-    # Another compiler may round the last bit of a parameter differently; terms are up to 12.
+    # Another compiler may round the last bit of a term differently; terms are up to 12.
     x = [[float(value) for value in row[2:]] for row in (run, expected)]
     np.testing.assert_allclose(*x, rtol=1e-6, atol=2e-6)
 

@@ -48,7 +48,7 @@ class Message:
     """A message of a rule to its group; a compiled stage of the rule may return it.
 
     Attributes:
-      kind: 'gather' (x) -> x of all; 'broadcast' (tree, source) -> tree; 'sum'
+      kind: 'gather' (tree) -> rows of all; 'broadcast' (tree, source) -> tree; 'sum'
         (tree, where) -> (sums, count); 'permute' (tree) -> tree; 'choose' (r) -> int.
       static: the permutation, which is known while tracing.
       content: its arrays.
@@ -83,8 +83,8 @@ class MessageChannel:
         self.size, self.index = size, jnp.asarray(index, jnp.int32)
         self._answers = iter(answers)
 
-    def gather(self, x: Array) -> Array:
-        return self._say("gather", x)
+    def gather(self, tree: Tree) -> Tree:
+        return self._say("gather", tree)
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         return self._say("broadcast", (tree, source))
@@ -214,7 +214,7 @@ class Conversation:
         content = message.content
         match message.kind:
             case "gather":
-                return await self._gather(key, members, np.asarray(content))
+                return await self._gather(key, members, jax.tree.map(np.asarray, content))
             case "broadcast":
                 got = await self._broadcast(key, members, *content)
                 return placed_like(content[0], got), members
@@ -224,17 +224,18 @@ class Conversation:
         got = await self._permute(key, content, message.static)
         return placed_like(content, got), members
 
-    async def _gather(self, key: Hashable, members: list[int], x: np.ndarray) -> Any:
-        if x.size <= SMALL:
-            rows = await self._transport.round(key, x, members)
+    async def _gather(
+        self, key: Hashable, members: list[int], tree: Tree
+    ) -> tuple[Tree, dict[int, Any]]:
+        if sum(x.size for x in jax.tree.leaves(tree)) <= SMALL:
+            rows = await self._transport.round(key, as_bytes(tree), members)
         else:
-            sent = await all_gather(self._transport, key, as_bytes(x), members)
-            rows = {i: of_bytes(row, x) for i, row in sent.items()}
+            rows = await all_gather(self._transport, key, as_bytes(tree), members)
         if self._me not in rows:
             raise StaleWorkerError(f"worker {self._me} came too late for a gather")
-        is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
-        absent = np.full_like(x, np.nan if is_float else 0)
-        return np.stack([rows.get(i, absent) for i in self._group]), rows
+        absent = jax.tree.map(_absent, tree)
+        trees = [of_bytes(rows[i], tree) if i in rows else absent for i in self._group]
+        return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
     async def _broadcast(
         self, key: Hashable, members: list[int], tree: Tree, source: Any
@@ -285,6 +286,12 @@ def _renewed(changed: list[Any], state: PullState) -> PullState:
     leaves, treedef = jax.tree.flatten(state)
     after = [old if new is None else new for old, new in zip(leaves, changed)]
     return jax.tree.unflatten(treedef, after)
+
+
+def _absent(x: np.ndarray) -> np.ndarray:
+    """The row of a worker that has failed: nan, or 0 for integers."""
+    is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
+    return np.full_like(x, np.nan if is_float else 0)
 
 
 def as_bytes(tree: Tree) -> np.ndarray:
