@@ -287,7 +287,8 @@ class Line:
         return self.channel.sum(tree, where, mean)
 
     def _permuted(self, tree: Tree, permutation: Any) -> Tree:
-        travels = 2 if isinstance(permutation, Array) else 1  # see `MeshChannel.permute`
+        is_detour = isinstance(permutation, Array) and self.channel.transposes
+        travels = 2 if is_detour else 1  # see `MeshChannel.permute`
         self._count([tree] * travels)
         return self.channel.permute(tree, permutation)
 

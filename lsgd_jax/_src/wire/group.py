@@ -238,7 +238,7 @@ class Group:
         """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
 
         A compiled program holds few rounds as branches. Of many rounds, such as random
-        matchings, it holds none: messages travel twice, see `MeshChannel.permute`.
+        matchings, it holds none: the permutation depends on r, see `MeshChannel.permute`.
 
         Args:
           tree: the tree to send, finite; varying.
@@ -267,7 +267,7 @@ class Group:
 
             return send
 
-        if self.channel.transposes and len(set(rounds)) > most_branches(self.size):
+        if len(set(rounds)) > most_branches(self.size):
             sources = jnp.asarray(sources_of(rounds, self.size))[r]
             return along(list(sources))((tree, weight))
         return self.switch(r, list(map(along, rounds)), (tree, weight))
