@@ -74,23 +74,24 @@ class MessageChannel:
 
 
 class Agreement:
-    """The programs of a pull's `kernel.send`, shared by all workers of a process."""
+    """The programs of a pull's `kernel.send`, shared by all workers of a process.
+
+    Attributes:
+      send: `kernel.send` for a worker's index in the group and the further arguments. It
+        can only be traced. It returns the target and the leaves of the state, None for each
+        left unchanged.
+    """
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
-        self._send = jax.jit(self._traced)
+        self.send = jax.jit(self._traced)
         self._programs: dict[Any, Program] = {}
 
     async def __call__(
         self, answered: Callable[[Message], Awaitable[Tree]], *given: Any
     ) -> tuple[Target, list[Any]]:
-        """Returns the target and the leaves of the state, None for each left unchanged.
-
-        Args:
-          answered: sends a message and returns its answer.
-          given: this worker's index in the group, then as for `kernel.send`.
-        """
-        traced = self._send.trace(*given)
+        """Returns the result of `send`; `answered` sends a message, returns its answer."""
+        traced = self.send.trace(*given)
         if traced.jaxpr not in self._programs:
             self._programs[traced.jaxpr] = Program(traced.jaxpr)
         program = self._programs[traced.jaxpr]

@@ -212,6 +212,8 @@ class PullsWorker:
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's state; discards what is in flight."""
+        for agreement in self._in_flight.values():
+            agreement.cancel()  # it would go on to post the old state
         states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
         put = functools.partial(jax.tree.map, jnp.asarray)
         states = put(states) if self._sharding is None else self._sharding.put(states)
