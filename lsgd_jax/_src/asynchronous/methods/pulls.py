@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, or workers judged by
-        their peers.
+      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
+        peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -71,6 +71,12 @@ class Pulls:
                 raise ValueError(
                     "asynchronous workers measure no loss of a peer: `judged_by` must be "
                     "'own', got judged_by='peers'"
+                )
+            if pull.rule.reads_gradient:
+                raise ValueError(
+                    "asynchronous workers pass no gradient to the exchange: `exchange` must "
+                    "have no rule that reads it, such as those of grawa; use lsgd(...) or "
+                    "run grawa in lock step"
                 )
 
     @property
