@@ -36,8 +36,7 @@ NAMES = {
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DecoupledDiLoCo DiLoCo GridPosition LSGD Method NETWORKS
         Network OSGP Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
-        Transport UnreachableError WAGMA Worker heloco_correct heloco_step island simulator
-        work
+        Transport UnreachableError WAGMA Worker island simulator work
     """,
     "lsgd_jax.checks": """
         check_fraction check_not_negative check_option check_period check_positive_int

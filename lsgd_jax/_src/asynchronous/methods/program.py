@@ -54,14 +54,14 @@ def ask(kind: Kind, content: Tree, answer: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Equations up to the next message, or that message or branch, as the last one.
+    """The equations between two messages, one message, or branches with messages.
 
     Attributes:
-      reads, writes: the variables that it reads, and those of its own that are read later.
+      reads, writes: the variables that it reads, and those that it hands on.
       alive: the variables that are read after it.
-      compute: the compiled part, or None.
+      compute: the compiled equations, or None.
       branches: programs, of which the first variable read chooses one.
-      equation: the message, if it is one.
+      equation: the message, or None.
     """
 
     reads: Sequence[Any]

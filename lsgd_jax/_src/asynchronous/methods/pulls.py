@@ -74,9 +74,8 @@ class Pulls:
                 )
             if pull.rule.reads_gradient:
                 raise ValueError(
-                    "asynchronous workers pass no gradient to the exchange: `exchange` must "
-                    "have no rule that reads it, such as those of grawa; use lsgd(...) or "
-                    "run grawa in lock step"
+                    "asynchronous workers pass no gradient: `exchange` must have no rule "
+                    "that reads it, as grawa does; use lsgd(...), or grawa in lock step"
                 )
 
     @property

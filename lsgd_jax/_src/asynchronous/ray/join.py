@@ -151,7 +151,8 @@ class JoinedTransport(RayTransport):
 
     def __init__(self, actor: Any, *given: Any):
         super().__init__(*given)
-        self._mailbox_actor, self._coming = actor, None
+        self._mailbox_actor = actor
+        self._coming: asyncio.Task | None = None
 
     async def moved(self) -> np.ndarray | None:
         """Asks the actor, see `Mailbox.moved`.
@@ -159,13 +160,10 @@ class JoinedTransport(RayTransport):
         None if it has crashed: Ray starts it again, without any moves. An answer that is
         late is returned by a later call, because the actor has forgotten the moves in it.
         """
-        if self._coming is None:
-            self._coming = self.start(self._asked())
-        done, _ = await asyncio.wait([self._coming], timeout=self.timeout)
-        if not done:
-            return None
-        coming, self._coming = self._coming, None
-        return coming.result()
+        coming = self._coming or self.start(self._asked())
+        done, _ = await asyncio.wait([coming], timeout=self.timeout)
+        self._coming = None if done else coming
+        return coming.result() if done else None
 
     async def _asked(self) -> np.ndarray | None:
         try:
