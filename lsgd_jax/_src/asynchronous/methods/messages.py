@@ -85,7 +85,7 @@ class Agreement:
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
         self.send = jax.jit(self._traced)
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, tuple[Program, Any]] = {}
 
     async def __call__(
         self, answered: Callable[[Message], Awaitable[Tree]], *given: Any
@@ -93,10 +93,10 @@ class Agreement:
         """Returns the result of `send`; `answered` sends a message, returns its answer."""
         traced = self.send.trace(*given)
         if traced.jaxpr not in self._programs:
-            self._programs[traced.jaxpr] = Program(traced.jaxpr)
-        program = self._programs[traced.jaxpr]
-        results = await program.run(jax.tree.leaves(given), answered)
-        return jax.tree.structure(traced.out_info).unflatten(results)
+            structure = jax.tree.structure(traced.out_info)
+            self._programs[traced.jaxpr] = Program(traced.jaxpr), structure
+        program, structure = self._programs[traced.jaxpr]
+        return structure.unflatten(await program.run(jax.tree.leaves(given), answered))
 
     def _traced(self, position, x, y, state, is_finite, t):
         channel = MessageChannel(self._size, position)
