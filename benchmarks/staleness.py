@@ -19,9 +19,7 @@ Each worker draws from its own share of the training images. It trains by plain 
 all-reduce is the mean of the parameters at every step. In lock step the others go on
 without a worker that has failed, until it is back. Every method runs at the best of
 --rates: the one with the lowest test error of the mean of the workers, averaged over a run
-with 8 uniform workers and a seed of its own. All else is at its defaults. HeLoCo, which
-does not divide its pseudo-gradients by the number of workers, runs with its default outer
-learning rate η and with one that is so divided.
+with 8 uniform workers and a seed of its own. All else is at its defaults.
 
 The script prints a Markdown table per scenario, mean ± sd over the seeds: test error of the
 mean of the present workers at the end, simulated seconds until it is at most --error, MB
@@ -79,12 +77,6 @@ def pulls(exchange: lj.Exchange) -> Callable[[int], at.Method]:
     return lambda workers: at.Pulls(exchange)
 
 
-def heloco(share: bool) -> Callable[[int], at.Method]:
-    """share: whether the outer learning rate is divided by the number of workers."""
-    rate = lambda workers: 0.7 / workers if share else 0.7
-    return lambda workers: at.DiLoCo(PERIOD, rate(workers), correction="heloco")
-
-
 METHODS = {
     "no communication": Entry(pulls(lj.local_sgd(10**6)), 1),
     "all-reduce": Entry(pulls(lj.local_sgd(1)), 1, True),
@@ -94,8 +86,6 @@ METHODS = {
     "async-lsgd": Entry(lambda workers: at.LSGD(0.0, 0.1, PERIOD, PERIOD)),
     "async-adpsgd": Entry(lambda workers: at.ADPSGD(), 1),
     "async-diloco": Entry(lambda workers: at.DiLoCo(PERIOD)),
-    "heloco, η = 0.7": Entry(heloco(share=False)),
-    "heloco, η = 0.7 / W": Entry(heloco(share=True)),
     "decoupled-diloco": Entry(lambda workers: at.DecoupledDiLoCo(PERIOD)),
 }
 

@@ -135,7 +135,9 @@ METHODS = {
     "slowmo": Method(
         lambda W, **k: lj.slowmo(2, 0.9, 0.5, lambda t: 1 / t, **k), due=2, alone=False
     ),
-    "grawa": Method(lambda W, **k: lj.contrib.grawa(0.4, 2, decay=0.3, **k), due=2),
+    "grawa": Method(
+        lambda W, **k: lj.contrib.grawa(0.4, 2, decay=0.3, **k), due=2, lock_step=True
+    ),
     "grawa+layers": Method(
         lambda W, **k: lj.contrib.grawa(
             0.4, 4, layerwise=True, fragments=2, delay=1, scan_axis=0, **k
@@ -143,6 +145,7 @@ METHODS = {
         due=2,
         alone=False,
         rounds=lambda W: (1, 1),
+        lock_step=True,
     ),
     "edit": Method(lambda W, **k: lj.diloco(2, guard=GUARD, **k), due=2, alone=False),
     "edit+layers": Method(

@@ -33,8 +33,7 @@ NAMES = {
     "lsgd_jax.asynchronous": """
         ADPSGD Coordinator DecoupledDiLoCo DiLoCo GridPosition LSGD Method NETWORKS
         Network OSGP Pairwise Peer Pulls Report Speeds StaleWorkerError Status Training
-        Transport UnreachableError WAGMA Worker heloco_correct heloco_step island simulator
-        work
+        Transport UnreachableError WAGMA Worker island simulator work
     """,
     "lsgd_jax.contrib": """
         GradientNormState NoLoCoState desloc gradient_weighted grawa noloco sparse_diloco

@@ -18,8 +18,6 @@ from lsgd_jax._src.asynchronous.engine.worker import work as work
 from lsgd_jax._src.asynchronous.methods.adpsgd import ADPSGD as ADPSGD
 from lsgd_jax._src.asynchronous.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from lsgd_jax._src.asynchronous.methods.diloco import DiLoCo as DiLoCo
-from lsgd_jax._src.asynchronous.methods.heloco import heloco_correct as heloco_correct
-from lsgd_jax._src.asynchronous.methods.heloco import heloco_step as heloco_step
 from lsgd_jax._src.asynchronous.methods.lsgd import LSGD as LSGD
 from lsgd_jax._src.asynchronous.methods.osgp import OSGP as OSGP
 from lsgd_jax._src.asynchronous.methods.pairwise import Pairwise as Pairwise

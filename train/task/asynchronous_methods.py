@@ -41,7 +41,6 @@ def diloco(
     weights: Literal["steps", "equal"] = "steps",
     delay: int = 0,
     wire: lj.WireFormat = "float32",
-    correction: Literal["none", "heloco"] = "none",
 ) -> lj.asynchronous.Method:
     """Asynchronous DiLoCo: each worker sends its pseudo-gradient as soon as it has one.
 
@@ -57,15 +56,10 @@ def diloco(
       weights: weight of a pseudo-gradient: its number of steps, or equal weights.
       delay: maximum number of steps that a worker takes before it waits for the answer.
       wire: the format in which parameters travel.
-      correction: 'heloco' turns each tensor of a pseudo-gradient towards the outer momentum
-        as far as it points away from it, and needs an outer learning rate near 0.7 / W;
-        'none' is delayed Nesterov.
     """
     outer = outer_learning_rate, outer_momentum, momentum_every
     options = together, weights, delay
-    return lj.asynchronous.DiLoCo(
-        local_steps, *outer, *options, wire=wire, correction=correction
-    )
+    return lj.asynchronous.DiLoCo(local_steps, *outer, *options, wire=wire)
 
 
 def dpsgd(

@@ -232,9 +232,9 @@ class Line:
     def __init__(self, channel: Any, kept: Any = ()):
         self.channel, self.kept, self.bytes_sent = channel, kept, 0.0
 
-    def gather(self, x: Array) -> Array:
-        self._count(x)
-        return self.channel.gather(x)
+    def gather(self, tree: Tree) -> Tree:
+        self._count(tree)
+        return self.channel.gather(tree)
 
     def transpose(self, x: Array) -> Array:
         self._count(x)
@@ -287,7 +287,8 @@ class Line:
         return self.channel.sum(tree, where, mean)
 
     def _permuted(self, tree: Tree, permutation: Any) -> Tree:
-        travels = 2 if isinstance(permutation, Array) else 1  # see `MeshChannel.permute`
+        is_detour = isinstance(permutation, Array) and self.channel.transposes
+        travels = 2 if is_detour else 1  # see `MeshChannel.permute`
         self._count([tree] * travels)
         return self.channel.permute(tree, permutation)
 
@@ -498,7 +499,7 @@ class NarrowLine(Line):
         """Σ read(sent) over the workers for which `where` holds, and their number."""
         message = (sent, where.astype(jnp.float32))
         packing = Packing(message)
-        rows = [self.gather(buffer) for buffer in packing.pack(message)]
+        rows = self.gather(packing.pack(message))
 
         def of_worker(i: Any) -> tuple[Tree, Array]:
             row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)

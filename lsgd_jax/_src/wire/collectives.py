@@ -83,8 +83,11 @@ class MeshChannel:
         parts = itertools.chain(*map(parts_of, others))
         return math.prod(lax.axis_size(part) for part in parts if is_bound(part)) == 1
 
-    def gather(self, x: Array) -> Array:
-        """All workers' x, stacked in the order of `index`: shape [size, ...]."""
+    def gather(self, tree: Tree) -> Tree:
+        """All workers' trees, leaves stacked in the order of `index`: [size, ...]."""
+        return jax.tree.map(self._gathered, tree)
+
+    def _gathered(self, x: Array) -> Array:
         devices, slots = self._devices_and_slots()
         # Vmapped axes can only be gathered one at a time: the innermost comes first.
         stacked = x

@@ -46,8 +46,8 @@ class Channel(Protocol):
     @property
     def is_all(self) -> bool: ...
 
-    def gather(self, x: Array) -> Array:
-        """All workers' x, [size, ...]. A failed worker's row is nan, or 0 for integers."""
+    def gather(self, tree: Tree) -> Tree:
+        """All workers' trees, leaves [size, ...]; a failed worker's are nan, integers 0."""
         ...
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -128,12 +128,12 @@ class Group:
     # Messages
 
     @with_automatic_axes
-    def gather(self, x: Array) -> Array:
-        """Returns all workers' x, stacked in the order of `index`: shape [size, ...].
+    def gather(self, tree: Tree) -> Tree:
+        """Returns all workers' trees, leaves stacked in the order of `index`: [size, ...].
 
-        The row of an asynchronous worker that has failed is nan, or 0 for integers.
+        The rows of an asynchronous worker that has failed are nan, or 0 for integers.
         """
-        return self._line.gather(x)
+        return self._line.gather(tree)
 
     def transpose(self, x: Array) -> Array:
         """Sends row i of x to worker i; row j of the result comes from worker j.
@@ -241,7 +241,7 @@ class Group:
         """Sends each worker's tree and weight to its out-neighbors in one round of a graph.
 
         A compiled program holds few rounds as branches. Of many rounds, such as random
-        matchings, it holds none: messages travel twice, see `MeshChannel.permute`.
+        matchings, it holds none: the permutation depends on r, see `MeshChannel.permute`.
 
         Args:
           tree: the tree to send, finite; varying.
@@ -270,7 +270,7 @@ class Group:
 
             return send
 
-        if self.channel.transposes and len(set(rounds)) > most_branches(self.size):
+        if len(set(rounds)) > most_branches(self.size):
             sources = jnp.asarray(sources_of(rounds, self.size))[r]
             return along(list(sources))((tree, weight))
         return self.switch(r, list(map(along, rounds)), (tree, weight))

@@ -33,7 +33,10 @@ class Shares:
 
     def rows(self, tree: Tree) -> list[Array]:
         """For each buffer this worker's share of all workers' values, [W, ...]."""
-        return list(map(self._rows, self.packing.pack(tree)))
+        buffers = self.packing.pack(tree)
+        if not self._is_cut:
+            return self._group.gather(buffers)  # one message of all buffers
+        return list(map(self._rows, buffers))
 
     def join(self, shares: Sequence[Array]) -> Tree:
         """The tree of all workers' shares, one for each buffer, [...]."""
@@ -45,7 +48,7 @@ class Shares:
         return self._group.add(partial, times) if self._is_cut else partial
 
     def _rows(self, x: Array) -> Array:
-        if not self._is_cut or not x.size:
+        if not x.size:
             return self._group.gather(x)
         return self._group.transpose(cut(x, self._group.size))
 

@@ -1,9 +1,5 @@
 """Asynchronous DiLoCo: one anchor, whichever worker moves it or fails."""
 
-import functools
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +9,7 @@ import toys
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.methods.diloco import delayed_nesterov
-from lsgd_jax.asynchronous import DiLoCo, Pulls, heloco_correct, heloco_step
+from lsgd_jax.asynchronous import DiLoCo, Pulls
 
 
 OUTER = dict(learning_rate=0.5, momentum=0.6)
@@ -60,57 +56,6 @@ def test_momentum_is_renewed_with_the_mean_of_the_last_n():
         path.append(outer[0].item())
     # m = 6 after the second: a moves by (8/2 + 6/2) / 2; m = 9 after the fourth.
     assert path == [-1.0, -1.0 - 3.5, -5.5, -5.5 - (4 + 4.5) / 2]
-
-
-ORACLES = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
-
-
-@pytest.mark.parametrize("case", json.loads(ORACLES.read_text())["units"]["heloco"])
-def test_helocos_correction_and_step_are_those_of_the_oracle(case):
-    given = {name: jnp.asarray(case[name], jnp.float32) for name in case}
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
-    corrected = heloco_correct(given["delta"], given["m"])
-    near(corrected, case["corrected"])
-    anchor, m = heloco_step(jnp.zeros(6), given["m"], corrected, 0.7, 0.9)
-    near(anchor, case["theta"])
-    near(m, case["m_after"])
-
-
-def test_heloco_alone_is_its_equation_tensor_by_tensor():
-    x, steps = toys.start(), 12
-    base = toys.BASE.init(x)
-    anchor, momentum = x, jax.tree.map(jnp.zeros_like, x)
-    for t in range(1, steps + 1):
-        _, g = toys.loss_and_grads(x, 0, t)
-        u, base = toys.BASE.update(g, base, x)
-        x = optax.apply_updates(x, u)
-        if t % 3 == 0:
-            leaves, treedef = jax.tree.flatten(anchor)
-            moved = []
-            for a, y, m in zip(leaves, jax.tree.leaves(x), jax.tree.leaves(momentum)):
-                moved.append(heloco_step(a, m, heloco_correct(a - y, m), 0.5, 0.6))
-            x = anchor = treedef.unflatten([a for a, _ in moved])
-            momentum = treedef.unflatten([m for _, m in moved])
-    method = DiLoCo(3, **OUTER, correction="heloco")
-    found = toys.simulate(toys.training(), method, 1, 1, steps)[0]
-    np.testing.assert_allclose(found.vector(), found.flat.vector(x), rtol=1e-5, atol=1e-6)
-
-
-def test_the_first_round_of_heloco_has_no_momentum_to_turn_to():
-    """With β = 0 it is outer SGD on the mean of the round."""
-    options = dict(learning_rate=0.5, momentum=0.0, together=True)
-    none, heloco = (
-        toys.simulate(toys.training(), DiLoCo(3, **options, correction=name), 2, 2, 3)
-        for name in ("none", "heloco")
-    )
-    np.testing.assert_allclose(toys.stacked(heloco), toys.stacked(none), rtol=1e-5)
-
-
-def test_heloco_renews_its_momentum_on_every_turn():
-    with pytest.raises(ValueError, match="`momentum_every` must be 1 with"):
-        DiLoCo(3, momentum_every=2, correction="heloco")
-    with pytest.raises(ValueError, match="`correction` must be one of"):
-        DiLoCo(3, correction="hello")
 
 
 @pytest.mark.parametrize("momentum, stable", [(None, True), (0.9, False)])

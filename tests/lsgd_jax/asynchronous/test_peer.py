@@ -1,5 +1,6 @@
 """Two calls around a loop: by hand in one process, and programs on Ray that come and go."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ray
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
+from lsgd_jax._src.asynchronous.ray.join import JoinedTransport
 from lsgd_jax.asynchronous import (
     ADPSGD,
     WAGMA,
@@ -125,6 +128,39 @@ def test_a_peer_that_has_left_does_not_stop_the_other_one(pair):
     assert found == [2, 0, 0, 0, 0, 0]  # what had arrived before, and nothing more
 
 
+class FakeActor:
+    """A mailbox's actor, whose answer to `moved` is a future that the test sets."""
+
+    def __init__(self):
+        self.answer, self.moved = concurrent.futures.Future(), self
+        self.calls = 0
+
+    def remote(self):
+        self.calls += 1
+        return self
+
+    def future(self):
+        return self.answer
+
+
+def test_a_program_whose_own_mailbox_hangs_or_dies_goes_on():
+    actor, position = FakeActor(), GridPosition(1, 1, 2)
+    given = "run", position, 0.05, Mailbox("float32", 1), time.time()
+    transport = JoinedTransport(actor, *given)
+    with Peer(ADPSGD(), transport, lambda: None) as peer:
+
+        def moved():
+            peer.send(place(1.0), 1.0)
+            return peer.receive()["w"].tolist()
+
+        assert moved() == [1, 1, 1] and moved() == [1, 1, 1]  # waits for the timeout only
+        actor.answer.set_result(np.float32([1, 2, 3]))  # late
+        assert moved() == [2, 3, 4] and actor.calls == 1
+        actor.answer = concurrent.futures.Future()
+        actor.answer.set_exception(ray.exceptions.ActorDiedError())
+        assert moved() == [1, 1, 1] and actor.calls == 2
+
+
 def test_wrong_use_is_refused(pair):
     a, b = pair(Pairwise())
     with pytest.raises(RuntimeError, match="`send` must be called before `receive`"):
@@ -171,8 +207,6 @@ PROGRAM = textwrap.dedent(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["Pairwise", "ADPSGD"])
 def test_programs_on_ray_come_crash_and_come_back(on_ray, tmp_path, method):
-    import ray
-
     address, stop = ray.get_runtime_context().gcs_address, tmp_path / "stop"
     # The cluster listens on 127.0.0.1 only, which Ray would replace by another address.
     env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

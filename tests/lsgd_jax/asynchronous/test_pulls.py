@@ -9,6 +9,10 @@ import toys
 from harness import METHODS
 
 import lsgd_jax as lj
+from lsgd_jax._src.asynchronous.methods.messages import Agreement, alone
+from lsgd_jax._src.asynchronous.methods.program import speaks
+from lsgd_jax._src.exchange import kernel
+from lsgd_jax._src.wire.packing import PACKED_BELOW
 from lsgd_jax.asynchronous import Pulls, Speeds, Training, UnreachableError, simulator
 
 
@@ -112,6 +116,39 @@ def test_a_worker_that_comes_back_after_the_others_have_finished_counts_as_done(
     np.testing.assert_array_equal(workers[1].vector(), workers[0].vector())
 
 
+def test_a_worker_that_takes_over_cancels_the_agreements_of_its_old_state():
+    cancelled = []
+
+    def take_over(worker):
+        if worker.index == 1 and worker.count == 6 and not cancelled:
+            cancelled.extend(worker.method._in_flight.values())
+            worker.take_over(worker.state())
+
+    run(Pulls(lj.diloco(4, delay=2)), 1, 2, 12, observe=take_over)
+    assert [agreement.cancelled() for agreement in cancelled] == [True]
+
+
+@pytest.mark.parametrize("leaves", [12, toys.slow(200)])
+def test_a_narrow_agreement_is_one_message_whatever_it_gathers(leaves):
+    (pull,) = lj.diloco(1, wire="int8").pulls
+    large = jax.ShapeDtypeStruct([PACKED_BELOW + 1], jnp.float32)
+    x = {str(i): large for i in range(leaves)}
+    state = jax.eval_shape(lambda x: alone(lambda: kernel.init(pull, x)), x)
+    given = np.int32(0), x, x, state, np.bool_(True), np.int32(1)
+    traced = Agreement(pull, size=2, grid=(1, 2)).send.trace(*given)
+    messages = [equation for equation in traced.jaxpr.eqns if speaks(equation)]
+    assert [message.params["kind"] for message in messages] == ["gather"]
+
+
+def test_many_rounds_of_a_graph_are_one_program():
+    """Its permutations are a part of the message."""
+    graph = lj.topology.matchings(8, rounds=6)
+    method = lj.dpsgd(topology=graph)
+    found = toys.stacked(run(Pulls(method), 2, 4, steps=6))
+    expected = toys.in_lock_step(method, 2, 4, steps=6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
+
+
 def test_a_worker_that_is_left_behind_again_and_again_ends_the_run():
     class AlwaysStale(Pulls):
         def bind(self, worker, steps):
@@ -154,6 +191,7 @@ def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
         (optax.sgd(0.1), "`exchange` must be a method that pulls"),
         (lj.diloco(4, fragments=2), "must have no offset and no delay"),
         (lj.lsgd(judged_by="peers"), "`judged_by` must be 'own'"),
+        (lj.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
     ],
 )
 def test_invalid_pulls_are_refused(method, message):

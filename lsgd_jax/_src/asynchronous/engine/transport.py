@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lsgd_jax._src.asynchronous.engine.mailbox import GONE, Mailbox
 from lsgd_jax._src.asynchronous.engine.vectors import unpack
 
@@ -91,6 +93,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator."""
+
+    async def moved(self) -> np.ndarray | None:
+        """Returns the moves that peers have left in this mailbox, see `Mailbox.moved`."""
+        return self.mailbox.moved()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         """Runs a coroutine in the background, while the worker takes steps."""

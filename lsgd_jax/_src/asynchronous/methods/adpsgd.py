@@ -69,6 +69,7 @@ class ADPSGDWorker(FreeRunningWorker):
 
     def __init__(self, method: ADPSGD, worker: Worker):
         self._is_active = worker.index % 2 == 0
+        self._was_replaced = False  # since the last moves by peers
         others = range(int(self._is_active), worker.transport.position.workers, 2)
         super().__init__(worker, others, seed=(method.seed, worker.index))
 
@@ -96,7 +97,12 @@ class ADPSGDWorker(FreeRunningWorker):
 
     async def _move(self) -> None:
         await self.land_arrived()
-        if (moved := self.transport.mailbox.moved()) is not None:
+        self._follow(await self.transport.moved())
+
+    def _follow(self, moved: np.ndarray | None) -> None:
+        """Moves as peers have moved the parameters, unless these have been replaced."""
+        was_replaced, self._was_replaced = self._was_replaced, False
+        if moved is not None and not was_replaced:
             self.shift(moved)
 
     def _ask(self) -> None:
@@ -118,7 +124,7 @@ class ADPSGDWorker(FreeRunningWorker):
         if request.sent is None:
             if self.is_finite or not self.pull(answer.vector, 1.0, False):
                 return
-            self.transport.mailbox.moved()  # meant for the parameters just replaced
+            self._was_replaced = True
         else:
             with np.errstate(invalid="ignore", over="ignore"):
                 half = (answer - request.sent) / 2
@@ -131,8 +137,7 @@ class ADPSGDWorker(FreeRunningWorker):
         """Lands the last request and the last moves; later exchanges move no worker."""
         if self.in_flight:
             await self.land()
-        if (moved := self.transport.mailbox.close()) is not None:
-            self.shift(moved)
+        self._follow(self.transport.mailbox.close())
         self.worker.publish()
 
     def take_over(self, state: Any) -> None:

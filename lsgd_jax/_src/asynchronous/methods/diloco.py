@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,7 +13,6 @@ from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods import heloco
 from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.checks import (
     check_fraction,
@@ -26,7 +24,6 @@ from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Weights = Literal["steps", "equal"]
-Correction = Literal["none", "heloco"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +56,12 @@ class DiLoCo:
     from the anchor. If the anchor itself is not finite, training has diverged, and all
     workers that receive it report a loss that is not finite.
 
-    With ``correction="heloco"`` every tensor of a pseudo-gradient is turned towards the
-    outer momentum as far as it points away from it. The momentum is then the average
-    :math:`m \leftarrow \beta m + (1 - \beta) g` and is renewed on every turn, see
-    `heloco_correct` and `heloco_step`.
-
     Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
     step, and smaller the shorter H is: docs/results/outer_momentum.md has a table.
 
     Args:
       local_steps: H, the local steps of the fastest worker.
-      learning_rate: η ≥ 0, of the outer steps. Every pseudo-gradient of HeLoCo moves the
-        anchor by η, so with W workers 0.7 diverged and 0.7 / W trained:
-        docs/results/staleness.md.
+      learning_rate: η ≥ 0, of the outer steps.
       momentum: β in [0, 1]; the paper's 0.9 diverges where H is short.
       momentum_every: N. Defaults to W, or to 1 with `together`.
       together: whether pseudo-gradients are combined in rounds.
@@ -80,15 +70,13 @@ class DiLoCo:
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
       wire: the format in which vectors travel, or a `Wire`.
-      correction: 'heloco', or 'none' for delayed Nesterov.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
-        [0, 1], unknown weights, an unknown correction, N above 1 with HeLoCo.
+        [0, 1], unknown weights.
 
     Reference: Liu, Chhaparia, Douillard, Kale, Rusu, Shen, Szlam, Ranzato, Asynchronous
-    Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135; HeLoCo, 2026,
-    arXiv:2606.00271.
+    Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135.
 
     >>> import lsgd_jax as lj
     >>> lj.asynchronous.DiLoCo(local_steps=32, momentum_every=1).learning_rate
@@ -104,7 +92,6 @@ class DiLoCo:
     delay: int = 0
     window: int = 10
     wire: Wire | WireFormat = "float32"
-    correction: Correction = "none"
 
     period = None
 
@@ -116,12 +103,6 @@ class DiLoCo:
         if self.momentum_every is not None:
             check_positive_int("momentum_every", self.momentum_every)
         check_option("weights", self.weights, get_args(Weights))
-        check_option("correction", self.correction, get_args(Correction))
-        if self.correction == "heloco" and self.momentum_every not in (None, 1):
-            raise ValueError(
-                "`momentum_every` must be 1 with correction='heloco', whose momentum every "
-                f"turn renews, got momentum_every={self.momentum_every}"
-            )
         check_not_negative("delay", self.delay)
         check_positive_int("window", self.window)
 
@@ -145,8 +126,7 @@ class DiLoCoWorker(FreeRunningWorker):
         super().__init__(worker)
         workers = worker.transport.position.workers
         self._method = method
-        at_once = method.together or method.correction == "heloco"
-        self._every = method.momentum_every or (1 if at_once else workers)
+        self._every = method.momentum_every or (1 if method.together else workers)
         start = worker.vector()
         rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
         self._set(0, np.concatenate([start, rest]))
@@ -277,15 +257,9 @@ class DiLoCoWorker(FreeRunningWorker):
     ) -> np.ndarray:
         """Returns the outer state after some pseudo-gradients with their weights."""
         method = self._method
-        if method.correction == "heloco":
-            sizes = tuple(map(math.prod, self.worker.flat.shapes))
-            given = {i: heloco.corrected(outer, g, sizes) for i, g in given.items()}
         total = sum(came[i] * g for i, g in given.items())
         if method.together:
             total = total / sum(came[i] for i in given)
-        if method.correction == "heloco":
-            rate, momentum = method.learning_rate, method.momentum
-            return np.asarray(heloco.moved(outer, total, rate, momentum))
         return np.asarray(
             delayed_nesterov(
                 outer, total, number, method.learning_rate, method.momentum, self._every

@@ -1,23 +1,22 @@
-"""The message form of a group: the kernel's rules, cut where they communicate.
+"""The message form of a group: the kernel's rules among asynchronous workers.
 
 A `Rule` communicates in one place, `agree`, and only through its group. `Agreement` traces
-`kernel.send` up to the first message and compiles that part. `Conversation` sends the
-message, and the next part is traced with the answer, up to the next message. So every rule
-runs unchanged on any engine, and messages are encoded and decoded in the compiled parts, on
-the worker's device.
+`kernel.send` with a group whose messages are equations of a `Program`. `Conversation` runs
+the program and sends its messages. So every rule runs unchanged on any engine, and messages
+are encoded and decoded in compiled parts, on the worker's device.
 
 Arrays travel as the bytes of one buffer, because a call costs more than its bytes.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+import itertools
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src.asynchronous.engine.collective import all_gather, all_reduce, broadcast
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
@@ -27,112 +26,82 @@ from lsgd_jax._src.asynchronous.engine.transport import (
     UnreachableError,
 )
 from lsgd_jax._src.asynchronous.methods.free_running import Peers
+from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
 from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.trees import Tree, mean_of, widen
+from lsgd_jax._src.wire.collectives import Permutation
+from lsgd_jax._src.wire.group import sources_of
 
 
 SMALL = 64  # elements; arrays up to this size travel with the coordinator's round
 
-Kind = Literal["gather", "broadcast", "sum", "permute", "choose"]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["content"],
-    meta_fields=["kind", "static"],
-)
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A message of a rule to its group; a compiled stage of the rule may return it.
-
-    Attributes:
-      kind: 'gather' (x) -> x of all; 'broadcast' (tree, source) -> tree; 'sum'
-        (tree, where) -> (sums, count); 'permute' (tree) -> tree; 'choose' (r) -> int.
-      static: the permutation, which is known while tracing.
-      content: its arrays.
-    """
-
-    kind: Kind
-    static: Any
-    content: Any
-
-
-class _Spoken(Exception):
-    """Ends a trace at a message that has no answer yet."""
-
-    def __init__(self, message: Message):
-        super().__init__(message.kind)
-        self.message = message
-
 
 class MessageChannel:
-    """One worker's channel, with the answers received so far; see `group.Channel`.
+    """One worker's channel, while the program of its messages is traced; see `Channel`.
 
     Args:
       size: the number of workers in the group.
       index: this worker's index.
-      answers: to its messages, in order.
     """
 
     is_all = True  # no value is stored once for several workers
     transposes = False
 
-    def __init__(self, size: int, index: Any, answers: Sequence[Any]):
+    def __init__(self, size: int, index: Any):
         self.size, self.index = size, jnp.asarray(index, jnp.int32)
-        self._answers = iter(answers)
 
-    def gather(self, x: Array) -> Array:
-        return self._say("gather", x)
+    def gather(self, tree: Tree) -> Tree:
+        row = lambda x: jax.ShapeDtypeStruct((self.size, *x.shape), x.dtype)
+        return ask("gather", tree, jax.tree.map(row, tree))
 
     def broadcast(self, tree: Tree, source: Array) -> Tree:
-        return self._say("broadcast", (tree, source))
+        return ask("broadcast", (tree, source), tree)
 
     def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
-        sums, count = self._say("sum", (widen(tree), where))
+        wide = widen(tree)
+        sums, count = ask("sum", (wide, where), (wide, jnp.float32(0)))
         return (mean_of(sums, count) if mean else sums), count
 
-    def permute(self, tree: Tree, permutation: Any) -> Tree:
-        return self._say("permute", tree, tuple(permutation))
+    def permute(self, tree: Tree, permutation: Permutation) -> Tree:
+        if not isinstance(permutation, Array):
+            ((permutation,),) = sources_of([[permutation]], self.size)
+        return ask("permute", (tree, permutation), tree)
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
-        return branches[self._say("choose", r)](operand)
-
-    def _say(self, kind: Kind, content: Any, static: Any = None) -> Any:
-        for answer in self._answers:
-            return answer
-        raise _Spoken(Message(kind, static, content))
+        return lax.switch(r, branches, operand)
 
 
 class Agreement:
-    """The stages of a pull's `kernel.send`, compiled once for all workers of a process."""
+    """The programs of a pull's `kernel.send`, shared by all workers of a process.
+
+    Attributes:
+      send: `kernel.send` for a worker's index in the group and the further arguments. It
+        can only be traced. It returns the target and the leaves of the state, None for each
+        left unchanged.
+    """
 
     def __init__(self, pull: Pull, size: int, grid: tuple[int, int]):
         self._pull, self._size, self._grid = pull, size, grid
-        self._stages: dict[tuple, Callable] = {}
+        self.send = jax.jit(self._traced)
+        self._programs: dict[Any, tuple[Program, Any]] = {}
 
-    def after(self, chosen: tuple) -> Callable:
-        """Returns the compiled function up to the next message, or to the end.
+    async def __call__(
+        self, answered: Callable[[Message], Awaitable[Tree]], *given: Any
+    ) -> tuple[Target, list[Any]]:
+        """Returns the result of `send`; `answered` sends a message, returns its answer."""
+        traced = self.send.trace(*given)
+        if traced.jaxpr not in self._programs:
+            structure = jax.tree.structure(traced.out_info)
+            self._programs[traced.jaxpr] = Program(traced.jaxpr), structure
+        program, structure = self._programs[traced.jaxpr]
+        return structure.unflatten(await program.run(jax.tree.leaves(given), answered))
 
-        It returns that message; at the end the target and the leaves of the state, None for
-        each that has not changed.
-
-        Args:
-          chosen: for each answer so far the int that was chosen; None if it is arrays.
-        """
-        if chosen not in self._stages:
-            self._stages[chosen] = jax.jit(functools.partial(self._stage, chosen))
-        return self._stages[chosen]
-
-    def _stage(self, chosen, position, answers, x, y, state, is_finite, t):
-        given = [a if c is None else c for a, c in zip(answers, chosen)]
-        channel = MessageChannel(self._size, position, given)
-        try:
-            send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
-            target, renewed = alone(lambda: send()[:2], *self._grid)
-        except _Spoken as spoken:
-            return spoken.message
+    def _traced(self, position, x, y, state, is_finite, t):
+        channel = MessageChannel(self._size, position)
+        send = lambda: kernel.send(self._pull, channel, x, y, state, is_finite, t)
+        target, renewed = alone(lambda: send()[:2], *self._grid)
         leaves = zip(jax.tree.leaves(renewed), jax.tree.leaves(state))
         return target, [None if new is old else new for new, old in leaves]
 
@@ -189,52 +158,48 @@ class Conversation:
             between.
           x, y, state, is_finite, t: as for `kernel.send`.
         """
-        chosen: tuple = ()
-        answers: list[Any] = []
-        position = np.int32(self._group.index(self._me))
-        while True:
-            stage = self._agreement.after(chosen)
-            result = stage(position, answers, x, y, state, is_finite, t)
-            if not isinstance(result, Message):
-                target, changed = result
-                return target, functools.partial(_renewed, changed)
-            if result.kind == "choose":
-                chosen += (int(result.content),)
-                answers.append(())
-                continue
-            key = (self._name, number, len(chosen))
+        sent = itertools.count()
+
+        async def answered(message: Message) -> Tree:
+            key = (self._name, number, next(sent))
             members = [i for i in self._group if i in here]
-            answer, came = await self._sent(key, members, result)
+            answer, came = await self._sent(key, members, message)
             here.difference_update(set(members).difference(came))
-            chosen += (None,)
-            answers.append(answer)
+            return answer
+
+        position = np.int32(self._group.index(self._me))
+        given = position, x, y, state, is_finite, t
+        target, changed = await self._agreement(answered, *given)
+        return target, functools.partial(_renewed, changed)
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
         """Sends a message; returns its answer, and the members that took part."""
         content = message.content
         match message.kind:
             case "gather":
-                return await self._gather(key, members, np.asarray(content))
+                return await self._gather(key, members, jax.tree.map(np.asarray, content))
             case "broadcast":
                 got = await self._broadcast(key, members, *content)
                 return placed_like(content[0], got), members
             case "sum":
                 (total, count), came = await self._sum(key, members, *content)
                 return (placed_like(content[0], total), count), came
-        got = await self._permute(key, content, message.static)
-        return placed_like(content, got), members
+        tree, sources = content
+        got = await self._permute(key, tree, np.asarray(sources))
+        return placed_like(tree, got), members
 
-    async def _gather(self, key: Hashable, members: list[int], x: np.ndarray) -> Any:
-        if x.size <= SMALL:
-            rows = await self._transport.round(key, x, members)
+    async def _gather(
+        self, key: Hashable, members: list[int], tree: Tree
+    ) -> tuple[Tree, dict[int, Any]]:
+        if sum(x.size for x in jax.tree.leaves(tree)) <= SMALL:
+            rows = await self._transport.round(key, as_bytes(tree), members)
         else:
-            sent = await all_gather(self._transport, key, as_bytes(x), members)
-            rows = {i: of_bytes(row, x) for i, row in sent.items()}
+            rows = await all_gather(self._transport, key, as_bytes(tree), members)
         if self._me not in rows:
             raise StaleWorkerError(f"worker {self._me} came too late for a gather")
-        is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
-        absent = np.full_like(x, np.nan if is_float else 0)
-        return np.stack([rows.get(i, absent) for i in self._group]), rows
+        absent = jax.tree.map(_absent, tree)
+        trees = [of_bytes(rows[i], tree) if i in rows else absent for i in self._group]
+        return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
     async def _broadcast(
         self, key: Hashable, members: list[int], tree: Tree, source: Any
@@ -257,12 +222,12 @@ class Conversation:
         total = jax.tree.map(lambda s, x: s.astype(x.dtype), total, tree)
         return (total, np.float32(count)), came
 
-    async def _permute(self, key: Hashable, tree: Tree, permutation: Any) -> Tree:
-        sources = {self._group[b]: self._group[a] for a, b in permutation}
-        if self._me in sources.values():
+    async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
+        position = self._group.index(self._me)
+        if position in sources:
             self._transport.mailbox.post(key, as_bytes(tree))
-        if self._me in sources:
-            if (got := await self._from(sources[self._me], key)) is not None:
+        if (source := sources[position]) >= 0:
+            if (got := await self._from(self._group[source], key)) is not None:
                 return of_bytes(got, tree)
         return jax.tree.map(np.zeros_like, tree)
 
@@ -285,6 +250,12 @@ def _renewed(changed: list[Any], state: PullState) -> PullState:
     leaves, treedef = jax.tree.flatten(state)
     after = [old if new is None else new for old, new in zip(leaves, changed)]
     return jax.tree.unflatten(treedef, after)
+
+
+def _absent(x: np.ndarray) -> np.ndarray:
+    """The row of a worker that has failed: nan, or 0 for integers."""
+    is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
+    return np.full_like(x, np.nan if is_float else 0)
 
 
 def as_bytes(tree: Tree) -> np.ndarray:

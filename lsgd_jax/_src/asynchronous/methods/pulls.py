@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, or workers judged by
-        their peers.
+      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
+        peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -71,6 +71,11 @@ class Pulls:
                 raise ValueError(
                     "asynchronous workers measure no loss of a peer: `judged_by` must be "
                     "'own', got judged_by='peers'"
+                )
+            if pull.rule.reads_gradient:
+                raise ValueError(
+                    "asynchronous workers pass no gradient: `exchange` must have no rule "
+                    "that reads it, as grawa does; use lsgd(...), or grawa in lock step"
                 )
 
     @property
@@ -212,6 +217,8 @@ class PullsWorker:
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's state; discards what is in flight."""
+        for agreement in self._in_flight.values():
+            agreement.cancel()  # it would go on to post the old state
         states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
         put = functools.partial(jax.tree.map, jnp.asarray)
         states = put(states) if self._sharding is None else self._sharding.put(states)

@@ -1,5 +1,6 @@
 """Joins a running program to others on Ray."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
@@ -71,7 +73,8 @@ def join(
         actor = _started(name, rank, method, timeout)
         stack.callback(ray.kill, actor)
         mailbox = ServedMailbox(method, rank, actor, timeout)
-        transport = RayTransport(name, position, timeout, mailbox, time.time(), NAMESPACE)
+        given = name, position, timeout, mailbox, time.time(), NAMESPACE
+        transport = JoinedTransport(actor, *given)
         return Peer(method, transport, stack.pop_all().close)
 
 
@@ -137,6 +140,33 @@ class ServedMailbox(Mailbox):
             ray.wait([self._shown], timeout=self._timeout)
         self._shown = self._actor.show.remote(vector(), measure)
 
-    def moved(self) -> np.ndarray | None:
-        """Asks the actor, see `Mailbox.moved`."""
-        return ray.get(self._actor.moved.remote(), timeout=self._timeout)
+
+class JoinedTransport(RayTransport):
+    """A program's transport: peers find its mailbox in an actor.
+
+    Args:
+      actor: the actor.
+      Others: as for `RayTransport`.
+    """
+
+    def __init__(self, actor: Any, *given: Any):
+        super().__init__(*given)
+        self._mailbox_actor = actor
+        self._coming: asyncio.Task | None = None
+
+    async def moved(self) -> np.ndarray | None:
+        """Asks the actor, see `Mailbox.moved`.
+
+        None if it has crashed: Ray starts it again, without any moves. An answer that is
+        late is returned by a later call, because the actor has forgotten the moves in it.
+        """
+        coming = self._coming or self.start(self._asked())
+        done, _ = await asyncio.wait([coming], timeout=self.timeout)
+        self._coming = None if done else coming
+        return coming.result() if done else None
+
+    async def _asked(self) -> np.ndarray | None:
+        try:
+            return await asyncio.wrap_future(self._mailbox_actor.moved.remote().future())
+        except RayError:
+            return None
