@@ -191,7 +191,7 @@ def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
         (optax.sgd(0.1), "`exchange` must be a method that pulls"),
         (lj.diloco(4, fragments=2), "must have no offset and no delay"),
         (lj.lsgd(judged_by="peers"), "`judged_by` must be 'own'"),
-        (lj.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
+        (lj.contrib.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
     ],
 )
 def test_invalid_pulls_are_refused(method, message):

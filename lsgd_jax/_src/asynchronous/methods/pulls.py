@@ -72,7 +72,7 @@ class Pulls:
                     "asynchronous workers measure no loss of a peer: `judged_by` must be "
                     "'own', got judged_by='peers'"
                 )
-            if pull.rule.reads_gradient:
+            if "grad" in pull.rule.reads:
                 raise ValueError(
                     "asynchronous workers pass no gradient: `exchange` must have no rule "
                     "that reads it, as grawa does; use lsgd(...), or grawa in lock step"
