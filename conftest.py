@@ -35,3 +35,11 @@ jax.devices()  # makes the devices now, because a tested command must not change
 def pytest_xdist_auto_num_workers(config):
     """Two processes for the whole suite; tests that are named run in this one."""
     return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+
+
+# Of a minute and more. They begin first, so that at the end no process waits for another.
+LONGEST = "test_every_statement_in_full", "test_the_published_levels_at_high_ranks"
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.name not in LONGEST)

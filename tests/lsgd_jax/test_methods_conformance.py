@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import GUARDED, METHODS, Run, exchanges, run_of, unguarded
+from harness import GUARDED, METHODS, WIRES, Run, exchanges, run_of, unguarded
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -322,7 +322,14 @@ def test_ignores_extra_arguments_and_needs_parameters(name):
             workers.map(lambda x, s: tx.update(x, s, value=x[0].sum())[0])(x, state)
 
 
-@pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS + ["dpsgd", "gosgd", "parle"]))
+# Each method, and each format once: the codec is the same for all methods.
+UNENCODED = [name for name in METHODS if name.rpartition("+")[2] not in WIRES]
+ENCODED = ["easgd+bfloat16", "lsgd+int8", "diloco+int4", "wagma+stochastic"]
+
+
+@pytest.mark.parametrize(
+    "name", rows_of(UNENCODED + ENCODED, fast=KINDS + ["dpsgd", "gosgd", "parle"])
+)
 def test_every_method_runs_under_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         run = Run(METHODS[name].chain(8, GUARDED(optax.sgd(0.1))), 4, 2, 2)
