@@ -174,7 +174,7 @@ def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["gcs_server", "raylet", "ray::TrainController"])
+@pytest.mark.parametrize("part", ["gcs_server", "ray::TrainController"])
 def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
     run = tmp_path / "run"
     more = ["--run-dir", str(run), *FOR_EVER, "--ray.processes", "2"]
