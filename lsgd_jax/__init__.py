@@ -90,18 +90,16 @@ from lsgd_jax._src.workers.workers import Workers as Workers
 __version__ = "0.2.0"
 
 # Names that have moved to `contrib`; 0.4 no longer knows them here.
-_MOVED = frozenset(
-    (
-        "GradientNormState",
-        "gradient_weighted",
-        "grawa",
-        "NoLoCoState",
-        "noloco",
-        "desloc",
-        "sparse_diloco",
-        "sparta",
-    )
-)
+_MOVED = {
+    "GradientNormState",
+    "NoLoCoState",
+    "desloc",
+    "gradient_weighted",
+    "grawa",
+    "noloco",
+    "sparse_diloco",
+    "sparta",
+}
 
 
 def __getattr__(name: str) -> Any:

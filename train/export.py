@@ -91,13 +91,9 @@ def _tokens(loaded: Loaded) -> dict[str, Any]:
 
 def _pixels(loaded: Loaded) -> dict[str, Any]:
     """The shape of an input, and the inputs of a black and of a white pixel."""
-    test, shape = (
-        datasets.transforms_of(loaded.config).test,
-        datasets.image_shape(loaded.config),
-    )
-    black, white = (
-        np.asarray(test(jnp.full((1, *shape), x, jnp.uint8)))[0] for x in (0, 255)
-    )
+    shape = (1, *datasets.image_shape(loaded.config))
+    test = datasets.transforms_of(loaded.config).test
+    black, white = (np.asarray(test(jnp.full(shape, x, jnp.uint8)))[0] for x in (0, 255))
     colors = {"black": black[0, 0].tolist(), "white": white[0, 0].tolist()}
     return {"shape": list(black.shape), "dtype": "float32", **colors}
 

@@ -34,8 +34,7 @@ MANY = 128  # workers per process above which placing them takes a while
 
 @dataclasses.dataclass
 class Run:
-    """An open run. Training changes only `state`, `step` and the
-    tests.
+    """An open run. Training changes only `state`, `step`, `lowest` and `last_test`.
 
     Attributes:
       config: the configuration.

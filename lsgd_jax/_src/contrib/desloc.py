@@ -1,5 +1,6 @@
 """DES-LOC: parameters and the moments of the base optimizer, each with its own period."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -47,6 +48,9 @@ def desloc(
     corrections stay local. With K_m = 3 K_x and K_v = 6 K_x a step costs half the bytes of
     local Adam with one period for all. Equal periods are that method.
 
+    The `wire` is that of the parameters. Moments travel as they are, since a second moment
+    must not be rounded below 0. A `part` is exchanged with its moments.
+
     Args:
       base: the base optimizer of one worker, such as ``optax.adamw(1e-3)``.
       period: steps between means of the parameters, K_x.
@@ -76,7 +80,7 @@ def desloc(
     wire, part = options.pop("wire", "float32"), options.pop("part", None)
     if isinstance(part, Fragment) and part.scan_axis is not None:
         raise ValueError(f"`part` must not cut leaves for `desloc`, got {part=}")
-    Pull(average(axes), 1.0, every=period, part=part, wire=wire)  # refuses a wrong option
+    of_all = Pull(average(axes), 1.0, every=period, part=part, wire=wire)
     base = optax.with_extra_args_support(base)
 
     def periods_of(state: Any) -> Mapping[str, int]:
@@ -94,13 +98,12 @@ def desloc(
 
     def around(params: Any, state: Any) -> optax.GradientTransformationExtraArgs:
         """The exchange, with the base optimizer that has this state."""
-        periods, mean = periods_of(state), average(axes)
+        periods = periods_of(state)
         taken = jax.tree.unflatten(jax.tree.structure(params), runs_of(part, params))
         others = dict.fromkeys(periods, False)
         # `with_state` exchanges the tree (parameters, {field: tree}).
-        parameters = Pull(mean, 1.0, every=period, part=(taken, others), wire=wire)
-        pulls = [parameters] + [
-            Pull(mean, 1.0, every=steps, part=(False, others | {name: taken}))
+        pulls = [dataclasses.replace(of_all, part=(taken, others))] + [
+            Pull(of_all.rule, 1.0, every=steps, part=(False, others | {name: taken}))
             for name, steps in periods.items()
         ]
         return with_state(base, exchange(*pulls, **options), *periods)

@@ -56,7 +56,8 @@ def noloco(
     G the worker and its peer in the exchange's round of the graph, with the old φ on the
     right-hand sides. γ pulls the slow weights of a pair together. Each worker sends
     β (y - φ) + γ φ to one peer, which has the bytes of its parameters. The mean of all φ
-    follows a momentum on the mean of all y - φ, since γ cancels in every group.
+    follows a momentum on the mean of all y - φ, since γ cancels in every group. A narrow
+    `wire` encodes this message; take one with stochastic rounding, see `neighbors`.
 
     With more than 4 workers a compiled program does not contain each random matching. It
     sends messages through all workers, which takes twice the bytes and an all-to-all (see

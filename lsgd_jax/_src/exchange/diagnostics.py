@@ -46,15 +46,12 @@ class Diagnostics:
         """One line, of plain numbers unless it is being traced."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
             return f"Diagnostics(axes={self.axes}, traced)"
-        counts = ("restored", "misplaced", "leader", "score")
         shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
         shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
-        shown |= {name: getattr(self, name) for name in counts}
-        texts = (
-            f"{name}={np.asarray(x).tolist() if name in counts else x}"
-            for name, x in shown.items()
-            if x is not None
-        )
+        for name in ("restored", "misplaced", "leader", "score"):
+            if (each := getattr(self, name)) is not None:
+                shown[name] = np.asarray(each).tolist()
+        texts = (f"{name}={value}" for name, value in shown.items())
         return f"Diagnostics({', '.join(texts)})"
 
     @property
