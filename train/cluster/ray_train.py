@@ -28,6 +28,7 @@ import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, RayConfig
 from train.launch import PASSED, free_port, rendezvous_options, start
+from train.messages import one_line
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`
@@ -255,12 +256,7 @@ def run(
         ):
             return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        return LOST, _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    """The message of an error of Ray, which may have many lines."""
-    return " ".join(str(error).split())[:300]
+        return LOST, one_line(error)
 
 
 @contextlib.contextmanager
@@ -349,7 +345,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
         return status, ""
     if not failures:
         return STOPPED, "the run was stopped while its processes were started"
-    return LOST, f"the run has not ended: {_one_line(failures[0])}"
+    return LOST, f"the run has not ended: {one_line(failures[0])}"
 
 
 def _show(board: Any, health: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.proposals import meant
+from train.messages import meant
 from train.task import hybrids
 
 
