@@ -27,7 +27,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, RayConfig
-from train.launch import PASSED, free_port, rendezvous_options, start
+from train.launch import OF_OTHERS, PASSED, free_port, rendezvous_options, start
 from train.messages import one_line
 
 
@@ -37,7 +37,6 @@ ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
 ANSWER_S = 60.0  # timeout of the board
 SETTLE_S = 5.0  # within which processes that a loss has ended all end
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
-OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
 
 
 @dataclasses.dataclass(frozen=True)
