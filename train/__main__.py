@@ -62,7 +62,7 @@ def on_ray(config: Config, arguments: list[str]) -> int:
     check_installed("`ray.processes`", "async", "ray", "pyarrow", "pandas")
     from train.cluster import ray_train
 
-    folder = run_folder.planned(config)
+    folder = run_folder.choose(config).absolute()
     files = folder / run_folder.CONFIG, folder / METRICS
     status, reason = ray_train.run(config, arguments, *files)
     if not reason:

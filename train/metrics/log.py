@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from train.metrics.trackers import Event, JsonLines, TensorBoard, Tracker
+from train.metrics.tensorboard import TensorBoard
+from train.metrics.trackers import Event, JsonLines, Tracker
 
 
 METRICS = "metrics.jsonl"

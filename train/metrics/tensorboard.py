@@ -9,22 +9,23 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tensorboardX import summary
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 
+from train.metrics.trackers import Event, scalars
+
 
 FLUSH_S = 30  # a killed process loses at most the events of this many seconds
 
 
-class EventFiles:
-    """TensorBoard's event files in a folder.
+class TensorBoard:
+    """The tracker of TensorBoard's event files.
 
-    Its methods raise OSError if nothing can be written. Earlier events stay readable, and
-    later ones go to a new file.
+    After an error, earlier events stay readable, and later ones go to a new file.
 
     Args:
       folder: the folder, which is created for the first event.
@@ -35,14 +36,14 @@ class EventFiles:
         self._file: RecordWriter | None = None
         self._flushed = time.monotonic()
 
-    def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the values of some quantities at a step."""
+    def write(self, event: Event) -> None:
         with self._given_up_on_error():
             if self._file is None:
                 self._file = RecordWriter(self._new_path())
-                self._file.write(_event(file_version="brain.Event:2"))
-            for name, value in scalars.items():
-                self._file.write(_event(step=step, summary=summary.scalar(name, value)))
+                self._file.write(_record(file_version="brain.Event:2"))
+            for name, value in scalars(event).items():
+                shown = summary.scalar(name, value)
+                self._file.write(_record(step=event["step"], summary=shown))
             if time.monotonic() - self._flushed > FLUSH_S:
                 self._file.flush()
                 self._flushed = time.monotonic()
@@ -74,6 +75,6 @@ class EventFiles:
             raise
 
 
-def _event(**values: Any) -> bytes:
-    event = event_pb2.Event(wall_time=time.time(), **values)  # type: ignore
-    return event.SerializeToString()
+def _record(**values: Any) -> bytes:
+    record = event_pb2.Event(wall_time=time.time(), **values)  # type: ignore
+    return record.SerializeToString()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from train.messages import one_line
-from train.metrics.tensorboard import EventFiles
 
 
 Event = Mapping[str, Any]  # with a kind, a step and seconds of training
@@ -68,23 +67,6 @@ class JsonLines:
     def _append(self, text: str) -> None:
         with open(self._path, "a") as file:
             file.write(text)
-
-
-class TensorBoard:
-    """Writes the scalars of events as TensorBoard's files.
-
-    Args:
-      folder: the folder of the files.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        self._files = EventFiles(folder)
-
-    def write(self, event: Event) -> None:
-        self._files.add(event["step"], scalars(event))
-
-    def close(self) -> None:
-        self._files.close()
 
 
 class WeightsAndBiases:

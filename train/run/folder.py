@@ -94,23 +94,18 @@ def taken(path: pathlib.Path) -> bool:
 
 
 def choose(config: Config) -> pathlib.Path:
-    """Returns the folder of a run that is about to start or resume. Creates nothing."""
-    if config.resume:
-        return to_resume(config)
-    if config.run_dir is not None:
-        return pathlib.Path(config.run_dir)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return unused(pathlib.Path(config.runs) / f"{config.name}-{stamp}")
-
-
-def planned(config: Config) -> pathlib.Path:
-    """Returns the folder of a run that other processes will start or resume.
+    """Returns the folder of a run that is about to start or resume. Creates nothing.
 
     Raises:
-      ValueError: a new run would use a folder that exists.
+      ValueError: a new run would use a folder that exists, or a path that is not UTF-8.
     """
-    folder = choose(config).absolute()
-    if not config.resume and taken(folder):
+    if config.resume:
+        return to_resume(config)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    own = pathlib.Path(config.runs) / f"{config.name}-{stamp}"
+    folder = unused(own) if config.run_dir is None else pathlib.Path(config.run_dir)
+    check_utf8(folder)
+    if taken(folder):
         raise taken_error(folder)
     return folder
 
@@ -136,9 +131,6 @@ def _make(config: Config) -> pathlib.Path:
     folder = pathlib.Path(config.run_dir or config.runs)  # until it is chosen
     try:
         folder = choose(config)
-        check_utf8(folder)
-        if taken(folder):
-            raise taken_error(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(config, folder)
     except FileExistsError:

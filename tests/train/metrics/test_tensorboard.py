@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter
 
 from train.metrics import tensorboard
-from train.metrics.tensorboard import EventFiles
+from train.metrics.tensorboard import TensorBoard
 
 
 def values(folder):
@@ -25,10 +25,14 @@ def values(folder):
     return found
 
 
+def event(step, **values):
+    return {"kind": "train", "step": step, **values}
+
+
 def test_values_are_read_as_written(tmp_path):
-    writer = EventFiles(tmp_path / "tensorboard")
-    writer.add(1, {"train/loss": 0.5, "train/steps": 3})
-    writer.add(2, {"train/loss": 0.25})
+    writer = TensorBoard(tmp_path / "tensorboard")
+    writer.write(event(1, loss=0.5, steps=3))
+    writer.write(event(2, loss=0.25))
     writer.close()
     expected = [("train/loss", 1, 0.5), ("train/steps", 1, 3.0), ("train/loss", 2, 0.25)]
     assert values(tmp_path / "tensorboard") == expected
@@ -36,9 +40,9 @@ def test_values_are_read_as_written(tmp_path):
 
 def test_buffered_events_are_written_after_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "FLUSH_S", 0)
-    writer = EventFiles(tmp_path)
-    writer.add(1, {"a": 1.0})
-    assert values(tmp_path) == [("a", 1, 1.0)]
+    writer = TensorBoard(tmp_path)
+    writer.write(event(1, a=1.0))
+    assert values(tmp_path) == [("train/a", 1, 1.0)]
     writer.close()
 
 
@@ -46,23 +50,23 @@ def test_a_full_disk_does_not_block_and_later_events_are_written(tmp_path, monke
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer = EventFiles(tmp_path)
-    writer.add(1, {"a": 1.0})
+    writer = TensorBoard(tmp_path)
+    writer.write(event(1, a=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", full)
         for step in range(2, 50):  # more than any queue would hold
             with pytest.raises(OSError, match="No space left"):
-                writer.add(step, {"a": 1.0})
-    writer.add(50, {"a": 2.0})
+                writer.write(event(step, a=1.0))
+    writer.write(event(50, a=2.0))
     writer.close()
-    assert values(tmp_path) == [("a", 1, 1.0), ("a", 50, 2.0)]
+    assert values(tmp_path) == [("train/a", 1, 1.0), ("train/a", 50, 2.0)]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_an_error_at_the_end_is_raised_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tensorboard, "RecordWriter", lambda path: RecordWriter("/dev/full"))
-    writer = EventFiles(tmp_path)
-    writer.add(1, {"a": 1.0})  # is buffered
+    writer = TensorBoard(tmp_path)
+    writer.write(event(1, a=1.0))  # is buffered
     with pytest.raises(OSError, match="No space left"):
         writer.close()
     writer.close()

@@ -18,7 +18,7 @@ from harness import exchanges
 from train import plots
 from train.config import WorkersConfig
 from train.metrics import log
-from train.metrics.tensorboard import EventFiles
+from train.metrics.tensorboard import TensorBoard
 from train.run import checkpoints, loop, stopwatch
 from train.run.loop import train
 from train.task import methods
@@ -276,13 +276,13 @@ def test_a_full_disk_loses_only_the_new_checkpoints(opened, monkeypatch, capsys)
 
 @pytest.mark.parametrize("full", ["from the start", "at the end"])
 def test_missing_metrics_are_reported_in_the_last_line(full, opened, capsys, monkeypatch):
-    def no_space(files, close=EventFiles.close):
+    def no_space(files, close=TensorBoard.close):
         close(files)
         raise OSError(28, "No space left on device")
 
     run = opened()
     if full == "at the end":
-        monkeypatch.setattr(EventFiles, "close", no_space)
+        monkeypatch.setattr(TensorBoard, "close", no_space)
     else:
         (run.folder / "metrics.jsonl").mkdir()  # in the way
     result = train(run)
