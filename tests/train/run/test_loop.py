@@ -96,15 +96,17 @@ def test_metrics_hold_all_intervals_elections_and_tests(finished):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_distances_are_measured_on_both_sides_of_an_exchange(opened):
-    method = methods.make("local-sgd", period=3)
-    result = train(opened(method=method, steps=11, log_every=8, test_every=20))
-    first, last = log.read(result.folder)["train"]
-    step, apart, together = first["exchange"]
-    again, before, equal = last["exchange"]
-    assert (step, again, before) == (6, 9, first["consensus_distance"])
-    assert min(apart, before, last["consensus_distance"]) > 0.01
-    assert max(together, equal) < 1e-6
+def test_distances_are_measured_on_both_sides_of_an_exchange(opened, tmp_path):
+    """Also where the step before it ends the interval before."""
+    run = opened(log_every=1, test_every=20, run_dir=str(tmp_path / "each"))
+    each = log.read(train(run).folder)["train"]
+    distance = {event["step"]: event["consensus_distance"] for event in each}
+    events = log.read(train(opened(log_every=3, steps=11, test_every=20)).folder)["train"]
+    expected = [[t, distance[t - 1], distance[t]] for t in (2, 6, 8, 10)]
+    assert [event["exchange"] for event in events] == expected
+    assert [event["consensus_distance"] for event in events] == [
+        distance[t] for t in (3, 6, 9, 11)
+    ]
 
 
 def test_bytes_sent_are_exchanges_times_parameters(finished):

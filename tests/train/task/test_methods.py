@@ -5,6 +5,7 @@ import inspect
 import pickle
 import typing
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,12 +14,13 @@ import tiny
 
 import lsgd_jax as lj
 from configs.digits import CONFIG
+from train.cluster.session import Session
 from train.config import OptimizerConfig
-from train.run.loop import train
-from train.run.open import open_run
 from train.task import methods
-from train.task.experiment import make_optimizer
+from train.task.asynchronous import Place
+from train.task.experiment import Task, make_optimizer
 from train.task.methods import METHODS, ROWS
+from train.task.state import TrainState
 
 
 METHODS_OF_THE_LIBRARY = "lsgd_jax._src.methods", "lsgd_jax._src.contrib"
@@ -131,18 +133,21 @@ def test_clipping_follows_the_aggregation():
     np.testing.assert_allclose(seen, [[-1.5, -1.5]])
 
 
-def test_peers_judge_workers_in_the_trainer(tmp_path, monkeypatch):
+def test_the_step_passes_its_loss_as_a_function(monkeypatch):
+    """With it, peers judge workers."""
     tiny.install(set=monkeypatch.setattr)
-    method = methods.make("lsgd", local_period=2, global_period=4, judged_by="peers")
-    folder = str(tmp_path / "run")
-    config = dataclasses.replace(tiny.SMALL, method=method, steps=4, run_dir=folder)
-    run = open_run(config)
-    train(run)
-    inside, over_all = lj.diagnostics(run.state.opt_state)
-    nodes = np.asarray(inside.score).reshape(2, 2)
-    assert np.isfinite(nodes).all()
-    np.testing.assert_array_equal(inside.leader, nodes.argmin(axis=1).repeat(2))
-    assert (over_all.leader == np.argmin(over_all.score)).all()
+    task = Task(tiny.SMALL, None, Place(0, 1, {}), print, Session())
+
+    def update(updates, state, params, *, value, value_fn, **_):
+        half = jax.tree.map(lambda x: x / 2, params)
+        return updates, jnp.stack([value, value_fn(params), value_fn(half)])
+
+    task.tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params, source = task.first_variables()["params"], task.forward.source
+    state = TrainState(params, {}, (), jax.random.key(0), lj.Shared(jnp.int32(0)))
+    (batch,) = source.batches(range(1))
+    _, (value, same, other), *_ = jax.jit(task.learn)(state, source.data, batch)
+    assert value == pytest.approx(same) and value != pytest.approx(other)
 
 
 @pytest.mark.parametrize(
