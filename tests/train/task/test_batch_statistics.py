@@ -11,9 +11,8 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.run.loop import train
-from train.run.open import open_run
 from train.task import batch_statistics, methods
+from train.task.experiment import Experiment
 
 
 class Normed(nn.Module):
@@ -36,17 +35,17 @@ def installed():
 
 
 @pytest.fixture(scope="module")
-def runs(installed, tmp_path_factory):
-    """A finished run with each policy."""
-    finished = {}
+def trained(installed):
+    """An experiment with each policy, and its state after 8 steps."""
+    found = {}
     for policy in ("average", "reestimate"):  # in training 'keep' equals 'reestimate'
-        folder = tmp_path_factory.mktemp(policy) / "run"
-        config = dataclasses.replace(
-            tiny.SMALL, steps=8, batch_statistics=policy, run_dir=str(folder)
-        )
-        run = open_run(config)
-        finished[policy] = run, train(run)
-    return finished
+        config = dataclasses.replace(tiny.SMALL, batch_statistics=policy)
+        experiment = Experiment(config)
+        state = experiment.init()
+        for t in range(8):
+            state, _ = experiment.step(state, experiment.data, experiment.batch(t))
+        found[policy] = experiment, state
+    return found
 
 
 def test_the_statistics_of_a_batch_are_its_mean_and_variance():
@@ -60,34 +59,33 @@ def test_the_statistics_of_a_batch_are_its_mean_and_variance():
     np.testing.assert_allclose(got["var"], x.var(axis=0), rtol=1e-4)
 
 
-def test_statistics_never_influence_the_parameters(runs):
+def test_statistics_never_influence_the_parameters(trained):
     """Training normalizes a batch by itself, so that all policies give equal parameters."""
-    averaged, reestimated = (run.state.params for run, _ in runs.values())
+    averaged, reestimated = (state.params for _, state in trained.values())
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, averaged, reestimated)
 
 
-def test_only_averaged_statistics_are_equal_after_an_exchange(runs):
-    apart = lambda policy: float(lj.consensus_distance(runs[policy][0].state.stats))
+def test_only_averaged_statistics_are_equal_after_an_exchange(trained):
+    apart = lambda policy: float(lj.consensus_distance(trained[policy][1].stats))
     assert apart("reestimate") > 1e-3
     assert apart("average") < 1e-6  # the last step had a pull
 
 
-def test_averaged_statistics_are_the_mean_of_kept_ones(runs):
+def test_averaged_statistics_are_the_mean_of_kept_ones(trained):
     """Averaging commutes with the running mean, which is linear, for equal inputs."""
-    kept, averaged = (runs[x][0].state.stats for x in ("reestimate", "average"))
+    kept, averaged = (trained[x][1].stats for x in ("reestimate", "average"))
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(averaged)):
         np.testing.assert_allclose(a.mean(axis=0), b[0], rtol=1e-4, atol=1e-5)
 
 
-def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(runs):
-    run, _ = runs["reestimate"]
-    experiment = run.experiment
-    before = [np.asarray(x) for x in jax.tree.leaves(run.state.stats)]
-    center = lj.consensus(run.state.params)
-    got = experiment.reestimated(center, lj.consensus(run.state.stats))
-    experiment.test_center(run.state)
-    for a, b in zip(before, jax.tree.leaves(run.state.stats)):
+def test_reestimation_uses_the_tested_parameters_and_changes_no_worker(trained):
+    experiment, state = trained["reestimate"]
+    before = [np.asarray(x) for x in jax.tree.leaves(state.stats)]
+    center = lj.consensus(state.params)
+    got = experiment.reestimated(center, lj.consensus(state.stats))
+    experiment.test_center(state)
+    for a, b in zip(before, jax.tree.leaves(state.stats)):
         np.testing.assert_array_equal(a, b)
 
     images = experiment.data.value[0]
