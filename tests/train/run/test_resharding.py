@@ -211,7 +211,7 @@ def check_resized(method, before, restored):
 # The state of each is like that of a method that is tested by default.
 ALIKE = "post-local-sgd diloco diloco-leader downpour adpsgd licm independent".split()
 ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
-ALIKE += "desloc sparta sparse-diloco".split()
+ALIKE += "desloc sparta sparse-diloco krum geometric-median trimmed-mean".split()
 
 
 @pytest.mark.parametrize(
