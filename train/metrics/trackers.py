@@ -61,7 +61,7 @@ class JsonLines:
         pass
 
     def _end_a_cut_off_line(self) -> None:
-        """Ends a last line that a crash or a full disk cut off, so that the next is whole."""
+        """Ends a last line that a crash or a full disk cut off."""
         if not self._ends_with_a_line and self._path.exists():
             if self._path.read_bytes()[-1:] not in (b"\n", b""):
                 self._append("\n")
