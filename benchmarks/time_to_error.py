@@ -30,8 +30,7 @@ from side_by_side import Arm, longest_period
 from torch_peers import Peers
 from usage import one_line_errors
 
-from train import compilation_cache
-from train import config as configuration
+from train import compilation_cache, settings
 from train.config import Config
 from train.data import transforms
 from train.run import folder
@@ -53,7 +52,7 @@ def configs_of(races) -> dict[str, Config]:
     paths = {
         run["method"]: races / f"{run['method']}-{run['seed']}" for run in runs_of(races)
     }
-    return {name: configuration.read(path / folder.CONFIG) for name, path in paths.items()}
+    return {name: settings.read(path / folder.CONFIG) for name, path in paths.items()}
 
 
 def steps_to(error, races):

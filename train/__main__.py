@@ -20,8 +20,9 @@ try:
         WRONG_USAGE,
     )
     from train.cluster.session import Session, WorkersLost, is_of_xla
-    from train.config import Config, check_installed
+    from train.config import Config
     from train.data.arrays import DataError
+    from train.messages import check_installed
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
     from train.run import lock
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 def on_ray(config: Config, arguments: list[str]) -> int:
     """Trains in lock step in processes of Ray; returns the exit status."""
-    check_installed("pyarrow", "pandas")  # Ray Train needs them
+    check_installed("`ray.processes`", "async", "ray", "pyarrow", "pandas")
     from train.cluster import ray_train
 
     folder = run_folder.planned(config)

@@ -12,7 +12,7 @@ import pathlib
 import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import tyro
@@ -20,10 +20,11 @@ from tyro import _errors
 
 import configs
 import lsgd_jax as lj
-from train import config as configuration
-from train.config import Config
-from train.proposals import meant
+from train import settings
+from train.config import SETTINGS, Config, fields
+from train.messages import meant
 from train.run import folder as run_folder
+from train.task.methods import METHODS
 
 
 PROGRAM = "python -m train"
@@ -37,13 +38,11 @@ FILE = """
 --config FILE takes settings from a JSON file: config.json of a run, or some of its lines.
 Options on the command line are applied on top.
 """
+HELP = {"-h", "--help"}
 T = TypeVar("T")
 
-# Options that are read first because the defaults of others depend on them.
-CHOICES = (
-    "method.name model data.name optimizer.name optimizer.schedule steps name runs run_dir "
-    "resume"
-).split()
+# Settings that say which run to resume.
+WHERE = "name", "runs", "run_dir", "resume"
 
 
 def experiments() -> dict[str, tuple[str, Config]]:
@@ -63,122 +62,104 @@ def experiments() -> dict[str, tuple[str, Config]]:
 def parse(arguments: Sequence[str]) -> Config:
     """Returns the configuration for a command line.
 
-    With --resume, the defaults are the settings of the run and the workers of its latest
-    checkpoint.
+    Settings come from the experiment, or from the run to resume and the workers of its
+    latest checkpoint; then from the file of --config; then from the options.
 
     Raises:
       ValueError: a wrong command line, or an impossible setting.
       SystemExit: --help or --version was given and has been printed.
     """
-    known, prog, options = experiments(), PROGRAM, []
-    some, arguments = _settings_in_file(arguments)
-    if list(arguments) == ["--version"]:
-        print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
-        raise SystemExit(0)
-    if some and (not arguments or arguments[0].startswith("--")):
-        arguments = [str(some.get("experiment") or some.get("name", "")), *arguments]
-    name, *rest = arguments or [""]
-    shown = {each: (text.partition("\n")[0], x) for each, (text, x) in known.items()}
-    if name in known:
-        text, config = known[name]
-        config, rest, prog = _chosen(config, rest, some)
-        shown[name] = text + "\n" + FILE, config
-        fields = configuration.fields(config).keys() - {"method.name", "experiment"}
-        options = [f"--{x.replace('_', '-')}" for x in fields | {"method", "config"}]
-    elif name not in ("-h", "--help"):
+    known = experiments()
+    file, given, rest = _given(arguments)
+    if rest and not rest[0].startswith("-"):
+        name, *rest = rest
+    else:
+        name = str(file.get("experiment") or file.get("name", ""))
+    if name not in known:
+        _print_general_help(rest, known)
         raise ValueError(
             f"expected one of {', '.join(known)}, got {name!r}{meant(name, known)}; see "
             f"{PROGRAM} --help"
         )
-    with one_line_errors(prog, options):
-        config = tyro.extras.overridable_config_cli(
-            shown, prog=PROGRAM, description=DESCRIPTION, args=[name, *rest]
-        )
+    if (of := file.get("experiment") or name) != name:
+        raise ValueError(f"--config is of {of!r}, not of {name!r}")
+    text, config = known[name]
+    found = {**file, **given}
+    where = settings.changed(config, {x: found[x] for x in WHERE if x in found})
+    if where.resume:
+        config = _resumed(where)
+    config = settings.changed(settings.changed(config, file), given)
+    if rest:
+        _print_help(rest, text, config, known)
+        names = fields(config).keys() - {"method.name", "experiment"} | {"method", "config"}
+        options = [f"--{x.replace('_', '-')}" for x in names]
+        raise ValueError(f"{_unrecognized(rest[0], options)}; see {PROGRAM} {name} --help")
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
     return config
 
 
-def _settings_in_file(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings in the file of --config, if any, and the remaining arguments."""
+def _given(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Parses the options of a command line, those of all methods among them.
 
-    def of_file(config: pathlib.Path | None = None) -> dict[str, Any]:
-        return {} if config is None else configuration.read_some(config)
-
+    Returns:
+      The settings in the file of --config, the settings that are given as options, both by
+      their full names, and the remaining arguments.
+    """
+    hints = {name: setting.hint for name, setting in SETTINGS.items()}
+    for method in METHODS.values():
+        own = typing.get_type_hints(method)
+        hints |= {f"method.{x.name}": own[x.name] for x in dataclasses.fields(method)}
+    hints |= {"method": str, "config": pathlib.Path}
+    del hints["experiment"]
+    given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
     with one_line_errors(PROGRAM):
-        return tyro.cli(of_file, args=arguments, return_unknown_args=True, add_help=False)
-
-
-def _chosen(
-    config: Config, arguments: Sequence[str], some: Mapping[str, Any]
-) -> tuple[Config, list[str], str]:
-    """Applies the settings of a file, and the options that choose defaults.
-
-    Returns:
-      The configuration for the other options to override, those options, and the command
-      whose --help explains them.
-    """
-    own, prog = config.method.name, f"{PROGRAM} {config.experiment}"
-    config = _overlaid(config, some)
-    choices, rest = _choices(config, arguments, prog)
-    if choices["resume"]:
-        config = _overlaid(_resumed(config, choices), some)
-        choices, rest = _choices(config, arguments, prog)
-    name = choices["method.name"]
-    prog += "" if name == own else f" --method {name}"
-    return configuration.switched(config, choices), rest, prog
-
-
-def _overlaid(config: Config, some: Mapping[str, Any]) -> Config:
-    of = some.get("experiment") or config.experiment
-    if of != config.experiment:
-        raise ValueError(f"--config is of {of!r}, not of {config.experiment!r}")
-    return configuration.overlaid(config, some) if some else config
-
-
-def _choices(
-    config: Config, arguments: Sequence[str], prog: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Parses the choices of a command line.
-
-    Args:
-      config: the defaults.
-      arguments: the command line.
-      prog: the command whose --help explains the options.
-
-    Returns:
-      The choices by their full names, and the remaining arguments.
-    """
-    values, options = configuration.fields(config), []
-    for name in CHOICES:
-        is_method = name == "method.name"
-        hint = str if is_method else configuration.SETTINGS[name].hint
-        option = tyro.conf.arg(name="method" if is_method else name)
-        default = dataclasses.field(default=values[name])
-        options.append((name.replace(".", "_"), Annotated[hint, option], default))
-    made = dataclasses.make_dataclass("Choices", options)
-    with one_line_errors(prog):
-        chosen, rest = tyro.cli(
-            made, args=arguments, return_unknown_args=True, add_help=False
+        given, rest = tyro.cli(
+            given_only, args=arguments, return_unknown_args=True, add_help=False
         )
-    return dict(zip(CHOICES, dataclasses.astuple(chosen))), rest
+    file = given.pop("config", None)
+    if "method" in given:
+        given["method.name"] = given.pop("method")
+    return {} if file is None else settings.read_some(file), given, rest
 
 
-def _resumed(config: Config, choices: Mapping[str, Any]) -> Config:
-    """The configuration of the run to resume."""
+def _print_general_help(arguments: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Prints the version or the experiments, if that is asked for, and exits."""
+    if list(arguments) == ["--version"]:
+        print(f"lsgd_jax {lj.__version__}, jax {jax.__version__}")
+        raise SystemExit(0)
+    if HELP.intersection(arguments):
+        lines = (f"{name:19}{text.splitlines()[0]}" for name, (text, _) in known.items())
+        print(f"usage: {PROGRAM} NAME [OPTIONS]\n\n{DESCRIPTION}", *lines, sep="\n")
+        raise SystemExit(0)
+
+
+def _print_help(
+    arguments: Sequence[str], text: str, config: Config, known: Mapping[str, Any]
+) -> None:
+    """Prints the options with their values in a configuration, if asked for, and exits."""
+    if HELP.intersection(arguments):
+        prog, method = f"{PROGRAM} {config.experiment}", config.method.name
+        if method != known[config.experiment][1].method.name:
+            prog += f" --method {method}"
+        tyro.cli(
+            Config, default=config, prog=prog, description=text + "\n" + FILE, args=["-h"]
+        )
+
+
+def _resumed(config: Config) -> Config:
+    """The configuration of the run that a configuration resumes."""
     from train.run import resharding  # --help does not need to read checkpoints
     from train.run.checkpoints import latest_notes
 
-    where = {name: choices[name] for name in ("runs", "run_dir", "resume")}
-    wanted = dataclasses.replace(config, name=choices["name"], **where)
-    folder = run_folder.to_resume(wanted)
-    saved = configuration.read(folder / run_folder.CONFIG)
+    folder = run_folder.to_resume(config)
+    saved = settings.read(folder / run_folder.CONFIG)
     began_as = saved.experiment or saved.name
     if began_as != config.experiment and began_as in experiments():
         raise ValueError(f"{folder} is a run of {began_as!r}, not of {config.experiment!r}")
-    where["experiment"] = config.experiment
+    kept = {x: getattr(config, x) for x in ("runs", "run_dir", "resume", "experiment")}
     latest = resharding.grid(latest_notes(folder / run_folder.CHECKPOINTS))
-    return dataclasses.replace(saved, workers=latest or saved.workers, **where)
+    return dataclasses.replace(saved, workers=latest or saved.workers, **kept)
 
 
 @contextlib.contextmanager
@@ -260,9 +241,7 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             _errors.UnrecognizedArgs(tokens=[unknown, *_])
             | _errors.MissingArgs(unrecognized_tokens=[unknown, *_])
         ):
-            given = unknown.partition("=")[0].replace("_", "-")
-            kind = "option" if unknown.startswith("-") else "argument"
-            return f"unrecognized {kind} {unknown}{_suggestion(given, names)}"
+            return _unrecognized(unknown, names)
         case _errors.InvalidChoice():
             choices, value = event.choices, event.value
             listed = ", ".join(choices)
@@ -273,9 +252,15 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             missing = [given.arg.display_name() for given in event.missing_arguments]
             return f"{', '.join(missing)} must be given"
         case _errors.InstantiationFailure():
-            message = event.message.splitlines()[0].rstrip(".")
+            message = event.message.partition("\n")[0].rstrip(".")
             return f"{option}: {message}" if option else message
     return None
+
+
+def _unrecognized(argument: str, names: list[str]) -> str:
+    given = argument.partition("=")[0].replace("_", "-")
+    kind = "option" if argument.startswith("-") else "argument"
+    return f"unrecognized {kind} {argument}{_suggestion(given, names)}"
 
 
 def _suggestion(given: str, names: list[str]) -> str:

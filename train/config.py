@@ -1,29 +1,22 @@
-"""The configuration of a run: frozen dataclasses, from which tyro makes the command line.
+"""The settings of a run: frozen dataclasses, from which tyro makes the command line.
 
 A setting has a full name, such as `optimizer.momentum`, on the command line, in messages
-and in the tables of this file. Its type carries the conditions on its value, which `Config`
-checks.
+and in the table `SETTINGS`. Its type carries the conditions on its value, which `Config`
+checks. `train.settings` reads, writes, compares and changes configurations.
 """
 
 import dataclasses
-import importlib.util
-import json
 import math
-import os
-import pathlib
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-import lsgd_jax as lj
 from train.data.text import Tokens
-from train.proposals import meant
 from train.task import methods
 from train.task.batch_statistics import Policy
-from train.task.methods import METHODS, Method, find
+from train.task.methods import METHODS, Method
 
 
 class Rule(NamedTuple):
@@ -386,7 +379,7 @@ class Setting(NamedTuple):
     notes: tuple[Any, ...]
 
 
-def _settings(
+def settings_of(
     cls: Any, prefix: str = "", notes: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Setting]]:
     """Yields the settings of a dataclass by their full names."""
@@ -397,12 +390,12 @@ def _settings(
             hint, *more = typing.get_args(hint)
             every = *notes, *more
         if dataclasses.is_dataclass(hint):
-            yield from _settings(hint, f"{prefix}{field.name}.", every)
+            yield from settings_of(hint, f"{prefix}{field.name}.", every)
         else:
             yield prefix + field.name, Setting(hint, field.default, every)
 
 
-SETTINGS = dict(_settings(Config))  # without those of a method
+SETTINGS = dict(settings_of(Config))  # without those of a method
 WORKERS, DISTRIBUTED, RAY = (
     {name for name in SETTINGS if name.startswith(f"{group}.")}
     for group in ("workers", "distributed", "ray")
@@ -411,10 +404,6 @@ FREE_PER_PROCESS = {x for x in SETTINGS if LOCAL in SETTINGS[x].notes}
 FREE_ON_RESUME = FREE_PER_PROCESS | {
     name for name, x in SETTINGS.items() if FREE in x.notes
 }
-
-# The default learning rate of each optimizer when the command line selects it: usual values
-# differ by orders of magnitude.
-USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
 
 FLOAT32_MAX = 3.4028235e38
 MOST_WORKERS = 2**16  # jax needs longer to place many more than any run lasts
@@ -432,7 +421,7 @@ def check_each(values: Mapping[str, Any]) -> None:
     is_text = (values["data.name"] == "text", values["model"] == "transformer")
     if is_text[0] != is_text[1]:
         _refuse("model", "transformer with data.name=text, and only there", values)
-    for name, choice in _without_effect(values):
+    for name, choice in without_effect(values):
         _check_left_out([name], f"with {choice}={values[choice]}", values)
     for name, setting in SETTINGS.items():
         for rule in setting.notes:
@@ -447,7 +436,7 @@ def check_each(values: Mapping[str, Any]) -> None:
                 _refuse(name, "less than 2**31", values)
 
 
-def _without_effect(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def without_effect(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields (setting, choice) for settings that belong to another value of the choice."""
     for name, setting in SETTINGS.items():
         for note in setting.notes:
@@ -504,221 +493,25 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "distributed.process_id", "in [0, num_processes)", fits
 
 
-def check_installed(*others: str) -> None:
-    """Raises ValueError if Ray, or another package that it needs, is not installed."""
-    needed = ("ray", *others)
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            "asynchronous workers and `ray.processes` need Ray, and "
-            f'{missing[0]} is not installed: pip install "lsgd_jax[async]"'
-        )
-
-
-# The format of run folders. 1, which is not noted in them: lsgd_jax 0.1.0.
-FORMAT = 2
-
-
-def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> list[str]:
-    """Describes the settings that make `new` another experiment, except for `free` ones.
-
-    >>> old = Config(name="a", model="cnn7")
-    >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
-    ['seed: the run has 0, the command says 1']
-    """
-    if "cosine" in (old.optimizer.schedule, new.optimizer.schedule):
-        free = free - {"steps"}  # the learning rate of every step depends on it
-    before, after = fields(old), fields(new)
-    both = before.keys() & after.keys() - free
-    return [
-        f"{field}: the run has {before[field]!r}, the command says {after[field]!r}"
-        for field in sorted(both)
-        if before[field] != after[field]
-    ]
-
-
-def began_with(config: Config) -> dict[str, Any]:
-    """The settings that never change during a run, as JSON represents them."""
-    kept = {name: x for name, x in fields(config).items() if name not in FREE_ON_RESUME}
-    del kept["name"]
-    return json.loads(json.dumps(kept))
-
-
 def fields(config: Config) -> dict[str, Any]:
     """All settings by their full names.
 
     >>> fields(Config(name="a", model="cnn7"))["workers.nodes"]
     2
     """
-    return _flat(_to_dict(config))
+    return flat(nested(config))
 
 
-def switched(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other settings, given by their full names.
-
-    Settings that do not belong to the new choices take their defaults. In a shorter run the
-    warm-up takes at most half of the steps, unless the run is resumed.
-
-    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
-    >>> other = switched(old, {"optimizer.name": "adamw"}).optimizer
-    >>> other.momentum, other.learning_rate, other.clip
-    (None, 0.001, 1.0)
-    """
-    old = fields(config)
-    new = old | dict(changes)
-    if new["optimizer.name"] != old["optimizer.name"]:
-        new["optimizer.learning_rate"] = USUAL_RATES[new["optimizer.name"]]
-    if new["method.name"] != old["method.name"]:
-        for option in dataclasses.fields(config.method):
-            del new[f"method.{option.name}"]
-    for name, _ in _without_effect(new):
-        new[name] = SETTINGS[name].default
-    if new["steps"] < old["steps"] and not new["resume"]:
-        half = new["steps"] // 2
-        new["optimizer.warmup_steps"] = min(new["optimizer.warmup_steps"], half)
-    return _built(new)
-
-
-def _built(values: Mapping[str, Any]) -> Config:
-    """The configuration with settings by their full names; others take their defaults."""
-    groups: dict[str, dict[str, Any]] = {"": {}, "method": {}}
-    for name, value in values.items():
-        group, _, own = name.rpartition(".")
-        groups.setdefault(group, {})[own] = value
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    own, method = groups.pop(""), methods.make(**groups.pop("method"))
-    made: dict[str, Any] = {name: kinds[name](**group) for name, group in groups.items()}
-    return Config(**own, **made, method=method)
-
-
-def write(config: Config, path: os.PathLike) -> None:
-    """Writes the configuration to a new JSON file, without the rendezvous."""
-    values = _to_dict(config)
-    del values["distributed"]
-    with open(path, "x") as file:
-        json.dump({"format": FORMAT} | values, file, indent=2)
-        file.write("\n")
-
-
-def read(path: os.PathLike) -> Config:
-    """Reads a configuration that `write` wrote.
-
-    Raises:
-      ValueError: the file is missing, does not hold a configuration, or belongs to a
-        version whose checkpoints are in another format.
-    """
-    try:
-        values = json.loads(pathlib.Path(path).read_text())
-        if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
-        if (found := values.pop("format", 1)) != FORMAT:
-            raise ValueError(
-                f"its run is in format {found}, which only the version that wrote it can "
-                f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
-            )
-        values.pop("distributed", None)  # 0.2.0 wrote it
-        flat = _flat(values)
-        for name in ("name", "model", "method.name"):
-            if name not in flat:
-                raise ValueError(f"{name} is missing")
-        return _built(_restored(flat, flat["method.name"]))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def read_some(path: os.PathLike) -> dict[str, Any]:
-    """Reads settings, by their full names, from a JSON file that may lack some.
-
-    config.json of a run is such a file. It does not say where another run shall be, so the
-    run folder is left out, and so is the rendezvous.
-
-    Raises:
-      ValueError: the file cannot be read or holds no JSON object.
-    """
-    try:
-        values = json.loads(pathlib.Path(path).read_text())
-        if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if values.pop("format", None) is not None:
-        for name in ("distributed", "run_dir", "resume"):
-            values.pop(name, None)
-    return _flat(values)
-
-
-def overlaid(config: Config, some: Mapping[str, Any]) -> Config:
-    """Returns the configuration with settings from a file over it; see `read_some`.
-
-    Raises:
-      ValueError: a setting is unknown, of a wrong type or impossible.
-
-    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9))
-    >>> new = overlaid(old, {"method.name": "easgd", "optimizer.name": "lion"})
-    >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate
-    ('easgd', None, 0.0001)
-    """
-    own = {"method.name": config.method.name, **some}
-    given = _restored(own, own["method.name"])
-    return _built(fields(switched(config, given)) | given)
-
-
-def _restored(values: Mapping[str, Any], method: Any) -> dict[str, Any]:
-    """Settings as they were before JSON, which has no tuples.
-
-    Args:
-      values: the settings.
-      method: the name of their method.
-
-    Raises:
-      ValueError: a setting, which it names, is unknown or of a wrong type.
-    """
-    restored: dict[str, Any] = {}
-    known = SETTINGS | dict(_settings(find(str(method)), "method."))
-    for name, value in values.items():
-        if name == "method.name":
-            continue
-        if name not in known:
-            raise ValueError(f"there is no setting {name}{meant(name, known)}")
-        value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
-        if not _is_of(hint, value):
-            kind = hint.__name__ if isinstance(hint, type) else str(hint)
-            kind, got = kind.replace("typing.", ""), json.dumps(value)
-            raise ValueError(f"`{name}` must be of type {kind}, got {name}={got}")
-        restored[name] = value
-    return restored | {"method.name": method}
-
-
-def _is_of(hint: Any, value: Any) -> bool:
-    """Whether a value is of the type of a setting.
-
-    >>> _is_of(float | None, 3), _is_of(tuple[int, ...], (1, "2")), _is_of(int, True)
-    (True, False, False)
-    """
-    parts = typing.get_args(hint)
-    match typing.get_origin(hint):
-        case typing.Literal:
-            return value in parts
-        case typing.Union | types.UnionType:
-            return any(_is_of(part, value) for part in parts)
-        case origin if origin is tuple and isinstance(value, tuple):
-            each = parts[:1] * len(value) if parts[-1] is ... else parts
-            return len(value) == len(each) and all(map(_is_of, each, value))
-    return type(value) in ((int, float) if hint is float else (hint,))
-
-
-def _to_dict(config: Config) -> dict[str, Any]:
+def nested(config: Config) -> dict[str, Any]:
     """The configuration as nested dicts, with the name of the method among its options."""
     values = dataclasses.asdict(config)
     return values | {"method": {"name": config.method.name, **values["method"]}}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested dicts by their paths; an empty dict is a value."""
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+        is_group = isinstance(value, dict) and value
+        values |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+    return values

@@ -5,7 +5,6 @@ statistics, and `model.json`, which describes the model.
 """
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import shutil
@@ -20,8 +19,9 @@ from flax.traverse_util import flatten_dict
 
 import lsgd_jax as lj
 from train import cli, command
-from train import config as configuration
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.config import fields
+from train.messages import check_installed
 from train.run.loading import Loaded, Which, load
 from train.task import datasets
 
@@ -44,8 +44,7 @@ def export(
       ValueError: the run cannot be loaded, or the folder exists.
       OSError: the files cannot be written. The folder is removed then.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise ValueError('safetensors is not installed: pip install "lsgd_jax[export]"')
+    check_installed("the export", "export", "safetensors")
     from safetensors.numpy import save_file
 
     loaded = load(run, which, worker=None if model == "center" else "best")
@@ -80,7 +79,7 @@ def description(loaded: Loaded) -> dict[str, Any]:
         "input": _tokens(loaded) if vocabulary is not None else _pixels(loaded),
         "outputs": loaded.outputs,
         "characters": None if vocabulary is None else vocabulary.characters,
-        "configuration": configuration.fields(loaded.config),
+        "configuration": fields(loaded.config),
     }
 
 

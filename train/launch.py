@@ -13,7 +13,6 @@ the trainer's `--ray.processes` instead.
 import argparse
 import contextlib
 import ctypes
-import errno
 import glob
 import os
 import runpy
@@ -27,14 +26,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from train.cluster.exit_status import LOST, SIGNALED, STOPPED, WRONG_USAGE
+from train.cluster.exit_status import LOST, SIGNALED, SUCCESS, WRONG_USAGE
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # variable that jax's coordinator reads
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GONE = (errno.EPIPE, errno.EIO)  # the reader or the terminal of an output is gone
+OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
 
 
 def child() -> NoReturn:
@@ -134,94 +133,42 @@ def environments(
     return [common | {"CUDA_VISIBLE_DEVICES": ",".join(ids)} for ids in mine]
 
 
-class Processes:
-    """The processes of a run, from their start until all have ended."""
+def wait(children: Sequence[subprocess.Popen[str]], grace: float) -> int:
+    """Blocks until all processes have ended. Returns the status of the one that failed.
 
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[Sequence[str]],
-        environments: Sequence[Mapping[str, str]],
-    ):
-        self._passed_on = 0  # signals
-        self._lost_output = False
-        self._printing = threading.Lock()  # keeps lines whole
-        self._children: list[subprocess.Popen[str]] = []
-        for number in PASSED:
-            signal.signal(number, self._pass_on)
-        for own in zip(arguments, environments):
-            # In a process group of its own, Ctrl-C reaches it only through `_pass_on`.
-            self._children.append(start(module, *own, process_group=0))
-        self._readers = [
-            threading.Thread(target=self._show, args=(i, started), daemon=True)
-            for i, started in enumerate(self._children)
-        ]
-        for reader in self._readers:
-            reader.start()
+    Args:
+      children: the processes.
+      grace: seconds after a failure until the others are killed.
+    """
+    running = lambda: any([child.poll() is None for child in children])
+    while running() and not any(child.returncode for child in children):
+        time.sleep(0.05)
+    deadline = time.monotonic() + grace
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    failed = [child for child in children if child.returncode]
+    for child in children:
+        child.kill()
+        child.wait()
+    # A process that ends because another one failed may be the first to end.
+    causes = [child for child in failed if child.returncode not in OF_OTHERS] or failed
+    if not causes:
+        return SUCCESS
+    code = causes[0].returncode
+    if code > 0:
+        return code
+    name = f"process {children.index(causes[0])}"
+    print(f"error: {name} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return SIGNALED - code
 
-    def _show(self, index: int, child: subprocess.Popen[str]) -> None:
-        """Shows the output of a process. If its reader is gone, all processes must stop."""
-        with child.stdout as printed:  # type: ignore
-            for line in printed:
-                if not self._lost_output:
-                    self._show_line(f"[{index}] {line.rstrip()}")
 
-    def _show_line(self, line: str) -> None:
-        try:
-            with self._printing:
-                print(line, flush=True)
-        except OSError as error:
-            if error.errno in GONE:  # a full disk does not stop the run
-                self._lost_output = True
-                self._send(signal.SIGTERM)
-
-    def _send(self, number: int) -> None:
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(number)
-
-    def _pass_on(self, number: int, _: object) -> None:
-        """Passes a signal on. The third one kills."""
-        self._passed_on += 1
-        self._send(number if self._passed_on < 3 else signal.SIGKILL)
-
-    def wait(self, grace: float) -> int:
-        """Blocks until all have ended. Returns the exit status of the first that failed.
-
-        Args:
-          grace: seconds for the others to end by themselves, and again after SIGTERM.
-        """
-        failed: list[subprocess.Popen[str]] = []
-        deadline, signals = float("inf"), [signal.SIGTERM, signal.SIGKILL]
-        running = list(self._children)
-        while running:
-            time.sleep(0.05)
-            ended = [child for child in running if child.poll() is not None]
-            running = [child for child in running if child not in ended]
-            # Processes that this launcher ended have not failed.
-            failed += [child for child in ended if child.returncode and len(signals) == 2]
-            if failed and deadline == float("inf"):
-                deadline = time.monotonic() + grace
-            if signals and time.monotonic() >= deadline:
-                self._send(signals.pop(0))
-                deadline = time.monotonic() + grace
-        for reader in self._readers:
-            reader.join(grace)
-        return self._status(failed)
-
-    def _status(self, failed: Sequence[subprocess.Popen[str]]) -> int:
-        """The status of the process that failed. If a signal ended it, a line says so."""
-        # A process that ends because another one failed may be the first to end.
-        for_others = (LOST, -signal.SIGABRT)
-        causes = [c for c in failed if c.returncode not in for_others] or failed
-        if not causes:
-            return STOPPED * self._lost_output
-        code = causes[0].returncode
-        if code > 0:
-            return code
-        name = f"process {self._children.index(causes[0])}"
-        print(f"error: {name} was ended by {signal.Signals(-code).name}", file=sys.stderr)
-        return SIGNALED - code
+def show(index: int, child: subprocess.Popen[str]) -> None:
+    """Shows the output of a process. Without a reader the run goes on."""
+    with child.stdout as lines:  # type: ignore
+        for line in lines:
+            with contextlib.suppress(OSError):
+                sys.stdout.write(f"[{index}] {line.rstrip()}\n")
+                sys.stdout.flush()
 
 
 class Parser(argparse.ArgumentParser):
@@ -244,8 +191,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--processes", type=int, required=True, help="number of processes")
     add("--devices-per-process", type=int, help="GPUs, or emulated CPU devices, of each")
     add("--grace", type=int, default=5, help="seconds to end after another one failed (5)")
-    add("--module", default="train", help="module to run, such as train.compare (train)")
-    add("arguments", nargs="*", help="arguments of the module, after --")
+    add("arguments", nargs="*", help="arguments of the trainer, after --")
     options = parser.parse_args(arguments)
     for name, least in {"processes": 1, "devices_per_process": 1, "grace": 0}.items():
         value = getattr(options, name)
@@ -254,8 +200,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Launches a run. Returns its exit status, or 2 (wrong usage)."""
+def main(arguments: Sequence[str], module: str = "train") -> int:
+    """Launches a run.
+
+    Args:
+      arguments: the command line.
+      module: the module to run in each process.
+
+    Returns:
+      The exit status of the run, or 2 (wrong usage).
+    """
     try:
         options = parse(arguments)
         count, devices = options.processes, options.devices_per_process
@@ -267,10 +221,29 @@ def main(arguments: Sequence[str]) -> int:
     again += [] if devices is None else ["--devices-per-process", str(devices)]
     coordinator = f"127.0.0.1:{free_port()}"
     mine = {LAUNCHER: shlex.join([*again, "--"]), BIND_ADDRESS: coordinator}
-    given = [one | mine for one in given]
-    own = [rendezvous_options(coordinator, count, i) for i in range(count)]
-    each = [[*options.arguments, *meeting] for meeting in own]
-    return Processes(options.module, each, given).wait(options.grace)
+    children: list[subprocess.Popen[str]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    for number in PASSED:
+        signal.signal(number, pass_on)
+    for i, environment in enumerate(given):
+        meeting = rendezvous_options(coordinator, count, i)
+        line = [*options.arguments, *meeting]
+        # In a process group of its own, Ctrl-C reaches it only through `pass_on`.
+        children.append(start(module, line, environment | mine, process_group=0))
+    readers = [
+        threading.Thread(target=show, args=started, daemon=True)
+        for started in enumerate(children)
+    ]
+    for reader in readers:
+        reader.start()
+    status = wait(children, options.grace)
+    for reader in readers:
+        reader.join(options.grace)
+    return status
 
 
 if __name__ == "__main__":

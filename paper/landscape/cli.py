@@ -29,8 +29,7 @@ from paper import output
 from paper.landscape import plots
 from paper.landscape.compute import compute_landscape, save
 from paper.landscape.saved_run import SavedRun
-from train import cli
-from train import config as configuration
+from train import cli, settings
 from train.run import folder as run_folder
 
 
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     say = lambda line: print(line, flush=True)
     options = cli.run(Options, arguments, AUTHOR, description=__doc__)
-    configuration.read(options.run / run_folder.CONFIG)  # before a folder is made
+    settings.read(options.run / run_folder.CONFIG)  # before a folder is made
     figure, arrays = files_in(options.out or options.run)
     warn = lambda line: say(f"warning: {line}")
     run = SavedRun(options.run, options.step, options.data_dir, warn)

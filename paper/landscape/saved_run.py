@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train import config as configuration
+from train import settings
 from train.cluster import devices
 from train.config import WorkersConfig
 from train.metrics import log
@@ -48,7 +48,7 @@ class SavedRun:
         data_dir: str | None,
         warn: Callable[[str], None],
     ):
-        config = configuration.read(folder / run_folder.CONFIG)
+        config = settings.read(folder / run_folder.CONFIG)
         if config.data.name == "text":
             raise ValueError(f"{folder} is a run on text; only runs on images can be drawn")
         if config.method.is_asynchronous:

@@ -22,8 +22,7 @@ from trainers import (
 )
 
 import lsgd_jax as lj
-from train import cli
-from train import config as configuration
+from train import cli, settings
 from train.__main__ import main
 from train.cluster import ray_train
 from train.cluster.exit_status import CRASHED, LOST
@@ -162,7 +161,7 @@ def test_the_loss_of_ray_is_one_line_that_says_how_to_go_on(
     again = "nothing was lost: the same command starts the run again"
     if begun:
         folder.mkdir()
-        configuration.write(cli.parse(line), folder / "config.json")
+        settings.write(cli.parse(line), folder / "config.json")
         line.append("--resume")
         again = f"to resume: python -m train digits --run-dir {folder} --resume"
     monkeypatch.setattr(ray_train, "_follow", Failing(RayActorError(error_msg="a\n\tb")))

@@ -13,9 +13,9 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train import cli
-from train import config as configuration
+from train import cli, settings
 from train.__main__ import main
+from train.config import fields
 from train.metrics import log
 from train.task import methods
 from train.task.methods import METHODS
@@ -63,7 +63,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --model vgg", f"must be one of {NETWORKS}, got 'vgg'; did you mean vgg16?"),
     ("digits --method eagsd", "got method='eagsd'; did you mean easgd?"),
     ("digits --optimizer.betas 0.9", "--optimizer.betas: no type matching"),
-    ("digits --method=easgd --method.local-pull 0", "train digits --method easgd --help"),
+    ("digits --method=easgd --method.local-pull 0", "no setting method.local_pull of meth"),
     ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
     ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
     ("digits --momentum 0.5", "--momentum; did you mean --optimizer.momentum?; see python"),
@@ -114,7 +114,7 @@ def help_of(capsys, *arguments):
 
 def test_help_explains_every_field(capsys):
     text = help_of(capsys, "digits")
-    assert text.startswith("usage: python -m train digits [-h] [DIGITS OPTIONS]\n\nLeader")
+    assert text.startswith("usage: python -m train digits [-h] [OPTIONS]\n\nLeader")
     assert "\n- Command: python -m train digits\n- Hardware: 2 CPU cores" in text
     words = " ".join(text.split())
     for option in (
@@ -124,7 +124,7 @@ def test_help_explains_every_field(capsys):
         f"--method NAME selects another method: {', '.join(METHODS)}.",
     ):
         assert option in words
-    for field in configuration.fields(cli.experiments()["digits"][1]):
+    for field in fields(cli.experiments()["digits"][1]):
         if field not in ("method.name", "experiment"):
             assert f"--{field.replace('_', '-')} " in words.replace(",", " ")
 
@@ -135,8 +135,8 @@ def test_help_explains_the_options_of_every_method(capsys, name):
         cli.run(METHODS[name], ["--help"], name)
     text = " ".join(capsys.readouterr().out.partition("and exit")[2].split())
     found = re.findall(r"(?<!\S)--([\w-]+)(?:, --\S+)? (.*?) \(default:", text)
-    fields = {x.name.replace("_", "-") for x in dataclasses.fields(METHODS[name])}
-    assert dict(found).keys() == fields
+    options = {x.name.replace("_", "-") for x in dataclasses.fields(METHODS[name])}
+    assert dict(found).keys() == options
     kinds = r"(\{[^}]*\}(\|\w+)?|INT|FLOAT|STR)?"
     assert all(len(re.sub(f"^{kinds} ?", "", said)) > 5 for _, said in found)
 
@@ -174,7 +174,7 @@ def test_a_choice_changes_dependent_defaults(arguments, values):
 def test_resuming_keeps_the_settings_of_the_run(tmp_path):
     """Options default to those of the run. Other values must not change the experiment."""
     begun = "digits --seed 5 --method.local-period 3 --optimizer.warmup-steps 20"
-    configuration.write(cli.parse(begun.split()), tmp_path / "config.json")
+    settings.write(cli.parse(begun.split()), tmp_path / "config.json")
     resume = ["digits", "--resume", f"--run-dir={tmp_path}", "--steps", "9"]
     resumed = cli.parse(resume)
     assert (resumed.seed, resumed.method.local_period, resumed.steps) == (5, 3, 9)
@@ -192,7 +192,7 @@ def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
         folder = tmp_path / f"{name}-{stamp}"
         folder.mkdir()
         config = cli.parse(["digits", "--name", name, "--seed", str(stamp)])
-        configuration.write(config, folder / "config.json")
+        settings.write(config, folder / "config.json")
         os.utime(folder / "config.json", (stamp, stamp))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_bytes(b"\xff[")
@@ -207,8 +207,8 @@ def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
 def test_a_method_brings_its_own_options(tmp_path):
     config = cli.parse(["digits", "--method", "easgd", "--method.period", "3"])
     assert config.method == methods.make("easgd", period=3)
-    configuration.write(config, tmp_path / "config.json")
-    assert configuration.read(tmp_path / "config.json") == config
+    settings.write(config, tmp_path / "config.json")
+    assert settings.read(tmp_path / "config.json") == config
     # Naming the method of an experiment keeps the experiment's options.
     assert cli.parse(["digits", "--method", "lsgd"]).method == methods.make(
         "lsgd", 0.1, 0.1, 8, 32
@@ -222,7 +222,7 @@ def test_a_method_brings_its_own_options(tmp_path):
 def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
     begun = ["digits", "--method", "easgd", "--method.period", "3", "--optimizer.clip", "1"]
     run = dataclasses.replace(cli.parse(begun), run_dir="x", resume=True)
-    configuration.write(run, file := tmp_path / "config.json")
+    settings.write(run, file := tmp_path / "config.json")
     for start in ([], ["digits"]):  # the file of a run names its experiment
         config = cli.parse([*start, "--config", str(file), "--method.period", "4"])
         assert config.method == methods.make("easgd", period=4)
@@ -254,7 +254,7 @@ def test_a_wrong_file_is_refused_in_one_line(text, message, refusal, tmp_path):
 
 
 def test_a_file_goes_with_resuming(tmp_path):
-    configuration.write(cli.parse(["digits", "--seed", "5"]), tmp_path / "config.json")
+    settings.write(cli.parse(["digits", "--seed", "5"]), tmp_path / "config.json")
     (tmp_path / "some.json").write_text('{"steps": 9}')
     arguments = ["digits", "--resume", f"--run-dir={tmp_path}"]
     with_file = lambda: cli.parse([*arguments, f"--config={tmp_path / 'some.json'}"])

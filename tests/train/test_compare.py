@@ -9,8 +9,7 @@ import pathlib
 import pytest
 import tiny
 
-from train import cli, compare
-from train import config as configuration
+from train import cli, compare, settings
 from train.metrics import log, measures
 from train.task.experiment import make_optimizer
 
@@ -42,7 +41,7 @@ def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, ca
     assert printed.endswith(table) and table.count("\n") == 5
     assert errors == "error: diverged: wild-0\n"
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert configuration.read(out / "often-0" / "config.json").method.period == 2
+    assert settings.read(out / "often-0" / "config.json").method.period == 2
     rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
     assert [row["method"] for row in rows] == ["allreduce", "often", "wild"]
     assert rows[2]["test error, %"] == "diverged"
@@ -62,8 +61,8 @@ def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, ca
     # killed before its first step is resumed.
     begun = out / "independent-0"
     begun.mkdir()
-    settings = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
-    configuration.write(cli.parse(settings), begun / "config.json")
+    arguments = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
+    settings.write(cli.parse(arguments), begun / "config.json")
     assert compare.main([*command(str(out), "allreduce", "independent"), *options]) == 1
     for name in ("allreduce", "often", "wild", "independent"):
         assert len(log.read(out / f"{name}-0")["start"]) == 1
@@ -75,7 +74,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_resumed(tmp_path):
     assert [config.resume for config in configs.values()] == [False, False]
     folder = tmp_path / "easgd-1"
     folder.mkdir()
-    configuration.write(configs["easgd", 1], folder / "config.json")
+    settings.write(configs["easgd", 1], folder / "config.json")
     configs, _ = compare.parse(line)
     assert [config.resume for config in configs.values()] == [False, True]
 
@@ -142,7 +141,7 @@ def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
     """Such runs could be resumed, but with another budget."""
     (config,) = compare.parse(command(str(tmp_path), "lsgd"))[0].values()
     (tmp_path / "lsgd-0" / "checkpoints").mkdir(parents=True)
-    configuration.write(config, tmp_path / "lsgd-0" / "config.json")
+    settings.write(config, tmp_path / "lsgd-0" / "config.json")
     assert list(compare.parse(command(str(tmp_path), "lsgd"))[0]) == [("lsgd", 0)]
     assert compare.main([*command(str(tmp_path), "lsgd"), "--workers.nodes", "1"]) == 2
     message = "another configuration: workers.nodes: the run has 2, the command says 1"

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from configs import digits
-from train import cli
+from train import cli, settings
 from train import config as configuration
 from train.cluster.session import Session
 from train.run import folder as run_folder
@@ -22,10 +22,10 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
     method = lambda name: dataclasses.replace(digits.CONFIG, method=methods.make(name))
     for number, config in enumerate([*known, *map(method, METHODS)]):
         path = tmp_path / str(number)
-        configuration.write(config, path)
-        assert configuration.read(path) == config
+        settings.write(config, path)
+        assert settings.read(path) == config
         with pytest.raises(FileExistsError):
-            configuration.write(config, path)
+            settings.write(config, path)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
 def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=reason) as seen:
-        configuration.read(tmp_path / "config.json")
+        settings.read(tmp_path / "config.json")
     assert "\n" not in str(seen.value)
 
 
@@ -69,7 +69,7 @@ def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
 )
 def test_an_edited_setting_is_named(field, value, reason, tmp_path):
     path = tmp_path / "config.json"
-    configuration.write(digits.CONFIG, path)
+    settings.write(digits.CONFIG, path)
     values = group = json.loads(path.read_text())
     *groups, name = field.split(".")
     for each in groups:
@@ -77,7 +77,7 @@ def test_an_edited_setting_is_named(field, value, reason, tmp_path):
     group[name] = value
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=f"config.json cannot be read: .*{reason}"):
-        configuration.read(path)
+        settings.read(path)
 
 
 def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
@@ -88,7 +88,7 @@ def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
     refused = 0
     for _ in range(300):
         path.unlink(missing_ok=True)
-        configuration.write(random_.choice(configs), path)
+        settings.write(random_.choice(configs), path)
         edited = json.loads(path.read_text())
         group = random_.choice([x for x in edited.values() if isinstance(x, dict)])
         group = random_.choice([group, edited])
@@ -99,7 +99,7 @@ def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
             group[name + "_" * rename] = old if rename else random_.choice(values)
         path.write_text(json.dumps(edited))
         try:
-            configuration.read(path)
+            settings.read(path)
         except ValueError as error:
             assert "\n" not in str(error)
             refused += 1
@@ -125,7 +125,7 @@ REFUSED = {  # values that the rule of a setting must refuse
 }
 
 
-def settings(chosen):
+def with_choices(chosen):
     """All settings with the given choices. A text and the transformer need each other."""
     values = configuration.fields(configuration.Config("x", "digits-cnn")) | chosen
     if "text" in chosen.values() or "transformer" in chosen.values():
@@ -142,7 +142,7 @@ NOTES = [(name, note) for name, x in configuration.SETTINGS.items() for note in 
 def test_every_rule_is_checked(name, rule):
     own = (note for other, note in NOTES if other == name)
     owners = (note for note in own if isinstance(note, configuration.Only))
-    values = settings({owner.choice: owner.values[0] for owner in owners})
+    values = with_choices({owner.choice: owner.values[0] for owner in owners})
     configuration.check_each(values)
     for value in REFUSED.get(rule) or REFUSED[name]:
         message = f"`{name}` must be {rule.text}, got {name}={value}"
@@ -160,7 +160,7 @@ def test_a_setting_that_belongs_to_another_choice_is_refused(name, only):
     for other in set(typing.get_args(hints[only.choice])) - set(only.values):
         message = f"`{name}` must be left out with {only.choice}={other}, got {name}=x"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            configuration.check_each(settings({only.choice: other}) | {name: "x"})
+            configuration.check_each(with_choices({only.choice: other}) | {name: "x"})
 
 
 def test_the_number_of_steps_is_fixed_for_a_cosine():
@@ -168,21 +168,21 @@ def test_the_number_of_steps_is_fixed_for_a_cosine():
     old = dataclasses.replace(digits.CONFIG, optimizer=cosine)
     longer = dataclasses.replace(old, steps=old.steps + 1)
     changes = ["steps: the run has 500, the command says 501"]
-    assert configuration.differences(old, longer) == changes
+    assert settings.differences(old, longer) == changes
 
 
 def test_only_length_reports_and_workers_may_change():
     old = digits.CONFIG
     free = dataclasses.replace(old, steps=9, log_every=1, run_dir="x", resume=True)
-    assert configuration.differences(old, free) == []
+    assert settings.differences(old, free) == []
     workers = configuration.WorkersConfig(nodes=3, locals=5)
     others = dataclasses.replace(old, workers=workers)
-    assert configuration.differences(old, others) == []
+    assert settings.differences(old, others) == []
     free = configuration.FREE_ON_RESUME - configuration.WORKERS
-    assert len(configuration.differences(old, others, free)) == 2
+    assert len(settings.differences(old, others, free)) == 2
     data = dataclasses.replace(old.data, shard=True)
     other = dataclasses.replace(old, data=data, batch_size=7)
-    assert len(configuration.differences(old, other)) == 2
+    assert len(settings.differences(old, other)) == 2
 
 
 def test_new_run_folders_are_unique(tmp_path):
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, monkeypatch):
         path.write_text("{")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(configuration, "write", full)
+    monkeypatch.setattr(settings, "write", full)
     config = dataclasses.replace(digits.CONFIG, run_dir=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="run cannot be made: No space left on device"):
         run_folder.create(config, Session())
@@ -235,7 +235,7 @@ def test_runs_that_start_together_get_different_folders(tmp_path, monkeypatch):
         if not taken:
             taken.append(folder)
             folder.mkdir()
-            configuration.write(config, folder / "config.json")
+            settings.write(config, folder / "config.json")
             monkeypatch.setattr(run_folder, "taken", lambda path: False)  # a race
         return folder
 

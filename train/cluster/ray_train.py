@@ -27,7 +27,8 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, RayConfig
-from train.launch import PASSED, free_port, rendezvous_options, start
+from train.launch import OF_OTHERS, PASSED, free_port, rendezvous_options, start
+from train.messages import one_line
 
 
 ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import `train`
@@ -36,7 +37,6 @@ ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
 ANSWER_S = 60.0  # timeout of the board
 SETTLE_S = 5.0  # within which processes that a loss has ended all end
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
-OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,12 +255,7 @@ def run(
         ):
             return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        return LOST, _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    """The message of an error of Ray, which may have many lines."""
-    return " ".join(str(error).split())[:300]
+        return LOST, one_line(error)
 
 
 @contextlib.contextmanager
@@ -349,7 +344,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
         return status, ""
     if not failures:
         return STOPPED, "the run was stopped while its processes were started"
-    return LOST, f"the run has not ended: {_one_line(failures[0])}"
+    return LOST, f"the run has not ended: {one_line(failures[0])}"
 
 
 def _show(board: Any, health: Any) -> None:

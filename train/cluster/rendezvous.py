@@ -23,6 +23,7 @@ from train.cluster.devices import local_device_ids, provide
 from train.cluster.exit_status import LOST, WRONG_USAGE
 from train.cluster.session import Session, gather, is_of_xla
 from train.config import FREE_PER_PROCESS, Config, fields
+from train.messages import one_line
 
 
 JAX_LATER_S = 30  # jax gives up so much later than this module, by aborting the process
@@ -58,7 +59,7 @@ def join(config: Config) -> Session:
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
             )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if config.ray.processes is not None and isinstance(error, OSError | RuntimeError):
             # The port was free when it was chosen, before the processes were started.
             raise ConnectionError(f"the processes could not meet: {reason}") from error

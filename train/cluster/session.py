@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from train.cluster.exit_status import CRASHED, INTERRUPTED, LOST
+from train.messages import one_line
 
 
 LAST_LINES_S = 2.0  # time for the other processes to print before process 0 exits
@@ -137,8 +138,7 @@ class Session:
             if not self.has_others:
                 raise
             if is_of_xla(error):
-                reason = " ".join(str(error).split())[:200]
-                line = f"another process was lost {self.where()} ({reason})"
+                line = f"another process was lost {self.where()} ({one_line(error)})"
                 self.leave(LOST, line)
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"

@@ -1,7 +1,6 @@
 """Trackers: the places to which the events of a run go while it trains."""
 
 import hashlib
-import importlib.util
 import json
 import math
 import pathlib
@@ -9,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from train.messages import one_line
 from train.metrics.tensorboard import EventFiles
 
 
@@ -141,14 +141,7 @@ class WeightsAndBiases:
             send()
         except Exception as error:  # wandb raises all kinds
             self._run = None
-            line = (str(error).strip() or repr(error)).splitlines()[0]
-            self._warn(f"nothing is sent to Weights & Biases any more: {line}")
-
-
-def check_installed() -> None:
-    """Raises ValueError if wandb is not installed."""
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError('`wandb` needs a package: pip install "lsgd_jax[wandb]"')
+            self._warn(f"nothing is sent to Weights & Biases any more: {one_line(error)}")
 
 
 def _jsonable(value: Any) -> Any:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import pathlib
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from train.cluster.session import Session
+from train.messages import one_line
 from train.metrics import measures
 from train.run import checksums
 from train.run.folder import unused
@@ -414,17 +414,6 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 def _typed(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
-
-
-def one_line(error: Exception | str) -> str:
-    """The first line of an error's message, shortened in the middle if it is long.
-
-    >>> one_line(ValueError("RESOURCE_EXHAUSTED: no space [os_error_code='28']"))
-    'RESOURCE_EXHAUSTED: no space'
-    """
-    line = (str(error).strip() or repr(error)).splitlines()[0]
-    line = re.sub(r" \[(os_error_code|tensorstore_spec|source locations).*", "", line)
-    return line if len(line) <= 200 else f"{line[:100]} … {line[-100:]}"
 
 
 def latest_notes(folder: pathlib.Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pathlib
 import time
 from collections.abc import Set
 
-from train import config as configuration
+from train import settings
 from train.cluster import shared_folder
 from train.cluster.session import Session
 from train.config import FREE_ON_RESUME, Config
@@ -72,7 +72,7 @@ def check_same_experiment(
       folder: the run folder.
       free: settings that may differ.
     """
-    changes = configuration.differences(configuration.read(folder / CONFIG), config, free)
+    changes = settings.differences(settings.read(folder / CONFIG), config, free)
     if changes:
         raise ValueError(
             f"{folder} is a run of another configuration: {'; '.join(changes)}"
@@ -154,7 +154,7 @@ def _make(config: Config) -> pathlib.Path:
 def _write_config(config: Config, folder: pathlib.Path) -> None:
     """Writes config.json. Removes the folder if this fails."""
     try:
-        configuration.write(config, folder / CONFIG)
+        settings.write(config, folder / CONFIG)
     except FileExistsError:
         raise
     except OSError:

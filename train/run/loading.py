@@ -9,7 +9,7 @@ import flax.linen as nn
 from jax import Array
 from jax.typing import ArrayLike
 
-from train import config as configuration
+from train import settings
 from train.config import Config
 from train.data.text import Vocabulary
 from train.run.checkpoints import Unreadable, best_in, notes_of, read_model, steps_in
@@ -78,7 +78,7 @@ def load(
     folder = pathlib.Path(run)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no run folder: it holds no {CONFIG}")
-    config = configuration.read(folder / CONFIG)
+    config = settings.read(folder / CONFIG)
     checkpoints = folder / CHECKPOINTS
     step = _step(folder, which)
     notes = notes_of(checkpoints, step)

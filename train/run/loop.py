@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
-from train import config as configuration
-from train import interrupts
+from train import interrupts, settings
 from train.config import Config
 from train.run import asynchronous, summary
 from train.run.divergence import Divergence
@@ -117,7 +116,7 @@ def announce(run: Run) -> None:
     grid = [run.config.workers.nodes, run.config.workers.locals]
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
-    began = dict(processes=processes, settings=configuration.began_with(run.config))
+    began = dict(processes=processes, settings=settings.began_with(run.config))
     run.write("start", workers=grid, **began, **sizes, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if line := without_exchanges(run.config):

@@ -6,13 +6,14 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train import config as configuration
+from train import settings
 from train.cluster import shared_folder
 from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
 from train.cluster.signals import StopSignals
 from train.command import tell_of_lost_output
-from train.config import Config, check_installed
+from train.config import Config, fields
+from train.messages import check_installed
 from train.metrics import log, trackers
 from train.metrics.buffer import MetricsBuffer
 from train.metrics.log import MetricsLog
@@ -23,7 +24,7 @@ from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
 from train.run.resharding import Resizing, Restored
-from train.run.result import Tested, where
+from train.run.result import Tested
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
@@ -104,9 +105,9 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         run_folder.check_same_experiment(config, resumed)
         shared_folder.check(session, resumed)
     if config.method.is_asynchronous:
-        check_installed()
+        check_installed("an asynchronous run", "async", "ray")
     if config.wandb is not None:
-        trackers.check_installed()
+        check_installed("`wandb`", "wandb", "wandb")
     progress = Progress(config.steps, process=session.process_id)
     lock = None if resumed is None else hold(resumed, session, progress)
     workers = config.workers.nodes * config.workers.locals
@@ -144,9 +145,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         )
     others, every = [], config.log_every
     if config.wandb is not None and session.is_main:
-        settings = configuration.fields(config)
-        to = trackers.WeightsAndBiases(config.wandb, folder, settings, progress.warn_here)
-        others.append(to)
+        where, warn = (config.wandb, folder), progress.warn_here
+        others.append(trackers.WeightsAndBiases(*where, fields(config), warn))
     run = Run(
         config=config,
         session=session,
@@ -255,7 +255,7 @@ def check_same_start(
         starts = log.read(folder).get("start", [])
     except OSError as error:
         raise ValueError(f"{folder / log.METRICS} cannot be read: {error}") from error
-    now = configuration.began_with(config)
+    now = settings.began_with(config)
     for start in starts:
         for name, count in sizes.items():
             before = start.get(name)
@@ -264,8 +264,8 @@ def check_same_start(
                     f"{folder} is a run on other data: with {before} "
                     f"{name.replace('_', ' ')}, not {count}"
                 )
-        settings = start.get("settings")
-        for name, before in settings.items() if isinstance(settings, dict) else ():
+        begun = start.get("settings")
+        for name, before in begun.items() if isinstance(begun, dict) else ():
             if name in now and now[name] != before:
                 raise ValueError(
                     f"{folder / run_folder.CONFIG} was edited: the run began with "

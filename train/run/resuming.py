@@ -6,8 +6,8 @@ import pathlib
 import shlex
 from typing import Any
 
-from train import config as configuration
-from train.config import DISTRIBUTED, FREE_ON_RESUME, Config, DistributedConfig
+from train import settings
+from train.config import DISTRIBUTED, FREE_ON_RESUME, Config, DistributedConfig, fields
 from train.launch import LAUNCHER
 from train.run.folder import CONFIG
 
@@ -26,7 +26,7 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
     """
     launcher = os.environ.get(LAUNCHER)
     begun = _known(folder)
-    now = configuration.fields(config)
+    now = fields(config)
     changed = [
         _option(field, now[field])
         for field in sorted(FREE_ON_RESUME - LEFT_OUT)
@@ -45,7 +45,7 @@ def _known(folder: pathlib.Path) -> dict[str, Any]:
     options = dataclasses.fields(DistributedConfig)
     known = {f"distributed.{option.name}": option.default for option in options}
     try:
-        return configuration.fields(configuration.read(folder / CONFIG)) | known
+        return fields(settings.read(folder / CONFIG)) | known
     except ValueError:
         return known  # resuming the run will say what is wrong
 

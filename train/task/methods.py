@@ -7,6 +7,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -15,11 +16,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.proposals import meant
-from train.task import asynchronous_methods, hybrids
+from train.messages import meant
+from train.task import hybrids
 
 
-Factory = Callable[..., optax.GradientTransformation]
+Factory = Callable[..., Any]
 
 # Parameters of transformations that the trainer sets, or leaves at their defaults.
 GIVEN = {"axes", "base", "learning_rate", "part"}
@@ -44,20 +45,27 @@ class Row(NamedTuple):
       first: the factory of the transformation before the base optimizer, which aggregates
         gradients, or None.
       around: the factory of a transformation that contains the base optimizer, or None.
+      asynchronous: the factory of a method of asynchronous workers, or of an exchange that
+        they run. Such a row has no other factory.
       made: functions that build parameters of the factories from options of their own.
-      asynchronous: the factory of a method for asynchronous workers, or None. Such a row
-        has no other factory.
-      delay: the default delay of an exchange between asynchronous workers, or None if the
-        method runs in lock step.
+      renamed: parameters whose options have other names.
+      defaults: values of parameters that differ from the factories' defaults.
     """
 
     name: str
     last: Factory | None = None
     first: Factory | None = None
     around: Factory | None = None
-    made: Mapping[str, Callable[..., Any]] = {}
-    asynchronous: Callable[..., lj.asynchronous.Method] | None = None
-    delay: int | None = None
+    asynchronous: Factory | None = None
+    made: Mapping[str, Factory] = {}
+    renamed: Mapping[str, str] = {}
+    defaults: Mapping[str, Any] = {}
+
+    @property
+    def functions(self) -> list[Factory]:
+        """The functions whose parameters are the options. --help lists them in reverse."""
+        own = self.asynchronous, self.last, self.around, self.first
+        return [*self.made.values(), *filter(None, own)]
 
 
 def outer_sgd(
@@ -72,56 +80,56 @@ def outer_sgd(
     return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
 
 
-def anchor_rate(outer_learning_rate: float = 1.0) -> float:
-    """The learning rate of SparseLoCo's anchor.
+def async_lsgd(
+    local_pull: float = 0.1,
+    global_pull: float = 0.1,
+    local_period: int = 64,
+    global_period: int = 128,
+    loss_window: int = 10,
+    blocking: bool = True,
+    wire: lj.WireFormat = "float32",
+) -> lj.asynchronous.Method:
+    """Asynchronous LSGD: pulls whenever the workers together have taken enough steps.
 
     Args:
-      outer_learning_rate: learning rate of the anchor.
+      local_pull: pull towards the leader of the node, in [0, 1]; 0 switches the level off.
+      global_pull: pull towards the leader of all workers, in [0, 1]; 0 switches it off.
+      local_period: steps per worker, on average, between pulls towards the node's leader.
+      global_period: steps per worker, on average, between pulls towards the leader of all.
+      loss_window: number of recent losses whose mean elects the leader.
+      blocking: all workers meet for a pull, as in the original; otherwise no worker waits,
+        and each is pulled towards the parameters that the leader has at the request.
+      wire: the format in which parameters travel.
     """
-    return outer_learning_rate
+    options = local_pull, global_pull, local_period, global_period, loss_window
+    if not blocking:
+        return lj.asynchronous.LSGD(*options, wire=wire)
+    return lj.asynchronous.Pulls(lj.lsgd(*options, wire=wire), True, loss_window)
 
 
-def edit_guard(
-    temperature: float = 1.0,
-    threshold: float = 3.0,
-    warmup: int = 120,
-    decay: float = 0.02,
-    clip: float | None = None,
-    layerwise: bool = False,
-) -> lj.Guard:
-    """EDiT's guard of the pseudo-gradients.
-
-    Args:
-      temperature: in units of their norms; a norm larger than the smallest one by several
-        temperatures has practically no weight.
-      threshold: the z-score from which on a norm is anomalous.
-      warmup: exchanges before the first test, at least 2.
-      decay: weight of the newest norm in the running mean and variance, in [0, 1].
-      clip: the largest norm of the merged pseudo-gradient; None: no limit.
-      layerwise: whether each leaf is judged, weighed and rolled back by itself.
-    """
-    return lj.Guard(temperature, threshold, warmup, decay, clip, layerwise)
+def is_embedding(path: str) -> bool:
+    """Whether a parameter is an embedding, which the radial merge leaves out."""
+    return path.rpartition("/")[2] == "embedding"
 
 
-def allreduce_until(switch_step: int = 1000) -> optax.GradientTransformation:
-    """The first part of post-local SGD.
-
-    Args:
-      switch_step: the last step on which the workers take the mean gradient.
-    """
-    return lj.allreduce(until=switch_step)
-
+OUTER = {"learning_rate": "outer_learning_rate", "momentum": "outer_momentum"}
 
 ROWS = (
     Row("lsgd", lj.lsgd),
     Row("easgd", lj.easgd),
     Row("downpour", lj.downpour),
     Row("local-sgd", lj.local_sgd),
-    Row("post-local-sgd", lj.local_sgd, first=allreduce_until),
+    Row(
+        "post-local-sgd",
+        lj.local_sgd,
+        first=lj.allreduce,
+        renamed={"until": "switch_step"},
+        defaults={"until": 1000},
+    ),
     Row("slowmo", lj.slowmo),
     Row("diloco", lj.diloco, made={"outer": outer_sgd}),
-    Row("sparse-diloco", lj.contrib.sparse_diloco, made={"learning_rate": anchor_rate}),
-    Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": edit_guard}),
+    Row("sparse-diloco", lj.contrib.sparse_diloco, renamed=OUTER),
+    Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": lj.Guard}),
     Row("grawa", lj.contrib.grawa),
     Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
     Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
@@ -144,16 +152,30 @@ ROWS = (
     Row("geometric-median", first=lj.geometric_median),
     Row("trimmed-mean", first=lj.trimmed_mean),
     Row("independent"),
-    Row("async-lsgd", asynchronous=asynchronous_methods.lsgd),
+    Row("async-lsgd", asynchronous=async_lsgd),
     Row("async-dpwa", asynchronous=lj.asynchronous.Pairwise),
     Row("async-adpsgd", asynchronous=lj.asynchronous.ADPSGD),
     Row("async-wagma", asynchronous=lj.asynchronous.WAGMA),
-    Row("async-diloco", asynchronous=asynchronous_methods.diloco),
-    Row("decoupled-diloco", asynchronous=asynchronous_methods.decoupled_diloco),
-    Row("overlapped-lsgd", lj.lsgd, delay=8),
-    Row("overlapped-diloco", lj.diloco, made={"outer": outer_sgd}, delay=8),
+    Row("async-diloco", asynchronous=lj.asynchronous.DiLoCo, renamed=OUTER),
+    Row(
+        "decoupled-diloco",
+        asynchronous=lj.asynchronous.DecoupledDiLoCo,
+        renamed=OUTER,
+        defaults={"averaged": is_embedding},
+    ),
+    Row("overlapped-lsgd", asynchronous=lj.lsgd, defaults={"delay": 8}),
+    Row(
+        "overlapped-diloco",
+        asynchronous=lj.diloco,
+        made={"outer": outer_sgd},
+        defaults={"delay": 8},
+    ),
     Row("overlapped-sgp", asynchronous=lj.asynchronous.OSGP),
-    Row("overlapped-dpsgd", asynchronous=asynchronous_methods.dpsgd),
+    Row(
+        "overlapped-dpsgd",
+        asynchronous=lj.asynchronous.OSGP,
+        defaults={"topology": lj.topology.ring},
+    ),
 )
 
 
@@ -187,10 +209,9 @@ class Method:
             counts steps from 0.
         """
         made = lambda factory: [self._made(factory, learning_rate)] if factory else []
-        last = None if self.is_asynchronous else self.row.last
         if self.row.around is not None:
             base = self._made(self.row.around, learning_rate, base=base)
-        return optax.chain(*made(self.row.first), base, *made(last))
+        return optax.chain(*made(self.row.first), base, *made(self.row.last))
 
     def asynchronous(self) -> lj.asynchronous.Method:
         """The method that an engine runs.
@@ -198,19 +219,17 @@ class Method:
         Raises:
           ValueError: options are impossible, or do not apply to asynchronous workers.
         """
-        if self.row.asynchronous is not None:
-            return self._made(self.row.asynchronous, 1.0)
-        made = self.exchanges(1.0)
-        assert made is not None
+        assert self.row.asynchronous is not None
+        made = self._made(self.row.asynchronous, 1.0)
+        if not isinstance(made, lj.Exchange):
+            return made
         return lj.asynchronous.Pulls(made, window=getattr(self, "loss_window", 10))
 
     def exchanges(self, learning_rate: optax.ScalarOrSchedule) -> lj.Exchange | None:
         """The transformation chained after the base optimizer, or None."""
         if self.row.last is None:
             return None
-        made = self._made(self.row.last, learning_rate)
-        assert isinstance(made, lj.Exchange)
-        return made
+        return self._made(self.row.last, learning_rate)
 
     def first_exchange(self) -> int | None:
         """The step whose exchange first changes the workers, or None if none ever does.
@@ -234,19 +253,21 @@ class Method:
 
     def _made(
         self,
-        factory: Callable[..., Any],
+        factory: Factory,
         learning_rate: optax.ScalarOrSchedule,
         **given: Any,
     ) -> Any:
+        row, options = self.row, vars(self)
         for name in inspect.signature(factory).parameters:
-            if name in self.row.made:
-                make = self.row.made[name]
-                parts = inspect.signature(make).parameters
-                given[name] = make(**{part: getattr(self, part) for part in parts})
+            option = row.renamed.get(name, name)
+            if name in row.made:
+                given[name] = self._made(row.made[name], learning_rate)
             elif name == "topology":
-                given[name] = TOPOLOGIES[getattr(self, name)]
-            elif name in vars(self):
-                given[name] = getattr(self, name)
+                given[name] = TOPOLOGIES[options[option]]
+            elif option in options:
+                given[name] = options[option]
+            elif name in row.defaults:
+                given[name] = row.defaults[name]
             elif name == "learning_rate":
                 given[name] = _of_library_steps(learning_rate)
         return factory(**given)
@@ -257,24 +278,24 @@ def _of_library_steps(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
     return (lambda t: rate(t - 1)) if callable(rate) else rate
 
 
-def _options(function: Callable[..., Any], row: Row) -> type:
+def _options(function: Factory, row: Row) -> type:
     """A dataclass of the parameters of a function in a row.
 
     Its docstring is that of the function, in which tyro finds the help of the options.
     """
-    hints, fields = typing.get_type_hints(function), []
-    given = row.made.keys() | (set() if function is row.asynchronous else GIVEN)
+    hints, doc, fields = typing.get_type_hints(function), inspect.getdoc(function), []
     for name, parameter in inspect.signature(function).parameters.items():
-        kind = None if name in given else _kind(name, hints[name])
+        option = row.renamed.get(name, name)
+        given = name in row.made or option in GIVEN
+        kind = None if given else _kind(name, hints[name])
         if kind is None:
             continue
-        default = parameter.default
+        default = row.defaults.get(name, parameter.default)
         if name == "topology":
             (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
-        if name == "delay" and row.delay is not None:
-            default = row.delay
-        fields.append((name, kind, dataclasses.field(default=default)))
-    described = {"__doc__": inspect.getdoc(function), "__module__": __name__}
+        fields.append((option, kind, dataclasses.field(default=default)))
+        doc = re.sub(f"^  {name}:", f"  {option}:", doc or "", flags=re.MULTILINE)
+    described = {"__doc__": doc, "__module__": __name__}
     return dataclasses.make_dataclass(
         function.__name__, fields, namespace=described, frozen=True
     )
@@ -295,18 +316,15 @@ def _kind(name: str, hint: Any) -> Any:
 
 
 def _class(row: Row) -> type[Method]:
-    # --help lists the options in reverse order.
-    functions = (*row.made.values(), row.asynchronous, row.last, row.around, row.first)
-    options = [_options(x, row) for x in functions if x is not None]
     return dataclasses.make_dataclass(
         row.name.title().replace("-", ""),
         (),
-        bases=(*options, Method),
+        bases=(*(_options(function, row) for function in row.functions), Method),
         namespace={
             "__module__": __name__,
             "name": row.name,
             "first": row.last is None and row.first is not None,
-            "is_asynchronous": row.asynchronous is not None or row.delay is not None,
+            "is_asynchronous": row.asynchronous is not None,
             "row": row,
         },
         frozen=True,

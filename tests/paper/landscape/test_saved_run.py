@@ -8,7 +8,7 @@ from landscapes import SMALL, contents, draw
 
 from configs import text
 from paper.landscape.saved_run import SavedRun
-from train import config as configuration
+from train import settings
 from train.config import WorkersConfig
 from train.run.loop import train
 from train.run.open import open_run
@@ -35,7 +35,7 @@ def test_a_damaged_checkpoint_is_reported_and_left_alone(
 
 
 def test_a_run_on_text_is_refused(tmp_path, capsys):
-    configuration.write(text.CONFIG, tmp_path / "config.json")
+    settings.write(text.CONFIG, tmp_path / "config.json")
     assert draw([str(tmp_path)]) == 2
     assert "is a run on text; only runs on images" in capsys.readouterr().err
 

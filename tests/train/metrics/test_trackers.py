@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 from train.__main__ import main
-from train.metrics import log, trackers
+from train.metrics import log
+from train.run import open as opening
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def wandb(monkeypatch):
     run = SimpleNamespace(log=made.told.append, finish=lambda: made.ended.append(True))
     made.init = lambda **options: vars(made).update(options=options) or run
     monkeypatch.setitem(sys.modules, "wandb", made)
-    monkeypatch.setattr(trackers, "check_installed", lambda: None)
+    monkeypatch.setattr(opening, "check_installed", lambda *_: None)
     return made
 
 
@@ -54,7 +55,7 @@ def test_an_error_of_weights_and_biases_stops_nothing(wandb, tmp_path, monkeypat
     made = wandb.init()
     made.log = fails
     assert main([*COMMAND, str(tmp_path / "run")]) == 0
-    said = "warning: nothing is sent to Weights & Biases any more: no network\n"
+    said = "warning: nothing is sent to Weights & Biases any more: no network at all\n"
     printed = capsys.readouterr().out
     assert printed.count(said) == 1 and "everything is in" in printed
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from train import cli, plots
-from train import config as configuration
+from train import cli, plots, settings
 from train.__main__ import main
 from train.config import WorkersConfig
 from train.metrics import log
@@ -94,7 +93,7 @@ def test_a_grid_that_the_method_does_not_allow(method, options, message, tmp_pat
     kept = options if method == "cge" else []
     config = cli.parse(["digits", "--method", method, *kept, "--workers.locals", "2"])
     (folder / "checkpoints").mkdir(parents=True)
-    configuration.write(config, folder / "config.json")
+    settings.write(config, folder / "config.json")
     assert message in refusal(main, resume(folder, "--workers.nodes", "1", *options))
 
 

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from train import cli, launch
+from train import cli, launch, settings
 from train import config as configuration
 from train.run import resuming
 
@@ -14,7 +14,7 @@ def began(folder, *options, name="digits"):
     """The configuration of a run that began in a folder."""
     config = cli.parse([name, "--run-dir", str(folder), *options])
     folder.mkdir()
-    configuration.write(config, folder / "config.json")
+    settings.write(config, folder / "config.json")
     return config
 
 

@@ -43,24 +43,25 @@ def test_the_table_holds_every_factory_of_the_library():
 
 # Parameters of transformations that are given by the trainer, or accept only objects.
 TRANSFORMATIONS_ONLY = {"axes", "base", "learning_rate", "part"}
-TRANSFORMATIONS_ONLY |= {"guard", "moments", "weights"}
+TRANSFORMATIONS_ONLY |= {"averaged", "guard", "moments", "tokens"}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_options_are_the_parameters_of_the_factories_with_their_defaults(name):
     method, row = methods.make(name), METHODS[name].row
     expected = {}
-    for function in (row.first, row.last, row.around, row.asynchronous, *row.made.values()):
-        parameters = inspect.signature(function).parameters if function else {}
-        left_out = set() if function is row.asynchronous else TRANSFORMATIONS_ONLY
-        for parameter in parameters.values():
-            if parameter.name not in left_out | row.made.keys():
-                expected[parameter.name] = parameter.default
+    for function in row.functions:
+        # A sequence in lock step, a choice of words for asynchronous workers.
+        left_out = set() if inspect.isclass(function) else {"weights"}
+        left_out |= TRANSFORMATIONS_ONLY | row.made.keys()
+        for parameter in inspect.signature(function).parameters.values():
+            option = row.renamed.get(parameter.name, parameter.name)
+            if option not in left_out:
+                default = row.defaults.get(parameter.name, parameter.default)
+                expected[option] = default
     found = vars(method)
     if "topology" in found:
         found = found | {"topology": methods.TOPOLOGIES[method.topology]}
-    if row.delay is not None:
-        expected["delay"] = row.delay
     assert found == expected
     assert pickle.loads(pickle.dumps(method)) == method
     if method.is_asynchronous:  # the engine exchanges, not the optimizer

@@ -1,0 +1,47 @@
+"""Texts of messages: errors in one line, missing packages, suggestions."""
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterable
+
+
+LONGEST = 300  # characters of an error's message
+
+
+def one_line(error: Exception | str) -> str:
+    """The message of an error in one line, shortened in the middle if it is long.
+
+    >>> one_line(ValueError("RESOURCE_EXHAUSTED: no space [os_error_code='28']"))
+    'RESOURCE_EXHAUSTED: no space'
+    """
+    line = " ".join(str(error).split()) or repr(error)
+    line = re.sub(r" \[(os_error_code|tensorstore_spec|source locations).*", "", line)
+    half = LONGEST // 2
+    return line if len(line) <= LONGEST else f"{line[:half]} … {line[-half:]}"
+
+
+def check_installed(what: str, extra: str, *packages: str) -> None:
+    """Raises ValueError if a package is not installed.
+
+    Args:
+      what: the subject of the message: what needs the packages.
+      extra: the extra of lsgd_jax that installs them.
+      packages: names of modules.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{what} needs {missing[0]}, which is not installed: "
+            f'pip install "lsgd_jax[{extra}]"'
+        )
+
+
+def meant(given: str, names: Iterable[str], prefix: str = "") -> str:
+    """A suggestion for an unknown word, or '' if no known word is near.
+
+    >>> meant("perid", ["period", "wire"], "--method.")
+    '; did you mean --method.period?'
+    """
+    near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.65)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""

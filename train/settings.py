@@ -1,0 +1,210 @@
+"""Reads, writes, compares and changes configurations: settings by their full names."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import lsgd_jax as lj
+from train.config import (
+    FREE_ON_RESUME,
+    SETTINGS,
+    Config,
+    Setting,
+    fields,
+    flat,
+    nested,
+    settings_of,
+    without_effect,
+)
+from train.messages import meant
+from train.task import methods
+
+
+# The default learning rate of each optimizer when another one is chosen: usual values
+# differ by orders of magnitude.
+USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3, "lion": 1e-4, "muon": 1e-2, "lars": 10.0}
+
+# The format of run folders. 1, which is not noted in them: lsgd_jax 0.1.0.
+FORMAT = 2
+
+
+def differences(old: Config, new: Config, free: Set[str] = FREE_ON_RESUME) -> list[str]:
+    """Describes the settings that make `new` another experiment, except for `free` ones.
+
+    >>> old = Config(name="a", model="cnn7")
+    >>> differences(old, dataclasses.replace(old, seed=1, steps=7))
+    ['seed: the run has 0, the command says 1']
+    """
+    if "cosine" in (old.optimizer.schedule, new.optimizer.schedule):
+        free = free - {"steps"}  # the learning rate of every step depends on it
+    before, after = fields(old), fields(new)
+    both = before.keys() & after.keys() - free
+    return [
+        f"{name}: the run has {before[name]!r}, the command says {after[name]!r}"
+        for name in sorted(both)
+        if before[name] != after[name]
+    ]
+
+
+def began_with(config: Config) -> dict[str, Any]:
+    """The settings that never change during a run, as JSON represents them."""
+    kept = {name: x for name, x in fields(config).items() if name not in FREE_ON_RESUME}
+    del kept["name"]
+    return json.loads(json.dumps(kept))
+
+
+def changed(config: Config, given: Mapping[str, Any]) -> Config:
+    """Returns the configuration with the given settings, by their full names.
+
+    Other settings that do not belong to the new choices take their defaults. In a shorter
+    run the warm-up takes at most half of the steps, unless the run is resumed.
+
+    Args:
+      config: the configuration.
+      given: settings of a file or a command line. Lists stand for tuples, as in JSON.
+
+    Raises:
+      ValueError: a setting is unknown, of a wrong type or impossible.
+
+    >>> from train.config import OptimizerConfig
+    >>> old = Config("a", "cnn7", optimizer=OptimizerConfig(momentum=0.9, clip=1.0))
+    >>> new = changed(old, {"method.name": "easgd", "optimizer.name": "adamw"})
+    >>> new.method.name, new.optimizer.momentum, new.optimizer.learning_rate
+    ('easgd', None, 0.001)
+    """
+    old = fields(config)
+    given = _restored({"method.name": config.method.name, **given})
+    new, defaults = old | given, {}
+    if new["method.name"] != old["method.name"]:
+        for option in dataclasses.fields(config.method):
+            del new[f"method.{option.name}"]
+    if new["optimizer.name"] != old["optimizer.name"]:
+        defaults["optimizer.learning_rate"] = USUAL_RATES[new["optimizer.name"]]
+    if new["steps"] < old["steps"] and not new["resume"]:
+        warmup = min(new["optimizer.warmup_steps"], new["steps"] // 2)
+        defaults["optimizer.warmup_steps"] = warmup
+    defaults |= {name: SETTINGS[name].default for name, _ in without_effect(new)}
+    return _built(new | defaults | given)
+
+
+def _built(values: Mapping[str, Any]) -> Config:
+    """The configuration with settings by their full names; others take their defaults."""
+    groups: dict[str, dict[str, Any]] = {"": {}, "method": {}}
+    for name, value in values.items():
+        group, _, own = name.rpartition(".")
+        groups.setdefault(group, {})[own] = value
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    own, method = groups.pop(""), methods.make(**groups.pop("method"))
+    made: dict[str, Any] = {name: kinds[name](**group) for name, group in groups.items()}
+    return Config(**own, **made, method=method)
+
+
+def write(config: Config, path: os.PathLike) -> None:
+    """Writes the configuration to a new JSON file, without the rendezvous."""
+    values = nested(config)
+    del values["distributed"]
+    with open(path, "x") as file:
+        json.dump({"format": FORMAT} | values, file, indent=2)
+        file.write("\n")
+
+
+def read(path: os.PathLike) -> Config:
+    """Reads a configuration that `write` wrote.
+
+    Raises:
+      ValueError: the file is missing, does not hold a configuration, or belongs to a
+        version whose checkpoints are in another format.
+    """
+    with _naming(path):
+        values = _object(path)
+        if (found := values.pop("format", 1)) != FORMAT:
+            raise ValueError(
+                f"its run is in format {found}, which only the version that wrote it can "
+                f"resume; lsgd_jax {lj.__version__} resumes format {FORMAT}"
+            )
+        values.pop("distributed", None)  # 0.2.0 wrote it
+        given = flat(values)
+        for name in ("name", "model", "method.name"):
+            if name not in given:
+                raise ValueError(f"{name} is missing")
+        return _built(_restored(given))
+
+
+def read_some(path: os.PathLike) -> dict[str, Any]:
+    """Reads settings, by their full names, from a JSON file that may lack some.
+
+    config.json of a run is such a file. It does not say where another run shall be, so the
+    run folder is left out, and so is the rendezvous.
+
+    Raises:
+      ValueError: the file cannot be read or holds no JSON object.
+    """
+    with _naming(path):
+        values = _object(path)
+    if values.pop("format", None) is not None:
+        for name in ("distributed", "run_dir", "resume"):
+            values.pop(name, None)
+    return flat(values)
+
+
+def _object(path: os.PathLike) -> dict[str, Any]:
+    values = json.loads(pathlib.Path(path).read_text())
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    return values
+
+
+@contextlib.contextmanager
+def _naming(path: os.PathLike) -> Iterator[None]:
+    """Names the file in errors."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, the method among them, as they were before JSON, which has no tuples.
+
+    Raises:
+      ValueError: a setting, which it names, is unknown or of a wrong type.
+    """
+    restored: dict[str, Any] = {}
+    method = methods.find(str(values["method.name"]))
+    known = SETTINGS | dict(settings_of(method, "method."))
+    known["method.name"] = Setting(str, None, ())
+    for name, value in values.items():
+        if name not in known:
+            of = f" of method {method.name}" if name.startswith("method.") else ""
+            raise ValueError(f"there is no setting {name}{of}{meant(name, known)}")
+        value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
+        if not _is_of(hint, value):
+            kind = hint.__name__ if isinstance(hint, type) else str(hint)
+            kind, got = kind.replace("typing.", ""), json.dumps(value)
+            raise ValueError(f"`{name}` must be of type {kind}, got {name}={got}")
+        restored[name] = value
+    return restored
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Whether a value is of the type of a setting.
+
+    >>> _is_of(float | None, 3), _is_of(tuple[int, ...], (1, "2")), _is_of(int, True)
+    (True, False, False)
+    """
+    parts = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Literal:
+            return value in parts
+        case typing.Union | types.UnionType:
+            return any(_is_of(part, value) for part in parts)
+        case origin if origin is tuple and isinstance(value, tuple):
+            each = parts[:1] * len(value) if parts[-1] is ... else parts
+            return len(value) == len(each) and all(map(_is_of, each, value))
+    return type(value) in ((int, float) if hint is float else (hint,))
