@@ -91,8 +91,8 @@ def _check_devices() -> None:
 
 def _check_agreement(session: Session, config: Config, processes: int | None) -> None:
     """Raises ValueError unless all processes have the same settings and source files."""
-    mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__} | sources()
-    mine["distributed.num_processes"] = processes
+    mine: dict[str, Any] = {"jax": jax.__version__, "lsgd_jax": lj.__version__}
+    mine |= sources() | {"distributed.num_processes": processes}
     mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
     for process, theirs in enumerate(all_settings):

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from train.__main__ import main
-from train.metrics import log
+from train.metrics import log, trackers
 from train.run import open as opening
 
 
