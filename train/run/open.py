@@ -145,8 +145,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         )
     others, every = [], config.log_every
     if config.wandb is not None and session.is_main:
-        where, warn = (config.wandb, folder), progress.warn_here
-        others.append(trackers.WeightsAndBiases(*where, fields(config), warn))
+        given = config.wandb, folder, fields(config), progress.warn_here
+        others.append(trackers.WeightsAndBiases(*given))
     run = Run(
         config=config,
         session=session,
