@@ -222,9 +222,7 @@ def read(folder: pathlib.Path) -> Curve:
         peak_megabytes=None if sent is None else float(sent.max() / 1e6),
         is_far_above_best=bool(last.get("far_above_best"))
         and last["step"] == tests[-1]["step"],
-        compile_seconds=sum(
-            end.get("compile_seconds", 0.0) for end in events.get("end", [])
-        ),
+        compile_seconds=last.get("compile_seconds", 0.0),
     )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 
-LONGEST = 300  # characters of an error's message
+LONGEST = 200  # characters of an error's message
 
 
 def one_line(error: Exception | str) -> str:

@@ -22,9 +22,9 @@ from train.run import resharding
 from train.run.checkpoints import read, steps_in
 from train.run.folder import CHECKPOINTS
 from train.run.open import Run
-from train.run.reporting import report, run_test
+from train.run.reporting import report
 from train.run.result import NONFINITE
-from train.run.saving import save, save_if_best
+from train.run.saving import test_and_save
 from train.task.asynchronous import AsynchronousExperiment, Own, State, of_worker
 
 
@@ -134,16 +134,13 @@ class Follower:
             self._end_the_start()
         self._tell_of_losses(status, remote)
         self._tell_of_silence(status, remote)
-        to_test = run.passed(config.test_every, before)
-        to_save = run.passed(config.checkpoint_every, before)
-        known = (to_test or to_save) and self._collect(status, remote)
+        intervals = config.test_every, config.checkpoint_every
+        is_due = any([run.passed(every, before) for every in intervals])
+        known = is_due and self._collect(status, remote)
         if run.passed(config.log_every, self._reported):
             self._report(status)
-        if known and to_test:
-            run_test(run)
-            save_if_best(run)
-        if known and to_save:
-            save(run)
+        if known:
+            test_and_save(run, before)
         self._stop_if_asked(remote)
 
     def _end_the_start(self) -> None:
@@ -258,7 +255,9 @@ class Follower:
         if self.stopped_by is not None:
             # Steps that were lost with all workers are not in their states.
             taken = sum(state["count"] for state in states) // len(states)
-            self._run.step = min(self._run.step, taken)
+            # A run is resumed from the checkpoint with the highest step.
+            newest = self._run.checkpoints.latest() or 0
+            self._run.step = max(min(self._run.step, taken), newest)
         sent = [n + status.reports[i].bytes_sent for i, n in enumerate(self._sent)]
         self._run.state = self._experiment.stacked(states, self._run.step, sent)
         self._distance = float(lj.consensus_distance(self._run.state.params))

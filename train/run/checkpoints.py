@@ -168,11 +168,13 @@ class Checkpoints:
         if step == self._unconfirmed:
             return True
         self.wait()
-        if step in self._manager.all_steps():
+        newest = max(steps := self._manager.all_steps(), default=step)
+        if step in steps:
             return True
         self._unconfirmed = step
         needed = sum(x.nbytes for x in jax.tree.leaves((state, model)))
-        if obstacle := self._obstacle(needed):
+        later = f"the one of step {newest} is later" if newest > step else ""
+        if obstacle := later or self._obstacle(needed):  # Orbax would skip it in silence
             self._failed(obstacle)
             return False
         items = {"state": ocp.args.StandardSave(state), "notes": ocp.args.JsonSave(notes)}

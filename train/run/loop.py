@@ -1,7 +1,6 @@
 """The training of a run, from its first step to its last line."""
 
 import contextlib
-import functools
 import pathlib
 import platform
 import signal
@@ -18,7 +17,7 @@ from train.run.divergence import Divergence
 from train.run.open import Run
 from train.run.reporting import report, run_test
 from train.run.result import NONFINITE, Result, last_line
-from train.run.saving import save, save_if_best, saved_if_data_fail
+from train.run.saving import save, saved_if_data_fail, test_and_save
 from train.task.experiment import Experiment
 
 
@@ -61,14 +60,10 @@ def take_steps(run: Run) -> Reason | None:
             backlog.add(loss)
             run.step += 1
             run.buffer.add(run.step, loss, run.state)
-            comes = functools.partial(run.passed, since=run.step - 1)
-            if comes(config.log_every) or run.step == config.steps:
+            before = run.step - 1
+            if run.passed(config.log_every, before) or run.step == config.steps:
                 report(run, run.buffer.close_interval(run.step, run.state))
-            if comes(config.test_every):
-                run_test(run)
-                save_if_best(run)
-            if comes(config.checkpoint_every):
-                save(run)
+            test_and_save(run, before)
             if divergence.stops_at(run.step):
                 return NONFINITE
             if run.stop_signals.stop_at(run.step):
@@ -171,7 +166,7 @@ def draw(folder: pathlib.Path) -> None:
 
 def write_sample(run: Run) -> None:
     """Shows a text written by the center, and saves it in the run folder."""
-    text = run.experiment.sample(run.state)
+    text = run.experiment.sample(run.find_center())
     if not text:
         return
     run.progress.say(f"a sample of the center:\n{text}")

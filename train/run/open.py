@@ -24,7 +24,7 @@ from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
 from train.run.resharding import Resizing, Restored
-from train.run.result import Tested
+from train.run.result import Tested, where
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
 from train.task.experiment import BaseExperiment, Experiment
@@ -35,7 +35,7 @@ MANY = 128  # workers per process above which placing them takes a while
 
 @dataclasses.dataclass
 class Run:
-    """An open run. Training changes only `state`, `step`, `lowest` and `last_test`.
+    """An open run. Training changes only `state`, `step` and the last four attributes.
 
     Attributes:
       config: the configuration.
@@ -52,9 +52,10 @@ class Run:
       buffer: measurements that are not in the log yet.
       progress: messages and progress on the screen.
       stop_signals: Ctrl-C and SIGTERM.
+      lock: holds the run folder; None in all processes but the main one.
       lowest: the first measure of the best test that has a checkpoint, otherwise inf.
       last_test: the step of the latest test of this session and its result, or None.
-      lock: holds the run folder; None in all processes but the main one.
+      center: the center of the current state, if `find_center` has computed it.
     """
 
     config: Config
@@ -74,6 +75,17 @@ class Run:
     lock: RunLock | None
     lowest: float
     last_test: tuple[int, Tested] | None = None
+    center: dict[str, Any] | None = None
+
+    def find_center(self) -> dict[str, Any]:
+        """The variables of the center, computed once for a test and a checkpoint.
+
+        Raises:
+          DataError: no data can be read to reestimate its batch statistics.
+        """
+        if self.center is None:
+            self.center = self.experiment.center(self.state)
+        return self.center
 
     def passed(self, every: int, since: int) -> bool:
         """Whether a multiple of `every` was passed after step `since`.
@@ -145,8 +157,8 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         )
     others, every = [], config.log_every
     if config.wandb is not None and session.is_main:
-        given = config.wandb, folder, fields(config), progress.warn_here
-        others.append(trackers.WeightsAndBiases(*given))
+        own = config.wandb, folder, fields(config)
+        others.append(trackers.WeightsAndBiases(*own, progress.warn_here))
     run = Run(
         config=config,
         session=session,
@@ -156,7 +168,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         step=start.step,
         resizing=start.resizing,
         checkpoints=checkpoints,
-        stopwatch=Stopwatch(start.seconds),
+        stopwatch=Stopwatch(start.seconds, start.compile_seconds),
         pace=Pace(at_least=config.log_every // 2),
         metrics=MetricsLog(folder, progress.warn_here, session.is_main, check, others),
         buffer=MetricsBuffer(
@@ -236,7 +248,7 @@ def starting_point(
         folder = run_folder.to_resume(config)
         progress.warn(f"{folder} holds no checkpoint yet; the run begins at step 0")
     unknown = RecentLosses.unknown(experiment.workers.num_workers)
-    return Restored(0, fresh, 0.0, unknown, losses=[], resizing=None)
+    return Restored(0, fresh, 0.0, 0.0, unknown, losses=[], resizing=None)
 
 
 def check_same_start(

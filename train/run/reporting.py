@@ -63,7 +63,7 @@ def run_test(run: Run) -> Tested:
     run.buffer.read_losses(run.step)
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        center = run.experiment.test_center(run.state)
+        center = run.experiment.test(run.find_center())
         worker = run.buffer.recent.best
         best = run.experiment.test_worker(run.state, worker)
         sent = run.experiment.bytes_sent(run.state)

@@ -88,7 +88,7 @@ class Restored(NamedTuple):
     Attributes:
       step: steps taken.
       state: the training state, placed for the new workers.
-      seconds: seconds of training so far.
+      seconds, compile_seconds: seconds of training and of compilation so far.
       recent: recent losses of the new workers.
       losses: [W] each, losses of the current interval, which has not been reported.
       resizing: how the grid changed, or None.
@@ -97,6 +97,7 @@ class Restored(NamedTuple):
     step: int
     state: TrainState
     seconds: float
+    compile_seconds: float
     recent: RecentLosses
     losses: list[list[float]]
     resizing: Resizing | None
@@ -152,13 +153,14 @@ def adapted(read: Checkpoint, fresh: TrainState, workers: lj.Workers) -> Restore
     step, state, notes = read
     new, old = WorkersConfig(workers.nodes, workers.locals), _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
+    seconds = notes["seconds"], notes.get("compile_seconds", 0.0)
     if old == new:
         bad = notes.get("nonfinite_steps", 0)
         losses = [
             [np.nan if x is None else x for x in row] for row in notes.get("losses", [])
         ]
         recent = RecentLosses(recent, bad)
-        return Restored(step, state, notes["seconds"], recent, losses, None)
+        return Restored(step, state, *seconds, recent, losses, None)
     chosen = sources(old, new, scores(state, recent))
     resizing = Resizing(old, new, chosen.tolist())
     try:
@@ -168,7 +170,7 @@ def adapted(read: Checkpoint, fresh: TrainState, workers: lj.Workers) -> Restore
             f"{shape(new)} workers cannot resume from {shape(old)}: {error}"
         ) from error
     recent = RecentLosses(recent[chosen])
-    return Restored(step, state, notes["seconds"], recent, [], resizing)
+    return Restored(step, state, *seconds, recent, [], resizing)
 
 
 def grid(notes: Mapping[str, Any]) -> WorkersConfig | None:

@@ -13,7 +13,7 @@ import lsgd_jax as lj
 from train.data.arrays import DataError
 from train.metrics import measures
 from train.run.open import Run
-from train.run.reporting import report, write_leaders
+from train.run.reporting import report, run_test, write_leaders
 
 
 def save(run: Run) -> bool:
@@ -26,23 +26,25 @@ def save(run: Run) -> bool:
     write_leaders(run, run.buffer.take_elections())
     jax.block_until_ready(run.state)
     with run.stopwatch.paused():
-        return run.checkpoints.save(run.step, run.state, notes(run), _center(run))
+        with contextlib.suppress(DataError):  # a checkpoint needs no center
+            run.find_center()
+        return run.checkpoints.save(run.step, run.state, notes(run), run.center)
 
 
-def save_if_best(run: Run) -> None:
-    """Saves this step if its test is better than those of all earlier steps."""
-    tested = _tested(run)
-    if tested is not None and measures.first(tested) < run.lowest:
-        run.lowest = measures.first(tested)
+def test_and_save(run: Run, since: int) -> None:
+    """Tests and saves if their intervals have ended after step `since`.
+
+    A test that is better than those of all earlier steps is saved, too.
+    """
+    if run.passed(run.config.test_every, since):
+        run_test(run)
+        tested = _tested(run)
+        if tested is not None and measures.first(tested) < run.lowest:
+            run.lowest = measures.first(tested)
+            save(run)
+    if run.passed(run.config.checkpoint_every, since):
         save(run)
-
-
-def _center(run: Run) -> dict[str, Any] | None:
-    """The center, or None if no data can be read to reestimate its batch statistics."""
-    try:
-        return run.experiment.center(run.state)
-    except DataError:
-        return None
+    run.center = None
 
 
 def notes(run: Run) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def notes(run: Run) -> dict[str, Any]:
     finite = run.experiment.workers.fetch(lj.is_finite(run.state.params))
     return {
         "seconds": run.stopwatch.seconds,
+        "compile_seconds": run.stopwatch.compile_seconds,
         "recent_losses": _known(recent.average.tolist()),
         "nonfinite_steps": recent.nonfinite_steps,
         "losses": [_known(row) for row in losses],

@@ -11,17 +11,17 @@ class Stopwatch:
     Seconds for which the process is stopped (Ctrl-Z, SIGSTOP) count, since it cannot tell.
 
     Args:
-      seconds: training time of earlier sessions of the run.
+      seconds, compile_seconds: those of earlier sessions of the run.
 
     Attributes:
       pauses: whether `paused` stops it. Set to False while other processes train.
-      compile_seconds: time of this session in `compiling`, or before the last `start`.
+      compile_seconds: time in `compiling`, or before the last `start`.
     """
 
-    def __init__(self, seconds: float = 0.0):
+    def __init__(self, seconds: float = 0.0, compile_seconds: float = 0.0):
         self._before = seconds
         self._since: float | None = None
-        self.pauses, self.compile_seconds = True, 0.0
+        self.pauses, self.compile_seconds = True, compile_seconds
 
     @property
     def seconds(self) -> float:

@@ -200,19 +200,19 @@ class BaseExperiment(abc.ABC):
 
     def test_center(self, state: Any) -> TestResult:
         """Tests the center, the model that represents all workers."""
-        return self._test(self.center(state))
+        return self.test(self.center(state))
 
     def test_worker(self, state: Any, worker: int) -> TestResult:
         """Tests the model of one worker."""
         variables = state.params, state.stats
         params, stats = self._pick(variables, lj.Shared(worker)).value
-        return self._test(self._variables(params, stats))
+        return self.test(self._variables(params, stats))
 
-    def sample(self, state: Any) -> str:
-        """A text that the center generates, or '' if the model does not generate text."""
-        # The center is fetched to the host so that each process can draw by itself.
-        variables = self.workers.fetch(self.center(state))
-        return self.forward.sample(variables, jax.random.key(self._config.seed))
+    def sample(self, variables: Any) -> str:
+        """A text that a model generates, or '' if it does not generate text."""
+        # The variables are fetched to the host so that each process can draw by itself.
+        fetched = self.workers.fetch(variables)
+        return self.forward.sample(fetched, jax.random.key(self._config.seed))
 
     def center(self, state: Any) -> dict[str, Any]:
         """The variables of the center, as they are tested."""
@@ -224,7 +224,8 @@ class BaseExperiment(abc.ABC):
             stats = self.reestimated(params, stats)
         return {"params": params, **stats}
 
-    def _test(self, variables: dict[str, Any]) -> TestResult:
+    def test(self, variables: dict[str, Any]) -> TestResult:
+        """Tests a model."""
         shared, add = lj.Shared(variables), self.backlog().add
         batches = self.forward.source.test_batches
         sums = [add(self._sums(shared, *batch)) for batch in batches]

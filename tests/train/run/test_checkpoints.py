@@ -78,12 +78,13 @@ def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
     save(checkpoints, 2, 4, 6)
     again = opened()
     assert_restored(again.restore_latest(lambda notes: state(0)), 6)
-    assert again.save(6, state(6), {})  # it exists
-    again.close()
+    assert again.save(6, state(6), {}) and warnings == []  # it exists
+    assert not again.save(5, state(5), {})  # a resumed run would not find it
+    late = "the checkpoint of step 5 was not written: the one of step 6 is later"
+    assert again.close() and warnings == [late]
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
     assert latest_notes(folder) == {"seconds": 3.0} and notes_of(folder, 5) == {}
-    assert warnings == []
 
 
 def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, tmp_path):

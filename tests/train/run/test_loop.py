@@ -306,6 +306,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
         trained(run, killed)
     again = opened(resume=True)
     assert again.step == 6 and train(again).is_good
+    assert again.stopwatch.compile_seconds > run.stopwatch.compile_seconds > 0
     of_time = {"seconds", "steps_per_second", "compile_seconds"}
     undisturbed, resumed = (
         {
@@ -326,15 +327,23 @@ def test_a_killed_run_resumes_as_if_it_had_not_been_killed(finished, opened, tra
 def found_by_tests(monkeypatch, errors):
     """Makes tests of the center and of the best worker find these errors in %."""
     found = iter(errors)
-    for name in ("test_center", "test_worker"):
+    for name in ("test", "test_worker"):
         result = lambda *_: {"error": next(found), "loss": 1.0}
         monkeypatch.setattr(tiny.Shared, name, result)
 
 
 def test_a_test_that_is_the_best_so_far_is_saved(opened, monkeypatch, capsys):
     found_by_tests(monkeypatch, [50.0, 50.0, 30.0, 30.0, 40.0, 40.0, 45.0, 45.0])
+    computed, center = [], tiny.Shared.center
+
+    def noted(self, state):
+        computed.append(int(state.step.value))
+        return center(self, state)
+
+    monkeypatch.setattr(tiny.Shared, "center", noted)
     run = opened(test_every=3, checkpoint_every=6, keep_checkpoints=1)
     result = train(run)
+    assert computed == [3, 6, 9, 12]  # once for a test and a checkpoint
     assert checkpoints.steps_in(run.folder / "checkpoints") == [6, 12]
     assert result.best == (6, {"error": 30.0, "loss": 1.0}) and result.is_good
     printed = capsys.readouterr().out
