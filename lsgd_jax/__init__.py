@@ -87,7 +87,7 @@ from lsgd_jax._src.workers.unrolled import unrolled as unrolled
 from lsgd_jax._src.workers.workers import Workers as Workers
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names that have moved to `contrib`; 0.4 no longer knows them here.
 _MOVED = {

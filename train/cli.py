@@ -39,6 +39,11 @@ FILE = """
 Options on the command line are applied on top.
 """
 HELP = {"-h", "--help"}
+# How Python's messages about a text that is no number begin.
+NUMBERS = {
+    "invalid literal for int() with base 10: ": "an int",
+    "could not convert string to float: ": "a number",
+}
 T = TypeVar("T")
 
 # Settings that say which run to resume.
@@ -252,9 +257,20 @@ def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:
             missing = [given.arg.display_name() for given in event.missing_arguments]
             return f"{', '.join(missing)} must be given"
         case _errors.InstantiationFailure():
-            message = event.message.partition("\n")[0].rstrip(".")
-            return f"{option}: {message}" if option else message
+            return _of_a_value(option, event.message.partition("\n")[0].rstrip("."))
     return None
+
+
+def _of_a_value(option: str, message: str) -> str:
+    """The message for a value of a wrong type, which Python describes.
+
+    >>> _of_a_value("--steps", "invalid literal for int() with base 10: '1e3'")
+    "--steps must be an int, got '1e3'"
+    """
+    for start, kind in NUMBERS.items():
+        if message.startswith(start):
+            return f"{option} must be {kind}, got {message.removeprefix(start)}"
+    return f"{option}: {message}" if option else message
 
 
 def _unrecognized(argument: str, names: list[str]) -> str:

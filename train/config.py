@@ -64,6 +64,7 @@ def _ascend(steps: tuple[int, ...]) -> bool:
 
 
 COUNT = Rule("a positive int", lambda x: type(x) is int and x > 0)
+NOT_EMPTY = Rule("a path, not empty", bool)
 POSITIVE = Rule("positive and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Rule("at least 0 and finite", lambda x: 0 <= x < math.inf)
 BELOW_ONE = Rule("in [0, 1)", lambda x: 0 <= x < 1)
@@ -80,6 +81,7 @@ FREE, LOCAL = "free on resume", "free on resume and per process"
 
 CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))
 FILES = Only("data.name", ("cifar10", "imagenet"))
+BATCH_NORM = Only("model", ("digits-bn", "resnet20", "vgg16", "resnet50"))
 DROPS = Only("optimizer.schedule", ("drops",))
 LOCK_STEP, ASYNCHRONOUS = (
     Only("method.name", tuple(x for x in METHODS if METHODS[x].is_asynchronous is engine))
@@ -324,7 +326,7 @@ class Config:
     # Batch statistics: each worker keeps its own (keep), they are averaged whenever the
     # method communicates, asynchronously before each test and checkpoint (average), or they
     # are reestimated from training data before each test (reestimate).
-    batch_statistics: Policy = "reestimate"
+    batch_statistics: Annotated[Policy, BATCH_NORM] = "reestimate"
     # Number of training steps of each worker.
     steps: Annotated[Count, FREE] = 1000
     # Images, or windows of text, per worker and step.
@@ -350,9 +352,9 @@ class Config:
     # `wandb`.
     wandb: Annotated[str | None, FREE] = None
     # Folder in which new run folders are created.
-    runs: Annotated[str, FREE] = "runs"
+    runs: Annotated[str, NOT_EMPTY, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
-    run_dir: Annotated[str | None, FREE] = None
+    run_dir: Annotated[str | None, NOT_EMPTY, FREE] = None
     # Resume from the last checkpoint in --run-dir, by default that of the newest run of
     # NAME. The run keeps its grid unless --workers gives another one.
     resume: Annotated[bool, FREE] = False
@@ -475,14 +477,23 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "data.crop", "at most 32 with cifar10", fits
 
     own, ray, values = config.distributed, config.ray, fields(config)
+    if {"method.local_period", "method.global_period"} <= values.keys():
+        local = values["method.local_period"]
+        rule = f"at least method.local_period={local}"
+        yield "method.global_period", rule, local <= values["method.global_period"]
     if not config.method.is_asynchronous:
         if ray.processes is None:
             _check_left_out(sorted(RAY), "without ray.processes", values)
-        elif ray.min_processes is not None and own.process_id is None:
-            rule = f"at most ray.processes={ray.processes}"
-            yield "ray.min_processes", rule, ray.min_processes <= ray.processes
+        elif own.process_id is None:
             rule = f"a multiple of ray.processes={ray.processes} with ray.min_processes"
-            yield "workers.nodes", rule, grid.nodes % ray.processes == 0
+            least = ray.processes if ray.min_processes is None else ray.min_processes
+            elastic = least < ray.processes
+            yield "workers.nodes", rule, not elastic or grid.nodes % ray.processes == 0
+            rule = f"at most ray.processes={ray.processes}"
+            yield "ray.min_processes", rule, least <= ray.processes
+            rule = f"such that ray.processes={ray.processes} share all workers equally"
+            shared = grid.nodes * grid.locals % ray.processes == 0
+            yield "workers.nodes", rule, shared
     elif each > 1:
         rule = f"0 or {each}, the devices of a worker (workers.inside)"
         yield "ray.gpus_per_worker", rule, ray.gpus_per_worker in (0, each)

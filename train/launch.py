@@ -175,7 +175,8 @@ class Parser(argparse.ArgumentParser):
     """Raises errors instead of printing them. tyro would have to import jax."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        is_unknown = message.startswith("unrecognized")
+        raise ValueError(message + "; the trainer's arguments come after --" * is_unknown)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -87,7 +87,7 @@ def changed(config: Config, given: Mapping[str, Any]) -> Config:
     if new["optimizer.name"] != old["optimizer.name"]:
         defaults["optimizer.learning_rate"] = USUAL_RATES[new["optimizer.name"]]
     if new["steps"] < old["steps"] and not new["resume"]:
-        warmup = min(new["optimizer.warmup_steps"], new["steps"] // 2)
+        warmup = min(new["optimizer.warmup_steps"], max(0, new["steps"] // 2))
         defaults["optimizer.warmup_steps"] = warmup
     defaults |= {name: SETTINGS[name].default for name, _ in without_effect(new)}
     return _built(new | defaults | given)
@@ -154,7 +154,12 @@ def read_some(path: os.PathLike) -> dict[str, Any]:
 
 
 def _object(path: os.PathLike) -> dict[str, Any]:
-    values = json.loads(pathlib.Path(path).read_text())
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} is no JSON; is the file cut off?") from None
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     return values

@@ -30,7 +30,7 @@ if [ -d "$run/checkpoints" ]; then resume=(--resume); fi
 # (InvalidAuthToken) unless all nodes and the trainer enable it with the same token. The
 # token is in ~/.ray/auth_token, so all nodes must share the home folder.
 export RAY_AUTH_MODE=token
-ray get-auth-token --generate > /dev/null
+(umask 077; ray get-auth-token --generate > /dev/null)
 
 export RAY_USAGE_STATS_ENABLED=0
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)

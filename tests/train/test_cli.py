@@ -59,7 +59,8 @@ WRONG = [  # a command line, and a part of the message
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
     ("digits and more", "unrecognized argument and; see python -m train digits --help"),
     ("digits --steps", "--steps needs a value; see"),
-    ("digits --steps many", "--steps: invalid literal for int() with base 10: 'many'"),
+    ("digits --steps many", "--steps must be an int, got 'many'"),
+    ("digits --data.prefetch 1 --optimizer.learning-rate x", "must be a number, got 'x'"),
     ("digits --model vgg", f"must be one of {NETWORKS}, got 'vgg'; did you mean vgg16?"),
     ("digits --method eagsd", "got method='eagsd'; did you mean easgd?"),
     ("digits --optimizer.betas 0.9", "--optimizer.betas: no type matching"),
@@ -70,6 +71,8 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
     # One setting.
     ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
+    ("digits --steps -5", "`steps` must be a positive int, got steps=-5"),
+    ("digits --run-dir=", "`run_dir` must be a path, not empty, got run_dir="),
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
     ("digits --method.local-pull 7", "`local_pull` must be in [0, 1]"),
@@ -82,6 +85,9 @@ WRONG = [  # a command line, and a part of the message
         "digits --method async-lsgd --workers.inside fsdp=2 --ray.gpus-per-worker 1",
         "`ray.gpus_per_worker` must be 0 or 2, the devices of a worker (workers.inside), g",
     ),
+    ("digits --ray.processes 3 --workers.nodes 2", "ray.processes=3 share all workers eq"),
+    ("digits --method.global-period 4", "must be at least method.local_period=8, got met"),
+    ("digits --batch-statistics keep", "must be left out with model=digits-cnn, got bat"),
     ("digits --workers.locals 40000", "must be at most 1 with workers.locals=40000, got w"),
     ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
     ("digits --data.dir X", "`data.dir` must be left out with data.name=digits, got data"),
@@ -245,7 +251,7 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
         ("[]", "config.json cannot be read: it is no JSON object"),
-        ("{", "config.json cannot be read: Expecting property name"),
+        ("{", "config.json cannot be read: line 1 is no JSON; is"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(text, message, refusal, tmp_path):

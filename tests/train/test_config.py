@@ -31,8 +31,9 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("", "Expecting value"),
-        ("{", "Expecting property name"),
+        ("", "line 1 is no JSON; is the file cut off"),
+        ("{", "line 1 is no JSON; is the file cut off"),
+        ("[" * 100_000, "its values are nested too deep"),
         ("[]", "it is no JSON object"),
         ('{"name": "digits"}', "its run is in format 1, .* resumes format 2"),
         ('{"format": 2, "name": "x"}', "read: model is missing"),
@@ -109,6 +110,7 @@ def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
 INF, NAN = float("inf"), float("nan")
 REFUSED = {  # values that the rule of a setting must refuse
     configuration.COUNT: (0, -1, 1.5, True),
+    configuration.NOT_EMPTY: ("",),
     configuration.POSITIVE: (0.0, INF, NAN),
     configuration.NOT_NEGATIVE: (-1, INF, NAN),
     configuration.BELOW_ONE: (-0.1, 1.0),

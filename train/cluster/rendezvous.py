@@ -53,6 +53,7 @@ def join(config: Config) -> Session:
         with _without_proxies(), _ended_by_ctrl_c(), _ended_if_late(config, started):
             jax.distributed.initialize(
                 **started.arguments,
+                coordinator_bind_address=_on_loopback(started.arguments),
                 local_device_ids=gpus,
                 initialization_timeout=options.start_timeout + JAX_LATER_S,
                 heartbeat_timeout_seconds=options.heartbeat_timeout,
@@ -69,7 +70,7 @@ def join(config: Config) -> Session:
         try:
             _check_devices()
             session.hosts = gather(socket.gethostname())
-            _check_agreement(session, config)
+            _check_agreement(session, config, started.arguments.get("num_processes"))
         except ValueError as error:
             if is_of_xla(error):
                 raise
@@ -88,27 +89,31 @@ def _check_devices() -> None:
             )
 
 
-def _check_agreement(session: Session, config: Config) -> None:
-    """Raises ValueError unless all processes have the same settings and sources."""
-    mine = {"jax": jax.__version__, "lsgd_jax": lj.__version__, "sources": sources()}
+def _check_agreement(session: Session, config: Config, processes: int | None) -> None:
+    """Raises ValueError unless all processes have the same settings and source files."""
+    mine: dict[str, Any] = {"jax": jax.__version__, "lsgd_jax": lj.__version__}
+    mine |= sources() | {"distributed.num_processes": processes}
     mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]
     for process, theirs in enumerate(all_settings):
-        for name, value in all_settings[0].items():
-            if theirs.get(name) != value:
+        for name in all_settings[0] | theirs:
+            value, other = all_settings[0].get(name), theirs.get(name)
+            if other != value:
                 raise ValueError(
                     f"`{name}` must be the same in all processes, got {value!r} in process "
-                    f"0 and {theirs.get(name)!r} in process {process}"
+                    f"0 and {other!r} in process {process}"
                 )
 
 
-def sources() -> str:
-    """A hash of the source files of `lsgd_jax` and `train`."""
-    found = hashlib.sha256()
+def sources() -> dict[str, str]:
+    """Hashes of the source files of `lsgd_jax` and `train`, by their paths."""
+    hashes = {}
     for package in (lj, train):
-        for path in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        folder = pathlib.Path(package.__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            name = path.relative_to(folder.parent).as_posix()
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return hashes
 
 
 def _check_address(arguments: Mapping[str, Any]) -> None:
@@ -134,6 +139,21 @@ def _check_address(arguments: Mapping[str, Any]) -> None:
             f"nothing can listen at {given}: {error.strerror}; is the port taken by "
             "another run?"
         ) from error
+
+
+def _on_loopback(arguments: Mapping[str, Any]) -> str | None:
+    """The coordinator's address if it is on loopback, to listen there only.
+
+    jax listens on all interfaces by default.
+
+    >>> _on_loopback({"coordinator_address": "127.0.0.1:1234"})
+    '127.0.0.1:1234'
+    >>> _on_loopback({"coordinator_address": "node-3:1234"}) is None
+    True
+    """
+    given = arguments.get("coordinator_address") or ""
+    host = given.rpartition(":")[0].strip("[]")
+    return given if host in ("localhost", "::1") or host.startswith("127.") else None
 
 
 def _claim(arguments: Mapping[str, Any]) -> None:

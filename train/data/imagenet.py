@@ -138,7 +138,8 @@ def _find(folder: pathlib.Path) -> Files:
         with os.scandir(folder / name) as entries:
             names.append(sorted(os.fsencode(x.name) for x in entries if _is_image(x)))
     if empty := [name for name, found in zip(classes, names) if not found]:
-        raise DataError(f"{folder}: there is no image in {', '.join(empty[:5])}")
+        named = ", ".join(f"{name}/" for name in empty[:5])
+        raise DataError(f"{folder} must have images in each class, but none is in {named}")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), list(map(len, names)))
     every = np.array(list(itertools.chain.from_iterable(names)))
     return Files(str(folder), tuple(classes), every, labels)

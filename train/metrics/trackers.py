@@ -52,17 +52,18 @@ class JsonLines:
 
     def write(self, event: Event) -> None:
         self._end_a_cut_off_line()
+        self._ends_with_a_line = False  # a full disk cuts the line off, and may get space
         self._append(json.dumps(_jsonable(event)) + "\n")
+        self._ends_with_a_line = True
 
     def close(self) -> None:
         pass
 
     def _end_a_cut_off_line(self) -> None:
-        """Ends a last line that a crash cut off, so that the next one is whole."""
+        """Ends a last line that a crash or a full disk cut off."""
         if not self._ends_with_a_line and self._path.exists():
             if self._path.read_bytes()[-1:] not in (b"\n", b""):
                 self._append("\n")
-        self._ends_with_a_line = True
 
     def _append(self, text: str) -> None:
         with open(self._path, "a") as file:

@@ -130,9 +130,8 @@ class Follower:
         run, config = self._run, self._run.config
         before = run.step
         self._count(status)
-        if not self._has_stepped and run.step > before:
-            self._has_stepped = True
-            run.stopwatch.start()  # until now, processes were started and compiled
+        if run.step > before:
+            self._end_the_start()
         self._tell_of_losses(status, remote)
         self._tell_of_silence(status, remote)
         intervals = config.test_every, config.checkpoint_every
@@ -144,8 +143,15 @@ class Follower:
             test_and_save(run, before)
         self._stop_if_asked(remote)
 
+    def _end_the_start(self) -> None:
+        """Begins to count seconds of training, once processes are started and compiled."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._run.stopwatch.start()
+
     def end(self, states: list[State], status: lj.asynchronous.Status) -> None:
         """Takes the final states of the workers."""
+        self._end_the_start()
         status = status._replace(present=sorted(self._present))  # all have left
         # A worker that hung and was killed keeps the state that it last answered.
         self._states = [new or old for new, old in zip(states, self._states)]

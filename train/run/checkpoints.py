@@ -253,11 +253,18 @@ class Checkpoints:
         """
         for step in reversed(steps_in(self._folder)):
             try:
-                return read(self._folder, step, like, self._session)
+                found = read(self._folder, step, like, self._session)
             except Unreadable as error:
                 aside = unused(self._folder / f"unreadable-{step}")
                 self._warn(f"{error}; it is set aside as {aside.name}")
                 self._set_aside(step, aside)
+                continue
+            if self._session.is_main and not checksums.are_there(self._folder / str(step)):
+                self._warn(
+                    f"the checkpoint of step {step} has no {checksums.CHECKSUMS}: it is of "
+                    "an earlier version, or damaged, and was not checked"
+                )
+            return found
         if any(self._folder.glob("unreadable-*")):
             raise ValueError(f"{self._folder.parent} holds no checkpoint that can be read")
         return None

@@ -39,7 +39,7 @@ def _name_in(path: pathlib.Path) -> str | None:
     """The name of the run in a config.json, or None if it has none."""
     try:
         name = json.loads(path.read_bytes())["name"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None  # --run-dir reports what is wrong with it
     return name if isinstance(name, str) else None
 

@@ -116,16 +116,23 @@ def test_one_of_several_processes_exits_at_once(monkeypatch, capsys, error, stat
 )
 def test_processes_must_have_the_same_settings(other, message):
     configs = [CIFAR10, dataclasses.replace(CIFAR10, **other)]
-    check = lambda own: rendezvous._check_agreement(own, configs[own.process_id])
+    check = lambda own: rendezvous._check_agreement(own, configs[own.process_id], 2)
     said = each(2, check)
     assert said == [None] * 2 if message is None else all(message in x for x in said)
 
 
 def test_processes_must_have_the_same_sources(monkeypatch):
-    versions = iter("ab")
-    monkeypatch.setattr(rendezvous, "sources", lambda: next(versions))
-    for said in each(2, lambda own: rendezvous._check_agreement(own, CONFIG)):
-        assert "`sources` must be the same in all processes" in said
+    hashes = iter("ab")
+    monkeypatch.setattr(rendezvous, "sources", lambda: {"train/cli.py": next(hashes)})
+    for said in each(2, lambda own: rendezvous._check_agreement(own, CONFIG, 2)):
+        assert "`train/cli.py` must be the same in all processes, got" in said
+
+
+def test_processes_must_be_told_the_same_number_of_processes():
+    check = lambda own: rendezvous._check_agreement(own, CONFIG, 2 + own.process_id)
+    for said in each(2, check):
+        assert "`distributed.num_processes` must be the same in all" in said
+        assert "got 2 in process 0 and 3 in process 1" in said
 
 
 def test_a_wrong_or_taken_address_is_detected_before_jax_uses_it():

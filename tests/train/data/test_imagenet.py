@@ -105,7 +105,7 @@ WRONG = {
     "no train": (lambda d: shutil.rmtree(d / "train"), "train is missing; it must hold"),
     "empty train": (lambda d: empty(d / "train"), "hold one folder per class, got none"),
     "loose images": (loose, "got none, but 2 images; move them into class folders"),
-    "empty class": (lambda d: empty(d / "train" / "bee"), "there is no image in bee"),
+    "empty class": (lambda d: empty(d / "train" / "bee"), "but none is in bee/"),
     "less in val": (
         lambda d: shutil.rmtree(d / "val" / "cat"),
         "must have the same classes, but 1 of them are only in train: cat",

@@ -1,5 +1,6 @@
 """Trackers: Weights & Biases by a module that is made up, and several at once."""
 
+import resource
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import tiny
 
 from train.__main__ import main
-from train.metrics import log
+from train.metrics import log, trackers
 from train.run import open as opening
 
 
@@ -78,3 +79,19 @@ def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
     assert [event["loss"] for event in written] == [0.25] and not writer.is_whole
     writer.close()
     assert len(log.read(tmp_path)["train"]) == len(said) == 1
+
+
+def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    event = lambda step: {"kind": "train", "step": step, "seconds": 0.5, "loss": 0.25}
+    tracker = trackers.JsonLines(path)
+    tracker.write(event(1))
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, kept[1]))
+    try:
+        with pytest.raises(OSError):
+            tracker.write(event(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    tracker.write(event(3))
+    assert [event["step"] for event in log.read(tmp_path)["train"]] == [1, 3]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import time
 from types import SimpleNamespace
 
 import jax
@@ -86,6 +87,18 @@ def test_a_run_stopped_by_a_signal_resumes(tmp_path, monkeypatch, capsys):
     steps = log.read(folder)["pace"][-1]["steps"]
     assert sum(steps) == 48 and (np.array(steps) > counts).sum() >= 3
     assert log.read(folder)["test"][-1]["center_error"] < 50
+
+
+def test_the_start_of_the_processes_is_no_time_of_training(tmp_path, monkeypatch):
+    def signaled(status, remote):
+        if not remote.stopped:
+            time.sleep(1)
+            signal.raise_signal(signal.SIGTERM)
+
+    engine = {"befalls": signaled, "look": 1}
+    run, result = run_of(tmp_path / "run", monkeypatch, engine)
+    assert result.stopped_by == signal.SIGTERM and run.stopwatch.compile_seconds > 1
+    assert result.seconds < 1
 
 
 @pytest.mark.slow

@@ -87,6 +87,14 @@ def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
     assert latest_notes(folder) == {"seconds": 3.0} and notes_of(folder, 5) == {}
 
 
+def test_a_checkpoint_without_checksums_is_read_and_named(opened, tmp_path, warnings):
+    save(opened(), 2)
+    (tmp_path / "checkpoints" / "2" / checksums.CHECKSUMS).unlink()
+    assert_restored(opened().restore_latest(lambda notes: state(0)), 2)
+    (said,) = warnings
+    assert said.startswith("the checkpoint of step 2 has no sha256.json: it is of an earl")
+
+
 def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, tmp_path):
     """In addition to the latest ones, which are kept anyway."""
     folder, kept = tmp_path / "checkpoints", []
