@@ -82,7 +82,7 @@ def made_up_digits():
     return Dataset(train, test, num_classes=10)
 
 
-def install(network=Tiny, figures=False, share=False, set=setattr):
+def install(network=Tiny, share=False, set=setattr):
     """Makes the trainer of this process use a small network, and draw no figures.
 
     share: whether equal experiments are built and compiled only once.
@@ -90,8 +90,7 @@ def install(network=Tiny, figures=False, share=False, set=setattr):
     small = {"digits-cnn": network, "digits-bn": TinyNorm}
     set(models, "MODELS", MODELS | small)
     set(digits, "load", made_up_digits)
-    if not figures:
-        set(loop, "draw", lambda folder: None)
+    set(loop, "draw", lambda folder: None)
     if share:
         from paper.landscape import saved_run
 

@@ -39,7 +39,7 @@ def finished(tmp_path_factory, traces):
     """A finished run: (run, result)."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        tiny.install(figures=True, share=True, set=patch.setattr)
+        tiny.install(share=True, set=patch.setattr)
         run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
         return run, train(run)
 
