@@ -169,7 +169,7 @@ def load(
     test = min(len(pairs) // 10, MOST_TEST)
     if not test:
         raise DataError(f"translation needs 10 pairs of sentences, got {len(pairs)}")
-    train, held_out = pairs[:-test], tuple(map(list, zip(*pairs[-test:])))
+    train, held_out = pairs[:-test], pairs[-test:]
     vocabulary = Subwords.learned(itertools.chain(*train), subwords)
     kind = np.min_scalar_type(len(vocabulary) - 1)
     of = lambda texts: vocabulary.encode(texts, context).astype(kind)
@@ -181,8 +181,8 @@ def load(
     digest = hashlib.sha256("\n".join(map("\t".join, pairs)).encode())
     return Translation(
         Pairs(*(side[fits] for side in sides)),
-        Pairs(*map(of, held_out)),
-        held_out,
+        Pairs(*(of(texts) for texts in zip(*held_out))),
+        ([source for source, _ in held_out], [target for _, target in held_out]),
         int((~fits).sum()),
         vocabulary,
         digest.hexdigest(),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,6 @@ from train.task import models
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
 from train.task.text import VOCABULARY
-from train.task.transformer import EncoderDecoder
 
 
 TEST_BATCH = 64  # sentences per worker, or that are translated at once
@@ -126,7 +126,7 @@ def bleu(found: Sequence[str], references: Sequence[str]) -> float:
 
 
 def translated(
-    model: EncoderDecoder,
+    model: nn.Module,
     variables: Any,
     vocabulary: Subwords,
     texts: Sequence[str],
@@ -135,7 +135,7 @@ def translated(
     """Translates sentences. Those that exceed the context of the model are cut.
 
     Args:
-      model: the network.
+      model: an `EncoderDecoder`.
       variables: its variables.
       vocabulary: its subwords.
       texts: the sentences.
@@ -143,11 +143,11 @@ def translated(
     """
     if not texts:
         return []
-    last, search = len(texts) - 1, translator(model, beam)
-    ids = vocabulary.encode(texts, model.context)
+    search = translator(model, beam)
+    ids = vocabulary.encode(texts, model.context)  # type: ignore
     # A batch ends with its longest sentence, so sentences of like lengths go together.
     order = np.argsort((ids != PAD).sum(axis=1), kind="stable")
-    rows = np.minimum(rows_in_batches(len(texts), 1, TEST_BATCH)[:, 0], last)
+    rows = np.minimum(rows_in_batches(len(texts), 1, TEST_BATCH)[:, 0], len(texts) - 1)
     each = [np.asarray(search(variables, ids[order[batch]])) for batch in rows]
     found = np.empty_like(ids)
     found[order] = np.concatenate(each)[: len(texts)]
@@ -155,7 +155,7 @@ def translated(
 
 
 @functools.lru_cache(maxsize=8)
-def translator(model: EncoderDecoder, beam: int) -> Callable[[Any, Any], Array]:
+def translator(model: Any, beam: int) -> Callable[[Any, Any], Array]:
     """The jitted translation of a batch: (variables, source [B, S]) -> target [B, T]."""
 
     @jax.jit
