@@ -50,6 +50,7 @@ class Curve(NamedTuple):
     peak_megabytes: the most that a worker sent in one step; None if unknown.
     compile_seconds: time of compilation, which `seconds` do not contain.
     is_far_above_best: whether the run ended far above its best test.
+    bleu: BLEU of the center at the end; None for other data than translation.
     """
 
     steps: list[int]

@@ -19,7 +19,7 @@ SOURCES = np.array([[3, 4, END], [4, END, PAD]])
 @pytest.fixture(scope="module")
 def network():
     """A network whose predictions differ much from token to token."""
-    model = EncoderDecoder(V, T, layers=2, heads=2, width=8)
+    model = EncoderDecoder(V, T, layers=1, heads=2, width=8)
     variables = jax.jit(model.init)(jax.random.key(3), SOURCES, SOURCES)
     return model, jax.tree.map(lambda x: 20 * x if x.ndim > 1 else x, variables)
 
@@ -71,10 +71,6 @@ def test_a_greedy_translation_takes_the_most_likely_token_each_time(network, lik
             if expected[at] == END:
                 break
         assert result.tolist() == expected.tolist()
-    wider = np.asarray(translator(network[0], beam=2)(network[1], SOURCES))
-    mean = lambda source, x: likely(source, x[None])[0][x != PAD].mean()
-    for source, one, two in zip(SOURCES, found, wider):
-        assert mean(source, two) >= mean(source, one) - 1e-5
 
 
 def test_padding_changes_no_translation(network):
