@@ -120,7 +120,7 @@ def test_help_explains_every_field(capsys):
     assert "\n- Command: python -m train digits\n- Hardware: 2 CPU cores" in text
     words = " ".join(text.split())
     for option in (
-        "--batch-size INT Images, windows of text or pairs of sentences, per worker and step.",
+        "--batch-size INT Images, windows of text or pairs of sentences, per worker and",
         "--workers.locals INT Number of workers in each node.",
         "--optimizer.learning-rate FLOAT Learning rate; with a schedule, the highest",
         f"--method NAME selects another method: {', '.join(METHODS)}.",
