@@ -50,6 +50,7 @@ class Curve(NamedTuple):
     peak_megabytes: the most that a worker sent in one step; None if unknown.
     compile_seconds: time of compilation, which `seconds` do not contain.
     is_far_above_best: whether the run ended far above its best test.
+    bleu: BLEU of the center at the end; None for other data than translation.
     """
 
     steps: list[int]
@@ -60,6 +61,7 @@ class Curve(NamedTuple):
     peak_megabytes: float | None = None
     compile_seconds: float = 0.0
     is_far_above_best: bool = False
+    bleu: float | None = None
 
     @property
     def diverged(self) -> bool:
@@ -222,6 +224,7 @@ def read(folder: pathlib.Path) -> Curve:
         peak_megabytes=None if sent is None else float(sent.max() / 1e6),
         is_far_above_best=bool(last.get("far_above_best"))
         and last["step"] == tests[-1]["step"],
+        bleu=last.get("center_bleu"),
         compile_seconds=last.get("compile_seconds", 0.0),
     )
 
@@ -243,11 +246,12 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
         columns = {
             measure.label: ([x.values[-1] for x in runs], measure.digits),
             f"lowest, {measure.unit}": ([min(x.values) for x in runs], measure.digits),
+            "BLEU": ([x.bleu for x in runs if x.bleu is not None], 1),
             "training time, s": ([x.seconds[-1] for x in runs], 1),
             "compile time, s": ([x.compile_seconds for x in runs], 1),
             "MB sent per worker": ([x.megabytes[-1] for x in runs], 1),
         }
-        row = {name: spread(*column) for name, column in columns.items()}
+        row = {name: spread(*column) for name, column in columns.items() if column[0]}
         if not any(x.megabytes[-1] for x in runs):
             row["MB sent per worker"] += tables.NEVER
         peaks = {"peak MB in a step": f"{peak:.3g}" if peak else "–"}

@@ -79,7 +79,9 @@ Positive = Annotated[float, POSITIVE]
 # train.run.resharding), and for settings that may also differ from process to process.
 FREE, LOCAL = "free on resume", "free on resume and per process"
 
-CIFAR10, IMAGENET, TEXT = (Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text"))
+CIFAR10, IMAGENET, TEXT, TRANSLATION = (
+    Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text", "translation")
+)
 FILES = Only("data.name", ("cifar10", "imagenet"))
 BATCH_NORM = Only("model", ("digits-bn", "resnet20", "vgg16", "resnet50"))
 DROPS = Only("optimizer.schedule", ("drops",))
@@ -93,20 +95,30 @@ def _optimizers(*names: str) -> Only:
     return Only("optimizer.name", names)
 
 
-Data = Literal["digits", "cifar10", "imagenet", "text"]
+Data = Literal["digits", "cifar10", "imagenet", "text", "translation"]
 Model = Literal[
-    "digits-cnn", "digits-bn", "cnn7", "resnet20", "vgg16", "resnet50", "transformer"
+    "digits-cnn",
+    "digits-bn",
+    "cnn7",
+    "resnet20",
+    "vgg16",
+    "resnet50",
+    "transformer",
+    "encoder-decoder",
 ]
 Optimizer = Literal["sgd", "adamw", "lion", "muon", "lars"]
-Schedule = Literal["constant", "drops", "cosine"]
+Schedule = Literal["constant", "drops", "cosine", "inverse-sqrt"]
+
+# The network for each data set that is not of images.
+NETWORKS = {"text": "transformer", "translation": "encoder-decoder"}
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The data that the workers learn from."""
 
-    # The data set. `digits` comes with scikit-learn, `text` reads --data.files, and the
-    # others need --data.dir.
+    # The data set. `digits` comes with scikit-learn, `text` reads --data.files,
+    # `translation` reads --data.source and --data.target, and the others need --data.dir.
     name: Data = "digits"
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
@@ -116,8 +128,16 @@ class DataConfig:
     files: Annotated[tuple[str, ...], TEXT, LOCAL] = ()
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
-    # Maximum number of tokens that the model sees at once (text).
-    context: Annotated[Count, TEXT] = 64
+    # Files of sentences to translate, one sentence a line; the last tenth, at most 1,000
+    # sentences, is for validation. Defaults to sentences of a small grammar (translation).
+    source: Annotated[tuple[str, ...], TRANSLATION, LOCAL] = ()
+    # Files of their translations, line by line (translation).
+    target: Annotated[tuple[str, ...], TRANSLATION, LOCAL] = ()
+    # Maximum number of subwords, which both languages share (translation).
+    subwords: Annotated[Count, TRANSLATION] = 1000
+    # Maximum number of tokens that the model sees at once (text), or of a sentence with its
+    # end. Longer training sentences are left out (translation).
+    context: Annotated[Count, Only("data.name", tuple(NETWORKS))] = 64
     # Accept binary files of the right size whose checksum differs (cifar10).
     accept_other_files: Annotated[bool, CIFAR10, FREE] = False
     # Give each worker its own part of the training data instead of all of it.
@@ -135,9 +155,10 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The network `transformer`, which predicts the next token of a text."""
+    """The networks `transformer` (text) and `encoder-decoder` (translation)."""
 
-    # Number of blocks, each with an attention layer and a perceptron.
+    # Number of blocks, each with an attention layer and a perceptron. An encoder and its
+    # decoder have this number each.
     layers: Count = 4
     # Attention heads per block; twice this number must divide the width.
     heads: Count = 4
@@ -216,7 +237,8 @@ class OptimizerConfig:
     # Maximum norm of a worker's gradient; a longer gradient is scaled down to it.
     clip: Annotated[float | None, POSITIVE] = None
     # Schedule of the learning rate after the warm-up: constant, drops at the steps in
-    # --optimizer.drop-at, or a cosine that ends at the last step.
+    # --optimizer.drop-at, a cosine that ends at the last step, or inverse-sqrt, which falls
+    # with the inverse square root of the step.
     schedule: Schedule = "constant"
     # Number of steps over which the learning rate rises linearly to its full value.
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
@@ -314,8 +336,8 @@ class Config:
     model: Model
     # The data that the workers learn from.
     data: DataConfig = DataConfig()
-    # The size of the network `transformer`.
-    transformer: Annotated[TransformerConfig, Only("model", ("transformer",))] = (
+    # The size of the networks `transformer` and `encoder-decoder`.
+    transformer: Annotated[TransformerConfig, Only("model", tuple(NETWORKS.values()))] = (
         TransformerConfig()
     )
     # The grid of workers.
@@ -329,7 +351,9 @@ class Config:
     batch_statistics: Annotated[Policy, BATCH_NORM] = "reestimate"
     # Number of training steps of each worker.
     steps: Annotated[Count, FREE] = 1000
-    # Images, or windows of text, per worker and step.
+    # Share of the target distribution that is uniform over all tokens (translation).
+    label_smoothing: Annotated[float, BELOW_ONE, TRANSLATION] = 0.0
+    # Images, windows of text or pairs of sentences, per worker and step.
     batch_size: Count = 32
     # Seed of the initial parameters, the order of the data and all other randomness.
     seed: Annotated[int, Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)] = 0
@@ -420,9 +444,9 @@ def check_each(values: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a setting is impossible, or has no effect.
     """
-    is_text = (values["data.name"] == "text", values["model"] == "transformer")
-    if is_text[0] != is_text[1]:
-        _refuse("model", "transformer with data.name=text, and only there", values)
+    for data, model in NETWORKS.items():
+        if (values["data.name"] == data) != (values["model"] == model):
+            _refuse("model", f"{model} with data.name={data}, and only there", values)
     for name, choice in without_effect(values):
         _check_left_out([name], f"with {choice}={values[choice]}", values)
     for name, setting in SETTINGS.items():
@@ -475,6 +499,8 @@ def _relations(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "steps", rule, optimizer.schedule != "cosine" or warmup < config.steps
     fits = config.data.name != "cifar10" or config.data.crop <= 32
     yield "data.crop", "at most 32 with cifar10", fits
+    both = bool(config.data.source) == bool(config.data.target)
+    yield "data.target", "given with data.source, and only then", both
 
     own, ray, values = config.distributed, config.ray, fields(config)
     if {"method.local_period", "method.global_period"} <= values.keys():

@@ -1,7 +1,8 @@
 """python -m train.export RUN OUT: exports a trained model.
 
 OUT is a new folder. It receives `model.safetensors` with the parameters and batch
-statistics, and `model.json`, which describes the model.
+statistics, and `model.json`, which describes the model. A model of translation also leaves
+its subwords there, as `sentencepiece.model`.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ import lsgd_jax as lj
 from train import cli, command
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.config import fields
+from train.data.text import Vocabulary
+from train.data.translation import Subwords
 from train.messages import check_installed
 from train.run.loading import Loaded, Which, load
 from train.task import datasets
@@ -60,6 +63,8 @@ def export(
             out / "model.safetensors",
         )
         (out / "model.json").write_text(text)
+        if isinstance(loaded.vocabulary, Subwords):
+            (out / "sentencepiece.model").write_bytes(loaded.vocabulary.model)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
@@ -78,14 +83,15 @@ def description(loaded: Loaded) -> dict[str, Any]:
         "arguments": {name: getattr(model, name) for name in sorted(names)},
         "input": _tokens(loaded) if vocabulary is not None else _pixels(loaded),
         "outputs": loaded.outputs,
-        "characters": None if vocabulary is None else vocabulary.characters,
+        "characters": vocabulary.characters if isinstance(vocabulary, Vocabulary) else None,
         "configuration": fields(loaded.config),
     }
 
 
 def _tokens(loaded: Loaded) -> dict[str, Any]:
     data = loaded.config.data
-    return {"tokens": data.tokens, "shape": [data.context], "dtype": "int32"}
+    tokens = data.tokens if data.name == "text" else "subwords"
+    return {"tokens": tokens, "shape": [data.context], "dtype": "int32"}
 
 
 def _pixels(loaded: Loaded) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""python -m train.sample RUN --prompt "def ": continues a text with a trained model.
+"""python -m train.sample RUN --prompt "def ": continues or translates a text.
 
-It prints the prompt and its continuation. RUN is the folder of a run on text.
+It prints the prompt and its continuation by a trained model. RUN is the folder of a run on
+text. For a run on translation it prints the translation of each line of the prompt.
 """
 
 import pathlib
@@ -14,6 +15,7 @@ import tyro
 import lsgd_jax as lj
 from train import cli, command
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.data.translation import Subwords
 from train.metrics.progress import printable
 from train.run.loading import Which, load
 from train.task.text import SAMPLE_TOKENS, TEMPERATURE, written
@@ -25,20 +27,22 @@ def sample(
     length: int = SAMPLE_TOKENS,
     temperature: float = TEMPERATURE,
     seed: int = 0,
+    beam: int | None = None,
     which: Which | int = "best",
 ) -> str:
-    """Returns a prompt and its continuation by the center of a run.
+    """Returns a prompt and its continuation, or a translation, by the center of a run.
 
     Args:
       run: the run folder.
-      prompt: the text to continue. Defaults to the beginning of a line.
-      length: number of tokens to draw.
-      temperature: divides the logits; below 1, likely tokens become more likely.
-      seed: seed of the draws.
+      prompt: the text to continue or to translate. Defaults to the beginning of a line.
+      length: number of tokens to draw (text).
+      temperature: divides the logits; below 1, likely tokens become more likely (text).
+      seed: seed of the draws (text).
+      beam: candidates of a beam search. Defaults to 1, which is greedy (translation).
       which: the checkpoint with the best test, the last one, or that of a step.
 
     Raises:
-      ValueError: the run cannot be loaded or is no run on text, or an option is wrong.
+      ValueError: the run cannot be loaded or is a run on images, or an option is wrong.
     """
     lj.checks.check_positive_int("length", length)
     if not temperature > 0:
@@ -46,6 +50,12 @@ def sample(
     loaded = load(run, which)
     if loaded.vocabulary is None:
         raise ValueError(f"{run} is a run on images; only runs on text can be sampled")
+    if isinstance(loaded.vocabulary, Subwords):
+        if (length, temperature, seed) != (SAMPLE_TOKENS, TEMPERATURE, 0):
+            raise ValueError("`length`, `temperature` and `seed` are for runs on text only")
+        return "\n".join(loaded.translate(prompt.splitlines(), 1 if beam is None else beam))
+    if beam is not None:
+        raise ValueError(f"`beam` is for runs on translation only, got {beam=}")
     network, key = (loaded.model, loaded.variables, loaded.vocabulary), jax.random.key(seed)
     return prompt + written(*network, prompt, length, key, temperature)
 

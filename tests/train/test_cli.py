@@ -50,7 +50,9 @@ def end(process):
         process.kill()
 
 
-NETWORKS = "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer"
+NETWORKS = (
+    "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, encoder-decoder"
+)
 WRONG = [  # a command line, and a part of the message
     ("", "expected one of cifar10-cnn7, cifar10-resnet20,"),
     ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
@@ -124,7 +126,7 @@ def test_help_explains_every_field(capsys):
     assert "\n- Command: python -m train digits\n- Hardware: 2 CPU cores" in text
     words = " ".join(text.split())
     for option in (
-        "--batch-size INT Images, or windows of text, per worker and step. (default: 32)",
+        "--batch-size INT Images, windows of text or pairs of sentences, per worker and",
         "--workers.locals INT Number of workers in each node.",
         "--optimizer.learning-rate FLOAT Learning rate; with a schedule, the highest",
         f"--method NAME selects another method: {', '.join(METHODS)}.",

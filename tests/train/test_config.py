@@ -128,10 +128,11 @@ REFUSED = {  # values that the rule of a setting must refuse
 
 
 def with_choices(chosen):
-    """All settings with the given choices. A text and the transformer need each other."""
+    """All settings with the given choices. Some data and networks need each other."""
     values = configuration.fields(configuration.Config("x", "digits-cnn")) | chosen
-    if "text" in chosen.values() or "transformer" in chosen.values():
-        values |= {"data.name": "text", "model": "transformer"}
+    for data, model in configuration.NETWORKS.items():
+        if data in chosen.values() or model in chosen.values():
+            values |= {"data.name": data, "model": model}
     return values
 
 

@@ -1,4 +1,4 @@
-"""The choice of the training images that each worker sees at each step."""
+"""The choice of the training examples that each worker sees at each step."""
 
 import functools
 
@@ -6,19 +6,19 @@ import numpy as np
 
 
 class EpochSampler:
-    """Each worker goes through its images in a random order, a new one in each epoch.
+    """Each worker goes through its examples in a random order, a new one in each epoch.
 
     The rows of a step depend only on (seed, worker, step), so that resuming needs no other
     state than the step count.
 
     Args:
-      size: number of images per worker.
-      batch_size: images per worker and step. An epoch leaves out the images at its end that
-        do not fill a batch.
+      size: number of examples per worker.
+      batch_size: examples per worker and step. An epoch leaves out the examples at its end
+        that do not fill a batch.
       seed: seed of the orders.
 
     Raises:
-      ValueError: the images do not fill one batch.
+      ValueError: the examples do not fill one batch.
 
     >>> sampler = EpochSampler(size=5, batch_size=2, seed=0)
     >>> sampler.rows(step=0, workers=range(3)).shape
@@ -28,7 +28,7 @@ class EpochSampler:
     def __init__(self, size: int, batch_size: int, seed: int):
         if batch_size > size:
             raise ValueError(
-                f"`batch_size` must be at most {size}, the number of training images per "
+                f"`batch_size` must be at most {size}, the number of training examples per "
                 f"worker, got batch_size={batch_size}; use a smaller batch, fewer "
                 "workers, or --data.no-shard"
             )
@@ -50,7 +50,7 @@ class EpochSampler:
 
 
 def parts(count: int, workers: int, seed: int) -> np.ndarray:
-    """Random parts of `count` images of equal size, one per worker: int [W, count // W].
+    """Random parts of `count` examples of equal size, one per worker: int [W, count // W].
 
     >>> parts(7, workers=2, seed=0).shape
     (2, 3)
@@ -58,6 +58,18 @@ def parts(count: int, workers: int, seed: int) -> np.ndarray:
     order = np.random.default_rng(seed).permutation(count)
     size = count // workers
     return order[: workers * size].reshape(workers, size)
+
+
+def sampled(
+    count: int, workers: int, batch_size: int, seed: int, shard: bool
+) -> tuple[EpochSampler, np.ndarray | None]:
+    """The sampler of `count` examples, and the rows of each worker's own part.
+
+    shard: whether each worker has a part of its own. Otherwise the rows are None.
+    """
+    own = parts(count, workers, seed) if shard else None
+    size = count if own is None else own.shape[1]
+    return EpochSampler(size, batch_size, seed), own
 
 
 def rows_in_batches(count: int, workers: int, most: int) -> np.ndarray:

@@ -104,7 +104,7 @@ class Stream:
         return self._read(self._test_image, range(batches), tuple(shape))
 
     @staticmethod
-    def images_and_labels(data: Any, batch: Batch) -> tuple[Array, Array]:
+    def examples(data: Any, batch: Batch) -> tuple[Array, Array]:
         """One worker's images and labels: uint8 [B, size, size, 3] and int32 [B]."""
         images, labels, _ = batch  # all images count
         return images, labels

@@ -157,6 +157,17 @@ def standard_library() -> bytes:
 
 
 def _read(file: str, tokens: Tokens) -> bytes:
+    text = read(file, "data.files")
+    hint = "; --data.tokens bytes accepts any file"
+    return decoded(file, text, hint).encode() if tokens == "characters" else text
+
+
+def read(file: str, setting: str) -> bytes:
+    """Reads a file that a setting names.
+
+    Raises:
+      DataError: the file cannot be read, or is empty.
+    """
     path, text, wrong = pathlib.Path(file), b"", ""
     try:
         if path.exists() and not path.is_file():
@@ -167,17 +178,19 @@ def _read(file: str, tokens: Tokens) -> bytes:
     except OSError as error:
         wrong = f"cannot be read: {error.strerror or error}"
     if wrong:
-        raise DataError(f"`data.files` must name text files, but {file} {wrong}")
-    if tokens == "characters":
-        try:
-            text.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file} is not UTF-8 text (the byte at {error.start:,} is "
-                f"0x{text[error.start]:02x}); --data.tokens bytes accepts any file"
-            ) from None
-        text = text.removeprefix(codecs.BOM_UTF8)
+        raise DataError(f"`{setting}` must name text files, but {file} {wrong}")
     return text
+
+
+def decoded(file: str, text: bytes, hint: str = "") -> str:
+    """The text of a file in UTF-8. Raises DataError, with the hint, if it is not UTF-8."""
+    try:
+        return text.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text (the byte at {error.start:,} is "
+            f"0x{text[error.start]:02x}){hint}"
+        ) from None
 
 
 class Windows:

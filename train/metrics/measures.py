@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Measure(NamedTuple):
-    """A measure of a test; lower is better.
+    """A measure of a test; lower is better, except for BLEU.
 
     Attributes:
       key: its name in a test's result, and after `center_` and `best_` in metrics.jsonl.
@@ -32,6 +32,7 @@ class Measure(NamedTuple):
 ERROR = Measure("error", "test error", "%", 2)
 LOSS = Measure("loss", "validation loss", "nats", 4)
 BITS_PER_BYTE = Measure("bits_per_byte", "bits per byte", "bits per byte", 4)
+BLEU = Measure("bleu", "BLEU", "BLEU", 1)
 
 
 def shown(keys: Collection[str]) -> tuple[Measure, ...]:
@@ -40,7 +41,9 @@ def shown(keys: Collection[str]) -> tuple[Measure, ...]:
     >>> [measure.key for measure in shown(["error", "loss"])]
     ['error']
     """
-    return (ERROR,) if "error" in keys else (LOSS, BITS_PER_BYTE)
+    if "error" in keys:
+        return (ERROR,)
+    return LOSS, *(measure for measure in (BITS_PER_BYTE, BLEU) if measure.key in keys)
 
 
 def first(result: Mapping[str, float]) -> float:

@@ -2,20 +2,23 @@
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 from jax import Array
 from jax.typing import ArrayLike
 
+import lsgd_jax as lj
 from train import settings
 from train.config import Config
-from train.data.text import Vocabulary
+from train.data.translation import Subwords
 from train.run.checkpoints import Unreadable, best_in, notes_of, read_model, steps_in
 from train.run.folder import CHECKPOINTS, CONFIG
 from train.task import datasets, models
+from train.task.datasets import VOCABULARIES, Vocabulary
 from train.task.text import VOCABULARY
+from train.task.translation import translated
 
 
 Which = Literal["best", "last"]
@@ -28,7 +31,7 @@ class Loaded(NamedTuple):
       config: the configuration of the run.
       model: the network, a Flax module.
       variables: its variables as host arrays: 'params', and possibly batch statistics.
-      vocabulary: the tokens of a text; None for images.
+      vocabulary: the tokens of a text, or of sentences; None for images.
       step: the step of the checkpoint.
       tested: the result of the center's test at this step, or None if it was not tested.
       outputs: the number of classes or tokens.
@@ -42,19 +45,34 @@ class Loaded(NamedTuple):
     tested: dict[str, float] | None
     outputs: int
 
-    def logits(self, inputs: ArrayLike) -> Array:
+    def logits(self, inputs: ArrayLike | tuple[ArrayLike, ArrayLike]) -> Array:
         """Applies the model as in a test.
 
         Args:
-          inputs: images of the data set, uint8 [B, H, W, C], or token ids, int [B, T].
+          inputs: images of the data set, uint8 [B, H, W, C], or token ids, int [B, T]. A
+            translation takes a pair: ids of sentences [B, S] and of translations [B, T].
 
         Returns:
           float32 [B, classes], or [B, T, tokens].
         """
         if self.vocabulary is not None:
-            return self.model.apply(self.variables, inputs)  # type: ignore
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            return self.model.apply(self.variables, *given)  # type: ignore
         images = datasets.transforms_of(self.config).test(inputs)  # type: ignore
         return self.model.apply(self.variables, images, False)  # type: ignore
+
+    def translate(self, sentences: Sequence[str], beam: int = 1) -> list[str]:
+        """Translates sentences; see `train.task.translation.translated`.
+
+        Raises:
+          ValueError: it is no model of translation.
+        """
+        if not isinstance(self.vocabulary, Subwords):
+            data = self.config.data.name
+            raise ValueError(f"`translate` needs a run on translation, not on {data}")
+        lj.checks.check_positive_int("beam", beam)
+        given = self.model, self.variables, self.vocabulary, sentences
+        return translated(*given, beam)
 
 
 def load(
@@ -90,7 +108,7 @@ def load(
     variables = read_model(checkpoints, step, _number(worker, notes))
     if not notes:
         raise Unreadable(step, "its notes are incomplete")
-    vocabulary = _vocabulary(folder) if config.data.name == "text" else None
+    vocabulary = _vocabulary(folder, config) if config.data.name in VOCABULARIES else None
     outputs = notes["sizes"]["classes"] if vocabulary is None else len(vocabulary)
     model = models.make(config, outputs)
     return Loaded(config, model, variables, vocabulary, step, notes["tested"], outputs)
@@ -125,8 +143,9 @@ def _number(worker: Literal["best"] | int | None, notes: Mapping[str, Any]) -> i
     return worker
 
 
-def _vocabulary(folder: pathlib.Path) -> Vocabulary:
+def _vocabulary(folder: pathlib.Path, config: Config) -> Vocabulary:
     try:
-        return Vocabulary.from_json((folder / VOCABULARY).read_text())
+        kept = (folder / VOCABULARY).read_text()
+        return VOCABULARIES[config.data.name].from_json(kept)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / VOCABULARY} cannot be read: {error}") from error

@@ -88,6 +88,9 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
     tested = run_test(run) if stopped_by is None else None
     begun = save(run)
     if tested:
+        with run.stopwatch.paused():
+            more = run.experiment.score(run.find_center())
+        tested = tested._replace(center=tested.center | more)
         write_sample(run)
     saved = run.checkpoints.close() and begun
     run.session.wait_for_all()

@@ -1,13 +1,20 @@
 """Loads the data set of a configuration, and checks that the network fits it."""
 
 from train.config import Config
-from train.data import cifar10, digits, imagenet, text, transforms
+from train.data import cifar10, digits, imagenet, text, transforms, translation
 from train.data.arrays import Dataset
 from train.data.imagenet import ImageFolder
 from train.task.models import MODELS
 
 
-Data = tuple[Dataset | ImageFolder, transforms.Transforms] | text.Text
+Data = (
+    tuple[Dataset | ImageFolder, transforms.Transforms]
+    | text.Text
+    | translation.Translation
+)
+Vocabulary = text.Vocabulary | translation.Subwords
+
+VOCABULARIES = {"text": text.Vocabulary, "translation": translation.Subwords}
 
 FOLDERS = {
     "cifar10": "of the official CIFAR-10 files, cifar-10-batches-bin",
@@ -16,7 +23,7 @@ FOLDERS = {
 
 
 def load_dataset(config: Config) -> Data:
-    """Loads images and their transforms, or a text.
+    """Loads images and their transforms, a text, or sentences and their translations.
 
     Raises:
       ValueError: the configuration lacks the folder of the data set.
@@ -25,6 +32,9 @@ def load_dataset(config: Config) -> Data:
     options = config.data
     if options.name == "text":
         return text.load(options.files, options.tokens)
+    if options.name == "translation":
+        files = options.source, options.target
+        return translation.load(*files, options.subwords, options.context)
     if options.name == "digits":
         return digits.load(), transforms_of(config)
     if options.dir is None:

@@ -19,12 +19,14 @@ from train.config import Config
 from train.data.arrays import DataError
 from train.data.in_flight import Backlog
 from train.data.text import Text
+from train.data.translation import Translation
 from train.task import batch_statistics, inside, models, optimizers, schedules
 from train.task.datasets import Data, load_dataset
 from train.task.forward import Forward, TestResult
 from train.task.images import ImageForward
 from train.task.state import TrainState
 from train.task.text import TextForward
+from train.task.translation import TranslationForward
 
 
 REESTIMATE_BATCHES = 8  # per worker
@@ -67,10 +69,13 @@ class Task:
         self._config = config
         self.tx = make_optimizer(config)
         data = load_dataset(config) if dataset is None else dataset
-        if isinstance(data, Text):
+        if isinstance(data, Text | Translation):
             if not session.same_everywhere(data.sha256):
                 raise DataError("all processes must read the same text")
+        if isinstance(data, Text):
             self.forward: Forward = TextForward(config, data, place)
+        elif isinstance(data, Translation):
+            self.forward = TranslationForward(config, data, place, warn)
         else:
             model = models.make(config, data[0].num_classes)
             self.forward = ImageForward(config, model, data, place, warn, session)
@@ -213,6 +218,10 @@ class BaseExperiment(abc.ABC):
         # The variables are fetched to the host so that each process can draw by itself.
         fetched = self.workers.fetch(variables)
         return self.forward.sample(fetched, jax.random.key(self._config.seed))
+
+    def score(self, variables: Any) -> TestResult:
+        """Measures of a model that take longer than a test."""
+        return self.forward.score(self.workers.fetch(variables))
 
     def center(self, state: Any) -> dict[str, Any]:
         """The variables of the center, as they are tested."""

@@ -48,6 +48,10 @@ class Forward(Protocol):
         """The result of a test from the sums over all test batches and workers."""
         ...
 
+    def score(self, variables: Any) -> TestResult:
+        """Further measures of a model, for the end of a run."""
+        return {}
+
     def sample(self, variables: Any, key: Array) -> str:
         """A text that the model generates, or '' if it does not generate text."""
         return ""

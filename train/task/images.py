@@ -15,7 +15,7 @@ from train.config import Config
 from train.data.arrays import DataError, Dataset
 from train.data.imagenet import ImageFolder
 from train.data.resident import Resident
-from train.data.sampler import EpochSampler, parts
+from train.data.sampler import sampled
 from train.data.stream import Stream
 from train.data.transforms import Transforms
 from train.task.datasets import check_model_fits
@@ -53,9 +53,8 @@ class ImageForward(Forward):
         self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
         check_model_fits(config, self._example.shape)
         count, options, seed = len(data.train.labels), config.data, config.seed
-        size = count // place.num_workers if options.shard else count
-        sampler = EpochSampler(size, config.batch_size, seed)
-        own = parts(count, place.num_workers, seed) if options.shard else None
+        size = config.batch_size, seed, options.shard
+        sampler, own = sampled(count, place.num_workers, *size)
         common = sampler, place, own, TEST_BATCH
         if isinstance(data, Dataset):
             self.source = Resident(data, *common)
@@ -83,7 +82,7 @@ class ImageForward(Forward):
     def loss(
         self, params: Any, stats: Any, data: Any, batch: Any, key: Array
     ) -> tuple[Array, Any]:
-        images, labels = split_batch(self.source.images_and_labels(data, batch))
+        images, labels = split_batch(self.source.examples(data, batch))
         image_key, dropout_key = jax.random.split(key)
         x = self.transforms.train(image_key, images)
         logits, stats = self.train(params, stats, dropout_key, x)

@@ -10,7 +10,7 @@ from jax import Array
 
 from train.config import Config
 from train.task.layers import BatchNorm, conv_general_dilated
-from train.task.transformer import Transformer
+from train.task.transformer import EncoderDecoder, Transformer
 
 
 def max_pool_2x2(x: Array) -> Array:
@@ -211,6 +211,7 @@ MODELS = {
     "vgg16": VGG16,
     "resnet50": ResNet50,
 }
+SEQUENCES = {"transformer": Transformer, "encoder-decoder": EncoderDecoder}  # of tokens
 
 
 def make(config: Config, outputs: int) -> nn.Module:
@@ -220,7 +221,7 @@ def make(config: Config, outputs: int) -> nn.Module:
       config: the configuration.
       outputs: the number of classes, or of tokens.
     """
-    if config.model == "transformer":
+    if config.model in SEQUENCES:
         options = dataclasses.asdict(config.transformer)
-        return Transformer(outputs, config.data.context, **options)
+        return SEQUENCES[config.model](outputs, config.data.context, **options)
     return MODELS[config.model](num_classes=outputs)

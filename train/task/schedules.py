@@ -13,7 +13,9 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
     .. math::
       \eta_k = \eta \, \frac{k + 1}{w} \quad (k < w), \qquad
       \eta_k = \eta \Big( f + (1 - f) \frac{1 + \cos \pi x}{2} \Big), \quad
-      x = \frac{k - w}{T - w} \quad \text{(cosine)}
+      x = \frac{k - w}{T - w} \quad \text{(cosine)}, \\
+      \eta_k = \eta \sqrt{\frac{\max(w, 1)}{k + 1}} \quad
+      \text{(inverse-sqrt; Vaswani et al., NeurIPS 2017, section 5.3)}
 
     The schedule 'drops' multiplies η by a factor at the given steps instead. The rate is
     never 0, because SlowMo divides by it.
@@ -38,6 +40,8 @@ def learning_rate(options: OptimizerConfig, steps: int) -> optax.ScalarOrSchedul
         case "cosine":
             final = options.final_fraction
             after = optax.cosine_decay_schedule(peak, steps - warmup, final)
+        case "inverse-sqrt":
+            after = lambda k: peak * (max(warmup, 1) / (k + warmup + 1)) ** 0.5
     if not warmup:
         return peak if options.schedule == "constant" else after
     rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)

@@ -115,11 +115,11 @@ def test_data_can_be_split_between_the_workers():
         ({"batch_size": 2000}, "`batch_size` must be at most 1437"),
         (
             {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 25)},
-            "`batch_size` must be at most 7, the number of training images per worker",
+            "`batch_size` must be at most 7, the number of training examples per worker",
         ),
         (
             {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 250)},
-            "`batch_size` must be at most 0, the number of training images per worker",
+            "`batch_size` must be at most 0, the number of training examples per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
         ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),

@@ -36,3 +36,11 @@ def test_a_warm_up_before_the_cosine():
     seen = at((0, 9, 19, 20, 60, 99), **options)
     np.testing.assert_allclose(seen[:5], [0.1, 1.0, 2.0, 2.0, 1.0], rtol=1e-6)
     assert 0 < seen[-1] < 0.01
+
+
+def test_the_inverse_square_root_continues_the_warm_up():
+    options = dict(schedule="inverse-sqrt", warmup_steps=4)
+    expected = [0.5, 2, 2 * (4 / 5) ** 0.5, 1, 0.5]  # the peak is 2
+    np.testing.assert_allclose(at((0, 3, 4, 15, 63), **options), expected, rtol=1e-6)
+    without = at((0, 3, 99), schedule="inverse-sqrt")
+    np.testing.assert_allclose(without, [2, 1, 0.2], rtol=1e-6)

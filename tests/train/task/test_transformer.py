@@ -1,11 +1,12 @@
-"""The transformer: size, causality, positions, types."""
+"""The transformers: size, causality, padding, positions, types."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.task.transformer import Transformer, rotated
+from train.data.translation import END, PAD
+from train.task.transformer import EncoderDecoder, Transformer, rotated
 
 
 def built(**options):
@@ -62,3 +63,65 @@ def test_bfloat16_applies_to_activations_only():
     assert logits.dtype == jnp.float32
     difference = np.abs(logits - expected).max()
     assert 0 < difference < 0.03 * np.abs(expected).max()
+
+
+@pytest.fixture(scope="module")
+def translation():
+    """A network, its variables, sentences of 6 and 4 tokens, and the logits."""
+    model = EncoderDecoder(vocabulary=9, context=8, layers=1, heads=2, width=16)
+    source = np.array([[3, 4, 5, 6, 7, END], [8, 7, 3, END, PAD, PAD]])
+    target = np.array([[5, 5, 6, END, PAD, PAD], [3, 8, 8, 4, 7, END]])
+    variables = jax.jit(model.init)(jax.random.key(0), source, target)
+    apply = jax.jit(lambda *pair: model.apply(variables, *pair))
+    return apply, variables, source, target, apply(source, target)
+
+
+def test_parameters_of_an_encoder_and_a_decoder(translation):
+    _, variables, *_ = translation
+    # 12 width² and two norms per block, 16 and three with attention to the source; an
+    # embedding that all share, and two last norms.
+    expected = (12 * 16**2 + 2 * 16) + (16 * 16**2 + 3 * 16) + 9 * 16 + 2 * 16
+    assert sum(x.size for x in jax.tree.leaves(variables)) == expected
+
+
+def test_a_token_depends_on_the_source_and_on_earlier_tokens(translation):
+    apply, _, source, target, logits = translation
+    other = target.copy()
+    other[:, 2] = 7
+    changed = np.abs(apply(source, other) - logits).max(axis=2)
+    assert (changed[:, :3] < 1e-6).all() and (changed[:, 3:] > 1e-5).all()
+    for place in (0, 3):  # the encoder sees the whole source
+        other = source.copy()
+        other[:, place] = 1
+        assert (np.abs(apply(other, target) - logits).max(axis=2) > 1e-5).all()
+
+
+def test_padding_changes_no_logits(translation):
+    apply, _, source, target, logits = translation
+    more = (np.pad(x, ((0, 0), (0, 2)), constant_values=PAD) for x in (source, target))
+    np.testing.assert_allclose(apply(*more)[:, :6], logits, atol=1e-5)
+    alone = apply(source[1:, :4], target[1:])
+    np.testing.assert_allclose(alone[0], logits[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "positions", ["rotary", pytest.param("learned", marks=pytest.mark.slow)]
+)
+def test_one_token_after_the_other_gives_the_same_logits(translation, positions):
+    """With keys and values of earlier tokens in a cache."""
+    _, _, source, target, _ = translation
+    model = EncoderDecoder(9, 8, layers=1, heads=2, width=16, positions=positions)
+    variables = jax.jit(model.init)(jax.random.key(0), source, target)
+    logits = jax.jit(model.apply)(variables, source, target)
+
+    @jax.jit
+    def step(cache, last, at):
+        encoded = model.apply(variables, source, method="encode")
+        given = variables | cache, last[:, None], encoded, at
+        return model.apply(*given, method="decode", mutable="cache")
+
+    cache, last = {}, jnp.full(2, END)
+    for at in range(6):
+        found, cache = step(cache, last, jnp.int32(at))
+        np.testing.assert_allclose(found[:, 0], logits[:, at], atol=1e-5)
+        last = jnp.asarray(target[:, at])

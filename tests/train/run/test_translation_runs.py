@@ -1,0 +1,168 @@
+"""Training to translate: the files of a run, its model, and refused data."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiny
+
+import train as trainer
+from configs.translation import CONFIG
+from train import export, sample
+from train.__main__ import main
+from train.config import DataConfig, TransformerConfig, WorkersConfig
+from train.data.translation import Pairs, Translation
+from train.metrics import log
+from train.run.loop import train
+from train.run.open import open_run
+from train.task import methods
+from train.task import translation as task
+
+
+NUMBERS = zip("one two three four five".split(), "eins zwei drei vier fünf".split())
+# Each pair stands ten times, so that the model knows those that are held out.
+PAIRS = [(f"{a} is my number now", f"{b} ist jetzt meine Zahl") for a, b in NUMBERS] * 10
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The files of the pairs."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, lines in zip(("source", "target"), zip(*PAIRS)):
+        (folder / name).write_text("\n".join(lines))
+    return (str(folder / "source"),), (str(folder / "target"),)
+
+
+@pytest.fixture(scope="module")
+def small(files):
+    return dataclasses.replace(
+        CONFIG,
+        data=DataConfig("translation", source=files[0], target=files[1], context=16),
+        transformer=TransformerConfig(layers=1, heads=2, width=16),
+        workers=WorkersConfig(1, 2),
+        optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=0.01, warmup_steps=9),
+        method=methods.make("diloco", period=10),
+        steps=60,
+        log_every=20,
+        test_every=30,
+        checkpoint_every=30,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Equal experiments are compiled once; no figures."""
+    tiny.install(share=True, set=monkeypatch.setattr)
+
+
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        tiny.install(share=True, set=patch.setattr)
+        run = open_run(dataclasses.replace(small, run_dir=str(folder)))
+        return run, train(run)
+
+
+def test_the_run_ends_with_bleu_and_a_sample(finished):
+    run, result = finished
+    events, center = log.read(result.folder), result.tested.center
+    assert events["end"][-1]["center_bleu"] == center["bleu"] > 50
+    assert events["test"][-1]["center_loss"] == center["loss"] < 0.5
+    assert events["start"][0]["train_pairs"] == 45
+    assert result.guess == pytest.approx(math.log(events["start"][0]["vocabulary"]))
+    source, target = run.experiment.forward._held_out
+    assert (source, target) == tuple(map(list, zip(*PAIRS[-5:])))
+    found = trainer.load(result.folder, "last").translate(source)
+    assert task.bleu(found, target) == center["bleu"]
+    shown = "".join(f"{a}\n  {b}\n" for a, b in zip(source, found))
+    assert (result.folder / "sample.txt").read_text() == shown
+
+
+def test_a_test_is_the_mean_over_the_tokens_of_the_validation(finished):
+    """Computed one pair at a time, without padding and workers."""
+    run, result = finished
+    loaded, losses = trainer.load(result.folder, "last"), []
+    for pair in PAIRS[-5:]:
+        source, target = (np.array(loaded.vocabulary.lists([text])) for text in pair)
+        logits = np.asarray(loaded.logits((source, target)), np.float64)[0]
+        likely = np.take_along_axis(logits, target[0][:, None], axis=1)[:, 0]
+        losses += (np.log(np.exp(logits).sum(axis=1)) - likely).tolist()
+    assert result.tested.center["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_a_trained_model_translates_a_prompt(finished, refusal, capsys):
+    run, result = finished
+    folder = str(result.folder)
+    assert sample.main([folder, "--prompt", "one is\nfour"]) == 0
+    greedy = capsys.readouterr().out
+    assert len(greedy.splitlines()) == 2
+    assert sample.main([folder, "--prompt", "one is", "--beam", "3"]) == 0
+    found = trainer.load(folder).translate(["one is"], beam=3)
+    assert capsys.readouterr().out == found[0] + "\n"
+    assert trainer.load(folder).translate([]) == []
+    refused = {"--beam 0": "`beam` must be a positive int", "--seed 1": "for runs on text"}
+    for options, message in refused.items():
+        assert message in refusal(sample.main, [folder, *options.split()])
+
+
+def test_a_model_of_translation_is_exported(finished, tmp_path):
+    assert export.main([str(finished[1].folder), str(tmp_path / "out")]) == 0
+    said = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert said["network"].endswith(".EncoderDecoder") and said["arguments"]["width"] == 16
+    assert said["input"] == {"tokens": "subwords", "shape": [16], "dtype": "int32"}
+    path = str(tmp_path / "out" / "sentencepiece.model")
+    processor = sentencepiece.SentencePieceProcessor(model_file=path)
+    assert processor.get_piece_size() == said["outputs"]
+
+
+def test_resuming_is_exact_and_requires_the_same_sentences(
+    finished, small, files, tmp_path
+):
+    config = dataclasses.replace(small, run_dir=str(tmp_path / "run"))
+    stopped = open_run(config)
+    stopped.config = dataclasses.replace(config, steps=30)
+    train(stopped)
+    again = dataclasses.replace(config, resume=True)
+    run = open_run(again)
+    assert run.step == 30 and train(run).tested == finished[1].tested
+    tiny.assert_equal_to_the_bit(run.state, finished[0].state)
+
+    def at(**changes):
+        return dataclasses.replace(again, data=dataclasses.replace(again.data, **changes))
+
+    (tmp_path / "other").write_text("\n".join(b for _, b in reversed(PAIRS)))
+    with pytest.raises(ValueError, match="is a run on another text, which .*vocabulary.js"):
+        open_run(at(target=(str(tmp_path / "other"),)))
+    with pytest.raises(ValueError, match="data.subwords: the run has 1000"):
+        open_run(at(subwords=300))
+
+
+def test_without_sacrebleu_there_is_a_warning_and_no_bleu(finished, monkeypatch):
+    run, warned = finished[0], []
+    forward, variables = run.experiment.forward, run.experiment.center(run.state)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert forward.score(variables) == {}
+    pairs = Pairs(*(forward.vocabulary.encode(side, 16) for side in zip(*PAIRS)))
+    data = Translation(pairs, pairs, ([], []), 0, forward.vocabulary, "")
+    task.TranslationForward(run.config, data, run.experiment.workers, warned.append)
+    (line,) = warned
+    assert 'sacrebleu is not installed: pip install "lsgd_jax[translation]"' in line
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--data.source a", "`data.target` must be given with data.source, and only then"),
+        ("--data.source missing --data.target b", "missing cannot be read: No such file"),
+        ("--data.files a", "`data.files` must be left out with data.name=translation"),
+        ("--model transformer", "`model` must be transformer with data.name=text, and on"),
+        ("--model cnn7", "`model` must be encoder-decoder with data.name=translation"),
+        ("--label-smoothing 1", "`label_smoothing` must be in [0, 1), got"),
+    ],
+)
+def test_wrong_usage(options, message, refusal):
+    assert message in refusal(main, ["translation", *options.split()])
