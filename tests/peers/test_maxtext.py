@@ -3,8 +3,9 @@
 AI-Hypercomputer/maxtext (Apache-2.0), commit e591f30cbbf217ed67ef71263ec0538239f9c3b8,
 tests/integration/diloco_test.py, test_diloco_training_simulation_with_mesh. Two replicas
 fit x · w + b to two examples each, by SGD of rate 0.1 on the mean square. Every 3 steps
-comes an outer SGD of rate 1 and Nesterov momentum 0.9. Compared: the losses of both replicas
-at steps 1 to 4 and the weights before steps 2, 3 and 4, to the digits of its comments.
+comes an outer SGD of rate 1 and Nesterov momentum 0.9. Compared: the losses of both
+replicas at steps 1 to 4 and the weights before steps 2, 3 and 4, to the digits of its
+comments.
 """
 
 import jax

@@ -4,7 +4,8 @@ pytorch/torchft (BSD-3-Clause), commit 73dafea422116b2a713542719c8454efe5444c6c,
 torchft/diloco_regression_test.py, test_diloco_mocked_updates and its six fixtures
 test_fixtures/*.test_diloco_mocked_updates_{0..5}.json. Two replicas have two weights, which
 start at 1 and are a fragment each. Gradients are 2, the inner rate is 1, the outer rate 2,
-the period 6. Compared: each weight before every step, and each anchor where a fixture has it.
+the period 6. Compared: each weight before every step, and the anchors, where a fixture has
+them.
 """
 
 import jax
