@@ -28,7 +28,9 @@ from train.task.experiment import Experiment
 
 ROWS = {
     "independent": "--workers.locals 1 --method independent",
+    "independent-muon": "--workers.locals 1 --method independent --optimizer.name muon",
     "allreduce": "--method allreduce",
+    "allreduce-muon": "--method allreduce --optimizer.name muon",
     "local-sgd": "--method local-sgd --method.period 16",
     "lsgd": "",  # the experiment's own method
     "lsgd-int8": "--method.wire int8",

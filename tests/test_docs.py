@@ -89,7 +89,7 @@ def test_a_page_trains_and_prints_what_it_says(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [1, 2, 3])
+@pytest.mark.parametrize("recipe", [1, 2, 3, 4])
 def test_a_recipe_trains(recipe, capsys):
     code = blocks(DOCS / "recipes.md")
     names = {}
