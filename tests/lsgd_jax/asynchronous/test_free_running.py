@@ -62,8 +62,8 @@ def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method, inde
     """No step moves a worker here, so that all must end where they have started."""
     task = toys.broken(toys.resting(apart=0.0), index, steps=[3])
     workers = toys.simulate(task, method, 1, 4, 24, [1, 1.1, 1.2, 1.3])
-    start = workers[0].flat.vector(toys.start())
-    np.testing.assert_array_equal(toys.stacked(workers), [start] * 4)
+    start = [toys.vector(toys.start())] * 4
+    np.testing.assert_array_equal(toys.stacked(workers), start)
     assert all(np.isfinite(worker.report.score) for worker in workers)
 
 
@@ -111,7 +111,7 @@ def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
     start = {"w": jnp.asarray(toys.PLACES[0]), "b": jnp.ones([4])}
     task = toys.resting()._replace(init=lambda i: (start, (), jnp.int32(i)))
     workers = toys.simulate(task, method, 1, 4, 12)
-    expected = [workers[0].flat.vector(start)] * 4
+    expected = [toys.vector(start)] * 4
     np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6)
     assert workers[1].report.bytes_sent + workers[0].report.bytes_sent > 0
 

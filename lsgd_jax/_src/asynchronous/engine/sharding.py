@@ -74,6 +74,11 @@ def cpu() -> jax.Device | None:
     return None
 
 
+def on_cpu(sharding: Sharding | None) -> contextlib.AbstractContextManager:
+    """Computes on the CPU in the `with` block in an island, of which no device has room."""
+    return contextlib.nullcontext() if sharding is None else jax.default_device(cpu())
+
+
 def placed_like(tree: Tree, other: Tree) -> Tree:
     """Returns the other tree, on the devices of `tree` where these are several."""
 

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
-
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.contents import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.mailbox import half_way
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -99,7 +99,7 @@ class ADPSGDWorker(FreeRunningWorker):
         await self.land_arrived()
         self._follow(await self.transport.moved())
 
-    def _follow(self, moved: np.ndarray | None) -> None:
+    def _follow(self, moved: Tree) -> None:
         """Moves as peers have moved the parameters, unless these have been replaced."""
         was_replaced, self._was_replaced = self._was_replaced, False
         if moved is not None and not was_replaced:
@@ -114,7 +114,7 @@ class ADPSGDWorker(FreeRunningWorker):
             self.ask_snapshot(peer)
             return
         # The quantization error stays here, so that the sum of the two does not change.
-        packed, sent = self.transport.mailbox.encoded(self.worker.vector())
+        packed, sent, _ = self.transport.mailbox.encoded(self.worker.on_host())
         self.transport.mailbox.count(packed)
         answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
@@ -122,12 +122,11 @@ class ADPSGDWorker(FreeRunningWorker):
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Moves half the way to a peer; takes the peer's snapshot if not finite."""
         if request.sent is None:
-            if self.is_finite or not self.pull(answer.vector, 1.0, False):
+            if self.is_finite or not self.pull(answer.params, 1.0, False):
                 return
             self._was_replaced = True
         else:
-            with np.errstate(invalid="ignore", over="ignore"):
-                half = (answer - request.sent) / 2
+            half = half_way(request.sent, answer)
             if not finite(half):
                 return
             self.shift(half)

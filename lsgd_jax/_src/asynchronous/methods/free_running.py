@@ -2,25 +2,27 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.engine.contents import combined, finite
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
-from lsgd_jax._src.asynchronous.engine.transport import UnreachableError
-from lsgd_jax._src.asynchronous.engine.vectors import Flat, finite
 from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.trees import (
     Tree,
     all_finite,
-    finite_part,
+    apply_updates,
     floats,
     plus,
     refill,
-    widened,
+    widen,
 )
 
 
@@ -84,14 +86,15 @@ class InFlight(NamedTuple):
       since: own steps taken when the request left.
       peer: the worker that was asked; None for a request to several.
       sent: own parameters that the request carried, or None.
-      quantization_error: y - Q(y) of the worker when the request left.
+      error: quantization error y - Q(y) of the worker when it asked for a snapshot; None
+        where nothing is rounded.
     """
 
     answer: asyncio.Task[Any]
     since: int
     peer: int | None = None
-    sent: Any = None
-    quantization_error: Any = 0
+    sent: Tree = None
+    error: Tree = None
 
 
 class FreeRunningWorker:
@@ -130,8 +133,7 @@ class FreeRunningWorker:
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns the parameters after the worker's own step."""
         del t
-        sharding = self.worker.flat.sharding
-        y, is_finite = own_step(sharding, x, u, loss)
+        y, is_finite = own_step(self.worker.sharding, x, u, loss)
         self.worker.is_finite = False if self.has_diverged else is_finite
         return y
 
@@ -160,19 +162,15 @@ class FreeRunningWorker:
     def ask_snapshot(self, peer: int, slot: int = 0) -> None:
         """Asks for a peer's latest snapshot.
 
-        The worker's own quantization error of that moment is kept, to be added to the
-        snapshot. Equal workers then do not move, whereas Q(y) alone would draw them towards
-        itself and take small steps back.
+        The worker's own quantization error of that moment is added to the snapshot. Equal
+        workers then do not move, whereas Q(y) alone would draw them towards itself and take
+        small steps back.
         """
-        error: Any = np.float32(0)
+        worker, error = self.worker, None
         if self.transport.mailbox.is_narrow and self.is_finite:
-            vector = self.worker.vector()
-            _, arrives = self.transport.mailbox.encoded(vector)
-            error = vector - arrives
+            _, _, error = self.transport.mailbox.encoded(worker.on_host())
         answer = self.transport.ask(peer, "latest")
-        self.in_flight[slot] = InFlight(
-            answer, self.worker.count, peer, quantization_error=error
-        )
+        self.in_flight[slot] = InFlight(answer, worker.count, peer, error=error)
 
     async def answer(self, slot: int = 0) -> Any:
         """Waits for an answer; returns None if the peer has not answered in time."""
@@ -185,6 +183,9 @@ class FreeRunningWorker:
             return None
         if request.peer is not None:
             self.peers.answered(request.peer)
+        if request.error is not None:
+            params = combined(operator.add, answer.params, request.error)
+            answer = answer._replace(params=params)
         return answer
 
     async def land(self, slot: int = 0) -> None:
@@ -204,11 +205,11 @@ class FreeRunningWorker:
 
     # Moving the worker
 
-    def pull(self, z: Any, weight: Any, is_finite: bool) -> bool:
+    def pull(self, z: Tree, weight: Any, is_finite: bool) -> bool:
         """Pulls y to y + λ (z - y), or to z itself if `is_finite` is False.
 
         Args:
-          z: vector to move towards.
+          z: the tree to move towards.
           weight: λ.
           is_finite: whether the worker is finite.
 
@@ -216,24 +217,32 @@ class FreeRunningWorker:
           Whether z is finite. Otherwise the worker stays where it is.
 
         Raises:
-          ValueError: z has another size than the worker's vector.
+          ValueError: z has other shapes than the worker's parameters.
         """
         worker = self.worker
-        if np.size(z) != worker.flat.size:
+        shapes, own = (
+            [x.shape for x in jax.tree.leaves(tree)] for tree in (z, floats(worker.params))
+        )
+        if shapes != own:
             raise ValueError(
-                "all workers must have the same parameters, got a vector of "
-                f"{np.size(z)} elements for {worker.flat.size}"
+                "all workers must have the same parameters, got arrays of shapes "
+                f"{shapes} for {own}"
             )
         if not finite(z):
             return False
-        placed = worker.flat.placed(z)
-        worker.params = _pulled(worker.flat, worker.params, placed, weight, is_finite)
+        given = self._placed(z), jnp.float32(weight), np.bool_(is_finite)
+        worker.params = _pulled(worker.sharding, worker.params, *given)
         return True
 
-    def shift(self, by: Any) -> None:
-        """Adds a vector to the parameters, which keeps steps taken in the meantime."""
-        flat = self.worker.flat
-        self.worker.params = _shifted(flat, self.worker.params, flat.placed(by))
+    def shift(self, by: Tree) -> None:
+        """Adds a tree to the parameters, which keeps steps taken in the meantime."""
+        worker = self.worker
+        worker.params = _shifted(worker.sharding, worker.params, self._placed(by))
+
+    def _placed(self, tree: Tree) -> Tree:
+        """Returns a tree as compiled functions take it: in an island as placed shards."""
+        sharding = self.worker.sharding
+        return tree if sharding is None else sharding.put(tree)
 
     def note_staleness(self, request: InFlight) -> None:
         """Reports how many own steps were taken while a request was in flight."""
@@ -246,30 +255,21 @@ def _in_type_of(own: Any, new: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
-    """Returns x + u, and whether it and the loss are finite.
-
-    If the loss is not finite, only the finite part of u is applied.
-    """
+    """Returns x + u, and whether it and the loss are finite, see `kernel.settle`."""
     is_trusted = jnp.isfinite(loss)
-    y = plus(x, jax.tree.map(lambda u: jnp.where(is_trusted, u, finite_part(u)), u))
-    return constrained(y, sharding), is_trusted & all_finite(y)
+    step = kernel.settle(floats(x), widen(floats(u, x)), is_trusted, jnp.asarray(True))
+    y = apply_updates(x, refill(step, u))
+    return constrained(y, sharding), is_trusted & all_finite(floats(y))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pulled(flat: Flat, y: Tree, z: Any, weight: Any, is_finite: Any) -> Tree:
-    """Returns y + λ (z - y), or z itself if y is not finite or λ is 1."""
-    whole = ~jnp.asarray(is_finite) | (weight == 1)
-    # Exactly z, so that all workers that take the same z are bit-identical.
-    leaf = lambda y, z: jnp.where(whole, z, widened(y) + weight * (z - widened(y)))
-    return constrained(_map_floats(leaf, y, flat.of_placed(z)), flat.sharding)
+def _pulled(
+    sharding: Sharding | None, y: Tree, z: Tree, weight: Any, is_finite: Any
+) -> Tree:
+    moved = kernel.move(None, floats(y), z, weight, jnp.asarray(True), is_finite)
+    return constrained(refill(moved, y), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _shifted(flat: Flat, y: Tree, shift: Any) -> Tree:
-    return constrained(_map_floats(jnp.add, y, flat.of_placed(shift)), flat.sharding)
-
-
-def _map_floats(leaf: Callable[[Any, Any], Any], y: Tree, z: Tree) -> Tree:
-    """Maps the float leaves of y in their dtypes. Other leaves stay as they are."""
-    mapped = jax.tree.map(lambda y, z: leaf(y, z).astype(y.dtype), floats(y), z)
-    return refill(mapped, y)
+def _shifted(sharding: Sharding | None, y: Tree, by: Tree) -> Tree:
+    return constrained(refill(plus(floats(y), by), y), sharding)

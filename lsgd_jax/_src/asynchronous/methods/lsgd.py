@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from lsgd_jax._src.asynchronous.engine.contents import check_wire
 from lsgd_jax._src.asynchronous.engine.coordinator import Status
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.checks import check_fraction, check_positive_int
@@ -138,6 +138,5 @@ class LSGDWorker(FreeRunningWorker):
         """Pulls the worker towards a leader's snapshot."""
         is_finite = self.is_finite and bool(jnp.isfinite(self.worker.score))
         weight = value_at(self._levels[slot].pull, jnp.int32(self.worker.count))
-        z = answer.vector + request.quantization_error
-        if self.pull(z, jnp.clip(weight, 0, 1), is_finite):
+        if self.pull(answer.params, jnp.clip(weight, 0, 1), is_finite):
             self.note_staleness(request)

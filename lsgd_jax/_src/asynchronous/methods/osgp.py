@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.engine.contents import Snapshot, check_wire, combined
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.free_running import (
     FreeRunningWorker,
@@ -88,7 +88,7 @@ class OSGP:
 
 
 RECENT = 8  # steps
-NOTHING = Snapshot(np.zeros(0, np.float32), 0.0)  # the message of a worker without x
+NOTHING = Snapshot((), 0.0)  # the message of a worker without x
 
 
 class OSGPWorker(FreeRunningWorker):
@@ -105,7 +105,7 @@ class OSGPWorker(FreeRunningWorker):
         self._staleness, self._steps, self._workers = method.staleness, steps, workers
         self.weight = np.float32(1)
         self._has_x = True  # False from a step that is not finite until a message lands
-        self._error: Any = None  # the quantization error of what this step gives away
+        self._error: Tree = None  # the quantization error of what this step gives away
 
     async def before_step(self) -> bool:
         """Returns whether there is another step to take; sends and asks for messages."""
@@ -134,17 +134,16 @@ class OSGPWorker(FreeRunningWorker):
 
     def _message(self, kept: float) -> Snapshot:
         """Returns the message of this worker, which keeps this share of its weight."""
-        mailbox, vector = self.transport.mailbox, self.worker.vector()
-        packed, arrives = mailbox.encoded(vector)
+        packed, _, error = self.transport.mailbox.encoded(self.worker.on_host())
         message = Snapshot(packed, float(self.weight))
-        if mailbox.is_narrow:
-            self._error = (1 - kept) * self.weight * (vector - arrives)
+        if error is not None:
+            self._error = combined(lambda e: (1 - kept) * self.weight * e, error)
         self.weight *= kept
         return message
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns x + u / w."""
-        sharding = self.worker.flat.sharding
+        sharding = self.worker.sharding
         y, self.worker.is_finite = _push_sum_step(sharding, x, u, self.weight, loss)
         return y
 
@@ -152,7 +151,7 @@ class OSGPWorker(FreeRunningWorker):
         """Adds the messages that have arrived; waits for those that are σ steps old."""
         self._has_x = self.is_finite
         if self._error is not None and self._has_x:
-            self.shift(self._error / self.weight)
+            self.shift(combined(lambda e: e / self.weight, self._error))
         for slot, request in sorted(self.in_flight.items()):
             is_due = self.worker.count - request.since >= self._staleness
             if is_due or request.answer.done():
@@ -169,7 +168,7 @@ class OSGPWorker(FreeRunningWorker):
             self.transport.tell("missed", request.peer)  # so that no other waits for it
         elif mass := share * message.measure:
             weight = self.weight + mass
-            if self.pull(message.vector, mass / weight, self._has_x):
+            if self.pull(message.params, mass / weight, self._has_x):
                 self.weight, self._has_x = weight, True
                 self.note_staleness(request)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire
+from lsgd_jax._src.asynchronous.engine.contents import check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
 from lsgd_jax._src.checks import (
@@ -156,7 +156,7 @@ class PairwiseWorker(FreeRunningWorker):
             method.divergence_threshold,
         )
         f = float(weight) if is_finite else 1.0
-        if self.pull(answer.vector + request.quantization_error, f, is_finite):
+        if self.pull(answer.params, f, is_finite):
             if method.interpolation == "clock":
                 self.clock += f * (answer.measure - self.clock)
             self.note_staleness(request)

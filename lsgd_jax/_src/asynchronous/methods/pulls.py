@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.messages import Conversation, alone
 from lsgd_jax._src.exchange import kernel, parts
@@ -101,7 +101,7 @@ class PullsWorker:
         self._conversations = [
             Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
         ]
-        self._sharding = worker.flat.sharding
+        self._sharding = worker.sharding
         grid = position.nodes, position.locals
         self._compiled = _compiled(self._pulls, grid, self._sharding)
         self._states: tuple[PullState, ...] = self._compiled.init(worker.params)

@@ -7,7 +7,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +15,11 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from lsgd_jax._src.asynchronous.engine.contents import Buffered, buffered, unbuffered
 from lsgd_jax._src.asynchronous.engine.coordinator import Status
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
-from lsgd_jax._src.asynchronous.engine.transport import (
-    GridPosition,
-    Transport,
-    UnreachableError,
-)
+from lsgd_jax._src.asynchronous.engine.transport import GridPosition, Transport
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, work
 
 
@@ -94,8 +92,11 @@ class RayTransport(Transport):
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
         name = worker_name(self._run, peer)
         try:
-            ref = getattr(self._actor(name), call).remote(*arguments)
-            answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
+            actor = self._actor(name)
+            if call == "state":
+                return await self._answer(actor.state.remote())
+            ref = actor.serve.remote(call, buffered(arguments))
+            answer = unbuffered(*await self._answer(ref))
         except (RayError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if not isinstance(cause, RayError | TimeoutError):
@@ -105,9 +106,12 @@ class RayTransport(Transport):
                 f"worker {peer} did not answer within {self.timeout:g} s "
                 f"({type(cause).__name__})"
             ) from None
-        if answer is None and call != "state":
+        if answer is None:
             raise UnreachableError(f"worker {peer} had nothing within {self.timeout:g} s")
         return answer
+
+    async def _answer(self, ref: Any) -> Any:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
 
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls the coordinator; the driver ends the run if that is lost or hangs."""
@@ -134,6 +138,12 @@ class RayTransport(Transport):
             except ValueError:
                 raise UnreachableError(f"there is no actor {name}") from None
         return self._actors[name]
+
+
+def served(mailbox: Mailbox, call: str, arguments: Buffered, timeout: float) -> Buffered:
+    """Returns the answer of a mailbox once it is there, or None after the timeout."""
+    given = unbuffered(*arguments)
+    return buffered(mailbox.wait(lambda: getattr(mailbox, call)(*given), timeout))
 
 
 class Stopped(Exception):
@@ -165,32 +175,16 @@ class WorkerActor:
         return asyncio.run(_train(self, state, all_lost))
 
     @ray.method(concurrency_group="serve")
-    def latest(self) -> Any:
-        mailbox = self.transport.mailbox
-        return mailbox.wait(mailbox.latest, self.job.timeout)
-
-    @ray.method(concurrency_group="serve")
-    def exchange(self, vector: Any) -> Any:
-        return self.transport.mailbox.exchange(vector)
-
-    @ray.method(concurrency_group="serve")
-    def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
-        return self._found(lambda: self.transport.mailbox.fetch(key, part))
-
-    @ray.method(concurrency_group="serve")
-    def contribution(self, number: int) -> Any:
-        return self._found(lambda: self.transport.mailbox.contribution(number))
-
-    def _found(self, ask: Callable[[], Any]) -> Any:
-        """Returns the answer once it is there.
+    def serve(self, call: str, arguments: Buffered) -> Buffered:
+        """Calls a method of the mailbox; returns the answer once it is there.
 
         Returns None at once from a restarted worker that does not take part yet: the
         request was addressed to its previous incarnation.
         """
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
-            return None
-        return self.transport.mailbox.wait(ask, self.job.timeout)
+            return buffered(None)
+        return served(self.transport.mailbox, call, arguments, self.job.timeout)
 
     @ray.method(concurrency_group="serve")
     def state(self, own: bool = False) -> Any:

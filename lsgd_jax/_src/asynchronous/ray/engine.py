@@ -10,8 +10,13 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lsgd_jax._src.asynchronous.engine.contents import (
+    Snapshot,
+    buffered,
+    unbuffered,
+    unpack,
+)
 from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator, Status
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, unpack
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training
 from lsgd_jax._src.asynchronous.ray.actors import (
     LOST,
@@ -70,8 +75,10 @@ class Remote:
         self.processes: dict[int, tuple[str, int]] = {}
 
     def latest(self, i: int) -> Snapshot | None:
-        """Returns worker i's parameters as one vector; None if it does not answer."""
-        return unpack(self._answers([self._workers[i].latest.remote()])[0])
+        """Returns worker i's parameters; None if it does not answer."""
+        call = self._workers[i].serve.remote("latest", buffered(()))
+        (answer,) = self._answers([call])
+        return None if answer is None else unpack(unbuffered(*answer))
 
     def states(self, own: bool = True) -> list[Any]:
         """Returns the state of each worker after its last step, to be resumed from.
