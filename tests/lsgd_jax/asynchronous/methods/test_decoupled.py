@@ -18,7 +18,7 @@ from lsgd_jax._src.asynchronous.simulated.simulator import SimulatedTransport
 from lsgd_jax.asynchronous import DecoupledDiLoCo, Pulls
 
 
-ORACLES = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
+ORACLES = pathlib.Path(__file__).parents[3] / "oracles" / "methods_2026.json"
 UNITS = json.loads(ORACLES.read_text())["units"]
 OUTER = dict(learning_rate=0.5, momentum=0.6)
 
