@@ -96,8 +96,8 @@ class Worker:
       loss: at x.
       sharding: the layout of the parameters over several devices, or None.
       is_finite: whether the parameters are finite, as far as the method checks.
-      measure: see `Snapshot`.
-      reference: is subtracted from contributions to means, see `Mailbox.show`.
+      measure, reference: return what is published beside the parameters, see
+        `Mailbox.show`.
       report: its progress, for the coordinator.
       status: the coordinator's last answer, or None.
     """
@@ -122,8 +122,8 @@ class Worker:
         self._told: asyncio.Task[Status] | None = None
         self._asked: tuple[int, asyncio.Task[Claim]] | None = None
         self.is_finite: Any = True
-        self.measure = 0.0
-        self.reference: Tree = None
+        self.measure: Callable[[], float] = lambda: 0.0
+        self.reference: Callable[[], Tree] = lambda: None
         self.method = method.bind(self, steps)
         transport.mailbox.state = self.state
 
@@ -150,7 +150,7 @@ class Worker:
         """Shows the present parameters to peers."""
         params = self.params
         shown = lambda: on_host(params)
-        self.transport.mailbox.show(shown, self.measure, self.reference)
+        self.transport.mailbox.show(shown, self.measure(), self.reference())
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
         """Returns whether the next step is granted; joins the rounds that are due first.

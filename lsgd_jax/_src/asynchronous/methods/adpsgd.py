@@ -3,17 +3,20 @@
 import dataclasses
 from typing import Any
 
-from lsgd_jax._src.asynchronous.engine.contents import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.contents import finite
 from lsgd_jax._src.asynchronous.engine.mailbox import half_way
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.asynchronous.methods.free_running import (
+    FreeRunning,
+    FreeRunningWorker,
+    InFlight,
+)
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class ADPSGD:
+class ADPSGD(FreeRunning):
     r"""Asynchronous decentralized parallel SGD.
 
     Workers with an even index are active, workers with an odd index passive. Before a step
@@ -53,12 +56,6 @@ class ADPSGD:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
-
-    def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("window", self.window)
-
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
         """Returns the method in one worker."""
         return ADPSGDWorker(self, worker)
@@ -73,30 +70,9 @@ class ADPSGDWorker(FreeRunningWorker):
         others = range(int(self._is_active), worker.transport.position.workers, 2)
         super().__init__(worker, others, seed=(method.seed, worker.index))
 
-    async def before_step(self) -> bool:
-        """Returns whether there is another step to take; an active worker asks a peer."""
-        if not await super().before_step():
-            await self._finish()
-            return False
-        self._ask()
-        return True
-
-    async def after_step(self) -> None:
+    async def land_arrived(self) -> None:
         """Moves by an answer that has arrived, and as active workers have left it."""
-        await self._move()
-        self.worker.publish()
-
-    def sent(self) -> None:
-        """Publishes the parameters after a step of the program, see `Peer`."""
-        self.worker.publish()
-
-    async def receive(self) -> None:
-        """Moves as peers have moved this worker, and asks another one."""
-        await self._move()
-        self._ask()
-
-    async def _move(self) -> None:
-        await self.land_arrived()
+        await super().land_arrived()
         self._follow(await self.transport.moved())
 
     def _follow(self, moved: Tree) -> None:
@@ -105,7 +81,7 @@ class ADPSGDWorker(FreeRunningWorker):
         if moved is not None and not was_replaced:
             self.shift(moved)
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Asks a random peer; a passive worker does so only if it is not finite."""
         asks = self._is_active or not self.is_finite
         if self.in_flight or not asks or (peer := self.peers.choose()) is None:
@@ -132,12 +108,11 @@ class ADPSGDWorker(FreeRunningWorker):
             self.shift(half)
         self.note_staleness(request)
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
         """Lands the last request and the last moves; later exchanges move no worker."""
         if self.in_flight:
             await self.land()
         self._follow(self.transport.mailbox.close())
-        self.worker.publish()
 
     def take_over(self, state: Any) -> None:
         """Discards moves that were meant for other parameters."""

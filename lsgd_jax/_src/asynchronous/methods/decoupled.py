@@ -15,7 +15,6 @@ from jax import Array
 
 from lsgd_jax._src.asynchronous.engine.contents import (
     Snapshot,
-    check_wire,
     combined,
     finite,
     on_host,
@@ -29,9 +28,8 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     Outer,
     delayed_nesterov,
 )
-from lsgd_jax._src.asynchronous.methods.free_running import InFlight
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
-    check_fraction,
     check_not_negative,
     check_option,
     check_positive_int,
@@ -49,7 +47,7 @@ AHEAD = 4  # turns for which a worker keeps its answers
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoupledDiLoCo:
+class DecoupledDiLoCo(FreeRunning):
     r"""DiLoCo in fragments, whose turns close with a quorum, so that no worker ever waits.
 
     The parameters are cut into F fragments. Turn t = 1, 2, … moves the anchor
@@ -132,12 +130,12 @@ class DecoupledDiLoCo:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
+    positive = ("local_steps", "fragments", "window")
+    not_negative = ("learning_rate", "deviations")
+    fractions = ("momentum", "mixing")
 
     def __post_init__(self):
-        check_wire(self.wire)
-        for name in ("local_steps", "fragments", "window"):
-            check_positive_int(name, getattr(self, name))
+        super().__post_init__()
         if self.local_steps % self.fragments:
             raise ValueError(
                 f"`local_steps` must be divisible by fragments={self.fragments}, got "
@@ -145,10 +143,6 @@ class DecoupledDiLoCo:
             )
         if self.quorum is not None:
             check_positive_int("quorum", self.quorum)
-        check_not_negative("learning_rate", self.learning_rate)
-        check_not_negative("deviations", self.deviations)
-        for name in ("momentum", "mixing"):
-            check_fraction(name, getattr(self, name))
         check_option("merge", self.merge, get_args(Merge))
         for tokens in self.tokens or ():
             check_not_negative("tokens", tokens)
@@ -194,10 +188,13 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     # On every step
 
-    async def after_step(self) -> None:
-        """Applies the fragment that has arrived, and begins the turn that is due."""
+    async def land_arrived(self) -> None:
+        """Applies the fragment that has arrived, as far as turns are known to be over."""
         await self.worker.hear()
-        await self.land_arrived()
+        await super().land_arrived()
+
+    async def done(self) -> None:
+        """Restores the worker if it is not finite, and begins the turn that is due."""
         if not self.is_finite and not self.has_diverged:
             self.pull(self.anchor, 1.0, False)
             self.received = [self.worker.count] * self._count
@@ -206,7 +203,6 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             turns = self._turns({number: self._offer(number) for number in numbers})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
-        self.worker.publish()
 
     def _post_answers(self) -> None:
         """Leaves this worker's answers to the next turns, one per fragment."""

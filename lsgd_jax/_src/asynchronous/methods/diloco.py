@@ -5,7 +5,7 @@ import itertools
 import operator
 from typing import Any, Literal, get_args
 
-from lsgd_jax._src.asynchronous.engine.contents import check_wire, combined
+from lsgd_jax._src.asynchronous.engine.contents import combined
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
     AnchorWorker,
@@ -13,13 +13,8 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     delayed_nesterov,
     or_none,
 )
-from lsgd_jax._src.asynchronous.methods.free_running import InFlight
-from lsgd_jax._src.checks import (
-    check_fraction,
-    check_not_negative,
-    check_option,
-    check_positive_int,
-)
+from lsgd_jax._src.asynchronous.methods.free_running import FreeRunning, InFlight
+from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
@@ -28,7 +23,7 @@ Weights = Literal["steps", "equal"]
 
 
 @dataclasses.dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(FreeRunning):
     r"""DiLoCo whose workers send their pseudo-gradients without waiting for each other.
 
     Worker i starts from the anchor a and takes :math:`H_i = H v_i / \max_j v_j` local
@@ -94,18 +89,15 @@ class DiLoCo:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
+    positive = ("local_steps", "window")
+    not_negative = ("learning_rate", "delay")
+    fractions = ("momentum",)
 
     def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("local_steps", self.local_steps)
-        check_not_negative("learning_rate", self.learning_rate)
-        check_fraction("momentum", self.momentum)
+        super().__post_init__()
         if self.momentum_every is not None:
             check_positive_int("momentum_every", self.momentum_every)
         check_option("weights", self.weights, get_args(Weights))
-        check_not_negative("delay", self.delay)
-        check_positive_int("window", self.window)
 
     def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
         """Returns the method in one worker."""
@@ -129,15 +121,14 @@ class DiLoCoWorker(AnchorWorker):
         self._method, self.begun = method, 0
         self._sent = 0  # own step after which it last sent a pseudo-gradient
 
-    async def after_step(self) -> None:
-        """Lands the anchor that has arrived and sends the pseudo-gradient that is due."""
-        count = self.worker.count
-        if not self.in_flight and count - self._sent >= self._local_steps:
+    def stepped(self) -> None:
+        """Sends the pseudo-gradient that is due."""
+        if not self.in_flight and self.worker.count - self._sent >= self._local_steps:
             self._send()
-        for request in list(self.in_flight.values()):
-            if request.answer.done() or count - request.since >= self._method.delay:
-                await self.land()
-        self.worker.publish()
+
+    def waits_for(self, request: InFlight) -> bool:
+        """Returns whether the steps of the delay are taken."""
+        return self.worker.count - request.since >= self._method.delay
 
     @property
     def _local_steps(self) -> int:

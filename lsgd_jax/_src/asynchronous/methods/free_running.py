@@ -3,17 +3,18 @@
 import asyncio
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.engine.contents import combined, finite
+from lsgd_jax._src.asynchronous.engine.contents import check_wire, combined, finite
 from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
 from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.trees import (
     Tree,
@@ -24,6 +25,7 @@ from lsgd_jax._src.trees import (
     refill,
     widen,
 )
+from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
@@ -97,11 +99,38 @@ class InFlight(NamedTuple):
     error: Tree = None
 
 
+class FreeRunning:
+    """A method whose workers never wait for each other, as a frozen dataclass.
+
+    Subclasses name the fields that are checked; schedules are not.
+    """
+
+    period: Any = None  # its workers have no rounds of the coordinator
+    positive: tuple[str, ...] = ("window",)
+    not_negative: tuple[str, ...] = ()
+    fractions: tuple[str, ...] = ()
+    wire: Wire | WireFormat
+
+    def __post_init__(self):
+        check_wire(self.wire)
+        checks: dict[Callable[..., None], tuple[str, ...]] = {
+            check_positive_int: self.positive,
+            check_not_negative: self.not_negative,
+            check_fraction: self.fractions,
+        }
+        for check, names in checks.items():
+            for name in names:
+                if not callable(given := getattr(self, name)):
+                    check(name, given)
+
+
 class FreeRunningWorker:
     """One worker that takes steps until all workers together have taken W · steps.
 
-    A method puts its requests into `in_flight`, one per slot. It defines how an answer
-    moves the worker (`landed`) and which attributes a restarted worker needs (`kept`).
+    This is the driver. A method is a policy: whom it asks before a step (`ask`) or after it
+    (`stepped`, `done`), for which answers it waits (`waits_for`), how they move the worker
+    (`landed`), and which attributes a restarted worker needs (`kept`). Requests in flight
+    are in `in_flight`, one per slot.
 
     Args:
       worker: the worker.
@@ -125,6 +154,33 @@ class FreeRunningWorker:
         self.in_flight: dict[int, InFlight] = {}
         self._ahead = ahead
 
+    # The policy
+
+    def ask(self) -> None:
+        """Sends requests before a step."""
+
+    def stepped(self) -> None:
+        """Counts a step, and sends requests after it, before answers land."""
+
+    async def done(self) -> None:
+        """Sends requests after a step, after answers have landed."""
+
+    def waits_for(self, request: InFlight) -> bool:
+        """Returns whether the worker waits for an answer at the end of this step."""
+        del request
+        return False
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Moves the worker by the answer to a request."""
+
+    async def join(self, number: int) -> None:
+        """Takes part in barrier `number` of the coordinator, in methods that have any."""
+
+    async def finish(self) -> None:
+        """Settles what is in flight after the last step."""
+
+    # On every step
+
     @property
     def is_finite(self) -> bool:
         """Whether the last loss and the parameters after that step are finite."""
@@ -139,10 +195,37 @@ class FreeRunningWorker:
 
     async def before_step(self) -> bool:
         """Returns whether there is another step to take, after any barrier that is due."""
+        if not await self.has_next():
+            await self.finish()
+            self.worker.publish()
+            return False
+        self.ask()
+        return True
+
+    async def has_next(self) -> bool:
+        """Returns whether there is another step to take."""
         return await self.worker.granted(self.join, self._ahead)
 
-    async def join(self, number: int) -> None:
-        """Takes part in barrier `number` of the coordinator, in methods that have any."""
+    async def after_step(self) -> None:
+        """Moves the worker by the answers that have arrived, and publishes it."""
+        self.stepped()
+        await self.land_arrived()
+        await self.done()
+        self.worker.publish()
+
+    # The same for a program that takes the steps itself, see `Peer`
+
+    def sent(self) -> None:
+        """Publishes the parameters after a step of the program."""
+        self.stepped()
+        self.worker.publish()
+
+    async def receive(self) -> None:
+        """Moves the worker by the answers that have arrived, and sends further requests."""
+        await self.land_arrived()
+        self.ask()
+
+    # The state that passes to a restarted worker
 
     def state(self) -> Any:
         """Returns the attributes that a restarted worker needs."""
@@ -195,13 +278,10 @@ class FreeRunningWorker:
             self.landed(slot, request, answer)
 
     async def land_arrived(self) -> None:
-        """Lands all answers that have arrived."""
+        """Lands all answers that have arrived, and those for which the worker waits."""
         for slot, request in sorted(self.in_flight.items()):
-            if request.answer.done():
+            if request.answer.done() or self.waits_for(request):
                 await self.land(slot)
-
-    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
-        """Moves the worker by the answer to a request."""
 
     # Moving the worker
 

@@ -6,22 +6,24 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lsgd_jax._src.asynchronous.engine.contents import (
-    check_wire,
     combined,
     finite,
     unpack,
 )
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.asynchronous.methods.free_running import (
+    FreeRunning,
+    FreeRunningWorker,
+    InFlight,
+)
 from lsgd_jax._src.methods.wagma import check_group_size, hops_of
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class WAGMA:
+class WAGMA(FreeRunning):
     r"""Wait-avoiding group model averaging.
 
     After its step k = 1, 2, … since the last mean of all workers, a worker averages the
@@ -73,11 +75,11 @@ class WAGMA:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
+    positive = ("sync_period", "window")
+
     def __post_init__(self):
-        check_wire(self.wire)
+        super().__post_init__()
         check_group_size(self.group_size)
-        check_positive_int("sync_period", self.sync_period)
-        check_positive_int("window", self.window)
 
     @property
     def period(self) -> int:
@@ -100,36 +102,28 @@ class WAGMAWorker(FreeRunningWorker):
         self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
         self.rounds, self.k, self.kept = 0, 0, ("rounds", "k")
         self._error: Tree = None  # of this worker's contributions to means of all
+        # The last mean of all, or the start: contributions are differences to it.
+        self.reference: Tree = None
         if self.transport.mailbox.is_narrow:
-            worker.reference, self.kept = worker.on_host(), ("rounds", "k", "reference")
-
-    @property
-    def reference(self) -> Tree:
-        """The last mean of all, or the start: contributions are differences to it."""
-        return self.worker.reference
-
-    @reference.setter
-    def reference(self, mean: Tree) -> None:
-        self.worker.reference = mean
+            self.reference, self.kept = worker.on_host(), ("rounds", "k", "reference")
+        worker.measure, worker.reference = lambda: self._number, lambda: self.reference
 
     @property
     def _number(self) -> int:
         """Number of this worker's current mean, which increases across barriers."""
         return self.rounds * self._most + self.k
 
-    async def after_step(self) -> None:
-        """Takes the mean of the group."""
+    def stepped(self) -> None:
+        """Counts the step; the group's mean is of the parameters after it."""
         self.k += 1
-        self._publish()
+        self.worker.publish()
+
+    async def done(self) -> None:
+        """Takes the mean of the group."""
         group = self._group()
         self.peers.turn()
         if len(group) > 1 and all(map(self.peers.is_tried, group)):
             await self._mix(group)
-        self._publish()
-
-    def _publish(self) -> None:
-        self.worker.measure = self._number
-        self.worker.publish()
 
     def _group(self) -> list[int]:
         group = {self.worker.index}
@@ -197,7 +191,7 @@ class WAGMAWorker(FreeRunningWorker):
         if mean is not None and self.pull(mean, 1.0, self.is_finite):
             if self.reference is not None:
                 self.reference = mean
-        self._publish()
+        self.worker.publish()
 
     async def _mean_of_all(self, key: Hashable, members: list[int]) -> Tree:
         """Returns the mean of the members that are finite, or None without any."""
@@ -215,4 +209,4 @@ class WAGMAWorker(FreeRunningWorker):
     def take_over(self, state: Any) -> None:
         """Continues from another worker's barriers and steps."""
         super().take_over(state)
-        self._error, self.worker.measure = None, self._number
+        self._error = None
