@@ -81,7 +81,7 @@ class AnchorWorker(FreeRunningWorker):
         """Notes the last turn that the worker knows."""
         self.turn = self.worker.report.rounds = turn
 
-    def receive(self, p: int, outer: Outer) -> None:
+    def take(self, p: int, outer: Outer) -> None:
         """Continues from an outer state of fragment p."""
         self.outers[p] = outer
         self.has_diverged |= not finite(outer)
@@ -170,9 +170,9 @@ def delayed_nesterov(
     def init(params):
         return DelayedNesterovState(zeros(params), zeros(params))
 
-    def update(updates, state, params=None, *, turn):
+    def update(updates, state, params=None, **extra):
         del params
-        renews = turn % every == 0
+        renews = extra["turn"] % every == 0
         total = jax.tree.map(jnp.add, state.total, updates)
         renewed = lambda m, s: jnp.where(renews, momentum * m + s / every, m)
         m = jax.tree.map(renewed, state.momentum, total)

@@ -36,7 +36,7 @@ from lsgd_jax._src.checks import (
 )
 from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.methods.merging import MERGES, Merge
-from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.trees import Tree, floats
 from lsgd_jax._src.wire.group import Group
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
@@ -234,7 +234,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         weight = learner_weight(self._tokens * steps, steps)
 
         def answer() -> Snapshot:
-            mine = parts.select(fragment, on_host(params))
+            mine = on_host(parts.select(fragment, floats(params)))
             delta = combined(operator.sub, anchor, mine)
             return Snapshot(self.transport.mailbox.packed(delta), weight)
 
@@ -250,7 +250,7 @@ class DecoupledDiLoCoWorker(AnchorWorker):
             if outer is None:
                 continue
             p = self._fragment(number)
-            self.receive(p, outer)
+            self.take(p, outer)
             self.received[p] = worker.count
             mine = parts.select(self.fragments[p], moved)
             mine = combined(mixed, outer.anchor, mine)

@@ -158,7 +158,7 @@ class DiLoCoWorker(AnchorWorker):
         """Continues from an anchor. Without one, the local steps are sent the next time."""
         worker, before, (turn, outer) = self.worker, self.turn, answer
         self.know(turn)
-        self.receive(0, outer)
+        self.take(0, outer)
         self.begun = request.since
         worker.report.staleness = turn - 1 - before
         if self.has_diverged:

@@ -25,7 +25,6 @@ from lsgd_jax._src.trees import (
     refill,
     widen,
 )
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
@@ -105,14 +104,13 @@ class FreeRunning:
     Subclasses name the fields that are checked; schedules are not.
     """
 
-    period: Any = None  # its workers have no rounds of the coordinator
     positive: tuple[str, ...] = ("window",)
     not_negative: tuple[str, ...] = ()
     fractions: tuple[str, ...] = ()
-    wire: Wire | WireFormat
 
     def __post_init__(self):
-        check_wire(self.wire)
+        method: Any = self
+        check_wire(method.wire)
         checks: dict[Callable[..., None], tuple[str, ...]] = {
             check_positive_int: self.positive,
             check_not_negative: self.not_negative,
@@ -122,6 +120,11 @@ class FreeRunning:
             for name in names:
                 if not callable(given := getattr(self, name)):
                     check(name, given)
+
+    @property
+    def period(self) -> int | None:
+        """Steps per worker between barriers of the coordinator, or None."""
+        return None
 
 
 class FreeRunningWorker:

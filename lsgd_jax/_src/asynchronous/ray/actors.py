@@ -24,6 +24,9 @@ from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, w
 
 
 EVERY = 0.05  # seconds between two reports of a worker
+THREADS, WAITING = 64, 48  # that serve a worker's peers, and of them those that may wait
+BUSY = "busy"  # the answer of a worker for which no more may wait; ask again
+AGAIN = 0.02  # seconds until a busy worker is asked again
 LOST = "the run cannot go on, because its coordinator was lost: resume it"
 
 
@@ -90,13 +93,16 @@ class RayTransport(Transport):
         await asyncio.get_running_loop().run_in_executor(None, compute)
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        name = worker_name(self._run, peer)
+        name, until = worker_name(self._run, peer), self.now() + self.timeout
         try:
-            actor = self._actor(name)
+            actor, given = self._actor(name), buffered(arguments)
             if call == "state":
                 return await self._answer(actor.state.remote())
-            ref = actor.serve.remote(call, buffered(arguments))
-            answer = unbuffered(*await self._answer(ref))
+            ask = lambda: self._answer(actor.serve.remote(call, given))
+            while is_busy(answer := unbuffered(*await ask())):
+                if self.now() > until:
+                    raise TimeoutError
+                await asyncio.sleep(AGAIN)
         except (RayError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if not isinstance(cause, RayError | TimeoutError):
@@ -140,10 +146,9 @@ class RayTransport(Transport):
         return self._actors[name]
 
 
-def served(mailbox: Mailbox, call: str, arguments: Buffered, timeout: float) -> Buffered:
-    """Returns the answer of a mailbox once it is there, or None after the timeout."""
-    given = unbuffered(*arguments)
-    return buffered(mailbox.wait(lambda: getattr(mailbox, call)(*given), timeout))
+def is_busy(answer: Any) -> bool:
+    """Whether a worker must be asked again."""
+    return isinstance(answer, str) and answer == BUSY
 
 
 class Stopped(Exception):
@@ -163,6 +168,8 @@ class WorkerActor:
         mailbox = Mailbox(job.method.wire, i)
         self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
         self.worker: Worker | None = None
+        # Otherwise all threads could wait for sums whose parts no thread is left to give.
+        self._waiting = threading.Semaphore(WAITING)
         self._is_restarted, self.stopped = is_restarted, threading.Event()
 
     def run(self, state: Any, all_lost: bool) -> Any:
@@ -184,7 +191,15 @@ class WorkerActor:
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
             return buffered(None)
-        return served(self.transport.mailbox, call, arguments, self.job.timeout)
+        mailbox, given = self.transport.mailbox, unbuffered(*arguments)
+        ask = lambda: getattr(mailbox, call)(*given)
+        if not self._waiting.acquire(blocking=False):
+            answer = mailbox.wait(ask, timeout=0.0)
+            return buffered(BUSY if answer is None else answer)
+        try:
+            return buffered(mailbox.wait(ask, self.job.timeout))
+        finally:
+            self._waiting.release()
 
     @ray.method(concurrency_group="serve")
     def state(self, own: bool = False) -> Any:

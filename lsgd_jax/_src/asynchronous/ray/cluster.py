@@ -189,9 +189,14 @@ def cluster(options: Options, workers: int) -> Iterator[Health]:
             shutil.rmtree(session, ignore_errors=True)
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns the beginning of an error's message, or its name without one."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def advice(address: str | None, error: Exception) -> str:
     """Returns one line that says why Ray cannot be used, and what to try."""
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = in_one_line(error)
     if "AuthToken" in reason or "auth" in type(error).__name__.lower():
         return (
             "the Ray cluster refuses this process's token: set RAY_AUTH_MODE=token and "

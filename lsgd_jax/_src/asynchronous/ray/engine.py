@@ -20,6 +20,7 @@ from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator, Status
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training
 from lsgd_jax._src.asynchronous.ray.actors import (
     LOST,
+    THREADS,
     Job,
     WorkerActor,
     coordinator_name,
@@ -32,6 +33,7 @@ from lsgd_jax._src.asynchronous.ray.cluster import (
     cluster,
     environment,
     handlers,
+    in_one_line,
     signals,
 )
 
@@ -206,7 +208,7 @@ class _Actors:
         coordinator: Any = ray.remote(Coordinator)
         coordinator = coordinator.options(
             num_cpus=0,
-            max_concurrency=1000,
+            max_concurrency=1000 + 4 * len(self._everyone),
             name=coordinator_name(job.name),
             runtime_env={"env_vars": environment(0)},
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
@@ -221,7 +223,7 @@ class _Actors:
     def _start(self, i: int) -> None:
         options = self._options
         remote: Any = ray.remote  # its types do not know groups
-        groups = {"serve": min(4 * len(self._everyone) + 4, 64)}
+        groups = {"serve": min(4 * len(self._everyone) + 4, THREADS)}
         env = {**environment(options.num_gpus), **options.env}
         actor = remote(concurrency_groups=groups)(WorkerActor)
         worker = self.workers[i] = actor.options(
@@ -324,8 +326,8 @@ class _Actors:
             self._health.wait([asked], limit)
             status: Status = ray.get(asked, timeout=0)
         except RayError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RuntimeError(f"{LOST} ({type(error).__name__}: {reason})") from error
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            raise RuntimeError(f"{LOST} ({reason})") from error
         for i, report in status.reports.items():
             if report.steps > self._best[i]:  # steps that are taken again are no progress
                 self._best[i], self._losses[i] = report.steps, 0
