@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lsgd_jax._src.asynchronous.engine.contents import as_bytes, of_bytes
+from lsgd_jax._src.asynchronous.engine.contents import as_vector, of_vector
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.trees import Tree
 
@@ -80,12 +80,10 @@ class Collectives:
           UnreachableError: too many failed.
         """
         dtype = np.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
-        wide = jax.tree.map(lambda x: np.asarray(x, dtype), tree)
-        vector = as_bytes(wide).view(dtype)
+        vector = as_vector(tree, dtype)
         given = vector if gives else np.zeros_like(vector)
         sums, count, came = await self._sum(key, given, gives, group)
-        total = of_bytes(sums.view(np.uint8), wide)
-        return jax.tree.map(lambda s, x: s.astype(x.dtype), total, tree), count, came
+        return of_vector(sums, tree), count, came
 
     async def broadcast(
         self, key: Hashable, content: Any, source: int, group: Sequence[int]

@@ -7,8 +7,8 @@ the quantization error where it would be lost otherwise (sums, the anchors of Di
 sides of an exchange).
 """
 
-import dataclasses
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,67 +64,53 @@ def finite(tree: Tree) -> bool:
     return all(np.isfinite(x) for x in sums)
 
 
-def as_vector(tree: Tree) -> np.ndarray:
-    """Returns the leaves that hold floats one after the other, as float32 [n]."""
-    leaves = [np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(on_host(tree))]
-    return np.concatenate([np.zeros(0, np.float32), *leaves])
+def as_vector(tree: Tree, dtype: Any = np.float32) -> np.ndarray:
+    """Returns the leaves that hold floats one after the other, as a vector [n]."""
+    leaves = [np.asarray(x, dtype).ravel() for x in jax.tree.leaves(on_host(tree))]
+    return np.concatenate([np.zeros(0, dtype), *leaves])
 
 
-def as_bytes(tree: Tree) -> np.ndarray:
-    """Returns all arrays of a tree one after the other, as uint8 [n]."""
-    leaves = [np.ascontiguousarray(x).reshape(-1) for x in jax.tree.leaves(tree)]
-    return np.concatenate([x.view(np.uint8) for x in leaves] or [np.zeros(0, np.uint8)])
+def of_vector(vector: np.ndarray, like: Tree) -> Tree:
+    """Returns the tree of such a vector, with shapes and dtypes as in `like`.
 
-
-def of_bytes(buffer: np.ndarray, like: Tree) -> Tree:
-    """Returns the tree of such bytes, on the same memory, with shapes as in `like`.
-
-    >>> tree = {"a": np.ones(2, np.float32), "b": np.array([[1, 2]], np.int8)}
-    >>> of_bytes(as_bytes(tree), tree)["b"].tolist()
-    [[1, 2]]
+    >>> tree = {"a": np.ones(2), "b": np.array([[1, 2]], np.float32)}
+    >>> of_vector(as_vector(tree), tree)["b"].tolist()
+    [[1.0, 2.0]]
     """
     leaves, treedef = jax.tree.flatten(like)
-    ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in leaves)])
-    return treedef.unflatten(
-        buffer[a:b].view(x.dtype).reshape(x.shape)
-        for a, b, x in zip(ends, ends[1:], leaves)
-    )
+    slices = np.split(vector, np.cumsum([x.size for x in leaves])[:-1])
+    each = zip(slices, leaves)
+    return treedef.unflatten(s.reshape(x.shape).astype(x.dtype) for s, x in each)
 
 
 # In one buffer, because a call with many arrays takes ten times as long
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """The place of an array whose bytes are in a buffer."""
+class Buffered(NamedTuple):
+    """A content whose arrays lie one after the other in one buffer."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape, dtype=int))
-
-
-Buffered = tuple[np.ndarray, Any]
+    buffer: np.ndarray
+    sizes: list[int]
+    pickled: bytes
 
 
 def buffered(content: Any) -> Buffered:
-    """Returns the bytes of all arrays of a content, and the content with a `Slot` for each.
+    """Returns a content in one buffer.
 
-    >>> unbuffered(*buffered(Snapshot({"a": np.arange(2)}, 0.5)))
+    >>> unbuffered(buffered(Snapshot({"a": np.arange(2)}, 0.5)))
     Snapshot(params={'a': array([0, 1])}, measure=0.5)
     """
-    arrays = [x for x in jax.tree.leaves(content) if isinstance(x, np.ndarray)]
-    slot = lambda x: Slot(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
-    return as_bytes(arrays), jax.tree.map(slot, content)
+    found: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(content, protocol=5, buffer_callback=found.append)
+    arrays = [np.frombuffer(x.raw(), np.uint8) for x in found]
+    buffer = np.concatenate([np.zeros(0, np.uint8), *arrays])
+    return Buffered(buffer, [x.size for x in arrays], pickled)
 
 
-def unbuffered(buffer: np.ndarray, content: Any) -> Any:
-    """Inverts `buffered`; the arrays are on the memory of the buffer."""
-    slots = [x for x in jax.tree.leaves(content) if isinstance(x, Slot)]
-    arrays = iter(of_bytes(buffer, slots))
-    return jax.tree.map(lambda x: next(arrays) if isinstance(x, Slot) else x, content)
+def unbuffered(content: Buffered) -> Any:
+    """Returns the content, with its arrays on the memory of the buffer."""
+    arrays = np.split(content.buffer, np.cumsum(content.sizes, dtype=int)[:-1])
+    return pickle.loads(content.pickled, buffers=arrays)
 
 
 # In the format of a wire

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src.asynchronous.engine.contents import (
-    as_bytes,
     as_vector,
     finite,
     on_host,
@@ -278,7 +277,7 @@ class Worker:
         """Takes part; takes over from a peer if the others have begun already."""
         _, late = await self.wait(self.transport.tell("enter", self.count, self.number))
         if not late:
-            start = None if self.resumed else zlib.crc32(as_bytes(self.on_host()).tobytes())
+            start = None if self.resumed else zlib.crc32(self.vector().tobytes())
             everyone = list(range(self.transport.position.workers))
             starts = await self.transport.round("begin", start, everyone)
             if (different := len(set(starts.values()) - {None})) > 1:

@@ -20,7 +20,7 @@ from lsgd_jax._src.asynchronous.engine.contents import (
     on_host,
     unpack,
 )
-from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError
 from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
 from lsgd_jax._src.asynchronous.methods.anchors import (
@@ -293,13 +293,14 @@ class DecoupledDiLoCoWorker(AnchorWorker):
         given, met = {self.worker.index: unpack(mine)}, math.inf
 
         async def bring(i: int) -> None:
+            fetch = transport.ask(i, "fetch", ("fragment", number))
             try:
-                given[i] = await transport.ask(i, "fetch", ("fragment", number))
-            except UnreachableError:
-                return self.peers.failed(i)
+                answer = await self.peers.answer(i, fetch)
             except StaleWorkerError:
                 return  # it has received this turn's fragment already
-            self.peers.answered(i)
+            if answer is None:
+                return
+            given[i] = answer
             if (lag := transport.now() - met) >= 0:
                 self._lags.append(lag)
 

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,18 @@ class Peers:
     def answered(self, i: int) -> None:
         """Notes that a peer has answered."""
         self._left_out[i] = self._failures[i] = 0
+
+    async def answer(self, i: int | None, call: Awaitable[Any]) -> Any:
+        """Waits for the answer of a peer, or of several (None); None if it fails."""
+        try:
+            answer = await call
+        except UnreachableError:
+            if i is not None:
+                self.failed(i)
+            return None
+        if i is not None:
+            self.answered(i)
+        return answer
 
 
 class InFlight(NamedTuple):
@@ -261,15 +273,8 @@ class FreeRunningWorker:
     async def answer(self, slot: int = 0) -> Any:
         """Waits for an answer; returns None if the peer has not answered in time."""
         request = self.in_flight.pop(slot)
-        try:
-            answer = await self.worker.wait(request.answer)
-        except UnreachableError:
-            if request.peer is not None:
-                self.peers.failed(request.peer)
-            return None
-        if request.peer is not None:
-            self.peers.answered(request.peer)
-        if request.error is not None:
+        answer = await self.peers.answer(request.peer, self.worker.wait(request.answer))
+        if answer is not None and request.error is not None:
             params = combined(operator.add, answer.params, request.error)
             answer = answer._replace(params=params)
         return answer

@@ -4,8 +4,6 @@ A `Rule` communicates in one place, `agree`, and only through its group. `Agreem
 `kernel.send` with a group whose messages are equations of a `Program`. `Conversation` runs
 the program and sends its messages. So every rule runs unchanged on any engine, and messages
 are encoded and decoded in compiled parts, on the worker's device.
-
-Arrays travel as the bytes of one buffer, because a call costs more than its bytes.
 """
 
 import functools
@@ -18,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from lsgd_jax._src.asynchronous.engine.contents import as_bytes, of_bytes
-from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax._src.asynchronous.engine.transport import Transport
 from lsgd_jax._src.asynchronous.methods.free_running import Peers
@@ -174,51 +170,39 @@ class Conversation:
         content, collectives = message.content, self._transport.collectives
         if message.kind == "gather":
             return await self._gather(key, members, jax.tree.map(np.asarray, content))
-        tree, how = content
+        like, (tree, how) = content[0], jax.tree.map(np.asarray, content)
         if message.kind == "sum":
-            gives, came = bool(how), members
-            total, count, came = await collectives.all_reduce(key, tree, gives, members)
-            return (placed_like(tree, total), np.float32(count)), came
+            total, count, came = await collectives.all_reduce(key, tree, bool(how), members)
+            return (placed_like(like, total), np.float32(count)), came
         if message.kind == "broadcast":
             source = self._group[int(how)]
-            mine = as_bytes(tree) if source == self._me else None
-            got = await collectives.broadcast(key, mine, source, members)
+            got = await collectives.broadcast(key, tree, source, members)
         else:
-            got = await self._permute(key, tree, np.asarray(how))
-        return placed_like(tree, of_bytes(got, tree)), members
+            got = await self._permute(key, tree, how)
+        return placed_like(like, got), members
 
     async def _gather(
         self, key: Hashable, members: list[int], tree: Tree
     ) -> tuple[Tree, dict[int, Any]]:
-        collectives, mine = self._transport.collectives, as_bytes(tree)
+        collectives = self._transport.collectives
         is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
         gather = collectives.gather_small if is_small else collectives.all_gather
-        rows = await gather(key, mine, members)
+        rows = await gather(key, tree, members)
         absent = jax.tree.map(_absent, tree)
-        trees = [of_bytes(rows[i], tree) if i in rows else absent for i in self._group]
+        trees = [rows.get(i, absent) for i in self._group]
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
-    async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> np.ndarray:
-        position, mine = self._group.index(self._me), as_bytes(tree)
+    async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
+        position, got = self._group.index(self._me), None
         if position in sources:
-            self._transport.mailbox.post(key, mine)
-        if (source := sources[position]) >= 0:
-            if (got := await self._from(self._group[source], key)) is not None:
-                return got
-        return np.zeros_like(mine)
-
-    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
-        """Returns the bytes that a peer sends; None if it does not answer, as of late."""
-        self._peers.turn()
-        if not self._peers.is_tried(peer):
-            return None
-        try:
-            buffer = await self._transport.ask(peer, "fetch", key)
-        except UnreachableError:
-            self._peers.failed(peer)
-            return None
-        self._peers.answered(peer)
-        return buffer
+            self._transport.mailbox.post(key, tree)
+        if sources[position] >= 0:
+            peer = self._group[sources[position]]
+            self._peers.turn()
+            if self._peers.is_tried(peer):
+                fetch = self._transport.ask(peer, "fetch", key)
+                got = await self._peers.answer(peer, fetch)
+        return jax.tree.map(np.zeros_like, tree) if got is None else got
 
 
 def _renewed(changed: list[Any], state: PullState) -> PullState:

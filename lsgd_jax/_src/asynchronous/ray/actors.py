@@ -99,7 +99,7 @@ class RayTransport(Transport):
             if call == "state":
                 return await self._answer(actor.state.remote())
             ask = lambda: self._answer(actor.serve.remote(call, given))
-            while is_busy(answer := unbuffered(*await ask())):
+            while is_busy(answer := unbuffered(await ask())):
                 if self.now() > until:
                     raise TimeoutError
                 await asyncio.sleep(AGAIN)
@@ -191,7 +191,7 @@ class WorkerActor:
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
             return buffered(None)
-        mailbox, given = self.transport.mailbox, unbuffered(*arguments)
+        mailbox, given = self.transport.mailbox, unbuffered(arguments)
         ask = lambda: getattr(mailbox, call)(*given)
         if not self._waiting.acquire(blocking=False):
             answer = mailbox.wait(ask, timeout=0.0)

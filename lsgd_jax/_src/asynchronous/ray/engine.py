@@ -80,7 +80,7 @@ class Remote:
         """Returns worker i's parameters; None if it does not answer."""
         call = self._workers[i].serve.remote("latest", buffered(()))
         (answer,) = self._answers([call])
-        return None if answer is None else unpack(unbuffered(*answer))
+        return None if answer is None else unpack(unbuffered(answer))
 
     def states(self, own: bool = True) -> list[Any]:
         """Returns the state of each worker after its last step, to be resumed from.

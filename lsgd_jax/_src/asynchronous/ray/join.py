@@ -110,13 +110,13 @@ class MailboxActor:
         self._mailbox = Mailbox(wire, rank)
 
     def show(self, params: Buffered, measure: float) -> None:
-        self._mailbox.show(lambda: unbuffered(*params), measure)
+        self._mailbox.show(lambda: unbuffered(params), measure)
 
     def moved(self) -> Buffered:
         return buffered(self._mailbox.moved())
 
     def serve(self, call: str, arguments: Buffered) -> Buffered:
-        return buffered(getattr(self._mailbox, call)(*unbuffered(*arguments)))
+        return buffered(getattr(self._mailbox, call)(*unbuffered(arguments)))
 
 
 class ServedMailbox(Mailbox):
@@ -163,6 +163,6 @@ class JoinedTransport(RayTransport):
     async def _asked(self) -> Tree:
         try:
             moved = self._mailbox_actor.moved.remote()
-            return unbuffered(*await asyncio.wrap_future(moved.future()))
+            return unbuffered(await asyncio.wrap_future(moved.future()))
         except RayError:
             return None

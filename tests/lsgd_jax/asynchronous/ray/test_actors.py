@@ -16,7 +16,7 @@ def test_requests_that_wait_leave_threads_for_those_that_need_not():
         name="run", nodes=1, locals=2, timeout=30.0, begun=time.time(), method=method
     )
     actor = WorkerActor(job, 0, is_restarted=False)
-    ask = lambda key: unbuffered(*actor.serve("fetch", buffered((key,))))
+    ask = lambda key: unbuffered(actor.serve("fetch", buffered((key,))))
     waiting = [threading.Thread(target=ask, args=("sum",)) for _ in range(WAITING)]
     for thread in waiting:
         thread.start()
