@@ -6,9 +6,9 @@ from typing import Any
 from lsgd_jax._src.asynchronous.engine.contents import finite
 from lsgd_jax._src.asynchronous.engine.mailbox import half_way
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
     FreeRunning,
-    FreeRunningWorker,
     InFlight,
 )
 from lsgd_jax._src.trees import Tree
@@ -61,7 +61,7 @@ class ADPSGD(FreeRunning):
         return ADPSGDWorker(self, worker)
 
 
-class ADPSGDWorker(FreeRunningWorker):
+class ADPSGDWorker(Driver):
     """AD-PSGD in one worker."""
 
     def __init__(self, method: ADPSGD, worker: Worker):

@@ -18,7 +18,7 @@ from lsgd_jax._src.asynchronous.engine.contents import combined, finite
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker
+from lsgd_jax._src.asynchronous.methods.driver import Driver
 from lsgd_jax._src.exchange import parts
 from lsgd_jax._src.trees import Tree, zeros
 
@@ -35,11 +35,11 @@ class Outer(NamedTuple):
     state: Any
 
 
-class AnchorWorker(FreeRunningWorker):
+class AnchorWorker(Driver):
     """One worker of a method whose turns move anchors.
 
     Args:
-      worker, peers: as for `FreeRunningWorker`.
+      worker, peers: as for `Driver`.
       optimizer: the outer optimizer; workers that share it share what is compiled.
       fragments: the parts of the parameters that have an anchor each.
 

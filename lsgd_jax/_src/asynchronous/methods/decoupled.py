@@ -28,7 +28,7 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     Outer,
     delayed_nesterov,
 )
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunning, InFlight
+from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
     check_not_negative,
     check_option,

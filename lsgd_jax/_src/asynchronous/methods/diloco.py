@@ -13,7 +13,7 @@ from lsgd_jax._src.asynchronous.methods.anchors import (
     delayed_nesterov,
     or_none,
 )
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunning, InFlight
+from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat

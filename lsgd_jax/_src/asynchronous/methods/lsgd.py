@@ -8,9 +8,9 @@ import optax
 
 from lsgd_jax._src.asynchronous.engine.coordinator import Status
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
     FreeRunning,
-    FreeRunningWorker,
     InFlight,
 )
 from lsgd_jax._src.trees import value_at
@@ -64,7 +64,7 @@ class LSGD(FreeRunning):
     wire: Wire | WireFormat = "float32"
 
     positive = ("local_period", "global_period", "loss_window")
-    fractions = ("local_pull", "global_pull")
+    fractions = schedules = ("local_pull", "global_pull")
 
     @property
     def window(self) -> int:
@@ -90,7 +90,7 @@ class Level(NamedTuple):
     period: int
 
 
-class LSGDWorker(FreeRunningWorker):
+class LSGDWorker(Driver):
     """Leader SGD in one worker. Each level has one request in flight at most."""
 
     kept = ("counted",)

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
 from lsgd_jax._src.asynchronous.engine.transport import Transport
-from lsgd_jax._src.asynchronous.methods.free_running import Peers
+from lsgd_jax._src.asynchronous.methods.driver import Peers
 from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target

@@ -11,9 +11,9 @@ import numpy as np
 from lsgd_jax._src.asynchronous.engine.contents import Snapshot, combined
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
     FreeRunning,
-    FreeRunningWorker,
     InFlight,
     own_step,
 )
@@ -86,7 +86,7 @@ RECENT = 8  # steps
 NOTHING = Snapshot((), 0.0)  # the message of a worker without x
 
 
-class OSGPWorker(FreeRunningWorker):
+class OSGPWorker(Driver):
     """Overlap SGP in one worker."""
 
     kept = ("weight",)

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
     FreeRunning,
-    FreeRunningWorker,
     InFlight,
 )
 from lsgd_jax._src.checks import check_option
@@ -69,7 +69,7 @@ class Pairwise(FreeRunning):
     wire: Wire | WireFormat = "float32"
 
     not_negative = ("divergence_threshold",)
-    fractions = ("value", "fetch_probability")
+    fractions = schedules = ("value", "fetch_probability")
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +83,7 @@ class Pairwise(FreeRunning):
 _weight = jax.jit(part_taken, static_argnums=(0, 4))
 
 
-class PairwiseWorker(FreeRunningWorker):
+class PairwiseWorker(Driver):
     """Pairwise averaging in one worker."""
 
     kept = ("clock",)

@@ -12,9 +12,9 @@ from lsgd_jax._src.asynchronous.engine.contents import (
 )
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
     FreeRunning,
-    FreeRunningWorker,
     InFlight,
 )
 from lsgd_jax._src.methods.wagma import check_group_size, hops_of
@@ -91,7 +91,7 @@ class WAGMA(FreeRunning):
         return WAGMAWorker(self, worker)
 
 
-class WAGMAWorker(FreeRunningWorker):
+class WAGMAWorker(Driver):
     """WAGMA in one worker."""
 
     def __init__(self, method: WAGMA, worker: Worker):

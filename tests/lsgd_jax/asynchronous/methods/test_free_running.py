@@ -10,7 +10,7 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.methods.free_running import MOST, Peers
+from lsgd_jax._src.asynchronous.methods.driver import MOST, Peers
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,

@@ -1,4 +1,4 @@
-"""Workers that never wait for each other: ask a peer, go on computing, land its answer."""
+"""The driver of a method: messages travel beside the steps, and their answers land."""
 
 import asyncio
 import functools
@@ -113,12 +113,13 @@ class InFlight(NamedTuple):
 class FreeRunning:
     """A method whose workers never wait for each other, as a frozen dataclass.
 
-    Subclasses name the fields that are checked; schedules are not.
+    Subclasses name the fields that are checked, and those that may be schedules instead.
     """
 
     positive: tuple[str, ...] = ("window",)
     not_negative: tuple[str, ...] = ()
     fractions: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
 
     def __post_init__(self):
         method: Any = self
@@ -130,7 +131,8 @@ class FreeRunning:
         }
         for check, names in checks.items():
             for name in names:
-                if not callable(given := getattr(self, name)):
+                given = getattr(self, name)
+                if not (name in self.schedules and callable(given)):
                     check(name, given)
 
     @property
@@ -139,13 +141,13 @@ class FreeRunning:
         return None
 
 
-class FreeRunningWorker:
-    """One worker that takes steps until all workers together have taken W · steps.
+class Driver:
+    """A method in one worker, which takes steps until all have taken W · steps together.
 
-    This is the driver. A method is a policy: whom it asks before a step (`ask`) or after it
-    (`stepped`, `done`), for which answers it waits (`waits_for`), how they move the worker
-    (`landed`), and which attributes a restarted worker needs (`kept`). Requests in flight
-    are in `in_flight`, one per slot.
+    A method is a policy: whom it asks before a step (`ask`) or after it (`stepped`,
+    `done`), for which answers it waits (`waits_for`), how they move the worker (`landed`),
+    and which attributes a restarted worker needs (`kept`). Requests in flight are in
+    `in_flight`, one per slot.
 
     Args:
       worker: the worker.
@@ -252,7 +254,7 @@ class FreeRunningWorker:
             own = getattr(self, name)
             setattr(self, name, jax.tree.map(_in_type_of, own, state[name]))
         for request in self.in_flight.values():
-            request.answer.cancel()
+            request.answer.cancel()  # a turn would go on to post the old state
         self.in_flight.clear()
 
     # Requests
@@ -338,6 +340,8 @@ class FreeRunningWorker:
 
 
 def _in_type_of(own: Any, new: Any) -> Any:
+    if isinstance(own, jax.Array):
+        return jnp.asarray(new)
     return np.asarray(new) if isinstance(own, np.ndarray) else type(own)(new)
 
 
