@@ -47,8 +47,9 @@ class Mailbox:
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._readers: dict[Hashable, int] = {}  # fetches left
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-        # Each as it travels, and its exact tree.
-        self._contributed: OrderedDict[int, tuple[Snapshot, Tree]] = OrderedDict()
+        # Each as it travels, as it arrives, and its quantization error.
+        self._contributed: OrderedDict[int, tuple[Snapshot, Snapshot, Tree]]
+        self._contributed = OrderedDict()
         self._params: Callable[[], Tree] | None = None
         self._shown: Tree = None  # `_params()`, once a peer has asked for it
         self._measure = 0.0
@@ -148,11 +149,8 @@ class Mailbox:
         The contribution is as it arrives at others. The error is None if nothing is
         rounded.
         """
-        traveling, exact = self._contribution(number)
-        arrived = unpack(traveling)
-        if not self.is_narrow or not finite(exact):
-            return arrived, None
-        return arrived, combined(operator.sub, exact, arrived.params)
+        _, arrives, error = self._contribution(number)
+        return arrives, error
 
     # Requests of peers. The answer is None until there is something to answer.
 
@@ -226,14 +224,15 @@ class Mailbox:
         """Wakes requests that wait for a post under a key, or for `show` (None)."""
         self._lock.notify_all()
 
-    def _contribution(self, number: int) -> tuple[Snapshot, Tree]:
+    def _contribution(self, number: int) -> tuple[Snapshot, Snapshot, Tree]:
         with self._lock:
             if number not in self._contributed:
                 exact = self._current()
                 if self._reference is not None:
                     exact = combined(operator.sub, exact, self._reference)
-                traveling = Snapshot(self.packed(exact), self._measure)
-                self._contributed[number] = traveling, exact
+                packed, arrives, error = self.encoded(exact)
+                both = (Snapshot(tree, self._measure) for tree in (packed, arrives))
+                self._contributed[number] = *both, error
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
             return self._contributed[number]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd_jax._src.asynchronous.engine.contents import (
     Snapshot,
@@ -30,6 +29,7 @@ from lsgd_jax._src.asynchronous.ray.cluster import (
     EVERY,
     Health,
     Options,
+    beside,
     cluster,
     environment,
     handlers,
@@ -204,18 +204,12 @@ class _Actors:
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
         self._restarted: set[int] = set()
-        here = ray.get_runtime_context().get_node_id()
-        coordinator: Any = ray.remote(Coordinator)
-        coordinator = coordinator.options(
-            num_cpus=0,
-            max_concurrency=1000 + 4 * len(self._everyone),
-            name=coordinator_name(job.name),
-            runtime_env={"env_vars": environment(0)},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        count = len(self._everyone)
+        coordinator = beside(
+            Coordinator, name=coordinator_name(job.name), max_concurrency=1000 + 4 * count
         )
-        limits = job.timeout, options.start
         self.coordinator = coordinator.remote(
-            len(self._everyone), job.steps, job.method.period, *limits
+            count, job.steps, job.method.period, job.timeout, options.start
         )
         for i in self._everyone:
             self._start(i)

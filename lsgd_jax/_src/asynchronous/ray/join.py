@@ -8,14 +8,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd_jax._src.asynchronous.engine.contents import Buffered, buffered, unbuffered
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.engine.transport import GridPosition
 from lsgd_jax._src.asynchronous.methods.peer import Joinable, Peer
 from lsgd_jax._src.asynchronous.ray.actors import RayTransport, worker_name
-from lsgd_jax._src.asynchronous.ray.cluster import Options, cluster, environment
+from lsgd_jax._src.asynchronous.ray.cluster import Options, beside, cluster
 from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.trees import Tree
 
@@ -81,16 +80,8 @@ def join(
 
 def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
-    here = ray.get_runtime_context().get_node_id()
-    actor: Any = ray.remote(MailboxActor)
-    actor = actor.options(
-        name=worker_name(name, rank),
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_restarts=-1,
-        runtime_env={"env_vars": environment(0)},
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-    )
+    named = dict(name=worker_name(name, rank), namespace=NAMESPACE)
+    actor = beside(MailboxActor, **named, max_restarts=-1)
     until = time.monotonic() + timeout
     while True:
         try:

@@ -95,14 +95,22 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
 
 
 @pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
-def test_bfloat16_and_integer_leaves_keep_their_dtypes(name):
-    odd = jnp.int32(2**24 + 1)  # no float32
+def test_bfloat16_float64_and_integer_leaves_keep_their_dtypes_and_bits(name):
+    odd, third = 2**24 + 1, 1 / 3  # no float32
     task = toys.resting(apart=0.0)
-    init = lambda i: ({**toys.start(jnp.bfloat16), "n": odd}, *task.init(i)[1:])
+
+    def init(i):
+        more = {"n": jnp.int32(odd), "d": jnp.full(2, third, jnp.float64)}
+        return {**toys.start(jnp.bfloat16), **more}, *task.init(i)[1:]
+
     method, seconds = {**METHODS, **TOGETHER}[name], [1, 1.1, 1.2, 1.3]
-    workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, seconds)
+    with jax.enable_x64(True):
+        workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, seconds)
     assert all(worker.params["w"].dtype == jnp.bfloat16 for worker in workers)
     assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
+    if "int8" not in name:
+        found = [np.asarray(worker.params["d"]) for worker in workers]
+        np.testing.assert_array_equal(found, np.full([4, 2], third))
 
 
 @pytest.mark.parametrize("name", ["lsgd", "pairwise"])
