@@ -6,7 +6,7 @@ If a worker fails in between, the others start again without it.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +14,6 @@ import numpy as np
 from lsgd_jax._src.asynchronous.engine.contents import as_vector, of_vector
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.trees import Tree
-
-
-if TYPE_CHECKING:
-    from lsgd_jax._src.asynchronous.engine.transport import Transport
 
 
 ATTEMPTS = 3  # each without the workers that failed in the previous one
@@ -29,10 +25,10 @@ class Collectives:
     An engine may replace them by others with the same results.
 
     Args:
-      transport: this worker's.
+      transport: this worker's `Transport`.
     """
 
-    def __init__(self, transport: "Transport"):
+    def __init__(self, transport: Any):
         self._transport, self._mailbox = transport, transport.mailbox
         self._me = transport.position.index
 

@@ -231,8 +231,8 @@ class Mailbox:
                 if self._reference is not None:
                     exact = combined(operator.sub, exact, self._reference)
                 packed, arrives, error = self.encoded(exact)
-                both = (Snapshot(tree, self._measure) for tree in (packed, arrives))
-                self._contributed[number] = *both, error
+                snapshot = lambda tree: Snapshot(tree, self._measure)
+                self._contributed[number] = snapshot(packed), snapshot(arrives), error
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
             return self._contributed[number]

@@ -14,7 +14,12 @@ from lsgd_jax._src.asynchronous.engine.contents import check_wire, combined, fin
 from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_not_negative,
+    check_positive_int,
+    check_same_tree,
+)
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.trees import (
     Tree,
@@ -307,17 +312,10 @@ class Driver:
           Whether z is finite. Otherwise the worker stays where it is.
 
         Raises:
-          ValueError: z has other shapes than the worker's parameters.
+          ValueError: z has another structure or other shapes than the parameters.
         """
         worker = self.worker
-        shapes, own = (
-            [x.shape for x in jax.tree.leaves(tree)] for tree in (z, floats(worker.params))
-        )
-        if shapes != own:
-            raise ValueError(
-                "all workers must have the same parameters, got arrays of shapes "
-                f"{shapes} for {own}"
-            )
+        check_same_tree("params", z, floats(worker.params))
         if not finite(z):
             return False
         given = self._placed(z), jnp.float32(weight), np.bool_(is_finite)

@@ -5,6 +5,8 @@ import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+
 from lsgd_jax._src.asynchronous.engine.contents import (
     combined,
     finite,
@@ -203,7 +205,7 @@ class WAGMAWorker(Driver):
         packed, _, error = mailbox.encoded(y, self._error) if gives else ((), (), None)
         rows = (await collectives.all_gather(key, packed, members)).values()
         self._error = error
-        given = [row for row in map(unpack, rows) if row != ()]
+        given = [row for row in map(unpack, rows) if jax.tree.leaves(row)]
         return self._mean(given) if given else None
 
     def take_over(self, state: Any) -> None:

@@ -7,7 +7,7 @@ sum costs 2 W events instead of W².
 import asyncio
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,6 @@ from lsgd_jax._src.asynchronous.engine.collective import Collectives
 from lsgd_jax._src.asynchronous.engine.contents import nbytes
 from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.transport import Transport, retrieved
-
-
-if TYPE_CHECKING:
-    from lsgd_jax._src.asynchronous.simulated.simulator import Simulation
 
 
 @dataclasses.dataclass
@@ -34,9 +30,13 @@ class Rings(Collectives):
 
     Sums always take the time of a ring. Broadcasts and small gathers do so if the
     simulation says so, like in a synchronous program.
+
+    Args:
+      transport: this worker's.
+      simulation: the `Simulation`.
     """
 
-    def __init__(self, transport: Transport, simulation: "Simulation"):
+    def __init__(self, transport: Transport, simulation: Any):
         super().__init__(transport)
         self._simulation = simulation
 
