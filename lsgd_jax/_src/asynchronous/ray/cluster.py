@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 END = 30.0  # seconds within which Ray's processes must end
@@ -71,6 +72,18 @@ def environment(num_gpus: float) -> dict[str, str]:
     if num_gpus == 0:
         return {"JAX_PLATFORMS": "cpu"}
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if num_gpus % 1 else {}
+
+
+def beside(kind: type, **options: Any) -> Any:
+    """Returns a class of actors that run on the CPU of this process's node."""
+    here = ray.get_runtime_context().get_node_id()
+    remote: Any = ray.remote(kind)
+    return remote.options(
+        num_cpus=0,
+        runtime_env={"env_vars": environment(0)},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        **options,
+    )
 
 
 class Health:
@@ -189,9 +202,14 @@ def cluster(options: Options, workers: int) -> Iterator[Health]:
             shutil.rmtree(session, ignore_errors=True)
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns the beginning of an error's message, or its name without one."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def advice(address: str | None, error: Exception) -> str:
     """Returns one line that says why Ray cannot be used, and what to try."""
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = in_one_line(error)
     if "AuthToken" in reason or "auth" in type(error).__name__.lower():
         return (
             "the Ray cluster refuses this process's token: set RAY_AUTH_MODE=token and "

@@ -49,7 +49,7 @@ def test_a_contribution_stays_what_it_was_when_it_was_first_asked_for():
     mailbox.show(lambda: vector(2.0), measure=2.0)
     assert mailbox.contribution(2).vector.tolist() == [1.0]
     mine, error = mailbox.contributed(3)
-    assert mine.vector.tolist() == [2.0] and error == 0
+    assert mine.vector.tolist() == [2.0] and error is None
     for number in range(4, 4 + CONTRIBUTED):
         mailbox.contribution(number)
     assert mailbox.contribution(2).vector.tolist() == [2.0]  # forgotten, and begun anew

@@ -1,6 +1,7 @@
 """Vectors on the wire: rounding, error feedback, bytes."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,13 @@ import pytest
 from toys import slow
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.engine.vectors import pack, unpack
+from lsgd_jax._src.asynchronous.engine.contents import (
+    Snapshot,
+    buffered,
+    pack,
+    unbuffered,
+    unpack,
+)
 from lsgd_jax._src.wire import wire as formats
 from lsgd_jax.asynchronous import (
     ADPSGD,
@@ -65,11 +72,26 @@ def test_a_vector_that_is_not_finite_arrives_exactly(value):
     np.testing.assert_array_equal(rounded(vector, "int8"), vector)
 
 
-def test_single_numbers_and_other_contents_travel_exactly():
-    one = np.array([1 / 3], np.float32)
-    codes = np.arange(9, dtype=np.uint8)  # a message that is encoded already
-    for content in (one, "gone", None, codes):
-        assert rounded(content, "int4") is content
+def test_each_leaf_has_scales_of_its_own_and_single_numbers_travel_exactly():
+    tree = {
+        "a": normal(6),
+        "b": 1e3 * normal(9),
+        "c": np.float32([1 / 3]),
+        "n": np.arange(2),
+    }
+    found = rounded(tree, "int4")
+    for leaf, was in zip(jax.tree.leaves(found), jax.tree.leaves(tree)):
+        assert abs(leaf - was).max() <= abs(was).max() / 14 * (was.size > 2)
+
+
+def test_a_content_is_one_buffer_and_the_same_again():
+    tree = {"a": np.ones(3, jnp.bfloat16), "b": np.float64(np.ones([2, 1]) / 3)}
+    for content in (Snapshot(tree, 0.5), pack({"x": normal(9)}, lj.Wire("int8")), "gone"):
+        again = unbuffered(pickle.loads(pickle.dumps(buffered(content))))
+        assert jax.tree.structure(again) == jax.tree.structure(content)
+        for leaf, was in zip(jax.tree.leaves(again), jax.tree.leaves(content)):
+            np.testing.assert_array_equal(leaf, was)
+            assert getattr(leaf, "dtype", None) == getattr(was, "dtype", None)
 
 
 # Nothing is lost

@@ -10,7 +10,7 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.methods.free_running import MOST, Peers
+from lsgd_jax._src.asynchronous.methods.driver import MOST, Peers
 from lsgd_jax.asynchronous import (
     ADPSGD,
     LSGD,
@@ -62,8 +62,8 @@ def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method, inde
     """No step moves a worker here, so that all must end where they have started."""
     task = toys.broken(toys.resting(apart=0.0), index, steps=[3])
     workers = toys.simulate(task, method, 1, 4, 24, [1, 1.1, 1.2, 1.3])
-    start = workers[0].flat.vector(toys.start())
-    np.testing.assert_array_equal(toys.stacked(workers), [start] * 4)
+    start = [toys.vector(toys.start())] * 4
+    np.testing.assert_array_equal(toys.stacked(workers), start)
     assert all(np.isfinite(worker.report.score) for worker in workers)
 
 
@@ -95,14 +95,22 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
 
 
 @pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
-def test_bfloat16_and_integer_leaves_keep_their_dtypes(name):
-    odd = jnp.int32(2**24 + 1)  # no float32
+def test_bfloat16_float64_and_integer_leaves_keep_their_dtypes_and_bits(name):
+    odd, third = 2**24 + 1, 1 / 3  # no float32
     task = toys.resting(apart=0.0)
-    init = lambda i: ({**toys.start(jnp.bfloat16), "n": odd}, *task.init(i)[1:])
+
+    def init(i):
+        more = {"n": jnp.int32(odd), "d": jnp.full(2, third, jnp.float64)}
+        return {**toys.start(jnp.bfloat16), **more}, *task.init(i)[1:]
+
     method, seconds = {**METHODS, **TOGETHER}[name], [1, 1.1, 1.2, 1.3]
-    workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, seconds)
+    with jax.enable_x64(True):
+        workers = toys.simulate(task._replace(init=init), method, 1, 4, 12, seconds)
     assert all(worker.params["w"].dtype == jnp.bfloat16 for worker in workers)
     assert [int(worker.params["n"]) for worker in workers] == [odd] * 4
+    if "int8" not in name:
+        found = [np.asarray(worker.params["d"]) for worker in workers]
+        np.testing.assert_array_equal(found, np.full([4, 2], third))
 
 
 @pytest.mark.parametrize("name", ["lsgd", "pairwise"])
@@ -111,7 +119,7 @@ def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
     start = {"w": jnp.asarray(toys.PLACES[0]), "b": jnp.ones([4])}
     task = toys.resting()._replace(init=lambda i: (start, (), jnp.int32(i)))
     workers = toys.simulate(task, method, 1, 4, 12)
-    expected = [workers[0].flat.vector(start)] * 4
+    expected = [toys.vector(start)] * 4
     np.testing.assert_allclose(toys.stacked(workers), expected, rtol=1e-6)
     assert workers[1].report.bytes_sent + workers[0].report.bytes_sent > 0
 

@@ -121,11 +121,11 @@ def test_a_worker_that_takes_over_cancels_the_agreements_of_its_old_state():
 
     def take_over(worker):
         if worker.index == 1 and worker.count == 6 and not cancelled:
-            cancelled.extend(worker.method._in_flight.values())
+            cancelled.extend(worker.method.in_flight.values())
             worker.take_over(worker.state())
 
     run(Pulls(lj.diloco(4, delay=2)), 1, 2, 12, observe=take_over)
-    assert [agreement.cancelled() for agreement in cancelled] == [True]
+    assert [request.answer.cancelled() for request in cancelled] == [True]
 
 
 @pytest.mark.parametrize("leaves", [12, toys.slow(200)])
