@@ -70,6 +70,13 @@ def test_a_page_builds_what_it_shows(page):
         assert isinstance(names["tx"], optax.GradientTransformationExtraArgs)
 
 
+def check_printed(printed, said):
+    """Text must be equal, and numbers close: they differ between jax's versions."""
+    assert NUMBER.sub("N", printed) == NUMBER.sub("N", said)
+    found, expected = (np.array(NUMBER.findall(x), float) for x in (printed, said))
+    np.testing.assert_allclose(found, expected, atol=0.002)
+
+
 @pytest.mark.slow  # test_readme runs a program in the same form
 @pytest.mark.parametrize(
     "page",
@@ -81,23 +88,18 @@ def test_a_page_trains_and_prints_what_it_says(page):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if said := "".join(blocks(page, "text")):
-        assert NUMBER.sub("N", done.stdout) == NUMBER.sub("N", said)
-        printed, expected = (
-            np.array(NUMBER.findall(text), float) for text in (done.stdout, said)
-        )
-        np.testing.assert_allclose(printed, expected, atol=0.002)
+        check_printed(done.stdout, said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [1, 2, 3])
-def test_a_recipe_trains(recipe, capsys):
-    code = blocks(DOCS / "recipes.md")
-    names = {}
+RECIPES = DOCS / "recipes.md"
+
+
+@pytest.mark.parametrize("recipe", range(1, len(blocks(RECIPES))))
+def test_a_recipe_trains_and_prints_what_it_says(recipe, capsys):
+    code, names = blocks(RECIPES), {}
     exec(code[0], names)
     exec(code[recipe], names)
-    losses = [float(x) for x in re.findall(r"\d\.\d+", capsys.readouterr().out)]
-    x, y = names["draw"]()
-    assert losses[-1] < 0.25 * np.square(y).mean()
+    check_printed(capsys.readouterr().out, blocks(RECIPES, "text")[recipe - 1])
 
 
 def test_the_outer_optimizer_around_one_worker_is_that_of_the_page():
