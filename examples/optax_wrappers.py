@@ -45,7 +45,7 @@ def train(tx, steps=48):
             return jnp.square(y - jnp.sin(x.sum(1, keepdims=True))).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, state = tx.update(grads, state, params, value=loss)
+        updates, state = tx.update(grads, state, params, loss=loss)
         return lj.apply_updates(params, updates), state, loss
 
     draw = np.random.default_rng(0).normal
