@@ -1,6 +1,7 @@
 """The pages in docs/: programs that run, links that lead somewhere, numbers that hold."""
 
 import collections
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -22,6 +23,9 @@ TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NAMES = {"lj": lj, "optax": optax}
+SPEC = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
+notebooks = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(notebooks)
 
 
 def name_of(page):
@@ -126,6 +130,16 @@ def test_commands_name_programs_that_exist():
     for package, module in set(modules):
         name = f"{module[1:] or '__main__'}.py"
         assert (ROOT / package / name).exists(), package + module
+
+
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_a_notebook_has_the_program_of_its_page(name):
+    page = DOCS / f"{name}.md"
+    cells = notebooks.notebook(page.read_text())["cells"]
+    code = ["".join(x["source"]) for x in cells if x["cell_type"] == "code"]
+    prose = "".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+    assert code == [block.strip("\n") for block in blocks(page)]
+    assert all(set(x) >= {"id", "metadata"} for x in cells) and ".md" not in prose
 
 
 # Links
