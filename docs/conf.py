@@ -162,7 +162,8 @@ def write_notebooks(app, error):
 
 
 def takes_options(object):
-    return inspect.isfunction(object) and "**options:" in (inspect.unwrap(object).__doc__ or "")
+    written = inspect.unwrap(object).__doc__ if inspect.isfunction(object) else None
+    return "**options:" in (written or "")
 
 
 def options_once(app, kind, name, object, options, lines):

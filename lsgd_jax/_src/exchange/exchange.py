@@ -117,7 +117,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
     >>> state = workers.map(tx.init)(x)
-    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, value=v))
+    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, loss=v))
     >>> for _ in range(2):
     ...     update, state = step(x, state, loss)
     ...     print(update.tolist())
