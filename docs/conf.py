@@ -28,6 +28,17 @@ sys.path.append(str(HERE))
 import notebooks  # noqa: E402
 
 
+def repository():
+    """The web address of the repository that this is a clone of, or an empty string."""
+    remote = ["git", "-C", str(HERE), "remote", "get-url", "origin"]
+    try:
+        found = subprocess.run(remote, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
+    address = re.fullmatch(r"https://(?:[^@/]*@)?(.*?)(?:\.git)?", found)
+    return f"https://{address[1]}" if address else ""  # without a user's credentials
+
+
 project = "lsgd_jax"
 version = release = lsgd_jax.__version__
 author = copyright = "the authors of lsgd_jax"
@@ -73,12 +84,9 @@ html_theme_options = {
         "methods/index": [],  # its table takes the whole width
     },
 }
-# The button that leads to the repository, if the site is built from a clone of one.
-remote = ["git", "-C", str(HERE), "remote", "get-url", "origin"]
-origin = subprocess.run(remote, capture_output=True, text=True).stdout.strip()
-if origin.startswith("https://"):
-    html_theme_options["repository_url"] = origin.removesuffix(".git")
-    html_theme_options["use_repository_button"] = True
+if address := repository():
+    link = {"name": "The repository", "url": address, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
 
 ROWS = re.compile(r"\\\\|&")
 ENVIRONMENT = r"\begin{"
@@ -161,26 +169,26 @@ def write_notebooks(app, error):
         notebooks.write(app.outdir / "notebooks")
 
 
-def takes_options(object):
-    written = inspect.unwrap(object).__doc__ if inspect.isfunction(object) else None
+def takes_options(member):
+    written = inspect.unwrap(member).__doc__ if inspect.isfunction(member) else None
     return "**options:" in (written or "")
 
 
-def options_once(app, kind, name, object, options, lines):
+def options_once(app, kind, name, member, options, lines):
     """Leaves the description of the options of every pull to `PullOptions`."""
-    if takes_options(object):
-        lines[:] = [*inspect.getdoc(inspect.unwrap(object)).splitlines(), ""]
+    if takes_options(member):
+        lines[:] = [*inspect.getdoc(inspect.unwrap(member)).splitlines(), ""]
 
 
-def short_signature(app, kind, name, object, options, signature, returns):
+def short_signature(app, kind, name, member, options, signature, returns):
     """The signature with `**options`, and types by their public names."""
     annotations = app.env.current_document.autodoc_annotations.get(name, {})
     for argument, annotation in annotations.items():
         for long, short in TYPES.items():
             annotation = annotation.replace(long, short)
         annotations[argument] = annotation
-    if takes_options(object):
-        written = inspect.signature(inspect.unwrap(object))
+    if takes_options(member):
+        written = inspect.signature(inspect.unwrap(member))
         return stringify_signature(written, show_annotation=False), returns
 
 
