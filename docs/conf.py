@@ -192,6 +192,15 @@ def short_signature(app, kind, name, member, options, signature, returns):
         return stringify_signature(written, show_annotation=False), returns
 
 
+def find_class(app, env, node, content):
+    """Finds a class of `lsgd_jax` that a docstring of another module names."""
+    name = node["reftarget"]
+    if node.get("refdomain") == "py" and name[:1].isupper() and "." not in name:
+        where = env, node["refdoc"], app.builder
+        domain = env.get_domain("py")
+        return domain.resolve_xref(*where, "obj", f"lsgd_jax.{name}", node, content)
+
+
 def check_offline(app, error):
     """Raises ExtensionError if a page or a style sheet loads something by http."""
     if error or app.builder.format != "html":
@@ -209,5 +218,6 @@ def setup(app):
     app.connect("source-read", offer_notebook)
     app.connect("autodoc-process-docstring", options_once, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature, priority=600)
+    app.connect("missing-reference", find_class)
     app.connect("build-finished", write_notebooks)
     app.connect("build-finished", check_offline)
