@@ -46,9 +46,6 @@ ROWS = {
     "streaming-diloco-int8": "--method diloco --method.period 100 --method.fragments 4 "
     "--method.delay 5 --method.wire int8",
     "diloco-30-muon": "--method diloco --method.period 30 --optimizer.name muon",
-    "diloco-30-leader": "--method diloco-leader --method.period 30",
-    "lsgd-diloco-30": "--workers.nodes 2 --workers.locals 2 --method lsgd-diloco "
-    "--method.local-pull 0.5 --method.local-period 10 --method.period 30",
 }
 
 

@@ -16,7 +16,7 @@ import optax
 
 import lsgd_jax as lj
 from train.proposals import meant
-from train.task import asynchronous_methods, hybrids
+from train.task import asynchronous_methods
 
 
 Factory = Callable[..., optax.GradientTransformation]
@@ -123,8 +123,6 @@ ROWS = (
     Row("sparse-diloco", lj.contrib.sparse_diloco, made={"learning_rate": anchor_rate}),
     Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": edit_guard}),
     Row("grawa", lj.contrib.grawa),
-    Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
-    Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
     Row("desloc", around=lj.contrib.desloc),
     Row("noloco", lj.contrib.noloco),
     Row("sparta", lj.contrib.sparta),
