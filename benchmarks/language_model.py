@@ -18,8 +18,8 @@ import pathlib
 import statistics
 import sys
 
-from side_by_side import Trainer, longest_period
-from usage import one_line_errors
+from side_by_side import Trainer, in_turns, steps_of
+from usage import head, one_line_errors, parser, row
 
 from train import cli, compare
 from train.cluster import devices
@@ -51,16 +51,16 @@ ROWS = {
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--files", nargs="+", required=True, help="files of the text")
-    parser.add_argument("--out", help="folder for runs and results")
-    parser.add_argument("--speed", action="store_true", help="time steps instead")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
-    options = parser.parse_args(arguments)
+    words = parser(__doc__)
+    words.add_argument("--files", nargs="+", required=True, help="files of the text")
+    words.add_argument("--out", help="folder for runs and results")
+    words.add_argument("--speed", action="store_true", help="time steps instead")
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--steps", type=int, default=2000)
+    words.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    options = words.parse_args(arguments)
     if not options.speed and options.out is None:
-        parser.error("the following arguments are required: --out")
+        words.error("the following arguments are required: --out")
     return options
 
 
@@ -75,7 +75,6 @@ def command(options: argparse.Namespace) -> list[str]:
 def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
     """Prints the milliseconds per step of each row."""
     devices.provide(4, 1)
-    taken = {}
     rows = [(name, ROWS[name].split()) for name in options.only]
     with one_line_errors():
         configs = {
@@ -83,18 +82,10 @@ def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
             for name, words in rows
         }
         trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
-    steps = {
-        name: max(16, longest_period(config.method)) for name, config in configs.items()
-    }
-    for trainer in trainers.values():
-        trainer.seconds_per_step(16)  # compiles
-    for _ in range(rounds):
-        for name, trainer in trainers.items():
-            seconds = trainer.seconds_per_step(steps[name])
-            taken.setdefault(name, []).append(1e3 * seconds)
-    print("| method | ms a step, median | least |\n| --- | --- | --- |")
-    for name, found in taken.items():
-        print(f"| {name} | {statistics.median(found):.0f} | {min(found):.0f} |")
+    steps = {name: steps_of(config.method, 16) for name, config in configs.items()}
+    head("method", "ms a step, median", "least")
+    for name, found in in_turns(trainers, rounds, steps).items():
+        row(name, f"{statistics.median(found):.0f}", f"{min(found):.0f}")
 
 
 def main(arguments: list[str]) -> int:
