@@ -85,7 +85,6 @@ def parse():
 # Training
 
 
-digits = functools.cache(small.digits)
 forward = functools.partial(small.logits_of, activation=jax.nn.relu)
 
 
@@ -100,7 +99,7 @@ def training(seconds):
     """
 
     def make(index):
-        x, y, *_ = map(jnp.asarray, digits())
+        x, y, *_ = map(jnp.asarray, small.digits())
         tx = optax.sgd(RATE, momentum=0.9)
 
         @jax.jit
@@ -138,7 +137,7 @@ def training(seconds):
 
 def seconds_to(error, begun, owns):
     """Returns seconds until the mean of the newest snapshots reaches the error, or None."""
-    unravel, (*_, x, y) = ravel_pytree(start())[1], digits()
+    unravel, (*_, x, y) = ravel_pytree(start())[1], small.digits()
 
     @jax.jit
     def error_of(vector):

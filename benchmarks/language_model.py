@@ -13,7 +13,7 @@ periods, in turns, median and least.
 """
 
 import argparse
-import json
+import itertools
 import pathlib
 import statistics
 import sys
@@ -97,12 +97,8 @@ def main(arguments: list[str]) -> int:
     if status := compare.main(command(options)):
         return status
     out = pathlib.Path(options.out)
-    runs = json.loads((out / "compare.json").read_text())
-    curves = {}
-    for run in runs:
-        measure = compare.Measure(*run.pop("measure"))
-        key = run.pop("method"), run.pop("seed")
-        curves[key] = compare.Curve(measure=measure, **run)
+    keys = itertools.product(options.only, range(options.seeds))
+    curves = {(name, seed): compare.read(out / f"{name}-{seed}") for name, seed in keys}
     compare.draw(curves, out / "language_model.png", against=("steps", "megabytes"))
     return 0
 
