@@ -32,14 +32,12 @@ import jax.numpy as jnp
 from jax import lax
 from side_by_side import Step, in_turns, on_random_images, ratios
 from usage import (
-    add_json,
     add_torch,
     head,
     median,
     one_line_errors,
     parser,
     row,
-    write_json,
 )
 
 import lsgd_jax as lj
@@ -133,7 +131,7 @@ class Peers:
 def train(options: Any) -> None:
     """Prints the images per second of each network."""
     lj.emulate_devices(WORKERS)
-    found, threads = {}, max(1, CORES // WORKERS)
+    threads = max(1, CORES // WORKERS)
     head("network", "lsgd_jax, images/s", "PyTorch, images/s", "ratio")
     for model in options.models:
         config = import_module(f"configs.cifar10_{model}").CONFIG
@@ -148,25 +146,21 @@ def train(options: Any) -> None:
         faster = ratios(times["PyTorch"], times["lsgd_jax"])
         each = (median(x, 0, max) for x in rates.values())
         row(model, *each, f"{statistics.median(faster):.2f}")
-        found[model] = rates | {"ratios": faster}
-    write_json(found, options.json)
 
 
 def convolutions(options: Any) -> None:
     """Prints the milliseconds of each convolution."""
     lj.emulate_devices(1)
     head("convolution", "value", "gradient of the images", "of the kernel")
-    found = {}
     for name, layer in LAYERS.items():
         cells = []
         for of, ours in in_jax(*layer).items():
             settings = {"layer": list(layer), "of": of, "batch_size": BATCH}
             with Peers(options.torch, "convolution", 1, CORES, **settings) as theirs:
                 arms = {"lsgd_jax": ours, "PyTorch": theirs}
-                times = found[f"{name}, {of}"] = in_turns(arms, options.rounds, BLOCK)
+                times = in_turns(arms, options.rounds, BLOCK)
             cells.append(" and ".join(f"{min(x):.2f}" for x in times.values()))
         row(name, *cells)
-    write_json(found, options.json)
 
 
 def in_jax(side, inputs, outputs, size, padding) -> dict[str, Step]:
@@ -205,7 +199,6 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=5, help="pairs of blocks")
     words.add_argument("--steps", type=int, default=32, help="training steps of a block")
     add_torch(words)
-    add_json(words)
     options = words.parse_args()
     lj.tune_cpu()
     convolutions(options) if options.convolutions else train(options)

@@ -32,7 +32,7 @@ import optax
 import small_networks as small
 from jax.flatten_util import ravel_pytree
 from limited_hosts import limited_hosts, ray_on
-from usage import add_json, head, parser, row, write_json
+from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
@@ -77,7 +77,6 @@ def parse():
     words.add_argument("--error", type=float, default=4.0, help="in percent, to reach")
     words.add_argument("--repetitions", type=int, default=3)
     words.add_argument("--only", nargs="+", help="run only these methods")
-    add_json(words)
     words.add_argument("--address", help=argparse.SUPPRESS)  # of the hosts' Ray
     return words.parse_args()
 
@@ -191,7 +190,6 @@ def compare(options):
             for name, method in chosen.items():
                 rows[name].append(measure(method, options))
                 print(name, rows[name][-1], file=sys.stderr, flush=True)
-                write_json(rows, options.json)
     say(rows)
 
 

@@ -415,13 +415,14 @@ class Pulling:
 
     def step(self, period: int | None = None, due=None, donate=True) -> Callable[..., Any]:
         """Returns a step with a pull every `period` steps; None: without its update."""
+        base = self._base  # the step must not hold the state
         pull = None if period is None else self._make(period)
 
         def step(params, inner, outer, gradients, loss):
             if pull is None:
-                updates, inner = self._base.update(gradients, inner, params)
+                updates, inner = base.update(gradients, inner, params)
                 return lj.apply_updates(params, updates), inner, outer
-            updates, state = optax.chain(self._base, pull).update(
+            updates, state = optax.chain(base, pull).update(
                 gradients, (inner, outer), params, value=loss, due=due
             )
             return lj.apply_updates(params, updates), *state

@@ -1,6 +1,6 @@
 """Seconds that a start of the trainer takes: for --help, and for one step of `digits`.
 
-    python benchmarks/start_up.py [--repetitions 5] [--json FILE]
+    python benchmarks/start_up.py [--repetitions 5]
 
 Each repetition runs these cases in order:
 
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 
-from usage import add_json, head, median, parser, row, write_json
+from usage import head, median, parser, row
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -35,7 +35,6 @@ CASES = ("help", "usage", "no cache", "first", "second")
 def parse():
     words = parser(__doc__)
     words.add_argument("--repetitions", type=int, default=5)
-    add_json(words)
     return words.parse_args()
 
 
@@ -88,9 +87,7 @@ def table(measured):
 def main():
     options = parse()
     timed(["--help"])  # fills the file cache and Python's cache of bytecode
-    measured = [repetition() for _ in range(options.repetitions)]
-    table(measured)
-    write_json(measured, options.json)
+    table([repetition() for _ in range(options.repetitions)])
 
 
 if __name__ == "__main__":

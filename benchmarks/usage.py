@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import json
-import pathlib
 import socket
 import statistics
 import sys
@@ -23,17 +21,6 @@ def add_torch(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--torch", default=sys.executable, metavar="PYTHON", help="one with PyTorch"
     )
-
-
-def add_json(options: argparse.ArgumentParser) -> None:
-    """Adds the option for a file of all numbers, see `write_json`."""
-    options.add_argument("--json", type=pathlib.Path, help="write all numbers to this file")
-
-
-def write_json(found: Any, file: pathlib.Path | None) -> None:
-    """Writes results, if there is a file; JSON has no infinity, so it becomes null."""
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1).replace("Infinity", "null") + "\n")
 
 
 @contextlib.contextmanager

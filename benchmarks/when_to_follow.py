@@ -37,6 +37,7 @@ A task takes about ten minutes on two cores; CNN7 takes 20 s per run.
 """
 
 import argparse
+import json
 import math
 import pathlib
 import statistics
@@ -51,7 +52,7 @@ import optax
 import small_networks as small
 from jax.flatten_util import ravel_pytree
 from small_networks import cross_entropy, logits_of
-from usage import add_json, one_line_errors, parser, write_json
+from usage import one_line_errors, parser
 
 import lsgd_jax as lj
 from train.compare import spread
@@ -490,7 +491,7 @@ def main(arguments: list[str]) -> int:
     more = [*POPULATION, "population"]
     small.add_choices(words, default_methods(steps=0), SCENARIOS, more)
     words.add_argument("--figure", type=pathlib.Path)
-    add_json(words)
+    words.add_argument("--json", type=pathlib.Path)
     options = words.parse_args(arguments)
     options.methods = [
         name
@@ -510,7 +511,10 @@ def main(arguments: list[str]) -> int:
         for method, row in results.items()
     ]
     print(tables.markdown(rows), end="")
-    write_json(results, options.json)
+    if options.json:
+        # JSON has no infinity.
+        numbers = json.dumps(results, indent=1).replace("Infinity", "null")
+        options.json.write_text(numbers + "\n")
     if options.figure:
         draw(task, results, options.figure)
     return 0
