@@ -91,6 +91,48 @@ def test_training_with_optax_wrappers(name):
         assert all(np.ptp(x, axis=0).max() < 1e-6 for x in jax.tree.leaves((params, z)))
 
 
+def test_diloco_with_a_leader_moves_its_anchor_to_the_leader():
+    example = load("combined_methods")
+    method = example.diloco_leader(2, optax.sgd(0.5), loss_window=1)
+    seen, (pull,) = example.train(method, steps=6)
+    x, anchor = np.zeros(4), 0.0
+    for t in range(1, 7):
+        losses = (x - example.GOALS) ** 2
+        x = x - 0.2 * (x - example.GOALS)
+        if t % 2 == 0:
+            leader = np.argmin(losses)
+            anchor -= 0.5 * (anchor - x[leader])
+            x = np.full(4, anchor)
+        np.testing.assert_allclose(seen[t - 1], x, rtol=1e-5)
+    assert pull.leader.tolist() == [leader] * 4 and pull.exchanges == 3
+
+
+def test_two_levels_pull_inside_nodes_and_across():
+    example = load("combined_methods")
+    method = example.two_levels(0.25, 2, 4, optax.sgd(0.5), loss_window=1)
+    seen, pulls = example.train(method, steps=8)
+    x, anchors = np.zeros(4), np.zeros(2)
+    for t in range(1, 9):
+        losses = ((x - example.GOALS) ** 2).reshape(2, 2)
+        x = x - 0.2 * (x - example.GOALS)
+        if t % 2 == 0:
+            grid = x.reshape(2, 2)
+            leaders = grid[[0, 1], losses.argmin(axis=1)]
+            x = (grid - 0.25 * (grid - leaders[:, None])).ravel()
+        if t % 4 == 0:
+            anchors -= 0.5 * (anchors - x.reshape(2, 2).mean(axis=0))
+            x = np.tile(anchors, 2)
+        np.testing.assert_allclose(seen[t - 1], x, rtol=1e-5)
+    assert [pull.axes for pull in pulls] == [("local",), ("node",)]
+
+
+def test_the_combined_methods_print_what_their_docstring_shows(capsys):
+    example = load("combined_methods")
+    example.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [f"    {line}" for line in printed] == example.__doc__.splitlines()[-2:]
+
+
 @pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])
 def test_gossip_graphs_are_drawn(graph, tmp_path):
     for workers in (1, 8):

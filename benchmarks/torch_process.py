@@ -1,11 +1,16 @@
-"""LSGD, local SGD or DDP in PyTorch: one of the processes of a comparison.
+"""PyTorch's side of a comparison: one of the processes that `against_pytorch.Peers` starts.
 
-Reads a number of steps from each line of standard input, takes these steps, and writes the
-seconds per step. The network, the batches, the optimizer and the pulls are those of
-`python -m train cifar10-cnn7` (or cifar10-resnet20) on random images, in plain PyTorch.
-There is one process per worker. Every `--period` steps lsgd gathers all losses and
-broadcasts the leader's parameters; local-sgd averages the parameters. ddp is PyTorch's own
-mean of the gradients at every step.
+Each line of standard input asks for a number of steps. The process takes these steps and
+prints the seconds per step.
+
+- train: LSGD, local SGD or DDP. The network, the batches, the optimizer and the pulls are
+  those of `python -m train cifar10-cnn7` (or cifar10-resnet20) on random images. There is
+  one process per worker. Every `--period` steps lsgd gathers all losses and broadcasts the
+  leader's parameters; local-sgd averages the parameters. ddp is PyTorch's own mean of the
+  gradients at every step.
+- pull: the optimizer with constant gradients on leaves of these sizes and, with `--pull`,
+  that pull at every step.
+- convolution: the value of a convolution, or its gradient by the images or the kernel.
 """
 
 import argparse
@@ -113,40 +118,8 @@ def average(model, losses):
 EXCHANGES = {"lsgd": pull, "local-sgd": average, "ddp": None}
 
 
-def joined(parser):
-    """Adds the options of the process group, parses all options, and joins the group."""
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--store", required=True, help="file of the rendezvous")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    meet = f"file://{options.store}"
-    dist.init_process_group("gloo", meet, rank=options.rank, world_size=options.workers)
-    return options
-
-
-def take_blocks(step):
-    """Takes the steps that each input line asks for and prints the seconds per step."""
-    for line in sys.stdin:
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(int(line)):
-            step()
-        dist.barrier()
-        print((time.perf_counter() - began) / int(line), flush=True)
-    dist.destroy_process_group()
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=["cnn7", "resnet20"], required=True)
-    parser.add_argument("--method", choices=list(EXCHANGES), default="lsgd")
-    parser.add_argument("--period", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, required=True)
-    options = joined(parser)
-
-    torch.manual_seed(0)
+def make_training(options):
+    """Returns a function that takes a training step."""
     model = {"cnn7": CNN7, "resnet20": ResNet20}[options.model]()
     exchange = EXCHANGES[options.method]
     if exchange is None:
@@ -156,7 +129,6 @@ def main():
     shape = (IMAGES, 3, SIDE, SIDE)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (IMAGES,), generator=generator)
-
     losses, taken = [], 0
 
     def step():
@@ -172,7 +144,76 @@ def main():
         if exchange and taken % options.period == 0:
             exchange(model, losses)
 
-    take_blocks(step)
+    return step
+
+
+def make_pull(options):
+    """Returns a function that takes a step of the optimizer and, if asked, pulls."""
+    model = nn.ParameterList(torch.ones(size) for size in options.sizes)
+    for leaf in model:
+        leaf.grad = torch.full_like(leaf, 1e-3)
+    optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[options.base]
+    optimizer = optimizer(model.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.step()
+        if options.pull:
+            pull(model, [float(options.rank)])
+
+    return step
+
+
+def make_convolution(options):
+    """Returns a function that computes a convolution or one of its gradients."""
+    side, inputs, outputs, size, padding = options.layer
+    x = torch.ones(options.batch_size, inputs, side, side)
+    kernel = torch.ones(outputs, inputs, size, size)
+    y = F.conv2d(x, kernel, padding=padding)
+    return {
+        "value": lambda: F.conv2d(x, kernel, padding=padding),
+        "images": lambda: nn.grad.conv2d_input(x.shape, kernel, y, padding=padding),
+        "kernel": lambda: nn.grad.conv2d_weight(x, kernel.shape, y, padding=padding),
+    }[options.of]
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name in ("--threads", "--rank", "--workers"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--store", required=True, help="file of the rendezvous")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    train, pulling, convolution = map(kinds.add_parser, KINDS)
+    train.add_argument("--model", choices=["cnn7", "resnet20"], required=True)
+    train.add_argument("--method", choices=list(EXCHANGES), default="lsgd")
+    train.add_argument("--period", type=int, default=64)
+    train.add_argument("--batch-size", type=int, required=True)
+    pulling.add_argument("--sizes", type=int, nargs="+", required=True)
+    pulling.add_argument("--base", choices=["adamw", "sgd"], required=True)
+    pulling.add_argument("--pull", action="store_true")
+    convolution.add_argument("--layer", type=int, nargs=5, required=True)
+    convolution.add_argument("--batch-size", type=int, required=True)
+    convolution.add_argument("--of", choices=["value", "images", "kernel"], required=True)
+    return parser.parse_args()
+
+
+KINDS = {"train": make_training, "pull": make_pull, "convolution": make_convolution}
+
+
+def main():
+    options = parse()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    meet = f"file://{options.store}"
+    dist.init_process_group("gloo", meet, rank=options.rank, world_size=options.workers)
+    step = KINDS[options.kind](options)
+    for line in sys.stdin:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(int(line)):
+            step()
+        dist.barrier()
+        print((time.perf_counter() - began) / int(line), flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
