@@ -1,5 +1,6 @@
 """Ray's errors in one line, without Ray."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -60,3 +61,34 @@ def test_the_head_of_a_joined_cluster_may_be_silent_for_a_while(health):
     now[0] = 131.0
     with pytest.raises(RuntimeError, match=f"its head at {address} cannot be reached"):
         found.check()
+
+
+def test_ids_of_rays_processes_are_left_out():
+    error = Exception("The actor died unexpectedly.\n\tclass_name: X\n\tpid: 7\nDead.")
+    assert ray_cluster.in_one_line(error) == "The actor died unexpectedly. Dead."
+
+
+def test_sessions_of_processes_that_were_killed_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    owners = {"killed": ended.pid, "running": os.getppid(), "not ours": None, "new": None}
+    for name, pid in owners.items():
+        (tmp_path / name).mkdir()
+        if pid is not None:
+            (tmp_path / name / ray_cluster.OWNER).write_text(str(pid))
+    ray_cluster.claim(tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"running", "not ours", "new"}
+    assert (tmp_path / "new" / ray_cluster.OWNER).read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize("mode, expected", [(None, 0o600), (0o644, 0o644)])
+def test_a_token_that_ray_writes_is_private(mode, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    if mode is not None:
+        token.touch(mode)
+        token.chmod(mode)
+    with ray_cluster._private_token():
+        token.write_text("secret")
+    assert token.stat().st_mode & 0o777 == expected
