@@ -101,7 +101,7 @@ class DecoupledDiLoCo(FreeRunning):
         proportional to the steps.
       mixing: γ in [0, 1].
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: counts below 1, fragments that do not divide the local steps, negative

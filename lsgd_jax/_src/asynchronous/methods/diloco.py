@@ -65,7 +65,7 @@ class DiLoCo(FreeRunning):
         'equal' sets w to 1.
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
