@@ -22,7 +22,7 @@ class ADPSGD(FreeRunning):
     Workers with an even index are active, workers with an odd index passive. Before a step
     an active worker i sends its parameters x_i to a random passive worker j and computes
     its step in the meantime. Worker j answers with the parameters x_j that it holds then.
-    Both move half the distance between these vectors, whatever steps they have taken since:
+    Both move half the distance between these, whatever steps they have taken since:
 
     .. math::
       y_i \leftarrow y_i + \tfrac12 (x_j - x_i), \qquad
@@ -39,7 +39,7 @@ class ADPSGD(FreeRunning):
     Args:
       seed: seed of the choice of passive workers.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: a window below 1.

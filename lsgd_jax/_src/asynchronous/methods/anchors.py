@@ -77,6 +77,12 @@ class AnchorWorker(Driver):
             whole = parts.put_back(fragment, outer.anchor, whole)
         return whole
 
+    def turns(self) -> dict[int, int]:
+        """The last turn that each present worker knows, as far as it is known here."""
+        status = self.worker.status
+        known = {i: status.reports[i].rounds for i in status.present} if status else {}
+        return known | {self.worker.index: self.turn}
+
     def know(self, turn: int) -> None:
         """Notes the last turn that the worker knows."""
         self.turn = self.worker.report.rounds = turn

@@ -101,7 +101,7 @@ class DecoupledDiLoCo(FreeRunning):
         proportional to the steps.
       mixing: γ in [0, 1].
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: counts below 1, fragments that do not divide the local steps, negative
@@ -219,9 +219,8 @@ class DecoupledDiLoCoWorker(AnchorWorker):
 
     def _due(self) -> range:
         """The turns that the worker has missed, otherwise the next one if it is due."""
-        worker, status, next_one = self.worker, self.worker.status, self.turn + 1
-        known = [status.reports[i].rounds for i in status.present] if status else []
-        if (newest := max([0, *known])) > self.turn:
+        worker, next_one = self.worker, self.turn + 1
+        if (newest := max(self.turns().values())) > self.turn:
             return range(max(next_one, newest - self._count + 1), newest + 1)
         is_due = worker.count - self._sent >= self._period and self._steps(next_one) > 0
         return range(next_one, next_one + is_due)

@@ -65,7 +65,7 @@ class DiLoCo(FreeRunning):
         'equal' sets w to 1.
       delay: local steps that a worker takes at most before it waits for the anchor.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: steps, N or a window below 1, a negative rate or delay, a momentum outside
@@ -140,14 +140,12 @@ class DiLoCoWorker(AnchorWorker):
         return max(1, round(self._method.local_steps * share))
 
     def _send(self) -> None:
-        worker, method, status = self.worker, self._method, self.worker.status
+        worker, method = self.worker, self._method
         sent, weight = worker.on_host(), 0.0
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
-        turns = {worker.index: self.turn}
-        if status is not None:
-            turns = {i: status.reports[i].rounds for i in status.present} | turns
+        turns = self.turns()
         holder = max(turns, key=turns.__getitem__)
         gradient = combined(operator.sub, self.anchor, sent)
         turn = self._take_turn(gradient, weight, turns[holder], holder)

@@ -43,7 +43,7 @@ class LSGD(FreeRunning):
       local_period: steps per worker between pulls towards the node's leader, τ.
       global_period: steps per worker between pulls towards the leader of all, τ_G.
       loss_window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1.

@@ -57,7 +57,7 @@ class OSGP(FreeRunning):
       topology: any graph, or a function of W that builds it.
       staleness: σ ≥ 1, the number of steps after which a worker waits for a message.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: a staleness or window below 1; when a run begins, a graph of another size.

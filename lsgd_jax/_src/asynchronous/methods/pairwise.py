@@ -46,7 +46,7 @@ class Pairwise(FreeRunning):
       fetch_probability: probability p of asking a peer, in [0, 1], or a schedule.
       seed: seed of the random choices.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: an unknown interpolation, a fraction outside [0, 1], a negative threshold,

@@ -53,7 +53,7 @@ class Pulls:
     budget: bool = False
     window: int = 10
 
-    wire = "float32"  # of whole vectors; each pull has its own format
+    wire = "float32"  # of whole parameters; each pull has its own format
 
     def __post_init__(self):
         if not isinstance(self.exchange, Exchange) or not self.exchange.pulls:

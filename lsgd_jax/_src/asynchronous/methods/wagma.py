@@ -57,7 +57,7 @@ class WAGMA(FreeRunning):
       group_size: S, a power of two.
       sync_period: steps per worker between means of all workers, τ.
       window: number of losses in a worker's score.
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
 
     Raises:
       ValueError: a size that is not a power of two, a period or window below 1; at `bind`,

@@ -107,9 +107,9 @@ def drifting(by):
 
     @jax.jit
     def step(params, opt_state, own, t):
-        return {"x": update}, opt_state, own, jnp.float32(1)
+        return update, opt_state, own, jnp.float32(1)
 
-    return Training(lambda i: ({"x": start}, (), jnp.int32(i)), step)
+    return Training(lambda i: (start, (), jnp.int32(i)), step)
 
 
 METHODS = {
