@@ -21,7 +21,7 @@ from tyro import _errors
 import configs
 import lsgd_jax as lj
 from train import settings
-from train.config import SETTINGS, Config, fields
+from train.config import SETTINGS, Config, fields, settings_of
 from train.messages import meant
 from train.run import folder as run_folder
 from train.task.methods import METHODS
@@ -113,12 +113,14 @@ def _given(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], li
     """
     hints = {name: setting.hint for name, setting in SETTINGS.items()}
     for method in METHODS.values():
-        own = typing.get_type_hints(method)
-        hints |= {f"method.{x.name}": own[x.name] for x in dataclasses.fields(method)}
+        for name, setting in settings_of(method, "method."):
+            # `settings.changed` checks the type for the chosen method.
+            hints[name] = hints.get(name, setting.hint) | setting.hint
     hints |= {"method": str, "config": pathlib.Path}
     del hints["experiment"]
     given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
-    with one_line_errors(PROGRAM):
+    name = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
+    with one_line_errors(f"{PROGRAM} {name}"):
         given, rest = tyro.cli(
             given_only, args=arguments, return_unknown_args=True, add_help=False
         )

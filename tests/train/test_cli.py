@@ -60,7 +60,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --metod easgd", "unrecognized option --metod; did you mean --method?; see"),
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
     ("digits and more", "unrecognized argument and; see python -m train digits --help"),
-    ("digits --steps", "--steps needs a value; see"),
+    ("digits --steps", "--steps needs a value; see python -m train digits --help"),
     ("digits --steps many", "--steps must be an int, got 'many'"),
     ("digits --data.prefetch 1 --optimizer.learning-rate x", "must be a number, got 'x'"),
     ("digits --model vgg", f"must be one of {NETWORKS}, got 'vgg'; did you mean vgg16?"),
