@@ -66,7 +66,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --model vgg", f"must be one of {NETWORKS}, got 'vgg'; did you mean vgg16?"),
     ("digits --method eagsd", "got method='eagsd'; did you mean easgd?"),
     ("digits --optimizer.betas 0.9", "--optimizer.betas: no type matching"),
-    ("digits --method=easgd --method.local-pull 0", "no setting method.local_pull of meth"),
+    ("digits --method=easgd --method.local-pull 0", "train digits --method easgd --help"),
     ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
     ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
     ("digits --momentum 0.5", "--momentum; did you mean --optimizer.momentum?; see python"),
