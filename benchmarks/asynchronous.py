@@ -18,9 +18,8 @@ snapshots that every worker keeps until it ends, so they do not use the network.
 """
 
 import argparse
-import json
+import functools
 import os
-import pathlib
 import signal
 import statistics
 import sys
@@ -30,9 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_networks as small
 from jax.flatten_util import ravel_pytree
 from limited_hosts import limited_hosts, ray_on
-from sklearn.datasets import load_digits
+from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
@@ -62,56 +62,33 @@ def methods(period, delay):
 
 
 def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=320, help="mean steps per worker")
-    parser.add_argument("--step-ms", type=float, default=50)
-    parser.add_argument("--period", type=int, default=24, help="steps between exchanges")
-    parser.add_argument("--delay", type=int, default=16, help="steps of overlap")
-    parser.add_argument("--slow", type=float, default=1, help="slowdown of worker 0")
-    parser.add_argument(
+    words = parser(__doc__)
+    words.add_argument("--steps", type=int, default=320, help="mean steps per worker")
+    words.add_argument("--step-ms", type=float, default=50)
+    words.add_argument("--period", type=int, default=24, help="steps between exchanges")
+    words.add_argument("--delay", type=int, default=16, help="steps of overlap")
+    words.add_argument("--slow", type=float, default=1, help="slowdown of worker 0")
+    words.add_argument(
         "--rate", help="rate of each host's link in the words of tc, as 100mbit"
     )
-    parser.add_argument(
+    words.add_argument(
         "--store", action="store_true", help="with --rate: send through Ray's object stores"
     )
-    parser.add_argument("--error", type=float, default=0.04, help="the test error to reach")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", nargs="+", help="run only these methods")
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="write the measurements to this file"
-    )
-    parser.add_argument("--address", help=argparse.SUPPRESS)  # of the hosts' Ray
-    return parser.parse_args()
+    words.add_argument("--error", type=float, default=4.0, help="in percent, to reach")
+    words.add_argument("--repetitions", type=int, default=3)
+    words.add_argument("--only", nargs="+", help="run only these methods")
+    words.add_argument("--address", help=argparse.SUPPRESS)  # of the hosts' Ray
+    return words.parse_args()
 
 
 # Training
 
 
-def digits():
-    """Returns training images and labels, test images and labels."""
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    x, y = data.data[order].astype(np.float32) / 16, data.target[order]
-    return x[:1437], y[:1437], x[1437:], y[1437:]
-
-
-def forward(params, x):
-    for weights, bias in params[:-1]:
-        x = jax.nn.relu(x @ weights + bias)
-    weights, bias = params[-1]
-    return x @ weights + bias
+forward = functools.partial(small.logits_of, activation=jax.nn.relu)
 
 
 def start():
-    sizes = (64, WIDTH, WIDTH, 10)
-    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
-    layer = lambda key, a, b: (
-        jax.random.normal(key, (a, b)) * (2 / a) ** 0.5,
-        jnp.zeros(b),
-    )
-    return [layer(key, a, b) for key, a, b in zip(keys, sizes, sizes[1:])]
+    return small.start(jax.random.key(0), (64, WIDTH, WIDTH, 10), gain=2.0)
 
 
 def training(seconds):
@@ -121,7 +98,7 @@ def training(seconds):
     """
 
     def make(index):
-        x, y, *_ = map(jnp.asarray, digits())
+        x, y, *_ = map(jnp.asarray, small.digits())
         tx = optax.sgd(RATE, momentum=0.9)
 
         @jax.jit
@@ -129,9 +106,7 @@ def training(seconds):
             chosen = jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(x))
 
             def loss_of(params):
-                logits = forward(params, x[chosen])
-                losses = optax.softmax_cross_entropy_with_integer_labels
-                return losses(logits, y[chosen]).mean()
+                return small.cross_entropy(forward(params, x[chosen]), y[chosen])
 
             loss, grads = jax.value_and_grad(loss_of)(params)
             updates, opt_state = tx.update(grads, opt_state, params)
@@ -161,11 +136,11 @@ def training(seconds):
 
 def seconds_to(error, begun, owns):
     """Returns seconds until the mean of the newest snapshots reaches the error, or None."""
-    unravel, (*_, x, y) = ravel_pytree(start())[1], digits()
+    unravel, (*_, x, y) = ravel_pytree(start())[1], small.digits()
 
     @jax.jit
     def error_of(vector):
-        return jnp.mean(jnp.argmax(forward(unravel(vector), x), axis=1) != y)
+        return small.error(forward(unravel(vector), x), y)
 
     # A snapshot holds the parameters before its step, so its time is the previous end.
     times = [np.r_[begun, ends][::SNAPSHOT] for _, ends, _ in owns]
@@ -199,7 +174,7 @@ def measure(method, options):
     return {
         "steps/s": float(steps / (ended - begun)),
         "samples/s": float(steps * BATCH / (ended - begun)),
-        f"s to {100 * options.error:g} %": seconds_to(options.error, first, owns),
+        f"s to {options.error:g} %": seconds_to(options.error, first, owns),
         "staleness": mean(r.staleness for r in reports.values()),
         "MB / 100 steps": mean(r.bytes_sent / r.steps for r in reports.values()) / 1e4,
     }
@@ -215,8 +190,6 @@ def compare(options):
             for name, method in chosen.items():
                 rows[name].append(measure(method, options))
                 print(name, rows[name][-1], file=sys.stderr, flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(rows, indent=1))
     say(rows)
 
 
@@ -226,15 +199,14 @@ def say(rows):
         for found in rows.values():
             found[i]["% of " + ALONE] = 100 * found[i]["steps/s"] / alone["steps/s"]
     columns = list(next(iter(rows.values()))[0])
-    print("| method | " + " | ".join(columns) + " |")
-    print("| --- " * (len(columns) + 1) + "|")
+    head("method", *columns)
     for name, found in rows.items():
         cells = []
         for column in columns:
             values = [run[column] for run in found]
             reached = all(value is not None for value in values)
             cells.append(f"{statistics.median(values):.3g}" if reached else "not reached")
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        row(name, *cells)
 
 
 def main():

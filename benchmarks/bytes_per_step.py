@@ -10,7 +10,6 @@ over whole periods, and the megabytes of the method's state on its device. Each
 OPTIONS are options of `python -m train text`.
 """
 
-import argparse
 import math
 import shlex
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from usage import one_line_errors
+from usage import one_line_errors, parser
 
 import lsgd_jax as lj
 from train import cli
@@ -102,11 +101,9 @@ def without_method(options: str) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME=OPTIONS", help="add a row"
-    )
-    given = [text.partition("=")[::2] for text in parser.parse_args(arguments).variant]
+    words = parser(__doc__)
+    words.add_argument("--variant", action="append", default=[], metavar="NAME=OPTIONS")
+    given = [text.partition("=")[::2] for text in words.parse_args(arguments).variant]
     variants = dict(given) or VARIANTS
     with one_line_errors():
         lines = [shlex.split(options) for options in variants.values()]

@@ -13,13 +13,13 @@ periods, in turns, median and least.
 """
 
 import argparse
-import json
+import itertools
 import pathlib
 import statistics
 import sys
 
-from side_by_side import Trainer, longest_period
-from usage import one_line_errors
+from side_by_side import Trainer, in_turns, steps_of
+from usage import head, one_line_errors, parser, row
 
 from train import cli, compare
 from train.cluster import devices
@@ -28,7 +28,9 @@ from train.task.experiment import Experiment
 
 ROWS = {
     "independent": "--workers.locals 1 --method independent",
+    "independent-muon": "--workers.locals 1 --method independent --optimizer.name muon",
     "allreduce": "--method allreduce",
+    "allreduce-muon": "--method allreduce --optimizer.name muon",
     "local-sgd": "--method local-sgd --method.period 16",
     "lsgd": "",  # the experiment's own method
     "lsgd-int8": "--method.wire int8",
@@ -46,24 +48,21 @@ ROWS = {
     "streaming-diloco-int8": "--method diloco --method.period 100 --method.fragments 4 "
     "--method.delay 5 --method.wire int8",
     "diloco-30-muon": "--method diloco --method.period 30 --optimizer.name muon",
-    "diloco-30-leader": "--method diloco-leader --method.period 30",
-    "lsgd-diloco-30": "--workers.nodes 2 --workers.locals 2 --method lsgd-diloco "
-    "--method.local-pull 0.5 --method.local-period 10 --method.period 30",
 }
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--files", nargs="+", required=True, help="files of the text")
-    parser.add_argument("--out", help="folder for runs and results")
-    parser.add_argument("--speed", action="store_true", help="time steps instead")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
-    options = parser.parse_args(arguments)
+    words = parser(__doc__)
+    words.add_argument("--files", nargs="+", required=True, help="files of the text")
+    words.add_argument("--out", help="folder for runs and results")
+    words.add_argument("--speed", action="store_true", help="time steps instead")
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--steps", type=int, default=2000)
+    words.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    options = words.parse_args(arguments)
     if not options.speed and options.out is None:
-        parser.error("the following arguments are required: --out")
+        words.error("the following arguments are required: --out")
     return options
 
 
@@ -78,7 +77,6 @@ def command(options: argparse.Namespace) -> list[str]:
 def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
     """Prints the milliseconds per step of each row."""
     devices.provide(4, 1)
-    taken = {}
     rows = [(name, ROWS[name].split()) for name in options.only]
     with one_line_errors():
         configs = {
@@ -86,18 +84,10 @@ def speeds(options: argparse.Namespace, rounds: int = 3) -> None:
             for name, words in rows
         }
         trainers = {name: Trainer(Experiment(config)) for name, config in configs.items()}
-    steps = {
-        name: max(16, longest_period(config.method)) for name, config in configs.items()
-    }
-    for trainer in trainers.values():
-        trainer.seconds_per_step(16)  # compiles
-    for _ in range(rounds):
-        for name, trainer in trainers.items():
-            seconds = trainer.seconds_per_step(steps[name])
-            taken.setdefault(name, []).append(1e3 * seconds)
-    print("| method | ms a step, median | least |\n| --- | --- | --- |")
-    for name, found in taken.items():
-        print(f"| {name} | {statistics.median(found):.0f} | {min(found):.0f} |")
+    steps = {name: steps_of(config.method, 16) for name, config in configs.items()}
+    head("method", "ms a step, median", "least")
+    for name, found in in_turns(trainers, rounds, steps).items():
+        row(name, f"{statistics.median(found):.0f}", f"{min(found):.0f}")
 
 
 def main(arguments: list[str]) -> int:
@@ -109,12 +99,8 @@ def main(arguments: list[str]) -> int:
     if status := compare.main(command(options)):
         return status
     out = pathlib.Path(options.out)
-    runs = json.loads((out / "compare.json").read_text())
-    curves = {}
-    for run in runs:
-        measure = compare.Measure(*run.pop("measure"))
-        key = run.pop("method"), run.pop("seed")
-        curves[key] = compare.Curve(measure=measure, **run)
+    keys = itertools.product(options.only, range(options.seeds))
+    curves = {(name, seed): compare.read(out / f"{name}-{seed}") for name, seed in keys}
     compare.draw(curves, out / "language_model.png", against=("steps", "megabytes"))
     return 0
 

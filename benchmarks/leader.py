@@ -10,23 +10,20 @@ tables of test errors in percent, mean ± sd over the seeds: of the center after
 the steps and after all steps, of the workers on average, and of the best worker.
 """
 
-import argparse
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from usage import one_line_errors
+import small_networks as small
+from usage import head, one_line_errors, parser, row
 
 import lsgd_jax as lj
 from train import compare
-from train.data import cifar10
-from train.data.arrays import Images
 from train.task.models import DigitsCNN
 
 
-Arrays = tuple[np.ndarray, np.ndarray]  # images and labels
 BATCH, RATE = 32, 0.1
 MODEL = DigitsCNN()
 
@@ -91,27 +88,20 @@ QUESTIONS = {
 
 def error(params, images, labels) -> jax.Array:
     """Returns the test error of a model, in percent."""
-    outputs = MODEL.apply(params, images, train=False)
-    return 100 * (outputs.argmax(-1) != labels).mean()
-
-
-def small(images: Images) -> Arrays:
-    """Returns images [N, 8, 8, 3] with values from -1 to 1, and labels."""
-    pixels = images.images.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
-    return pixels / 127.5 - 1, images.labels
+    return small.error(MODEL.apply(params, images, train=False), labels)
 
 
 def train(
-    setting: Setting, train_set: Arrays, test_set: Arrays, seeds: int, steps: int
+    setting: Setting, data: small.Data, seeds: int, steps: int
 ) -> list[dict[str, float]]:
     """Returns the errors of each seed: 'early', 'center', 'workers' and 'best'."""
+    train_set, test_set = data[:2], data[2:]
     workers = lj.Workers(nodes=1, locals=setting.workers)
     tx = optax.chain(optax.sgd(1.0), setting.exchange(steps))
 
     def loss_of(params, images, labels, key):
         logits = MODEL.apply(params, images, train=True, rngs={"dropout": key})
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean()
+        return small.cross_entropy(logits, labels)
 
     def train_step(params, state, rate, key, data):
         images, labels = data.value
@@ -149,14 +139,13 @@ def train(
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", metavar="CIFAR", help="the folder cifar-10-batches-bin")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("data", metavar="CIFAR", help="the folder cifar-10-batches-bin")
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--steps", type=int, default=400)
+    options = words.parse_args()
     with one_line_errors():
-        data = cifar10.load(options.data, accept_other_files=True)
-    sets = small(data.train), small(data.test)
+        data = small.cifar10(options.data)
     lj.emulate_devices(2)
     lj.tune_cpu()
     columns = {
@@ -167,16 +156,13 @@ def main() -> None:
     }
     done: dict[Setting, list[dict[str, float]]] = {}
     for question, settings in QUESTIONS.items():
-        titles = question, *columns.values()
-        print(f"\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
+        print()
+        head(question, *columns.values())
         for label, setting in settings.items():
             if setting not in done:
-                done[setting] = train(setting, *sets, options.seeds, options.steps)
-            cells = (
-                compare.spread([seen[column] for seen in done[setting]], 1)
-                for column in columns
-            )
-            print(f"| {label} | {' | '.join(cells)} |", flush=True)
+                done[setting] = train(setting, data, options.seeds, options.steps)
+            each = ([seen[column] for seen in done[setting]] for column in columns)
+            row(label, *(compare.spread(values, 1) for values in each))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ status 0. If the number of nodes did not change, its parameters must be bit-iden
 those of an undisturbed run. The script prints one Markdown table.
 """
 
-import argparse
 import os
 import pathlib
 import random
@@ -24,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import psutil
 from ray.cluster_utils import Cluster
+from usage import head, parser, row
 
 from train.metrics import log
 
@@ -178,12 +178,6 @@ LOSSES: dict[str, tuple[Callable[[Host], None], tuple[str, ...], int]] = {
 }
 
 
-HEAD = (
-    "| loss | steps: lost at → goes on from | seconds to the next step | status | "
-    "parameters at the end | processes left |\n|---|---|---|---|---|---|"
-)
-
-
 def numbers(folder: pathlib.Path) -> list[np.ndarray]:
     """Returns all arrays of the last checkpoint."""
     path = (folder / "checkpoints" / str(STEPS) / "state").absolute()
@@ -193,8 +187,8 @@ def numbers(folder: pathlib.Path) -> list[np.ndarray]:
     return jax.tree.leaves(checkpointer.restore(path, restore_args=whole))
 
 
-def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> str:
-    """Measures one loss and returns its row of the table."""
+def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> tuple:
+    """Measures one loss and returns its cells of the table."""
     do, more, nodes = LOSSES[name]
     host = Host(folder, *more)
     try:
@@ -209,7 +203,7 @@ def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> str:
     except TimeoutError:
         host.end()
         print(host.said, file=sys.stderr)
-        return f"| {name} | NOT AGAIN | | | | |"
+        return name, "NOT AGAIN", "", "", "", ""
     status = host.end()
     grid = log.read(folder)["start"][-1]["workers"]
     if nodes == 3:
@@ -221,22 +215,29 @@ def measure(name: str, folder: pathlib.Path, expected: list[np.ndarray]) -> str:
     left = len(host.trainers())
     if left or status or grid[0] != nodes:
         print(host.said, file=sys.stderr)
-    return f"| {name} | {step} → {here} | {seconds:.1f} | {status} | {end} | {left} |"
+    return name, f"{step} → {here}", f"{seconds:.1f}", status, end, left
 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=list(LOSSES), choices=list(LOSSES))
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--only", nargs="*", default=list(LOSSES), choices=list(LOSSES))
+    options = words.parse_args()
     with tempfile.TemporaryDirectory() as name:
         scratch = pathlib.Path(name)
         undisturbed = Host(scratch / "undisturbed")
         assert undisturbed.end() == 0, undisturbed.said
         expected = numbers(scratch / "undisturbed")
-        print(HEAD)
+        head(
+            "loss",
+            "steps: lost at → goes on from",
+            "seconds to the next step",
+            "status",
+            "parameters at the end",
+            "processes left",
+        )
         for i, loss in enumerate(options.only):
-            print(measure(loss, scratch / str(i), expected), flush=True)
+            row(*measure(loss, scratch / str(i), expected))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ turns is linear, and stable if no eigenvalue has a modulus above 1. The script p
 largest outer momentum up to which it is stable, in steps of 0.05.
 """
 
-import argparse
-
 import numpy as np
+from usage import head, parser, row
 
 
 RATE, INNER = 0.7, 0.9
@@ -60,16 +59,13 @@ def largest(local_steps, workers, curvatures):
 
 
 def main():
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser(__doc__).parse_args()
     limit = max(q for q in np.arange(0.001, 4, 0.001) if radius(inner(q)) <= 1 + 1e-9)
     # Within 2 % of the limit the inner optimizer itself is hardly stable.
     curvatures = 0.98 * limit * np.geomspace(1e-4, 1, 150)
-    print("| H | lock step | W = 4 | W = 8 | W = 16 |\n| --- | --- | --- | --- | --- |")
+    head("H", "lock step", "W = 4", "W = 8", "W = 16")
     for local_steps in (4, 8, 16, 32, 64, 128):
-        found = [largest(local_steps, workers, curvatures) for workers in (1, 4, 8, 16)]
-        print(f"| {local_steps} | " + " | ".join(found) + " |")
+        row(local_steps, *(largest(local_steps, w, curvatures) for w in (1, 4, 8, 16)))
 
 
 if __name__ == "__main__":

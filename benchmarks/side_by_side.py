@@ -1,22 +1,59 @@
-"""Times trainers in alternating blocks of steps, because a shared machine's pace drifts."""
+"""Times steps in alternating blocks, because a shared machine's pace drifts.
+
+An arm of a comparison has a method `seconds_per_step(steps)`, which runs a block of steps.
+"""
 
 import dataclasses
-import statistics
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from configs.cifar10_cnn7 import CONFIG
 from train.cluster.session import Session
-from train.config import Config, WorkersConfig
+from train.config import Config
+from train.data import transforms
 from train.data.arrays import Dataset, Images
-from train.data.transforms import Transforms
 from train.task.experiment import Experiment
 
 
-CNN7_OF_8 = dataclasses.replace(CONFIG, workers=WorkersConfig(nodes=2, locals=4))
+class Step:
+    """An arm: a function (*state, *given) -> state, and the state, which arms may share."""
+
+    def __init__(self, step: Callable[..., Any], state: list[Any], *given: Any):
+        self._step, self._state, self._given = step, state, given
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Runs a block of steps and returns the seconds per step."""
+        jax.block_until_ready(self._state)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._state[:] = self._step(*self._state, *self._given)
+        jax.block_until_ready(self._state)
+        return (time.perf_counter() - began) / steps
+
+
+class Trainer(Step):
+    """An arm: an experiment and its state."""
+
+    def __init__(self, experiment: Experiment):
+        count = iter(range(10**9))
+
+        def step(state: Any) -> list[Any]:
+            batch = experiment.batch(next(count))
+            return [experiment.step(state, experiment.data, batch)[0]]
+
+        super().__init__(step, [experiment.init()])
+
+
+def on_random_images(
+    config: Config, session: Session | None = None, **changes: Any
+) -> Trainer:
+    """Returns the trainer of a configuration on random images of CIFAR-10's form."""
+    dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
+    config = dataclasses.replace(config, **changes)
+    return Trainer(Experiment(config, (dataset, transforms.cifar10()), session=session))
 
 
 def made_up(count: int) -> Images:
@@ -26,64 +63,27 @@ def made_up(count: int) -> Images:
     return Images(images, rng.integers(0, 10, size=count, dtype=np.int32))
 
 
-class Trainer:
-    """An experiment and its state."""
-
-    def __init__(self, experiment: Experiment):
-        self.experiment = experiment
-        self._state, self._step = experiment.init(), 0
-
-    def batch(self, step: int) -> jax.Array:
-        """Returns the batch of a step."""
-        return self.experiment.batch(step)
-
-    def seconds_per_step(self, steps: int) -> float:
-        """Runs a block of steps and returns the seconds per step."""
-        experiment = self.experiment
-        began = time.perf_counter()
-        for _ in range(steps):
-            batch = self.batch(self._step)
-            self._state, _ = experiment.step(self._state, experiment.data, batch)
-            self._step += 1
-        jax.block_until_ready(self._state)
-        return (time.perf_counter() - began) / steps
-
-
-class Arm(Trainer):
-    """A trainer on random images."""
-
-    def __init__(
-        self,
-        transforms: Transforms,
-        config: Config = CNN7_OF_8,
-        session: Session | None = None,
-        **changes: Any,
-    ):
-        config = dataclasses.replace(config, **changes)
-        dataset = Dataset(train=made_up(2048), test=made_up(8), num_classes=10)
-        super().__init__(Experiment(config, (dataset, transforms), session=session))
-
-
-def longest_period(method: Any) -> int:
-    """Returns the longest period in a method's options."""
+def steps_of(method: Any, least: int) -> int:
+    """Returns the steps of a block: the longest period of a method, or `least`."""
     names = "period", "local_period", "global_period"
-    return max(getattr(method, name, 1) for name in names)
+    return max(least, *(getattr(method, name, 1) for name in names))
 
 
-def ratios(first: Any, second: Any, rounds: int, steps: int) -> list[float]:
-    """Returns the first's seconds per step over the second's, for pairs of blocks."""
-    found = []
-    for arm in (first, second):
-        arm.seconds_per_step(steps)  # compiles
-    for turn in range(rounds):
-        order = (first, second) if turn % 2 else (second, first)
-        took = {arm: arm.seconds_per_step(steps) for arm in order}
-        found.append(took[first] / took[second])
-        print(f"{1e3 * took[first]:.1f} ms, {1e3 * took[second]:.1f} ms", flush=True)
-    return found
+def in_turns(
+    arms: Mapping[str, Any], rounds: int, steps: int | Mapping[str, int]
+) -> dict[str, list[float]]:
+    """Returns the milliseconds per step of each arm in each round.
+
+    A block of steps before the first round compiles. `steps` may differ between the arms.
+    """
+    blocks = dict.fromkeys(arms, steps) if isinstance(steps, int) else steps
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds + 1):
+        for name, arm in arms.items():
+            times[name].append(1e3 * arm.seconds_per_step(blocks[name]))
+    return {name: seen[1:] for name, seen in times.items()}
 
 
-def summary(found: list[float]) -> str:
-    """Formats the median and all ratios."""
-    each = ", ".join(f"{ratio:.3f}" for ratio in found)
-    return f"median {statistics.median(found):.3f} of {each}"
+def ratios(first: list[float], second: list[float]) -> list[float]:
+    """Returns the ratio in each round."""
+    return [a / b for a, b in zip(first, second)]

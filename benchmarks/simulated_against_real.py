@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from limited_hosts import limited_hosts, ray_on
+from usage import head, parser, row
 
 import lsgd_jax as lj
 
@@ -220,19 +221,17 @@ def software(job, engine, step, bandwidth, real):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    parser.add_argument("--rates", default="100mbit,1gbit")
-    parser.add_argument("--engines", default="processes,ray")
-    parser.add_argument("--step-ms", type=float, default=50.0)
-    parser.add_argument("--megabytes", type=float, default=4.0)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument(
+    words = parser(__doc__)
+    words.add_argument("--role", help=argparse.SUPPRESS)
+    words.add_argument("--rates", default="100mbit,1gbit")
+    words.add_argument("--engines", default="processes,ray")
+    words.add_argument("--step-ms", type=float, default=50.0)
+    words.add_argument("--megabytes", type=float, default=4.0)
+    words.add_argument("--steps", type=int, default=48)
+    words.add_argument(
         "--repeats", type=int, default=3, help="real runs, of which the fastest counts"
     )
-    options = parser.parse_args()
+    options = words.parse_args()
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if options.role:
         job = json.loads(options.role)
@@ -257,8 +256,7 @@ def main():
             if rate == "none":
                 steps = {engine: real(engine, "none") / 100 for engine in engines}
         print(rate, took[rate], steps, flush=True)
-    print("| method | network | real, s / 100 steps | predicted | difference |")
-    print("| --- | --- | --- | --- | --- |")
+    head("method", "network", "real, s / 100 steps", "predicted", "difference")
     costs = {}
     for rate, name in itertools.product(took, methods):
         engine, own = METHODS[name][0], {**job, "method": name}
@@ -268,7 +266,7 @@ def main():
             continue
         predicted = simulated(own, step, **with_software(engine, bandwidth, costs[engine]))
         difference = f"{100 * (predicted - found) / found:+.0f} %"
-        print(f"| {name} | {rate} | {found:.2f} | {predicted:.2f} | {difference} |")
+        row(name, rate, f"{found:.2f}", f"{predicted:.2f}", difference)
     print(f"steps: {steps}; software: {costs}")
 
 

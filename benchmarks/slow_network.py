@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from limited_hosts import add_options, join, limited_hosts
+from usage import parser
 
 import lsgd_jax as lj
 from train import cli, plan
@@ -90,22 +91,22 @@ def work(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
+    words = parser(__doc__)
+    words.add_argument(
         "--rate", default="100mbit", help="of each link as tc writes it, or none"
     )
-    parser.add_argument(
+    words.add_argument(
         "--share", type=float, default=0.2, help="largest share of time to wait"
     )
-    parser.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
-    parser.add_argument(
+    words.add_argument("--pause", type=float, default=0.1, help="seconds in a step")
+    words.add_argument(
         "--mb", type=float, default=1.0, help="megabytes of float32 parameters"
     )
-    parser.add_argument(
+    words.add_argument(
         "--periods", type=int, default=5, help="number of periods to measure"
     )
-    add_options(parser)
-    options = parser.parse_args()
+    add_options(words)
+    options = words.parse_args()
     if options.worker is not None:
         return work(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down

@@ -29,7 +29,6 @@ since its last exchange do not count. With --out, staleness.json and staleness.p
 written into a folder.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -42,12 +41,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import small_networks as small
+from usage import parser
 
 import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
 from train.compare import spread
-from train.data import digits
 from train.metrics import tables
 
 
@@ -128,27 +127,7 @@ SCENARIOS: dict[str, Callable[[int, float, int], Scenario]] = {
 # Training
 
 
-@functools.cache
-def data() -> tuple[np.ndarray, ...]:
-    """Returns training images and labels, test images and labels."""
-    found = digits.load()
-    flat = lambda part: part.images.reshape(-1, 64).astype(np.float32) / 255
-    return flat(found.train), found.train.labels, flat(found.test), found.test.labels
-
-
-def logits_of(params: Any, images: jax.Array) -> jax.Array:
-    """Returns the outputs of the network, [B, 10]."""
-    for weights, bias in params[:-1]:
-        images = jnp.tanh(images @ weights + bias)
-    weights, bias = params[-1]
-    return images @ weights + bias
-
-
-def start(seed: int) -> Any:
-    """Returns the initial parameters."""
-    keys = jax.random.split(jax.random.key(seed), len(SIZES) - 1)
-    layer = lambda key, a, b: (jax.random.normal(key, (a, b)) / a**0.5, jnp.zeros((1, b)))
-    return [layer(*each) for each in zip(keys, SIZES, SIZES[1:])]
+data = functools.cache(small.digits)
 
 
 @jax.jit
@@ -159,8 +138,8 @@ def step(params: Any, state: Any, own: Any, t: Any) -> Any:
     chosen = rows[jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(rows))]
 
     def loss_of(params: Any) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(logits_of(params, images[chosen]), labels[chosen]).mean()
+        logits = small.logits_of(params, images[chosen])
+        return small.cross_entropy(logits, labels[chosen])
 
     loss, gradient = jax.value_and_grad(loss_of)(params)
     return jax.tree.map(lambda g: -rate * g, gradient), state, own, loss
@@ -168,7 +147,8 @@ def step(params: Any, state: Any, own: Any, t: Any) -> Any:
 
 def training(rate: float, seed: int, workers: int) -> at.Training:
     """Returns the training of all workers of a run."""
-    first, key = start(seed), jax.random.key(1000 + seed)
+    first = small.start(jax.random.key(seed), SIZES)
+    key = jax.random.key(1000 + seed)
     rows = np.random.default_rng(seed).permutation(len(data()[1])).astype(np.int32)
     shards = rows[: len(rows) // workers * workers].reshape(workers, -1)
     own = lambda i: (jax.random.fold_in(key, i), jnp.float32(rate), jnp.asarray(shards[i]))
@@ -179,7 +159,7 @@ def training(rate: float, seed: int, workers: int) -> at.Training:
 def error_of(params: Any) -> jax.Array:
     """Returns the test error in percent."""
     _, _, images, labels = map(jnp.asarray, data())
-    return 100 * jnp.mean(jnp.argmax(logits_of(params, images), axis=1) != labels)
+    return small.error(small.logits_of(params, images), labels)
 
 
 # Runs
@@ -300,15 +280,13 @@ def best_rate(entry: Entry, rates: Sequence[float], seconds: float) -> float:
 # Output
 
 
-def row(name: str, rate: float, runs: Sequence[Run], error: float) -> dict[str, str]:
-    """Returns the row of a method in a table."""
+def row(runs: Sequence[Run], error: float) -> dict[str, str]:
+    """Returns the columns of a method's runs."""
     reached = [run.seconds_to(error) for run in runs]
     missed = sum(map(math.isinf, reached))
     duration = spread(reached, 0) if not missed else f"{missed} of {len(runs)} do not"
     sent = statistics.mean(run.megabytes[-1] for run in runs)
     return {
-        "method": name,
-        "rate": f"{rate:g}",
         "test error, %": spread([run.errors[-1] for run in runs], 1),
         f"s to {error:g} %": duration,
         "MB sent per worker": f"{sent:.1f}",
@@ -316,21 +294,22 @@ def row(name: str, rate: float, runs: Sequence[Run], error: float) -> dict[str, 
     }
 
 
-def draw(found: dict[str, dict[str, list[Run]]], path: pathlib.Path) -> None:
+def draw(found: dict, scenarios: Sequence[str], path: pathlib.Path) -> None:
     """Draws the test errors over seconds and over MB, a column per scenario."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
         2,
-        len(found),
-        figsize=(4 * len(found), 7),
+        len(scenarios),
+        figsize=(4 * len(scenarios), 7),
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
     colors = dict(zip(METHODS, ["black", *plt.get_cmap("tab10").colors]))
-    for (scenario, methods), (above, below) in zip(found.items(), axes.T):
-        for name, runs in methods.items():
+    for scenario, (above, below) in zip(scenarios, axes.T):
+        for name, each in found.items():
+            runs = each[scenario]
             errors = np.mean([run.errors for run in runs], axis=0)
             sent = np.mean([run.megabytes for run in runs], axis=0)
             style = "--" if METHODS[name].collectives else "-"
@@ -341,8 +320,8 @@ def draw(found: dict[str, dict[str, list[Run]]], path: pathlib.Path) -> None:
         above.set_xlabel("simulated seconds")
         below.set_xlabel("MB sent per worker")
         below.set_xlim(left=0.02)
-        for each in (above, below):
-            each.grid(alpha=0.3, which="both")
+        for panel in (above, below):
+            panel.grid(alpha=0.3, which="both")
     for left in axes[:, 0]:
         left.set_ylabel("test error of the mean, %")
     handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -352,43 +331,38 @@ def draw(found: dict[str, dict[str, list[Run]]], path: pathlib.Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=40.0, help="simulated seconds")
-    parser.add_argument("--error", type=float, default=4.0, help="the test error to reach")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.8, 1.6])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS)
-    )
-    parser.add_argument("--out", type=pathlib.Path, help="the folder for results")
-    options = parser.parse_args(arguments)
-    found: dict[str, dict[str, list[Run]]] = {name: {} for name in options.scenarios}
-    rates = {}
-    for name in options.methods:
-        entry = METHODS[name]
-        rate = rates[name] = best_rate(entry, options.rates, options.seconds)
-        for scenario in options.scenarios:
-            setting = SCENARIOS[scenario], options.workers, options.seconds
-            runs = [measure(entry, *setting, seed, rate) for seed in range(options.seeds)]
-            found[scenario][name] = runs
-            cells = row(name, rate, runs, options.error)
-            print(scenario, cells, file=sys.stderr, flush=True)
-    for scenario, methods in found.items():
-        rows = [row(k, rates[k], runs, options.error) for k, runs in methods.items()]
+    words = parser(__doc__)
+    words.add_argument("--workers", type=int, default=8)
+    words.add_argument("--seconds", type=float, default=40.0, help="simulated seconds")
+    words.add_argument("--error", type=float, default=4.0, help="the test error to reach")
+    words.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.8, 1.6])
+    small.add_choices(words, METHODS, SCENARIOS)
+    words.add_argument("--out", type=pathlib.Path, help="the folder for results")
+    options, rates = words.parse_args(arguments), {}
+
+    def prepare(method: str) -> Callable[[str, int], Run]:
+        entry = METHODS[method]
+        rate = rates[method] = best_rate(entry, options.rates, options.seconds)
+        setting = options.workers, options.seconds
+        return lambda name, seed: measure(entry, SCENARIOS[name], *setting, seed, rate)
+
+    cells = lambda runs: row(runs, options.error)
+    found = small.sweep(options, prepare, cells)
+    for scenario in options.scenarios:
+        rows = [
+            {"method": name, "rate": f"{rates[name]:g}", **cells(runs[scenario])}
+            for name, runs in found.items()
+        ]
         print(f"{scenario}, {options.workers} workers\n\n{tables.markdown(rows)}")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         kept = {
-            scenario: {name: [run._asdict() for run in runs] for name, runs in each.items()}
-            for scenario, each in found.items()
+            method: {name: [run._asdict() for run in runs] for name, runs in each.items()}
+            for method, each in found.items()
         }
         written = {"rates": rates, "runs": kept}
         (options.out / "staleness.json").write_text(json.dumps(written))
-        draw(found, options.out / "staleness.png")
+        draw(found, options.scenarios, options.out / "staleness.png")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Seconds that a start of the trainer takes: for --help, and for one step of `digits`.
 
-    python benchmarks/start_up.py [--repetitions 5] [--json FILE]
+    python benchmarks/start_up.py [--repetitions 5]
 
 Each repetition runs these cases in order:
 
@@ -15,8 +15,6 @@ the median ratio to `no cache` of the same repetition. With several cores the CP
 can exceed those of the wall clock. On a busy machine they are the better measure.
 """
 
-import argparse
-import json
 import os
 import pathlib
 import resource
@@ -26,6 +24,8 @@ import sys
 import tempfile
 import time
 
+from usage import head, median, parser, row
+
 
 ROOT = pathlib.Path(__file__).parents[1]
 ONE_STEP = ["digits", "--steps", "1"]
@@ -33,14 +33,9 @@ CASES = ("help", "usage", "no cache", "first", "second")
 
 
 def parse():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument(
-        "--json", type=pathlib.Path, help="write the measurements to this file"
-    )
-    return parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--repetitions", type=int, default=5)
+    return words.parse_args()
 
 
 def timed(arguments, **variables):
@@ -81,28 +76,18 @@ def repetition():
 
 
 def table(measured):
-    """Returns medians (and minima) of the repetitions as Markdown."""
-    lines = [
-        "| start | wall clock, s | CPU, s | CPU / no cache |",
-        "| --- | --- | --- | --- |",
-    ]
+    """Prints medians (and minima) of the repetitions."""
+    head("start", "wall clock, s", "CPU, s", "CPU / no cache")
     for case in CASES:
-        cells = []
-        for kind in (0, 1):
-            seconds = [each[case][kind] for each in measured]
-            cells.append(f"{statistics.median(seconds):.1f} ({min(seconds):.1f})")
-        ratio = statistics.median(each[case][1] / each["no cache"][1] for each in measured)
-        lines.append(f"| {case} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
-    return "\n".join(lines)
+        wall, used = zip(*(each[case] for each in measured))
+        ratios = [each[case][1] / each["no cache"][1] for each in measured]
+        row(case, median(wall), median(used), f"{statistics.median(ratios):.2f}")
 
 
 def main():
     options = parse()
     timed(["--help"])  # fills the file cache and Python's cache of bytecode
-    measured = [repetition() for _ in range(options.repetitions)]
-    print(table(measured))
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    table([repetition() for _ in range(options.repetitions)])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ those of the race, interpolated between two tests. This script times the steps: 
 network namespaces of this machine that send at a limited rate (Linux, root, iproute2),
 train each method over a few exchanges on random images. PyTorch's DDP is assumed to need
 the steps of all-reduce, and its local SGD those of ours. Both train the same network
-(`torch_lsgd.py`; --torch names a Python with PyTorch). The script prints Markdown tables of
+(`torch_process.py`; --torch names a Python with PyTorch). The script prints tables of
 milliseconds per step and seconds to the error. It writes time_to_error.json and
 time_to_error.png, the seconds over the rate, into RACES.
 """
@@ -23,16 +23,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 
+from against_pytorch import Peers
 from limited_hosts import add_options, join, limited_hosts
-from side_by_side import Arm, longest_period
-from torch_peers import Peers
-from usage import one_line_errors
+from side_by_side import on_random_images, steps_of
+from usage import add_torch, head, one_line_errors, parser, row
 
 from train import compilation_cache, settings
 from train.config import Config
-from train.data import transforms
 from train.run import folder
 
 
@@ -77,21 +75,17 @@ def crossing(error, steps, values):
     return math.inf
 
 
-def steps_of(config, blocks) -> int:
-    """Returns the steps of `blocks` blocks, each at least one period long."""
-    return blocks * max(WARM_UP, longest_period(config.method))
-
-
 def work(options):
     """Runs on each host: trains each method for a block of steps, then times a block."""
     configs = configs_of(pathlib.Path(options.races))
     session = join(next(iter(configs.values())), options, WORKERS)
     compilation_cache.use(say=session.is_main)
     for name, config in configs.items():
-        trainer = Arm(transforms.cifar10(), config, session)
+        trainer = on_random_images(config, session)
         trainer.seconds_per_step(WARM_UP)  # compiles
         session.wait_for_all()
-        seconds = trainer.seconds_per_step(steps_of(config, options.blocks))
+        steps = options.blocks * steps_of(config.method, WARM_UP)
+        seconds = trainer.seconds_per_step(steps)
         if session.is_main:
             print(json.dumps([name, seconds]), flush=True)
 
@@ -105,7 +99,7 @@ def ours(hosts, options):
     return dict(json.loads(line) for line in said.splitlines() if line.startswith('["'))
 
 
-def theirs(hosts, options, meeting):
+def theirs(hosts, options):
     """Returns PyTorch's seconds per step by (label, method whose step count applies)."""
     found = {}
     for name, config in configs_of(pathlib.Path(options.races)).items():
@@ -113,13 +107,11 @@ def theirs(hosts, options, meeting):
             continue
         label, method = TORCH[config.method.name]
         settings = dict(model=config.model, method=method, batch_size=config.batch_size)
-        settings |= {"period": getattr(config.method, "period", 1), "threads": 1}
-        peers = Peers(options.torch, meeting, WORKERS, hosts.start, **settings)
-        try:
+        settings |= {"period": getattr(config.method, "period", 1), "start": hosts.start}
+        with Peers(options.torch, "train", WORKERS, 1, **settings) as peers:
             peers.seconds_per_step(WARM_UP)
-            seconds = peers.seconds_per_step(steps_of(config, options.blocks))
-        finally:
-            peers.end()
+            steps = options.blocks * steps_of(config.method, WARM_UP)
+            seconds = peers.seconds_per_step(steps)
         entrant = name.partition("-rate-")[0]
         found[label if method == "ddp" else f"{label} {entrant}", name] = seconds
     return found
@@ -127,10 +119,10 @@ def theirs(hosts, options, meeting):
 
 def measure(rate, needed, options):
     """Returns seconds per step and seconds to the error of each method."""
-    with limited_hosts(WORKERS, rate) as hosts, tempfile.TemporaryDirectory() as meeting:
+    with limited_hosts(WORKERS, rate) as hosts:
         found = {(n.partition("-rate-")[0], n): s for n, s in ours(hosts, options).items()}
         if not options.no_torch:
-            found |= theirs(hosts, options, meeting)
+            found |= theirs(hosts, options)
     return {label: (s, s * needed[name]) for (label, name), s in found.items()}
 
 
@@ -144,14 +136,12 @@ def rate_of(text) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("races", help="the folder that races.py wrote")
-    parser.add_argument(
+    words = parser(__doc__)
+    words.add_argument("races", help="the folder that races.py wrote")
+    words.add_argument(
         "--error", type=float, required=True, help="test error to reach, in percent"
     )
-    parser.add_argument(
+    words.add_argument(
         "--rates",
         nargs="+",
         type=rate_of,
@@ -159,15 +149,13 @@ def main():
         default=["1gbit", "100mbit", "10mbit"],
         help="as tc writes it, or none",
     )
-    parser.add_argument("--blocks", type=int, default=2, help="number of periods to time")
-    parser.add_argument(
-        "--torch", default=sys.executable, metavar="PYTHON", help="one with PyTorch"
-    )
-    parser.add_argument("--no-torch", action="store_true", help="leave PyTorch out")
-    add_options(parser)
-    options = parser.parse_args()
+    words.add_argument("--blocks", type=int, default=2, help="number of periods to time")
+    add_torch(words)
+    words.add_argument("--no-torch", action="store_true", help="leave PyTorch out")
+    add_options(words)
+    options = words.parse_args()
     if not (pathlib.Path(options.races) / "compare.json").exists():
-        parser.error(
+        words.error(
             f"{options.races} must be the folder of a race: compare.json is missing"
         )
     if options.worker is not None:
@@ -179,11 +167,10 @@ def main():
         configs_of(out)  # before any host is started
     found = {rate: measure(rate, needed, options) for rate in options.rates}
     for title, index, unit in (("a step, ms", 0, 1e3), ("to the error, s", 1, 1)):
-        print(f"| {title} | {' | '.join(found)} |\n| --- |{' --- |' * len(found)}")
+        head(title, *found)
         for label in found[options.rates[0]]:
             numbers = (unit * found[rate][label][index] for rate in found)
-            cells = (f"{n:.0f}" if math.isfinite(n) else "–" for n in numbers)
-            print(f"| {label} | {' | '.join(cells)} |")
+            row(label, *(f"{n:.0f}" if math.isfinite(n) else "–" for n in numbers))
         print()
     finite = lambda pair: [n if math.isfinite(n) else None for n in pair]
     kept = {rate: {k: finite(v) for k, v in row.items()} for rate, row in found.items()}

@@ -49,13 +49,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import small_networks as small
 from jax.flatten_util import ravel_pytree
-from usage import one_line_errors
+from small_networks import cross_entropy, logits_of
+from usage import one_line_errors, parser
 
 import lsgd_jax as lj
 from train.compare import spread
-from train.data import cifar10, digits, text
-from train.data.arrays import Images
+from train.data import cifar10, text
 from train.metrics import tables
 from train.task.models import CNN7
 
@@ -180,33 +181,13 @@ class Task(NamedTuple):
     devices: int = 1
 
 
-def images(
-    train: Images, test: Images, features: Callable[[np.ndarray], np.ndarray]
-) -> Task:
+def images(data: small.Data) -> Task:
     """Returns the task of images in 10 classes."""
-    given = features(train.images), train.labels.astype(np.int32)
-    tested = features(test.images), test.labels.astype(np.int32)
-    order, count = np.argsort(train.labels, kind="stable"), given[0].shape[1]
-    network = lambda key: network_of(key, count, 10), logits_of
-    return Task(*given, *tested, 10, order, 0.1, "error in percent", *network)
-
-
-def digits_task() -> Task:
-    """Returns scikit-learn's digits, 8 x 8 pixels."""
-    data = digits.load()
-    flat = lambda x: x.reshape(-1, 64).astype(np.float32) / 255
-    return images(data.train, data.test, flat)
-
-
-def cifar10_task(folder: str) -> Task:
-    """Returns CIFAR-10 at 8 x 8 pixels."""
-    data = cifar10.load(folder, accept_other_files=True)
-
-    def small(x: np.ndarray) -> np.ndarray:
-        pixels = x.reshape(-1, 8, 4, 8, 4, 3).mean((2, 4), dtype=np.float32)
-        return pixels.reshape(-1, 192) / 127.5 - 1
-
-    return images(data.train, data.test, small)
+    x, labels, test_x, test_labels = data
+    flat = x.reshape(len(x), -1), labels, test_x.reshape(len(test_x), -1), test_labels
+    order, sizes = np.argsort(labels, kind="stable"), (flat[0].shape[1], WIDTH, 10)
+    start = lambda key: small.start(key, sizes)
+    return Task(*flat, 10, order, 0.1, "error in percent", start, logits_of)
 
 
 def text_task(files: Sequence[str]) -> Task:
@@ -219,22 +200,17 @@ def text_task(files: Sequence[str]) -> Task:
 
     given, tested = windows(data.train), windows(data.test[:TESTED])
     order, classes = np.arange(len(given[1])), len(data.vocabulary)
+    sizes = CONTEXT * EMBEDDING, WIDTH, classes
 
     def start(key: jax.Array) -> Any:
         embedding = jax.random.normal(jax.random.split(key, 3)[2], (classes, EMBEDDING))
-        return {"embedding": embedding, **network_of(key, CONTEXT * EMBEDDING, classes)}
+        return {"embedding": embedding, "layers": small.start(key, sizes)}
 
-    return Task(*given, *tested, classes, order, 0.5, "loss in nats", start, logits_of)
+    def logits(params: Any, ids: jax.Array) -> jax.Array:
+        features = params["embedding"][ids].reshape(len(ids), -1)
+        return logits_of(params["layers"], features)
 
-
-def network_of(key: jax.Array, features: int, classes: int) -> dict[str, Any]:
-    """Returns random parameters of a network of two layers."""
-    first, second, _ = jax.random.split(key, 3)
-    normal = lambda key, a, b: jax.random.normal(key, (a, b)) / a**0.5
-    return {
-        "hidden": (normal(first, features, WIDTH), jnp.zeros((1, WIDTH))),
-        "out": (normal(second, WIDTH, classes), jnp.zeros((1, classes))),
-    }
+    return Task(*given, *tested, classes, order, 0.5, "loss in nats", start, logits)
 
 
 def cnn7_task(folder: str) -> Task:
@@ -265,29 +241,18 @@ def cnn7_task(folder: str) -> Task:
     )
 
 
-def logits_of(params: Any, inputs: jax.Array) -> jax.Array:
-    """Returns the outputs of the network of two layers, [B, classes]."""
-    if "embedding" in params:
-        inputs = params["embedding"][inputs].reshape(len(inputs), -1)
-    (a, b), (c, d) = params["hidden"], params["out"]
-    return jnp.tanh(inputs @ a + b) @ c + d
-
-
 def loss_of(task: Task, params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean cross entropy."""
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return losses(task.logits(params, inputs), labels).mean()
+    return cross_entropy(task.logits(params, inputs), labels)
 
 
 def tester(task: Task) -> Callable[[Any], float]:
     """Returns a function (params) -> test result, inf if it is not finite."""
+    measure = cross_entropy if task.unit == "loss in nats" else small.error
 
     @jax.jit
     def test(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        if task.unit == "loss in nats":
-            result = loss_of(task, params, inputs, labels)
-        else:
-            result = 100 * (task.logits(params, inputs).argmax(axis=1) != labels).mean()
+        result = measure(task.logits(params, inputs), labels)
         is_finite = jnp.isfinite(ravel_pytree(params)[0]).all()
         return jnp.where(is_finite & jnp.isfinite(result), result, jnp.inf)
 
@@ -443,28 +408,32 @@ def trainer(
 
 # Results
 
-Results = dict[str, dict[str, dict[str, list]]]  # method, scenario, quantity, seeds
+# Of each method, scenario and seed: 'center', 'best worker' and the last 'rates'.
+Results = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def measure(task: Task, options: argparse.Namespace) -> Results:
     """Returns the test results of the center and of the best worker, and the last rates."""
-    results, test = {}, tester(task)
+    test = tester(task)
     made = default_methods(options.steps) | POPULATION
-    for method in options.methods:
-        train, row = trainer(task, made[method], options.steps), {}
-        for name in options.scenarios:
-            cell = row[name] = {"center": [], "best worker": [], "rates": []}
-            for seed in range(options.seeds):
-                params, center, rates = train(SCENARIOS[name](task, seed), seed)
-                leaves, treedef = jax.tree.flatten(params)
-                each = map(treedef.unflatten, zip(*leaves))
-                cell["center"].append(test(center))
-                cell["best worker"].append(min(map(test, each)))
-                cell["rates"].append(rates.tolist())
-            said = spread(cell["center"], digits_of(task))
-            print(f"{method}, {name}: {said}", file=sys.stderr, flush=True)
-        results[method] = row
-    return results
+
+    def prepare(method: str) -> Callable[[str, int], dict[str, Any]]:
+        train = trainer(task, made[method], options.steps)
+
+        def run(scenario: str, seed: int) -> dict[str, Any]:
+            params, center, rates = train(SCENARIOS[scenario](task, seed), seed)
+            leaves, treedef = jax.tree.flatten(params)
+            best = min(test(treedef.unflatten(each)) for each in zip(*leaves))
+            return {"center": test(center), "best worker": best, "rates": rates.tolist()}
+
+        return run
+
+    return small.sweep(options, prepare, lambda runs: cell_of(task, runs))
+
+
+def cell_of(task: Task, runs: list[dict[str, Any]]) -> str:
+    """Returns the mean ± sd of the centers."""
+    return spread([run["center"] for run in runs], digits_of(task))
 
 
 def digits_of(task: Task) -> int:
@@ -478,7 +447,7 @@ def draw(task: Task, results: Results, path: pathlib.Path) -> None:
     from matplotlib import pyplot as plt
 
     methods, scenarios = list(results), list(next(iter(results.values())))
-    mean = lambda cell: statistics.fmean(cell["center"])
+    mean = lambda runs: statistics.fmean(run["center"] for run in runs)
     table = np.array([[mean(results[m][s]) for s in scenarios] for m in methods])
     chance = (
         math.log(task.classes) if task.unit == "loss in nats" else 100 - 100 / task.classes
@@ -508,36 +477,29 @@ def draw(task: Task, results: Results, path: pathlib.Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    words = parser(__doc__)
     tasks = {
-        "digits": digits_task,
-        "cifar10": lambda: cifar10_task(options.cifar),
+        "digits": lambda: images(small.digits()),
+        "cifar10": lambda: images(small.cifar10(options.cifar)),
         "text": lambda: text_task(options.files),
         "cnn7": lambda: cnn7_task(options.cifar),
     }
-    parser.add_argument("--task", choices=tasks, default="digits")
-    parser.add_argument("--cifar", help="the folder that holds cifar-10-batches-bin")
-    parser.add_argument("--files", nargs="+", default=[], help="the files of the text")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=800, help="steps of every worker")
-    usual = list(default_methods(steps=0))
-    names = [*usual, *POPULATION, "population"]
-    parser.add_argument("--methods", nargs="+", choices=names, default=usual)
-    parser.add_argument(
-        "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS)
-    )
-    parser.add_argument("--figure", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args(arguments)
+    words.add_argument("--task", choices=tasks, default="digits")
+    words.add_argument("--cifar", help="the folder that holds cifar-10-batches-bin")
+    words.add_argument("--files", nargs="+", default=[], help="the files of the text")
+    words.add_argument("--steps", type=int, default=800, help="steps of every worker")
+    more = [*POPULATION, "population"]
+    small.add_choices(words, default_methods(steps=0), SCENARIOS, more)
+    words.add_argument("--figure", type=pathlib.Path)
+    words.add_argument("--json", type=pathlib.Path)
+    options = words.parse_args(arguments)
     options.methods = [
         name
         for given in options.methods
         for name in (POPULATION if given == "population" else [given])
     ]
     if options.task in ("cifar10", "cnn7") and options.cifar is None:
-        parser.error(f"--task {options.task} needs --cifar, the folder of the images")
+        words.error(f"--task {options.task} needs --cifar, the folder of the images")
     if options.task == "cnn7":
         lj.tune_cpu()
         lj.emulate_devices(WORKERS)
@@ -545,8 +507,7 @@ def main(arguments: list[str]) -> int:
         task = tasks[options.task]()
     results = measure(task, options)
     rows = [
-        {"method": method}
-        | {name: spread(cell["center"], digits_of(task)) for name, cell in row.items()}
+        {"method": method, **{name: cell_of(task, runs) for name, runs in row.items()}}
         for method, row in results.items()
     ]
     print(tables.markdown(rows), end="")

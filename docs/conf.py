@@ -4,15 +4,39 @@ Neither the build nor its readers need a network: equations become MathML while 
 and a page that would load anything from elsewhere fails the build.
 """
 
+import inspect
+import pathlib
 import re
+import subprocess
+import sys
 
+import jax
+import optax
 from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
+from sphinx.util.inspect import stringify_signature
+from sphinx.util.typing import stringify_annotation
 
 import lsgd_jax
+
+
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE))
+import notebooks  # noqa: E402
+
+
+def repository():
+    """The web address of the repository that this is a clone of, or an empty string."""
+    remote = ["git", "-C", str(HERE), "remote", "get-url", "origin"]
+    try:
+        found = subprocess.run(remote, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
+    address = re.fullmatch(r"https://(?:[^@/]*@)?(.*?)(?:\.git)?", found)
+    return f"https://{address[1]}" if address else ""  # without a user's credentials
 
 
 project = "lsgd_jax"
@@ -22,6 +46,7 @@ author = copyright = "the authors of lsgd_jax"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -29,12 +54,18 @@ extensions = [
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # `Args:` says what they are, and shapes, too
+autodoc_typehints = "description"  # with those arguments that `Args:` describes
+autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["ray"]  # so that the extra `docs` does without it
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 default_role = "py:obj"
 python_maximum_signature_line_length = 88
+# The pages of the names that our own pages use, so that no build asks a network for them.
+intersphinx_mapping = {
+    "jax": ("https://docs.jax.dev/en/latest/", "inventories/jax.inv"),
+    "optax": ("https://optax.readthedocs.io/en/latest/", "inventories/optax.inv"),
+}
 
 html_theme = "sphinx_book_theme"
 html_title = f"lsgd_jax {version}"
@@ -43,11 +74,19 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
+html_search_scorer = str(HERE / "static" / "scorer.js")
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
     "navbar_persistent": [],  # the search is in the sidebar
+    "secondary_sidebar_items": {
+        "**": ["page-toc"],
+        "methods/index": [],  # its table takes the whole width
+    },
 }
+if address := repository():
+    link = {"name": "The repository", "url": address, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
 
 ROWS = re.compile(r"\\\\|&")
 ENVIRONMENT = r"\begin{"
@@ -65,6 +104,23 @@ LISTING = """
 :language: python
 ```
 """
+NOTEBOOK = """
+<a href="notebooks/{name}.ipynb" download>This page as a notebook</a>
+"""
+FENCED = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
+NAME = re.compile(r"(?<![\[`])`(lj|jax|optax)\.([a-zA-Z_.]+)`(?![\]`])")
+MODULES = {"lj": "lsgd_jax", "jax": "jax", "optax": "optax"}
+# Types as a reader knows them, in place of where they are defined.
+TYPES = {
+    stringify_annotation(optax.ScalarOrSchedule, "smart"): "optax.ScalarOrSchedule",
+    stringify_annotation(jax.typing.ArrayLike, "smart"): "~jax.typing.ArrayLike",
+    "jax.jaxlib._jax.Array": "jax.Array",
+    "jaxlib._jax.Device": "jax.Device",
+    "jax._src.mesh.": "jax.sharding.",
+    "jax._src.stages.": "jax.stages.",
+    "jax.P": "jax.sharding.PartitionSpec",
+    "optax._src.base.": "optax.",
+}
 LOADED = re.compile(
     rb"<(?:script|img|iframe|source)\b[^>]*?\ssrc=[\"']?(?:https?:)?//[^>]*>"
     rb"|<link\b[^>]*?\shref=[\"']?(?:https?:)?//[^>]*>"
@@ -95,6 +151,56 @@ def lead_elsewhere(app, docname, source):
         source[0] = re.sub(pattern, target, source[0])
 
 
+def link_names(app, docname, source):
+    """Makes names of ours, of jax and of optax lead to their reference."""
+    link = lambda m: f"{{py:obj}}`{m[1]}.{m[2]} <{MODULES[m[1]]}.{m[2]}>`"
+    parts = FENCED.split(source[0])
+    source[0] = "".join(p if p[:3] == "```" else NAME.sub(link, p) for p in parts)
+
+
+def offer_notebook(app, docname, source):
+    if docname in notebooks.PAGES:
+        title, rest = source[0].split("\n", 1)
+        source[0] = f"{title}\n{NOTEBOOK.format(name=docname)}{rest}"
+
+
+def write_notebooks(app, error):
+    if not error and app.builder.format == "html":
+        notebooks.write(app.outdir / "notebooks")
+
+
+def takes_options(member):
+    written = inspect.unwrap(member).__doc__ if inspect.isfunction(member) else None
+    return "**options:" in (written or "")
+
+
+def options_once(app, kind, name, member, options, lines):
+    """Leaves the description of the options of every pull to `PullOptions`."""
+    if takes_options(member):
+        lines[:] = [*inspect.getdoc(inspect.unwrap(member)).splitlines(), ""]
+
+
+def short_signature(app, kind, name, member, options, signature, returns):
+    """The signature with `**options`, and types by their public names."""
+    annotations = app.env.current_document.autodoc_annotations.get(name, {})
+    for argument, annotation in annotations.items():
+        for long, short in TYPES.items():
+            annotation = annotation.replace(long, short)
+        annotations[argument] = annotation
+    if takes_options(member):
+        written = inspect.signature(inspect.unwrap(member))
+        return stringify_signature(written, show_annotation=False), returns
+
+
+def find_class(app, env, node, content):
+    """Finds a class of `lsgd_jax` that a docstring of another module names."""
+    name = node["reftarget"]
+    if node.get("refdomain") == "py" and name[:1].isupper() and "." not in name:
+        where = env, node["refdoc"], app.builder
+        domain = env.get_domain("py")
+        return domain.resolve_xref(*where, "obj", f"lsgd_jax.{name}", node, content)
+
+
 def check_offline(app, error):
     """Raises ExtensionError if a page or a style sheet loads something by http."""
     if error or app.builder.format != "html":
@@ -108,4 +214,10 @@ def check_offline(app, error):
 def setup(app):
     app.add_html_math_renderer("mathml", (write_mathml, None), (write_mathml, None))
     app.connect("source-read", lead_elsewhere)
+    app.connect("source-read", link_names)
+    app.connect("source-read", offer_notebook)
+    app.connect("autodoc-process-docstring", options_once, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", short_signature, priority=600)
+    app.connect("missing-reference", find_class)
+    app.connect("build-finished", write_notebooks)
     app.connect("build-finished", check_offline)

@@ -1,7 +1,7 @@
-"""Optax wrappers and optimizers with an exchange: accumulation, injected rates, Muon, ….
+"""Optax wrappers and optimizers with an exchange: injected rates, Muon, schedule-free.
 
 Each function returns a chain for one worker; they share one training loop. docs/wrappers.md
-explains where a wrapper may be placed.
+explains where a wrapper may be placed, docs/recipes.md accumulates gradients.
 
     python examples/optax_wrappers.py
 """
@@ -12,12 +12,6 @@ import numpy as np
 import optax
 
 import lsgd_jax as lj
-
-
-def accumulated():
-    """Makes one update, which counts as one step of a period, from every 4 gradients."""
-    tx = optax.chain(optax.adam(2e-2), lj.lsgd(local_period=2, global_period=4))
-    return optax.MultiSteps(tx, every_k_schedule=4)
 
 
 def injected():
@@ -51,7 +45,7 @@ def train(tx, steps=48):
             return jnp.square(y - jnp.sin(x.sum(1, keepdims=True))).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, state = tx.update(grads, state, params, value=loss)
+        updates, state = tx.update(grads, state, params, loss=loss)
         return lj.apply_updates(params, updates), state, loss
 
     draw = np.random.default_rng(0).normal
@@ -66,7 +60,7 @@ def train(tx, steps=48):
     return np.array(losses), params, state
 
 
-CHAINS = {f.__name__: f for f in (accumulated, injected, muon, schedule_free)}
+CHAINS = {f.__name__: f for f in (injected, muon, schedule_free)}
 
 if __name__ == "__main__":
     lj.emulate_devices(4)

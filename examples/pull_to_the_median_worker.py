@@ -53,7 +53,7 @@ def main() -> tuple[list[int], lj.Diagnostics]:
 
     def train_step(x, state, goal):
         loss, grads = jax.value_and_grad(lambda x: jnp.sum((x - goal) ** 2))(x)
-        updates, state = tx.update(grads, state, x, value=loss)
+        updates, state = tx.update(grads, state, x, loss=loss)
         return lj.apply_updates(x, updates), state
 
     x = workers.replicate(jnp.zeros(3))

@@ -30,7 +30,7 @@ def train(goal, method):
         x, state = carry
         noise = jax.random.normal(key, x.shape)
         loss, grads = jax.value_and_grad(lambda x: jnp.square(x - goal + noise).sum())(x)
-        updates, state = tx.update(grads, state, x, value=loss)
+        updates, state = tx.update(grads, state, x, loss=loss)
         return (lj.apply_updates(x, updates), state), None
 
     x = jnp.zeros(3)

@@ -3,7 +3,6 @@
 import pathlib
 import re
 
-import jax
 import numpy as np
 
 import lsgd_jax as lj
@@ -20,13 +19,7 @@ def test_a_loop_with_outer_and_its_chained_form_learn_the_same():
     found = lj.consensus(names["x"])
     np.testing.assert_allclose(found, 1, atol=0.1)
     exec(chained, names)
-    workers = names["workers"]
-    x = workers.replicate(np.zeros(3, np.float32))
-    state = workers.map(names["tx"].init)(x)
-    step = workers.map(names["train_step"])
-    for key in jax.random.split(jax.random.key(0), 100):
-        x, state = step(x, state, workers.put(jax.random.split(key, 8)))
-    np.testing.assert_allclose(lj.consensus(x), found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lj.consensus(names["x"]), found, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_short():

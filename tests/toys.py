@@ -116,6 +116,11 @@ def in_lock_step(method, nodes, locals, steps):
     return np.concatenate(leaves, axis=1)
 
 
+def vector(tree):
+    """The leaves of a tree one after the other."""
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
 def stacked(workers):
     """The parameters of all workers, [W, n]."""
     return np.stack([worker.vector() for worker in workers])

@@ -36,7 +36,7 @@ from train.config import FREE_ON_RESUME, WORKERS, Config
 from train.metrics import log as records
 from train.metrics import tables, traffic
 from train.metrics.measures import ERROR, Measure, of_events
-from train.plots import plain_numbers, plt, tidy
+from train.plots import plain_numbers, plt, save, subplots
 from train.run import folder as run_folder
 from train.run import loop
 from train.run.open import open_run
@@ -309,9 +309,7 @@ def draw(
 ) -> None:
     """Draws the measure against steps, seconds and bytes, with one line per seed."""
     size = 3.5 * len(against) + 2.5, 4
-    figure, panels = plt.subplots(
-        1, len(against), figsize=size, sharey=True, layout="constrained"
-    )
+    figure, panels = subplots(1, len(against), figsize=size, sharey=True)
     measure, methods = measure_of(curves), list(dict.fromkeys(name for name, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
@@ -336,8 +334,7 @@ def draw(
     labeled = panels[0].get_legend_handles_labels()
     title = "a line style per seed" if any(seed for _, seed in curves) else None
     figure.legend(*labeled, loc="outside right upper", frameon=False, title=title)
-    tidy(figure).savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,12 @@ from train.task.experiment import Task
 from train.task.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The cluster to compile for.
+    """An experiment, and the cluster to compile it for.
 
     Args:
+      experiment: a named experiment, such as text.
       topology: generation and shape of a TPU slice, such as v5e:4x4.
       slices: number of slices.
       gpu: kind of GPU, in place of a topology: a100, h100, h200 or b200.
@@ -46,6 +47,7 @@ class Cluster:
       gbit: Gbit/s of a host to other slices or hosts.
     """
 
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     topology: str | None = None
     slices: int = 1
     gpu: str | None = None
@@ -70,20 +72,34 @@ class Cluster:
         return lj.aot.gpu(self.gpu, self.hosts, self.each)
 
 
-@dataclasses.dataclass(frozen=True)
+T = TypeVar("T", bound=Cluster)
+
+
+def parse(kind: type[T], arguments: Sequence[str], text: str | None) -> tuple[T, Config]:
+    """Returns the options of a command and the configuration of its experiment.
+
+    Args:
+      kind: the class of the options.
+      arguments: the command line.
+      text: the docstring of the command's module, which begins with its name.
+
+    Raises:
+      ValueError: wrong usage.
+    """
+    program = " ".join((text or "").split()[:3])
+    options, others = cli.run_with_others(kind, arguments, program, text)
+    return options, cli.parse([options.experiment, *others])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Cluster):
     """The options of a compilation.
 
     Args:
-      experiment: a named experiment, such as text.
       json: file for the report.
       figure: file for a figure of the seconds.
     """
 
-    # Fields of the base class come first, and they have defaults.
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = (
-        dataclasses.field(kw_only=True)
-    )
     json: pathlib.Path | None = None
     figure: pathlib.Path | None = None
 
@@ -191,12 +207,8 @@ def main(arguments: Sequence[str]) -> int:
       The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
     """
     try:
-        options, others = cli.run_with_others(
-            Options, arguments, "python -m train.compile", __doc__
-        )
-        pod = options.pod()
-        config = cli.parse([options.experiment, *others])
-        report = compiled(config, pod, options.gbit / 8 * 1e9)
+        options, config = parse(Options, arguments, __doc__)
+        report = compiled(config, options.pod(), options.gbit / 8 * 1e9)
         if options.figure is not None:
             report.figure(options.figure)
     except (ValueError, ImportError) as error:

@@ -26,16 +26,15 @@ import statistics
 import sys
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import rich.console
 import rich.table
-import tyro
 
 import lsgd_jax as lj
-from train import cli, command, compilation_cache, compile
+from train import command, compilation_cache, compile
 from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
@@ -294,12 +293,11 @@ def _median(work: Callable[[], Any], times: int) -> float:
 # The command
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(compile.Cluster):
     """The options of a plan.
 
     Args:
-      experiment: a named experiment, such as digits.
       share: share of the time that workers may wait for exchanges.
       step_ms: milliseconds of a step, in place of a measurement.
       parameter_mb: megabytes of float32 parameters, in place of those of the experiment.
@@ -307,10 +305,6 @@ class Options(compile.Cluster):
       latency_ms: milliseconds of an exchange of one number, with --mbit.
     """
 
-    # Fields of the base class come first, and they have defaults.
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = (
-        dataclasses.field(kw_only=True)
-    )
     share: float = 0.05
     step_ms: float | None = None
     parameter_mb: float | None = None
@@ -392,10 +386,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measures and prints; returns the exit status, 0 or 2 (wrong usage)."""
     session = Session()
     try:
-        program = "python -m train.plan"
-        options, others = cli.run_with_others(Options, arguments, program, __doc__)
+        options, config = compile.parse(Options, arguments, __doc__)
         given = options.given()
-        config = cli.parse([options.experiment, *others])
         jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the plan
         if not options.is_described:
             session = rendezvous.join(config)

@@ -1,5 +1,6 @@
 """Draws the figures of a run as PNG files in its folder: python -m train.plots RUN."""
 
+import functools
 import json
 import pathlib
 import sys
@@ -21,6 +22,7 @@ matplotlib.use("agg")  # no window
 Event = dict[str, Any]
 Events = dict[str, list[Event]]
 
+subplots = functools.partial(plt.subplots, layout="constrained")
 BLUE, ORANGE, GREY = "#2566a8", "#d9731a", "#9aa0a6"
 MOST_NAMED = 16  # workers
 AT_LEAST_SHOWN = 100  # steps, or two periods if these are longer; traffic is periodic
@@ -38,8 +40,7 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
         if figure is not None:
             figure.suptitle(title(folder), fontsize=10)
             written.append(folder / f"{name}.png")
-            tidy(figure).savefig(written[-1], dpi=120)
-            plt.close(figure)
+            save(figure, written[-1])
     return written
 
 
@@ -95,7 +96,7 @@ def _training(events: Events) -> Any:
     if not train:
         return None
     measure = of_events(test)
-    figure, grid = plt.subplots(2, 2, figsize=(9, 6), sharey="row", layout="constrained")
+    figure, grid = subplots(2, 2, figsize=(9, 6), sharey="row")
     lines = {
         "center": {"color": BLUE, "marker": "o", "ms": 3},
         "best worker": {"color": ORANGE, "marker": "s", "ms": 3, "ls": "--"},
@@ -130,14 +131,9 @@ def _leaders(events: Events) -> Any:
     shown = list(filter(None, levels))
     if not shown or not grids:
         return None
-    figure, grid = plt.subplots(
-        len(shown),
-        2,
-        figsize=(9, 1.5 + 2.4 * len(shown)),
-        squeeze=False,
-        sharey=True,
-        width_ratios=(3, 1),
-        layout="constrained",
+    size, rows = (9, 1.5 + 2.4 * len(shown)), len(shown)
+    figure, grid = subplots(
+        rows, 2, figsize=size, squeeze=False, sharey=True, width_ratios=(3, 1)
     )
     for (when, often), of_level in zip(grid, shown):
         _elections(when, often, of_level, grids)
@@ -176,7 +172,7 @@ def _consensus(events: Events) -> Any:
     train = events.get("train", [])
     if not any(event.get("consensus_distance") for event in train):
         return None
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    figure, axes = subplots(figsize=(6, 3.4))
     exchanges = [e["exchange"] for e in train if e.get("exchange")]
     around = [(step, x, y) for step, x, y in exchanges if x is not None]
     if around:
@@ -200,7 +196,7 @@ def _traffic(events: Events) -> Any:
     megabytes = sent / 1e6
     longest = max(every for event in train for every, *_ in event.get("pulls", []))
     shown = min(len(sent), max(2 * longest, AT_LEAST_SHOWN))
-    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    figure, axes = subplots(figsize=(9, 3))
     style = {"color": BLUE, "edgecolor": BLUE, "lw": 0.8}
     axes.bar(np.arange(1, shown + 1), megabytes[:shown], **style)
     peak, mean = megabytes.max(), megabytes.mean()
@@ -219,9 +215,7 @@ def _pace(events: Events) -> Any:
     known = [e for e in events.get("pace", []) if len(e["steps"]) == len(workers)]
     if not workers:
         return None
-    figure, (far, wait) = plt.subplots(
-        1, 2, figsize=(9, 3.4), width_ratios=(3, 1), layout="constrained"
-    )
+    figure, (far, wait) = subplots(1, 2, figsize=(9, 3.4), width_ratios=(3, 1))
     for i in workers:
         line = [(event["seconds"], event["steps"][i]) for event in known]
         far.plot(*zip(*line), lw=1.2, label=str(i))
@@ -250,6 +244,12 @@ def tidy(figure: Any) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     return figure
+
+
+def save(figure: Any, path: pathlib.Path) -> None:
+    """Writes a figure, tidied, and frees its memory."""
+    tidy(figure).savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def plain_numbers(axis: Any) -> None:

@@ -29,9 +29,10 @@ import tyro
 import lsgd_jax as lj
 from train import cli, command, compilation_cache
 from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.session import Session
 from train.config import Config, WorkersConfig
 from train.metrics import measures, tables
-from train.plots import plain_numbers, plt, tidy, whole_numbers
+from train.plots import plain_numbers, save, subplots, whole_numbers
 from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
 
@@ -331,7 +332,7 @@ def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
 
 def draw(runs: list[Recorded], path: pathlib.Path) -> None:
     """Plots loss over simulated time, waiting by worker, staleness and bytes, as a PNG."""
-    figure, grid = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, grid = subplots(2, 2, figsize=(10, 7))
     (loss, waiting), (staleness, sent) = grid
     for run in runs:
         loss.plot(*_binned(run), label=run.name)
@@ -351,8 +352,7 @@ def draw(runs: list[Recorded], path: pathlib.Path) -> None:
     whole_numbers(staleness.xaxis)
     sent.set_ylabel("MB that left a node, mean")
     sent.tick_params(axis="x", rotation=20)
-    tidy(figure).savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:
@@ -392,8 +392,8 @@ def main(arguments: Sequence[str]) -> int:
         compilation_cache.use(say=True)
         run(options, configs, rich.console.Console(highlight=False, soft_wrap=True))
     except (OSError, ValueError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOPPED if isinstance(error, OSError) else WRONG_USAGE
+        status = STOPPED if isinstance(error, OSError) else WRONG_USAGE
+        return Session().leave(status, str(error))
     return SUCCESS
 
 

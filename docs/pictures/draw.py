@@ -105,38 +105,42 @@ def arrow(axes, start, end, color=INK, style="-|>", gap=9, bend=0.0, **line):
     )
 
 
-def nodes_of_four(axes, leaders=(3, 6), best=3):
-    """Two nodes of four workers, with their leaders; where each worker stands."""
+LOSSES = 0.9, 1.2, 1.0, 0.6, 1.1, 0.8, 1.3, 1.0  # of eight workers; 3 and 5 lead their node
+GROUPS = {3: range(4), 5: range(4, 8)}  # leader of a node: its workers
+
+
+def draw_nodes(axes, title, groups, color):
+    """Two nodes of four workers with their losses, and who is pulled to which leader."""
     spots = []
     for node in range(2):
         x = 2.6 * node
-        axes.add_patch(
-            plt.Rectangle((x - 0.3, -0.45), 1.9, 1.85, fill=False, ec=PALE, lw=1.2)
-        )
-        axes.text(x + 0.65, 1.5, f"node {node}", ha="center", color=INK)
-        spots += [np.array([x + 1.3 * (i % 2), 1.1 - 1.1 * (i // 2)]) for i in range(4)]
-    for worker, spot in enumerate(spots):
-        if worker not in leaders:
-            dot(axes, spot, str(worker), COLORS[0])
-        else:
-            color = COLORS[1] if worker == best else COLORS[2]
-            axes.plot(*spot, "*", ms=20, color=color, zorder=3)
-            axes.text(
-                *spot + (0, -0.3), str(worker), ha="center", va="center", fontsize=7.5
-            )
-            others = [w for w in range(8) if w // 4 == worker // 4 and w != worker]
-            for other in others:
-                arrow(axes, spots[other], spot, COLORS[2], alpha=0.8, gap=8)
-    axes.set(xlim=(-0.5, 4.4), ylim=(-1.25, 1.8), aspect="equal")
+        box = plt.Rectangle((x - 0.4, -0.4), 2.1, 1.95, fill=False, ec=PALE, lw=1.2)
+        axes.add_patch(box)
+        axes.text(x + 0.65, 1.65, f"node {node}", ha="center", color=INK, fontsize=11)
+        spots += [np.array([x + 1.3 * (i % 2), 1.15 - 1.1 * (i // 2)]) for i in range(4)]
+    for leader, workers in groups.items():
+        for worker in set(workers) - {leader}:
+            bend = -0.28 if (worker, leader) == (7, 3) else 0.0  # around worker 6
+            line = {"bend": bend, "gap": 14, "lw": 1.7}
+            arrow(axes, spots[worker], spots[leader], color, **line)
+    for worker, (spot, loss) in enumerate(zip(spots, LOSSES)):
+        leads = worker in groups
+        marker, size = ("*", 40) if leads else ("o", 24)
+        axes.plot(*spot, marker, ms=size, color=color if leads else COLORS[0], zorder=3)
+        style = {"ha": "center", "va": "center", "zorder": 4, "fontsize": 9.5}
+        axes.text(*spot, f"{loss:.1f}", color="white", **style)
+    axes.set_title(title, fontsize=12, color=color)
+    axes.set(xlim=(-0.6, 4.5), ylim=(-0.75, 1.95), aspect="equal")
     axes.axis("off")
-    return spots
 
 
 def draw_leaders(axes):
-    spots = nodes_of_four(axes)
-    arrow(axes, spots[6], spots[3], COLORS[1], bend=-0.35, gap=9, lw=1.8)
-    axes.text(1.95, -0.75, "also to the leader of all ★", ha="center", color=COLORS[1])
-    axes.text(1.95, -1.05, "to the leader of the node", ha="center", color=COLORS[2])
+    """Left the pulls inside the nodes, right those of all workers."""
+    near, far = axes
+    draw_nodes(near, "every 4 steps: to the best of the node", GROUPS, COLORS[2])
+    draw_nodes(far, "every 16 steps: to the best of all", {3: range(8)}, "#C05000")
+    near.text(1.95, -0.68, "number: loss of a worker", ha="center", fontsize=11)
+    far.text(1.95, -0.68, "star: the lowest loss", ha="center", fontsize=11)
 
 
 def draw_star(middle, title, style="<|-|>"):
@@ -209,7 +213,7 @@ def save(figure, name):
 def of_family(name, draw, *runs):
     """A schema, and beside it the parameters; runs: (title, method, period[, rate])."""
     rows = 2 if len(runs) == 3 else 1
-    wide = [1.5 if name == "lsgd" else 1.0] + [1.35] * (len(runs) // rows)
+    wide = [1.0] + [1.35] * (len(runs) // rows)
     size = (2.5 * sum(wide), 0.3 + 2.3 * rows)
     figure, axes = plt.subplots(rows, len(wide), figsize=size, width_ratios=wide)
     axes = axes.flat
@@ -320,8 +324,6 @@ def draw_low_traffic():
 
 def draw_families():
     ring, hops = lj.topology.ring(8), lj.topology.exponential(8)
-    lsgd = lj.lsgd(0.3, 0.3, local_period=6, global_period=12)
-    of_family("lsgd", draw_leaders, ("lsgd, τ = 6, τ_G = 12", lsgd, 6))
     of_family(
         "easgd",
         draw_star("c", "workers and center pull at each other"),
@@ -359,6 +361,26 @@ def draw_families():
     of_family("parle", draw_parle, ("parle, L = 12", parle, 12))
     draw_low_traffic()
     draw_robust()
+
+
+def draw_lsgd():
+    """Which worker is pulled to which, and below it the parameters of four workers."""
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 2.7))
+    draw_leaders(axes)
+    figure.subplots_adjust(0, 0, 1, 0.9, wspace=0.02)
+    save(figure, "leaders")
+
+    figure = plt.figure(figsize=(8.4, 5.2))
+    grid = figure.add_gridspec(2, 2, height_ratios=[1, 0.8], hspace=0.25, wspace=0.02)
+    draw_leaders([figure.add_subplot(grid[0, i]) for i in range(2)])
+    curves = figure.add_subplot(grid[1, :])
+    method = lj.lsgd(0.3, 0.3, local_period=4, global_period=16)
+    path, states = trained(optax.chain(optax.sgd(RATE), method), gradients())
+    draw_curves(curves, path, "", 4)
+    draw_what_is_followed(curves, path, states)
+    curves.set_ylabel("parameter")
+    curves.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1))
+    save(figure, "lsgd")
 
 
 # The page of concepts
@@ -469,33 +491,36 @@ LINES = {  # the rows of the table, and how the picture calls them
 }
 
 
+@plt.rc_context({"font.size": 11.5})
 def draw_gain():
     """Seconds to an error at three rates, on logarithmic scales."""
     page = (HERE.parent / "results" / "slow_networks.md").read_text()
     rates = 1000, 100, 10  # Mbit/s, the order of the columns
-    figure, axes = plt.subplots(figsize=(7.4, 2.9))
+    figure, axes = plt.subplots(figsize=(7.4, 3.1))
     ends = {}
     for (row, label), color in zip(LINES.items(), COLORS):
         cells = re.search(rf"^\| {row} \|(.*)\|$", page, re.M)[1].split("|")
         seconds = [float(cell) for cell in cells[3:]]
-        axes.plot(rates, seconds, "o-", color=color, markersize=4)
+        axes.plot(rates, seconds, "o-", color=color, markersize=5)
         ends[label] = seconds[-1], color
     height = 0.0  # labels keep a distance from one another
     for label, (seconds, color) in sorted(ends.items(), key=lambda item: item[1][0]):
-        height = max(seconds, 1.35 * height)
+        height = max(seconds, 1.4 * height)
         text = f"{label}: {seconds:.0f} s"
         axes.text(8.6, height, text, color=color, va="center")
     axes.set(xscale="log", yscale="log", xlim=(1250, 9), ylim=(20, 900))
     axes.set_xticks(rates, ["1 Gbit/s", "100 Mbit/s", "10 Mbit/s"])
     axes.set_yticks([30, 100, 300, 700], ["30 s", "100 s", "300 s", "700 s"])
     axes.minorticks_off()
-    axes.set_title("time to a test error of 55 % on CIFAR-10, four workers", loc="left")
-    figure.subplots_adjust(right=0.68)
+    title = "time to a test error of 55 % on CIFAR-10, four workers"
+    axes.set_title(title, loc="left", pad=10)
+    figure.subplots_adjust(right=0.62)
     save(figure, "gain")
 
 
 DRAW = {
     "families": draw_families,
+    "lsgd": draw_lsgd,
     "workers": draw_workers,
     "pull": draw_pull,
     "schedule": draw_schedule,

@@ -25,7 +25,7 @@ def train(loss_of, params, base, method, workers, batches):
 
     def step(params, state, batch):
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, state = tx.update(grads, state, params, value=loss)
+        updates, state = tx.update(grads, state, params, loss=loss)
         return lj.apply_updates(params, updates), state
 
     params = workers.replicate(params)

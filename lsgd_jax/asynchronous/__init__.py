@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator as Coordinator
 from lsgd_jax._src.asynchronous.engine.coordinator import Report as Report
 from lsgd_jax._src.asynchronous.engine.coordinator import Status as Status
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError as StaleWorkerError
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError as UnreachableError
 from lsgd_jax._src.asynchronous.engine.island import island as island
 from lsgd_jax._src.asynchronous.engine.transport import GridPosition as GridPosition
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError as StaleWorkerError
 from lsgd_jax._src.asynchronous.engine.transport import Transport as Transport
-from lsgd_jax._src.asynchronous.engine.transport import UnreachableError as UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Method as Method
 from lsgd_jax._src.asynchronous.engine.worker import Training as Training
 from lsgd_jax._src.asynchronous.engine.worker import Worker as Worker

@@ -22,8 +22,6 @@ key and its order of the data belong to its new number. Values that are equal on
                           mean and variance of norms
     grawa                 running means of norms         likewise
     desloc                moments of the optimizer       likewise
-    diloco-leader         anchor, outer momentum         the leader, at the next exchange
-    lsgd-diloco           refused: each place in a node has an anchor of its own
     parle                 center, anchors, averages      the center, at the next exchange
     noloco                slow weights, their momentum   the pairs
     sparta                –                              the mean is over the new workers

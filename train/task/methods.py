@@ -17,7 +17,6 @@ import optax
 
 import lsgd_jax as lj
 from train.messages import meant
-from train.task import hybrids
 
 
 Factory = Callable[..., Any]
@@ -132,8 +131,6 @@ ROWS = (
     Row("sparse-diloco", lj.contrib.sparse_diloco, renamed=OUTER),
     Row("edit", lj.diloco, made={"outer": outer_sgd, "guard": lj.Guard}),
     Row("grawa", lj.contrib.grawa),
-    Row("diloco-leader", hybrids.diloco_leader, made={"outer": outer_sgd}),
-    Row("lsgd-diloco", hybrids.lsgd_diloco, made={"outer": outer_sgd}),
     Row("desloc", around=lj.contrib.desloc),
     Row("noloco", lj.contrib.noloco),
     Row("sparta", lj.contrib.sparta),

@@ -255,7 +255,7 @@ def report(
     >>> def train_step(params, state, x, phase):
     ...     loss_of = lambda p: jnp.square(x @ p["w"]).mean()
     ...     loss, grads = jax.value_and_grad(loss_of)(params)
-    ...     updates, state = tx.update(grads, state, params, value=loss, phase=phase)
+    ...     updates, state = tx.update(grads, state, params, loss=loss, phase=phase)
     ...     return lj.apply_updates(params, updates), state, loss
     >>> batch = jax.ShapeDtypeStruct((4, 16), jnp.float32)
     >>> r = aot.report(workers, init, train_step, batch, method)

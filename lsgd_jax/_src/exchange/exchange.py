@@ -70,7 +70,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     gradient is computed.
 
     A loop that counts its steps knows what is due: with ``p = tx.phase(t)``, ``tx.update(
-    grads, state, params, value=loss, phase=p)`` compiles exactly that, without a
+    grads, state, params, loss=loss, phase=p)`` compiles exactly that, without a
     conditional, once for each of `Exchange.phases`. ``due=False`` is the phase in which
     nothing is due. A phase other than that of the step count is counted as misplaced.
 
@@ -101,8 +101,8 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
       A gradient transformation for one worker, for functions in which the rules' axes are
       bound. Its state, an `ExchangeState`, keeps its shapes, dtypes and shardings. Updates
       of parameters narrower than float32 are returned in float32, so that x + u rounds to
-      the target on all workers. `update` takes the worker's loss as ``value=`` or
-      ``loss=``. For the methods that read them it takes the worker's gradient as ``grad=``
+      the target on all workers. `update` takes the worker's loss as ``loss=`` or
+      ``value=``. For the methods that read them it takes the worker's gradient as ``grad=``
       and its loss as a function of the parameters as ``value_fn=``.
 
     Raises:
@@ -117,7 +117,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     >>> workers = lj.Workers(nodes=1, locals=2)
     >>> x, loss = workers.put((jnp.array([0.0, 8.0]), jnp.array([1.0, 2.0])))
     >>> state = workers.map(tx.init)(x)
-    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, value=v))
+    >>> step = workers.map(lambda x, s, v: tx.update(jnp.zeros_like(x), s, x, loss=v))
     >>> for _ in range(2):
     ...     update, state = step(x, state, loss)
     ...     print(update.tolist())
@@ -277,7 +277,7 @@ def extras_of(
             raise ValueError(
                 "workers judged by peers need `value_fn`, a function from parameters to "
                 "the loss on this worker's batch: call `tx.update(grads, state, params, "
-                f"value=loss, value_fn=f)`, got value_fn={value_fn!r}"
+                f"loss=loss, value_fn=f)`, got value_fn={value_fn!r}"
             )
         extras = extras._replace(value_fn=lambda y: _measured(value_fn, y, params))
     return extras

@@ -54,8 +54,9 @@ def anchored(
       \Delta = a - \frac{1}{|H|} \sum_{i \in H} y_i, \qquad
       a \leftarrow a + \text{outer}(\Delta), \qquad z = a
 
-    with H the workers of the group whose y and loss are finite. The anchor starts as the
-    mean of the workers' starts.
+    with H the workers of the group whose y and loss are finite, and outer(Δ) the update
+    that optax returns, -η Δ for SGD with rate η. The anchor starts as the mean of the
+    workers' starts.
 
     With `weights` or a `guard` Δ is the weighted mean of :math:`\Delta_i = a - y_i`. With
     ``merge="radial"`` it has, leaf by leaf, the mean norm and the mean direction of the

@@ -106,7 +106,8 @@ def diloco(
 
     with y = x + u, Δ the pseudo-gradient, a the anchor (the mean of the starts at first), τ
     the `period` and m the `mixing`. The inner optimizers' states stay with their workers.
-    Outer SGD with rate 1 and no momentum is local SGD.
+    outer(Δ) is the update that optax returns, which already has the sign of descent: -η Δ
+    for SGD with rate η. Outer SGD with rate 1 and no momentum is local SGD.
 
     With F fragments and a delay d this is Streaming DiLoCo: the parameters are cut into F
     fragments, each with an anchor and an outer state of its own. Fragment i is sent at

@@ -211,7 +211,7 @@ def lsgd(
 
     Returns:
       An optax transformation for one worker, the last in its chain. `update` needs
-      ``value=`` (the worker's loss at x) and the parameters.
+      ``loss=`` (the worker's loss at x) and the parameters.
 
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
@@ -223,7 +223,7 @@ def lsgd(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(
     ...     optax.sgd(0.1, momentum=0.9, nesterov=True),
-    ...     lj.lsgd(local_pull=0.1, global_pull=0.1, local_period=16, global_period=64),
+    ...     lj.lsgd(local_pull=0.1, global_pull=0.1, local_period=4, global_period=16),
     ... )
     """
     check_positive_int("loss_window", loss_window)

@@ -79,7 +79,7 @@ def pairwise(
 
     Returns:
       An optax transformation for one worker, the last in its chain. With 'loss', `update`
-      needs ``value=`` (the worker's loss at x).
+      needs ``loss=`` (the worker's loss at x).
 
     Raises:
       ValueError: an unknown interpolation, a fraction outside [0, 1], a negative
@@ -111,7 +111,7 @@ def pairwise(
             if loss is None or jnp.shape(loss) != ():
                 raise ValueError(
                     "`interpolation='loss'` needs each worker's loss, a scalar: call "
-                    f"`tx.update(grads, state, params, value=loss)`, got value={loss}"
+                    f"`tx.update(grads, state, params, loss=loss)`, got loss={loss}"
                 )
             measure = jnp.asarray(loss, measure.dtype)
         return u, PairwiseState(measure), True

@@ -26,8 +26,8 @@ def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
     """
     if loss is None or jnp.shape(loss) != ():
         raise ValueError(
-            "the leader is elected by each worker's loss, a scalar: pass `value=loss` to "
-            f"`update` of a chain, `loss=loss` to `step` of an `outer`, got {loss}"
+            "the leader is elected by each worker's loss, a scalar: pass `loss=loss` to "
+            f"`update` of a chain or to `step` of an `outer`, got {loss}"
         )
     window, dtype = len(losses), losses.dtype
     # Under a user's `jax.vmap`, a scatter over rows of several workers would communicate.

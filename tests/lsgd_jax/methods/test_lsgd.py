@@ -209,7 +209,7 @@ def test_update_needs_a_scalar_loss():
     tx = lj.lsgd()
     x = workers.put(jnp.ones((2, 3)))
     state = workers.map(tx.init)(x)
-    with pytest.raises(ValueError, match="value=loss"):
+    with pytest.raises(ValueError, match="loss=loss"):
         workers.map(lambda x, s: tx.update(x, s, x))(x, state)
     with pytest.raises(ValueError, match=r"a scalar: .*got "):
         workers.map(lambda x, s: tx.update(x, s, x, value=x))(x, state)

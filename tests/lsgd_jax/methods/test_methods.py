@@ -588,5 +588,5 @@ def test_refuses_a_wrong_number_of_workers_while_tracing(tx, message):
 def test_pairwise_by_loss_needs_the_loss():
     tx = lj.pairwise("loss")
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match="value=loss"):
+    with pytest.raises(ValueError, match="loss=loss"):
         workers.map(lambda x: tx.update(x, tx.init(x), x)[0])(workers.put(jnp.ones((2, 2))))

@@ -55,17 +55,6 @@ class Report:
     rounds: int = 0
 
 
-@dataclasses.dataclass
-class Member:
-    """A worker as the coordinator knows it."""
-
-    present: bool = True  # until a wait for it times out
-    granted: int = 0  # its highest step number so far
-    entered: bool = False  # whether its earlier steps are counted
-    finished: bool = False  # whether it has taken its last step
-    report: Report = dataclasses.field(default_factory=Report)  # its last one
-
-
 class Status(NamedTuple):
     """The status of all workers.
 
@@ -98,14 +87,16 @@ class Round:
     """A round of workers.
 
     Attributes:
-      members: the workers that it waits for, as long as they are present.
+      members: the workers that all arrivals so far name.
+      missing: the present members that have not arrived.
       values: the value of each member that has arrived.
       closed: the values when it closed; None while it is open.
       waiting: a future of `closed`, if any worker waits.
     """
 
     members: set[int]
-    values: dict[int, Any]
+    missing: set[int]
+    values: dict[int, Any] = dataclasses.field(default_factory=dict)
     closed: dict[int, Any] | None = None
     waiting: asyncio.Future | None = None
 
@@ -133,6 +124,8 @@ class Coordinator:
       taken: steps that all workers have taken together.
       number: rounds held so far.
       begun: whether the round 'begin' was held.
+      present: the workers that are there, until a wait for them times out.
+      finished: the workers that have taken their last step.
 
     >>> coordinator = Coordinator(workers=2, steps=2, period=1)
     >>> coordinator.enter(0, steps=0), coordinator.enter(1, steps=0)
@@ -151,18 +144,17 @@ class Coordinator:
         timeout: float = 60.0,
         start: float | None = None,
     ):
-        self.members = [Member() for _ in range(workers)]
+        # Statuses share these lists: a change makes a new one.
+        self.present, self.finished = list(range(workers)), list[int]()
+        self._granted = [0] * workers  # the highest step number of each so far
+        self._entered = set[int]()  # workers whose earlier steps are counted
+        self._reports = {i: Report() for i in range(workers)}
         self.taken, self.number, self.begun = 0, 0, False
         self._all, self._period = workers * steps, period
         self._timeout, self._start = timeout, timeout if start is None else start
         self._limit: int | None = None
         self._rounds: OrderedDict[Hashable, Round] = OrderedDict()
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-
-    @property
-    def present(self) -> list[int]:
-        """The workers that are there."""
-        return [i for i, member in enumerate(self.members) if member.present]
 
     # Steps
 
@@ -177,28 +169,39 @@ class Coordinator:
         Returns:
           The workers that are present, and whether the round 'begin' was held before.
         """
-        member = self.members[i]
         alone = self.present in ([], [i])
         # A resumed run has taken these steps before, whenever its workers come back. A
         # worker that has no other to take over from takes lost steps again.
-        if not self.begun or alone or not member.entered:
-            self.taken += steps - member.granted
+        if not self.begun or alone or i not in self._entered:
+            self.taken += steps - self._granted[i]
         if not self.begun:
             self.number = max(self.number, number)
-        member.present, member.granted, member.entered = True, steps, True
-        member.finished = False
+        self._granted[i] = steps
+        self._entered.add(i)
+        self.finished = [j for j in self.finished if j != i]
+        self._appear(i)
         return self.present, self.begun
 
     def leave(self, *workers: int) -> None:
         """Marks workers absent until they are heard of; rounds do not wait for them."""
-        for i in workers:
-            self.members[i].present = False
+        self.present = [i for i in self.present if i not in workers]
         for key, held in self._rounds.items():
-            self._close_if_all_are_there(key, held)
+            if held.closed is None:
+                held.missing.difference_update(workers)
+                self._close_if_all_are_there(key, held)
+
+    def _appear(self, i: int) -> None:
+        """Notes that a worker is present; open rounds wait for it."""
+        if i in self.present:
+            return
+        self.present = sorted([*self.present, i])
+        for held in self._rounds.values():
+            if held.closed is None and i in held.members:
+                held.missing |= {i}.difference(held.values)
 
     def lost(self, i: int) -> None:
         """Notes that the process of worker i has failed, and with it its progress."""
-        self.members[i].report = Report()
+        self._reports[i] = Report()
         self.leave(i)
 
     def missed(self, i: int, peer: int) -> None:
@@ -210,15 +213,14 @@ class Coordinator:
 
         report: its last one.
         """
-        member = self.members[i]
-        member.finished, member.report = True, report or member.report
+        self.finished = sorted({*self.finished, i})
+        self._reports[i] = report or self._reports[i]
         self.leave(i)
 
     def claim(self, i: int, step: int) -> Claim:
         """Grants worker i its step, or sends it to a round or to the end."""
-        member = self.members[i]
-        member.present = True
-        if (more := step - member.granted) <= 0:
+        self._appear(i)
+        if (more := step - self._granted[i]) <= 0:
             return Claim("step", self.number)
         if self._period is not None:
             limit = self._limit = self._limit or self._next_limit()
@@ -227,7 +229,7 @@ class Coordinator:
         if self.taken + more > self._all:
             return Claim("stop", self.number)
         self.taken += more
-        member.granted = step
+        self._granted[i] = step
         return Claim("step", self.number)
 
     def _next_limit(self) -> int:
@@ -268,42 +270,40 @@ class Coordinator:
         Raises:
           KeyError: it was held so long ago that it is forgotten.
         """
-        self.members[i].present = True
+        self._appear(i)
         if key in self._forgotten:
             raise KeyError(key)
-        held = self._rounds.setdefault(key, Round(set(members), {}))
+        if (held := self._rounds.get(key)) is None:
+            named = set(members)
+            held = self._rounds[key] = Round(named, named.intersection(self.present))
+            self._forget()
         if held.closed is None:
             held.members.intersection_update(members)
+            held.missing &= held.members
+            held.missing.discard(i)
             held.values[i] = value
             self._close_if_all_are_there(key, held)
-        self._forget()
-        return self.look(key)
-
-    def look(self, key: Hashable) -> dict[int, Any] | None:
-        """Returns the values of a round, or None while it is open."""
-        held = self._rounds.get(key)
-        return None if held is None else held.closed
+        return held.closed
 
     def close(self, key: Hashable) -> None:
         """Closes a round without the members that have not come: they are absent."""
         held = self._rounds.get(key)
         if held is not None and held.closed is None:
-            self.leave(*held.members.difference(held.values))
+            self.leave(*held.missing)
 
     def _close_if_all_are_there(self, key: Hashable, held: Round) -> None:
-        if not held.values or held.closed is not None:
+        if not held.values or held.missing:
             return
-        if all(i in held.values or not self.members[i].present for i in held.members):
-            held.closed = dict(sorted(held.values.items()))
-            self.begun |= key == "begin"
-            if key == ("join", self.number):
-                self.number += 1
-                self._limit = self._next_limit()
-            if held.waiting is not None:
-                held.waiting.set_result(held.closed)
+        held.closed = dict(sorted(held.values.items()))
+        self.begun |= key == "begin"
+        if key == ("join", self.number):
+            self.number += 1
+            self._limit = self._next_limit()
+        if held.waiting is not None:
+            held.waiting.set_result(held.closed)
 
     def _forget(self) -> None:
-        most = max(KEPT, KEPT_EACH * len(self.members))
+        most = max(KEPT, KEPT_EACH * len(self._reports))
         while len(self._rounds) > most:
             if next(iter(self._rounds.values())).closed is None:
                 break  # workers still wait for the oldest one
@@ -316,11 +316,11 @@ class Coordinator:
 
     def report(self, i: int, report: Report) -> Status:
         """Notes the progress of worker i; returns the status of all."""
-        self.members[i].present, self.members[i].report = True, report
+        self._appear(i)
+        self._reports[i] = report
         return self.status()
 
     def status(self) -> Status:
         """Returns the status of all workers."""
-        finished = [i for i, member in enumerate(self.members) if member.finished]
-        reports = {i: member.report for i, member in enumerate(self.members)}
-        return Status(self.present, finished, self.taken, self.number, reports)
+        known = self.taken, self.number, dict(self._reports)
+        return Status(self.present, self.finished, *known)

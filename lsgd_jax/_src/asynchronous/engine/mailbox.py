@@ -1,13 +1,20 @@
 """A worker's mailbox: requests that peers can make while the worker computes."""
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import numpy as np
-
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, finite, nbytes, pack, unpack
+from lsgd_jax._src.asynchronous.engine.contents import (
+    Snapshot,
+    combined,
+    finite,
+    nbytes,
+    pack,
+    unpack,
+)
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -17,14 +24,14 @@ GONE = "gone"  # the answer to a fetch of a message that is forgotten
 
 
 class Mailbox:
-    """The mailbox of one worker. Calls take a lock while a vector is copied or added.
+    """The mailbox of one worker. Calls take a lock while parameters are copied or added.
 
     The worker publishes its parameters by `show`. At the boundaries of its steps it adds
     the sum of the moves that peers have left for it, see `moved`. All answers to peers are
     packed.
 
     Args:
-      wire: the format in which vectors travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire`.
       index: of the worker.
 
     Attributes:
@@ -40,61 +47,69 @@ class Mailbox:
         self._posted: OrderedDict[Hashable, Any] = OrderedDict()
         self._readers: dict[Hashable, int] = {}  # fetches left
         self._forgotten: OrderedDict[Hashable, None] = OrderedDict()
-        # Each as it travels, and its exact vector.
-        self._contributed: OrderedDict[int, tuple[Snapshot, np.ndarray]] = OrderedDict()
-        self._vector: Callable[[], np.ndarray] | None = None
-        self._flat: np.ndarray | None = None
+        # Each as it travels, as it arrives, and its quantization error.
+        self._contributed: OrderedDict[int, tuple[Snapshot, Snapshot, Tree]]
+        self._contributed = OrderedDict()
+        self._params: Callable[[], Tree] | None = None
+        self._shown: Tree = None  # `_params()`, once a peer has asked for it
         self._measure = 0.0
-        self._reference: np.ndarray | None = None
-        self._moved: np.ndarray | None = None
+        self._reference: Tree = None
+        self._moved: Tree = None
         self._closed = False
-        self._turn = 0  # number of vectors packed
+        self._turn = 0  # number of trees packed
         self.bytes_sent = 0
         self.state: Callable[[], Any] = lambda: None
 
     @property
     def is_narrow(self) -> bool:
-        """Whether vectors are rounded for the wire."""
+        """Whether parameters are rounded for the wire."""
         return self.wire.format != "float32"
 
     # The worker's own side
 
     def show(
-        self,
-        vector: Callable[[], np.ndarray],
-        measure: float = 0.0,
-        reference: np.ndarray | None = None,
+        self, params: Callable[[], Tree], measure: float = 0.0, reference: Tree = None
     ) -> None:
-        """Publishes the worker; the vector is made when a peer asks for it.
+        """Publishes the worker.
 
-        reference: is subtracted from contributions to means. Defaults to 0.
+        Args:
+          params: makes the tree of its parameters, when a peer asks for it.
+          measure: see `Snapshot`.
+          reference: is subtracted from contributions to means. Defaults to 0.
         """
         with self._lock:
-            self._vector, self._flat, self._measure = vector, None, measure
+            self._params, self._shown, self._measure = params, None, measure
             self._reference = reference
             self._tell(None)
 
-    def packed(self, vector: np.ndarray) -> Any:
-        """Returns a vector as it travels. Stochastic rounding draws anew each time."""
+    def packed(self, tree: Tree) -> Any:
+        """Returns a tree as it travels. Stochastic rounding draws anew each time."""
         self._turn += 1
-        return pack(vector, self.wire, self._turn, self._index)
+        return pack(tree, self.wire, self._turn, self._index)
 
-    def encoded(self, vector: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Returns a vector as it travels, and the vector that arrives."""
-        packed = self.packed(vector)
-        return packed, unpack(packed)
+    def encoded(self, tree: Tree, error: Tree = None) -> tuple[Any, Tree, Tree]:
+        """Returns a tree as it travels, the tree that arrives, and the quantization error.
 
-    def post(self, key: Hashable, vector: Any, readers: int | None = None) -> None:
-        """Leaves a vector for peers to fetch; forgets the oldest one if there are many.
+        error: of earlier trees, which is added to this one. The errors are None where
+          nothing is rounded.
+        """
+        if not self.is_narrow or not finite(tree):
+            return tree, tree, None
+        owed = tree if error is None else combined(operator.add, tree, error)
+        packed = self.packed(owed)
+        arrives = unpack(packed)
+        return packed, arrives, combined(operator.sub, owed, arrives)
+
+    def post(self, key: Hashable, content: Any, readers: int | None = None) -> None:
+        """Leaves a content for peers to fetch; forgets the oldest one if there are many.
 
         Args:
           key: under which peers fetch it.
-          vector: any content that travels, or a function of it, called at the first fetch.
+          content: as it travels, or a function of it, called at the first fetch.
           readers: the number of fetches after which it is forgotten. Defaults to no limit.
         """
-        packed = self.packed(vector) if isinstance(vector, np.ndarray) else vector
         with self._lock:
-            self._posted[key] = packed
+            self._posted[key] = content
             if readers is not None:
                 self._readers[key] = readers
             while len(self._posted) > KEPT:
@@ -102,7 +117,7 @@ class Mailbox:
             self._tell(key)
 
     def drop(self, key: Hashable) -> None:
-        """Forgets the vector posted under a key: a later fetch gets `GONE`."""
+        """Forgets the content posted under a key: a later fetch gets `GONE`."""
         with self._lock:
             self._posted.pop(key, None)
             self._readers.pop(key, None)
@@ -110,7 +125,7 @@ class Mailbox:
             while len(self._forgotten) > 100 * KEPT:
                 self._forgotten.popitem(last=False)
 
-    def moved(self) -> np.ndarray | None:
+    def moved(self) -> Tree:
         """Returns the sum of all moves by `exchange` since the last call, or None.
 
         The worker must add it to the parameters that it shows next.
@@ -118,26 +133,24 @@ class Mailbox:
         with self._lock:
             moved = self._moved
             if moved is not None:
-                self._flat = self._current()  # peers see it moved until the next `show`
+                self._shown = self._current()  # peers see it moved until the next `show`
             self._moved = None
             return moved
 
-    def close(self) -> np.ndarray | None:
+    def close(self) -> Tree:
         """Returns `moved` for the last time: later exchanges move neither worker."""
         with self._lock:
             self._closed = True
             return self.moved()
 
-    def contributed(self, number: int) -> tuple[Snapshot, Any]:
+    def contributed(self, number: int) -> tuple[Snapshot, Tree]:
         """Returns the worker's own `contribution` to a mean, and its quantization error.
 
-        The contribution is as it arrives at others. The error is 0 if it is not finite.
+        The contribution is as it arrives at others. The error is None if nothing is
+        rounded.
         """
-        traveling, exact = self._contribution(number)
-        arrived = unpack(traveling)
-        if not self.is_narrow or not finite(exact):
-            return arrived, np.float32(0)
-        return arrived, exact - arrived.vector
+        _, arrives, error = self._contribution(number)
+        return arrives, error
 
     # Requests of peers. The answer is None until there is something to answer.
 
@@ -147,43 +160,42 @@ class Mailbox:
             return self.count(self._snapshot())
 
     def exchange(self, theirs: Any) -> Any:
-        """Moves this worker half the way to a peer; returns the vector the peer moves to.
+        """Moves this worker half the way to a peer; returns the tree the peer moves to.
 
-        Both move, so that their sum does not change. If either vector is not finite, this
+        Both move, so that their sum does not change. If either tree is not finite, this
         worker stays where it is, and the peer must do the same.
         """
         given = unpack(theirs)
         with self._lock:
             if (snapshot := self._snapshot()) is None:
                 return None
-            sent = theirs if self._closed else snapshot.vector
-            with np.errstate(invalid="ignore", over="ignore"):
-                half = (given - unpack(sent)) / 2
+            sent = theirs if self._closed else snapshot.params
+            half = half_way(unpack(sent), given)
             if finite(half) and not self._closed:
-                self._moved = half if self._moved is None else self._moved + half
+                moved = self._moved
+                self._moved = half if moved is None else combined(operator.add, moved, half)
             return self.count(sent)
 
     def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
-        """Returns the vector posted under a key, or a part of it; `GONE` if forgotten."""
+        """Returns the content posted under a key, or a part of a vector; `GONE` if gone."""
         with self._lock:
-            if (vector := self._posted.get(key)) is None:
+            if (content := self._posted.get(key)) is None:
                 return GONE if key in self._forgotten else None
-            if callable(vector):
-                vector = self._posted[key] = vector()
+            if callable(content):
+                content = self._posted[key] = content()
             if key in self._readers:
                 self._readers[key] -= 1
                 if not self._readers[key]:
                     self.drop(key)
-            whole = part == slice(None) or not isinstance(vector, np.ndarray)
-            return self.count(vector if whole else vector[part])
+            return self.count(content if part == slice(None) else content[part])
 
     def contribution(self, number: int) -> Snapshot | None:
         """Returns the contribution to mean `number`: the snapshot when first asked.
 
-        Its vector is the difference to the reference, see `show`.
+        Its tree is the difference to the reference, see `show`.
         """
         with self._lock:
-            if self._vector is None:
+            if self._params is None:
                 return None
             return self.count(self._contribution(number)[0])
 
@@ -212,26 +224,34 @@ class Mailbox:
         """Wakes requests that wait for a post under a key, or for `show` (None)."""
         self._lock.notify_all()
 
-    def _contribution(self, number: int) -> tuple[Snapshot, np.ndarray]:
+    def _contribution(self, number: int) -> tuple[Snapshot, Snapshot, Tree]:
         with self._lock:
             if number not in self._contributed:
                 exact = self._current()
                 if self._reference is not None:
-                    exact = exact - self._reference
-                traveling = Snapshot(self.packed(exact), self._measure)
-                self._contributed[number] = traveling, exact
+                    exact = combined(operator.sub, exact, self._reference)
+                packed, arrives, error = self.encoded(exact)
+                snapshot = lambda tree: Snapshot(tree, self._measure)
+                self._contributed[number] = snapshot(packed), snapshot(arrives), error
                 while len(self._contributed) > CONTRIBUTED:
                     self._contributed.popitem(last=False)
             return self._contributed[number]
 
     def _snapshot(self) -> Snapshot | None:
         """Returns the published worker, packed."""
-        if self._vector is None:
+        if self._params is None:
             return None
         return Snapshot(self.packed(self._current()), self._measure)
 
-    def _current(self) -> np.ndarray:
-        assert self._vector is not None
-        if self._flat is None:
-            self._flat = np.asarray(self._vector())
-        return self._flat if self._moved is None else self._flat + self._moved
+    def _current(self) -> Tree:
+        assert self._params is not None
+        if self._shown is None:
+            self._shown = self._params()
+        if self._moved is None:
+            return self._shown
+        return combined(operator.add, self._shown, self._moved)
+
+
+def half_way(tree: Tree, other: Tree) -> Tree:
+    """Returns the move by half the way from a tree to another one."""
+    return combined(lambda x, y: (y - x) / 2, tree, other)

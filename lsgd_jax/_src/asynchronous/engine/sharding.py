@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.checks import check_all_auto
-from lsgd_jax._src.layouts import Layouts, keys
+from lsgd_jax._src.layouts import Layouts
 from lsgd_jax._src.trees import Tree
 
 
@@ -25,8 +25,7 @@ class Sharding:
     """The layout of one worker's parameters, and of all trees that are like them.
 
     A leaf lies as the parameter of the same shape whose path ends most alike, such as the
-    anchor of ``params['dense']['kernel']``. Without one, it lies as all parameters of its
-    shape do. Other leaves are replicated.
+    anchor of ``params['dense']['kernel']``. Other leaves are replicated.
 
     Args:
       mesh: the devices of the island.
@@ -35,16 +34,12 @@ class Sharding:
     """
 
     def __init__(self, mesh: Mesh, params: Tree, specs: Iterable[Spec]):
-        each = list(specs)
-        self.mesh, self._layouts = mesh, Layouts((params,), each)
-        self._of_shape: dict[tuple[int, ...], set[Spec]] = {}
-        for leaf, spec in zip(jax.tree.leaves(params), each):
-            self._of_shape.setdefault(leaf.shape, set()).add(spec)
+        self.mesh, self._layouts = mesh, Layouts((params,), specs)
 
     def of(self, tree: Tree) -> Tree:
         """Returns the sharding of every leaf."""
-        named = lambda path, x: NamedSharding(self.mesh, self._spec(keys(path), _shape(x)))
-        return jax.tree_util.tree_map_with_path(named, tree)
+        specs = self._layouts.specs(tree)
+        return jax.tree.map(lambda x, spec: NamedSharding(self.mesh, spec), tree, specs)
 
     def put(self, tree: Tree) -> Tree:
         """Returns a tree of arrays on the devices; each receives only its shards."""
@@ -53,12 +48,6 @@ class Sharding:
     def constrain(self, tree: Tree) -> Tree:
         """Returns the tree, in this layout; for compiled functions."""
         return lax.with_sharding_constraint(tree, self.of(tree))
-
-    def _spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Spec:
-        if (spec := self._layouts.spec(path, shape)) is not None:
-            return spec
-        alike = self._of_shape.get(shape, ())
-        return next(iter(alike)) if len(alike) == 1 else Spec()
 
 
 def constrained(tree: Tree, sharding: Sharding | None) -> Tree:
@@ -72,6 +61,11 @@ def cpu() -> jax.Device | None:
     with contextlib.suppress(RuntimeError):
         return jax.local_devices(backend="cpu")[0]
     return None
+
+
+def on_cpu(sharding: Sharding | None) -> contextlib.AbstractContextManager:
+    """Computes on the CPU in the `with` block in an island, of which no device has room."""
+    return contextlib.nullcontext() if sharding is None else jax.default_device(cpu())
 
 
 def placed_like(tree: Tree, other: Tree) -> Tree:

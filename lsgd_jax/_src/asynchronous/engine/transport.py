@@ -7,21 +7,15 @@ simulator. A call starts at once and returns an `asyncio.Task`.
 
 import abc
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from lsgd_jax._src.asynchronous.engine.collective import Collectives
+from lsgd_jax._src.asynchronous.engine.contents import unpack
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError
 from lsgd_jax._src.asynchronous.engine.mailbox import GONE, Mailbox
-from lsgd_jax._src.asynchronous.engine.vectors import unpack
-
-
-class UnreachableError(TimeoutError):
-    """Raised when a peer or the coordinator does not answer within the timeout."""
-
-
-class StaleWorkerError(RuntimeError):
-    """Raised when the others went on without this worker, which must take over from one."""
+from lsgd_jax._src.trees import Tree
 
 
 class GridPosition(NamedTuple):
@@ -70,13 +64,16 @@ class Transport(abc.ABC):
       position: the worker's position in the grid.
       timeout: seconds that it waits for a worker that does not come or answer.
       mailbox: answers the requests of peers while the worker computes.
-      timed: sums and broadcasts whose time is simulated, or None.
     """
 
     position: GridPosition
     timeout: float
     mailbox: Mailbox
-    timed: Any = None
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """Sums, gathers and broadcasts; an engine may have its own."""
+        return Collectives(self)
 
     @abc.abstractmethod
     def now(self) -> float:
@@ -94,7 +91,7 @@ class Transport(abc.ABC):
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls a method of the coordinator."""
 
-    async def moved(self) -> np.ndarray | None:
+    async def moved(self) -> Tree:
         """Returns the moves that peers have left in this mailbox, see `Mailbox.moved`."""
         return self.mailbox.moved()
 

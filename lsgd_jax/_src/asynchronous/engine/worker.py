@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsgd_jax._src.asynchronous.engine.coordinator import Claim, Report, Status
-from lsgd_jax._src.asynchronous.engine.transport import (
-    StaleWorkerError,
-    Transport,
-    UnreachableError,
+from lsgd_jax._src.asynchronous.engine.contents import (
+    as_vector,
+    finite,
+    on_host,
 )
-from lsgd_jax._src.asynchronous.engine.vectors import finite, flat_of
+from lsgd_jax._src.asynchronous.engine.coordinator import Claim, Report, Status
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
+from lsgd_jax._src.asynchronous.engine.sharding import sharding_of
+from lsgd_jax._src.asynchronous.engine.transport import Transport
 from lsgd_jax._src.trees import Tree
 
 
@@ -58,7 +60,7 @@ class Method(Protocol):
     Attributes:
       period: steps per worker between rounds of the coordinator, or None.
       window: number of losses in a worker's score.
-      wire: the format in which whole vectors travel.
+      wire: the format in which whole parameters travel.
     """
 
     @property
@@ -91,9 +93,10 @@ class Worker:
       count: local steps taken.
       number: rounds of the coordinator that it knows of.
       loss: at x.
+      sharding: the layout of the parameters over several devices, or None.
       is_finite: whether the parameters are finite, as far as the method checks.
-      measure: see `Snapshot`.
-      reference: is subtracted from contributions to means, see `Mailbox.show`.
+      measure, reference: return what is published beside the parameters, see
+        `Mailbox.show`.
       report: its progress, for the coordinator.
       status: the coordinator's last answer, or None.
     """
@@ -111,15 +114,15 @@ class Worker:
         self.params, self.opt_state, self.own = training.init(index)
         self.x, self.count, self.loss = self.params, 0, np.nan
         self.resumed, self._has_stepped, self._kept = False, False, None
-        self.flat = flat_of(self.params)
+        self.sharding = sharding_of(self.params)
         self._losses: deque[float] = deque(maxlen=method.window)
         self.report, self.number = Report(), 0
         self.status: Status | None = None
         self._told: asyncio.Task[Status] | None = None
         self._asked: tuple[int, asyncio.Task[Claim]] | None = None
         self.is_finite: Any = True
-        self.measure = 0.0
-        self.reference: np.ndarray | None = None
+        self.measure: Callable[[], float] = lambda: 0.0
+        self.reference: Callable[[], Tree] = lambda: None
         self.method = method.bind(self, steps)
         transport.mailbox.state = self.state
 
@@ -135,14 +138,18 @@ class Worker:
         return mean if math.isfinite(mean) else math.inf
 
     def vector(self) -> np.ndarray:
-        """The parameters as one vector."""
-        return self.flat.vector(self.params)
+        """The parameters as one vector, float32 [n]."""
+        return as_vector(self.params)
+
+    def on_host(self) -> Tree:
+        """The parameters that hold floats, in the host's memory."""
+        return on_host(self.params)
 
     def publish(self) -> None:
         """Shows the present parameters to peers."""
         params = self.params
-        vector = lambda: self.flat.vector(params)
-        self.transport.mailbox.show(vector, self.measure, self.reference)
+        shown = lambda: on_host(params)
+        self.transport.mailbox.show(shown, self.measure(), self.reference())
 
     async def granted(self, join: Callable[[int], Awaitable[None]], ahead: bool) -> bool:
         """Returns whether the next step is granted; joins the rounds that are due first.
@@ -301,7 +308,7 @@ class Worker:
                 state = await self.wait(self.transport.ask(peer, "state"))
             except UnreachableError:
                 continue
-            if state is not None and finite(self.flat.vector(state["params"])):
+            if state is not None and finite(on_host(state["params"])):
                 break
         else:
             state = self.restore()

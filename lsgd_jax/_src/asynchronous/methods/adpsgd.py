@@ -3,17 +3,20 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
-
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.contents import finite
+from lsgd_jax._src.asynchronous.engine.mailbox import half_way
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
+    FreeRunning,
+    InFlight,
+)
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class ADPSGD:
+class ADPSGD(FreeRunning):
     r"""Asynchronous decentralized parallel SGD.
 
     Workers with an even index are active, workers with an odd index passive. Before a step
@@ -53,18 +56,12 @@ class ADPSGD:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
-
-    def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("window", self.window)
-
     def bind(self, worker: Worker, steps: int) -> "ADPSGDWorker":
         """Returns the method in one worker."""
         return ADPSGDWorker(self, worker)
 
 
-class ADPSGDWorker(FreeRunningWorker):
+class ADPSGDWorker(Driver):
     """AD-PSGD in one worker."""
 
     def __init__(self, method: ADPSGD, worker: Worker):
@@ -73,39 +70,18 @@ class ADPSGDWorker(FreeRunningWorker):
         others = range(int(self._is_active), worker.transport.position.workers, 2)
         super().__init__(worker, others, seed=(method.seed, worker.index))
 
-    async def before_step(self) -> bool:
-        """Returns whether there is another step to take; an active worker asks a peer."""
-        if not await super().before_step():
-            await self._finish()
-            return False
-        self._ask()
-        return True
-
-    async def after_step(self) -> None:
+    async def land_arrived(self) -> None:
         """Moves by an answer that has arrived, and as active workers have left it."""
-        await self._move()
-        self.worker.publish()
-
-    def sent(self) -> None:
-        """Publishes the parameters after a step of the program, see `Peer`."""
-        self.worker.publish()
-
-    async def receive(self) -> None:
-        """Moves as peers have moved this worker, and asks another one."""
-        await self._move()
-        self._ask()
-
-    async def _move(self) -> None:
-        await self.land_arrived()
+        await super().land_arrived()
         self._follow(await self.transport.moved())
 
-    def _follow(self, moved: np.ndarray | None) -> None:
+    def _follow(self, moved: Tree) -> None:
         """Moves as peers have moved the parameters, unless these have been replaced."""
         was_replaced, self._was_replaced = self._was_replaced, False
         if moved is not None and not was_replaced:
             self.shift(moved)
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Asks a random peer; a passive worker does so only if it is not finite."""
         asks = self._is_active or not self.is_finite
         if self.in_flight or not asks or (peer := self.peers.choose()) is None:
@@ -114,7 +90,7 @@ class ADPSGDWorker(FreeRunningWorker):
             self.ask_snapshot(peer)
             return
         # The quantization error stays here, so that the sum of the two does not change.
-        packed, sent = self.transport.mailbox.encoded(self.worker.vector())
+        packed, sent, _ = self.transport.mailbox.encoded(self.worker.on_host())
         self.transport.mailbox.count(packed)
         answer = self.transport.ask(peer, "exchange", packed)
         self.in_flight[0] = InFlight(answer, self.worker.count, peer, sent)
@@ -122,23 +98,21 @@ class ADPSGDWorker(FreeRunningWorker):
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Moves half the way to a peer; takes the peer's snapshot if not finite."""
         if request.sent is None:
-            if self.is_finite or not self.pull(answer.vector, 1.0, False):
+            if self.is_finite or not self.pull(answer.params, 1.0, False):
                 return
             self._was_replaced = True
         else:
-            with np.errstate(invalid="ignore", over="ignore"):
-                half = (answer - request.sent) / 2
+            half = half_way(request.sent, answer)
             if not finite(half):
                 return
             self.shift(half)
         self.note_staleness(request)
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
         """Lands the last request and the last moves; later exchanges move no worker."""
         if self.in_flight:
             await self.land()
         self._follow(self.transport.mailbox.close())
-        self.worker.publish()
 
     def take_over(self, state: Any) -> None:
         """Discards moves that were meant for other parameters."""

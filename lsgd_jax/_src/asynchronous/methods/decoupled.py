@@ -3,41 +3,51 @@
 import asyncio
 import dataclasses
 import functools
-import itertools
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lsgd_jax._src import trees
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, check_wire, finite, unpack
+from lsgd_jax._src.asynchronous.engine.contents import (
+    Snapshot,
+    combined,
+    finite,
+    on_host,
+    unpack,
+)
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError
+from lsgd_jax._src.asynchronous.engine.sharding import on_cpu
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.diloco import delayed_nesterov, encoded
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
+from lsgd_jax._src.asynchronous.methods.anchors import (
+    AnchorWorker,
+    Outer,
+    delayed_nesterov,
+)
+from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
 from lsgd_jax._src.checks import (
-    check_fraction,
     check_not_negative,
     check_option,
     check_positive_int,
 )
 from lsgd_jax._src.exchange import parts
-from lsgd_jax._src.methods.merging import CANCELS, Merge
+from lsgd_jax._src.methods.merging import MERGES, Merge
+from lsgd_jax._src.trees import Tree, floats
+from lsgd_jax._src.wire.group import Group
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 LAGS = 64  # answers that the grace is computed from
 LEAST = 0.1  # steps that a turn stays open at least after its quorum
-AHEAD, BEHIND = 4, 8  # turns for which a worker keeps its answers, and its results
+AHEAD = 4  # turns for which a worker keeps its answers
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoupledDiLoCo:
+class DecoupledDiLoCo(FreeRunning):
     r"""DiLoCo in fragments, whose turns close with a quorum, so that no worker ever waits.
 
     The parameters are cut into F fragments. Turn t = 1, 2, … moves the anchor
@@ -120,12 +130,12 @@ class DecoupledDiLoCo:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
+    positive = ("local_steps", "fragments", "window")
+    not_negative = ("learning_rate", "deviations")
+    fractions = ("momentum", "mixing")
 
     def __post_init__(self):
-        check_wire(self.wire)
-        for name in ("local_steps", "fragments", "window"):
-            check_positive_int(name, getattr(self, name))
+        super().__post_init__()
         if self.local_steps % self.fragments:
             raise ValueError(
                 f"`local_steps` must be divisible by fragments={self.fragments}, got "
@@ -133,10 +143,6 @@ class DecoupledDiLoCo:
             )
         if self.quorum is not None:
             check_positive_int("quorum", self.quorum)
-        check_not_negative("learning_rate", self.learning_rate)
-        check_not_negative("deviations", self.deviations)
-        for name in ("momentum", "mixing"):
-            check_fraction(name, getattr(self, name))
         check_option("merge", self.merge, get_args(Merge))
         for tokens in self.tokens or ():
             check_not_negative("tokens", tokens)
@@ -146,63 +152,57 @@ class DecoupledDiLoCo:
         return DecoupledDiLoCoWorker(self, worker)
 
 
-class DecoupledDiLoCoWorker(FreeRunningWorker):
+class DecoupledDiLoCoWorker(AnchorWorker):
     """Decoupled DiLoCo in one worker.
 
     Attributes:
-      turn: the last turn that the worker knows; 0 is the start.
-      outers: for each fragment its anchor and momentum, concatenated: float32 [2 n_p].
       received: for each fragment the own step after which the worker received it.
     """
 
     kept = ("turn", "outers", "received")
+    behind = 8
 
     def __init__(self, method: DecoupledDiLoCo, worker: Worker):
         index, workers = worker.index, worker.transport.position.workers
-        super().__init__(worker, [i for i in range(workers) if i != index])
         if method.tokens is not None and len(method.tokens) != workers:
             raise ValueError(
                 f"`tokens` must be a number for each of {workers} workers, got "
                 f"tokens={method.tokens}"
             )
+        super().__init__(
+            worker,
+            delayed_nesterov(method.learning_rate, method.momentum, every=1),
+            [parts.fragment(i, method.fragments) for i in range(method.fragments)],
+            peers=[i for i in range(workers) if i != index],
+        )
         self._method, self._count = method, method.fragments
         self._period = method.local_steps // self._count  # steps between two turns
         self._tokens = 1.0 if method.tokens is None else method.tokens[index]
         self._quorum = method.quorum or workers // 2 + 1
-        averaged = (lambda path: True) if method.merge == "mean" else method.averaged
-        self._cuts = fragments_of(worker.params, method.fragments, averaged)
-        start = worker.vector()
-        zeros = np.zeros_like(start)
-        self.outers = [np.concatenate([start[c.run], zeros[c.run]]) for c in self._cuts]
-        self.turn, self.received = 0, [0] * self._count
+        self.received = [0] * self._count
         self._sent = 0  # own step after which it last began or fetched a turn
         self._lags: deque[float] = deque(maxlen=LAGS)
-        # Quantization errors of the fragments that this worker moved, added to the next.
-        self._errors: list[Any] = [np.float32(0)] * self._count
-        self._posted: deque[int] = deque()
 
     def _fragment(self, number: int) -> int:
         return (number - 1) % self._count
 
-    @property
-    def _anchor(self) -> np.ndarray:
-        return np.concatenate([half(outer) for outer in self.outers])
-
     # On every step
 
-    async def after_step(self) -> None:
-        """Applies the fragment that has arrived, and begins the turn that is due."""
+    async def land_arrived(self) -> None:
+        """Applies the fragment that has arrived, as far as turns are known to be over."""
         await self.worker.hear()
-        await self.land_arrived()
+        await super().land_arrived()
+
+    async def done(self) -> None:
+        """Restores the worker if it is not finite, and begins the turn that is due."""
         if not self.is_finite and not self.has_diverged:
-            self.pull(self._anchor, 1.0, False)
+            self.pull(self.anchor, 1.0, False)
             self.received = [self.worker.count] * self._count
         self._post_answers()
         if not self.in_flight and (numbers := self._due()):
             turns = self._turns({number: self._offer(number) for number in numbers})
             self.in_flight[0] = InFlight(self.transport.start(turns), self.worker.count)
             self._sent = self.worker.count
-        self.worker.publish()
 
     def _post_answers(self) -> None:
         """Leaves this worker's answers to the next turns, one per fragment."""
@@ -229,29 +229,32 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
     def _offer(self, number: int) -> Callable[[], Snapshot]:
         """Returns a function that makes this worker's answer to a turn."""
         worker, p = self.worker, self._fragment(number)
-        params, outer, run = worker.params, self.outers[p], self._cuts[p].run
+        params, anchor, fragment = worker.params, self.outers[p].anchor, self.fragments[p]
         steps = self._steps(number)
         weight = learner_weight(self._tokens * steps, steps)
 
         def answer() -> Snapshot:
-            delta = half(outer) - worker.flat.vector(params)[run]
+            mine = on_host(parts.select(fragment, floats(params)))
+            delta = combined(operator.sub, anchor, mine)
             return Snapshot(self.transport.mailbox.packed(delta), weight)
 
         return answer
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Takes over the fragments of some turns, but for those that were lost."""
-        worker, moved = self.worker, self.worker.vector().copy()
+        worker, moved = self.worker, self.worker.on_host()
+        mixed = lambda a, y: a + self._method.mixing * (y - a)
         for number, outer in answer.items():
             self.transport.mailbox.drop(("fragment", number))
-            self.turn = worker.report.rounds = number
+            self.know(number)
             if outer is None:
                 continue
             p = self._fragment(number)
-            run, anchor = self._cuts[p].run, half(outer)
-            self.outers[p], self.received[p] = outer, worker.count
-            self.has_diverged |= not finite(outer)
-            moved[run] = anchor + self._method.mixing * (moved[run] - anchor)
+            self.take(p, outer)
+            self.received[p] = worker.count
+            mine = parts.select(self.fragments[p], moved)
+            mine = combined(mixed, outer.anchor, mine)
+            moved = parts.put_back(self.fragments[p], mine, moved)
         self.note_staleness(request)
         if self.has_diverged:
             worker.is_finite = False
@@ -262,33 +265,24 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
 
     async def _turns(
         self, offers: dict[int, Callable[[], Snapshot]]
-    ) -> dict[int, np.ndarray | None]:
+    ) -> dict[int, Outer | None]:
         """Takes turns, or fetches their fragments from the workers that have taken them.
 
         Args:
           offers: for each turn a function that makes this worker's answer.
 
         Returns:
-          For each turn anchor and momentum after it, or None if their holder has failed.
+          For each turn the outer state after it, or None if their holder has failed.
         """
         return {number: await self._turn(number, offers[number]) for number in offers}
 
-    async def _turn(self, number: int, offer: Callable[[], Snapshot]) -> np.ndarray | None:
-        transport, me = self.transport, self.worker.index
-        taker = min(await transport.round(("turn", number), None, [me]))
-        if taker != me:
-            try:
-                return await transport.ask(taker, "fetch", ("anchor", number))
-            except (UnreachableError, StaleWorkerError):
-                return None
+    async def _turn(self, number: int, offer: Callable[[], Snapshot]) -> Outer | None:
+        taker = min(await self.transport.round(("turn", number), None, [self.worker.index]))
+        if taker != self.worker.index:
+            return await self.fetch(taker, number)
         p = self._fragment(number)
         outer = self._moved(p, await self._answers(number, offer()))
-        message, outer, self._errors[p] = encoded(transport.mailbox, outer, self._errors[p])
-        transport.mailbox.post(("anchor", number), message)
-        self._posted.append(number)
-        if len(self._posted) > BEHIND:
-            transport.mailbox.drop(("anchor", self._posted.popleft()))
-        return outer
+        return self.give(p, outer, number)
 
     async def _answers(self, number: int, mine: Snapshot) -> dict[int, Snapshot]:
         """Returns the answers of a quorum, and those that arrive within the grace.
@@ -299,13 +293,14 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         given, met = {self.worker.index: unpack(mine)}, math.inf
 
         async def bring(i: int) -> None:
+            fetch = transport.ask(i, "fetch", ("fragment", number))
             try:
-                given[i] = await transport.ask(i, "fetch", ("fragment", number))
-            except UnreachableError:
-                return self.peers.failed(i)
+                answer = await self.peers.answer(i, fetch)
             except StaleWorkerError:
                 return  # it has received this turn's fragment already
-            self.peers.answered(i)
+            if answer is None:
+                return
+            given[i] = answer
             if (lag := transport.now() - met) >= 0:
                 self._lags.append(lag)
 
@@ -327,73 +322,26 @@ class DecoupledDiLoCoWorker(FreeRunningWorker):
         wanted = adaptive_deadline(self._lags, deviations) if self._lags else step
         return max(LEAST * step, min(wanted, self._period * step - waited))
 
-    def _moved(self, p: int, answers: dict[int, Snapshot]) -> np.ndarray:
-        """Returns anchor and momentum after the answers of a turn."""
+    def _moved(self, p: int, answers: dict[int, Snapshot]) -> Outer:
+        """Returns the outer state after the answers of a turn."""
         outer, method = self.outers[p], self._method
-        deltas = np.zeros([self.transport.position.workers, outer.size // 2], np.float32)
-        weights = np.zeros(len(deltas), np.float32)
-        for i, (delta, weight) in answers.items():
-            if weight > 0 and finite(delta):
-                deltas[i], weights[i] = delta, weight
-        if not weights.any():
+        counts = lambda answer: answer.measure > 0 and finite(answer.params)
+        given = {i: answer for i, answer in answers.items() if counts(answer)}
+        if not given:
             return outer
-        weights /= weights.sum()
-        with self.worker.flat.on_host():
-            delta = merged(deltas, weights, self._cuts[p].tensors)
-            return np.asarray(
-                delayed_nesterov(
-                    outer, delta, 1, method.learning_rate, method.momentum, every=1
-                )
-            )
+        # One shape at any number of answers, so that the merge is compiled once.
+        nothing = Snapshot(combined(np.zeros_like, outer.anchor), 0.0)
+        rows = [given.get(i, nothing) for i in range(self.transport.position.workers)]
+        deltas = combined(lambda *x: np.stack(x), *(row.params for row in rows))
+        weights = np.array([row.measure for row in rows], np.float32)
+        with on_cpu(self.worker.sharding):
+            delta = merged(deltas, weights / weights.sum(), method.merge, method.averaged)
+        return self.moved(outer, delta, self.turn)
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's turn and fragments."""
         super().take_over(state)
-        self.worker.report.rounds, self._sent = self.turn, self.worker.count
-        self.has_diverged = not all(map(finite, self.outers))
-        self._errors = [np.float32(0)] * self._count
-
-
-def half(outer: np.ndarray) -> np.ndarray:
-    """Returns the anchor of a fragment, the first half of its outer state."""
-    return outer[: outer.size // 2]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """A fragment of a flat vector.
-
-    Attributes:
-      run: its elements.
-      tensors: (elements, whether it takes the weighted mean) of each of its tensors.
-    """
-
-    run: slice
-    tensors: tuple[tuple[int, bool], ...]
-
-
-def fragments_of(
-    params: Any, count: int, averaged: Callable[[str], bool] | None = None
-) -> list[Cut]:
-    """Returns the fragments of the flat vector of a tree.
-
-    Raises:
-      ValueError: more fragments than tensors.
-
-    >>> fragments_of({"a": jnp.zeros(4), "b": jnp.zeros(3)}, 1, lambda path: path == "a")
-    [Cut(run=slice(0, 7, None), tensors=((4, True), (3, False)))]
-    """
-    held = trees.floats(params)
-    mean = [False] * len(jax.tree.leaves(held))
-    if averaged is not None:
-        mean = parts.taken(averaged, held)
-    tensors = [(x.size, each) for x, each in zip(jax.tree.leaves(held), mean)]
-    ends, cuts = list(itertools.accumulate((n for n, _ in tensors), initial=0)), []
-    for i in range(count):
-        mine = np.flatnonzero(parts.runs_of(parts.fragment(i, count), held))
-        first, last = int(mine[0]), int(mine[-1]) + 1
-        cuts.append(Cut(slice(ends[first], ends[last]), tuple(tensors[first:last])))
-    return cuts
+        self._sent = self.worker.count
 
 
 def learner_weight(tokens: float, steps: int) -> float:
@@ -412,27 +360,29 @@ def adaptive_deadline(lags: Sequence[float], deviations: float) -> float:
     return float(median + deviations * np.median(np.abs(seconds - median)))
 
 
-@functools.partial(jax.jit, static_argnames="tensors")
-def merged(deltas: Array, weights: Array, tensors: tuple[tuple[int, bool], ...]) -> Array:
-    """Returns the merge of some flat pseudo-gradients, tensor by tensor.
+@functools.partial(jax.jit, static_argnames=("merge", "averaged"))
+def merged(
+    deltas: Tree,
+    weights: Array,
+    merge: Merge,
+    averaged: Callable[[str], bool] | None = None,
+) -> Tree:
+    """Returns the merge of some pseudo-gradients.
 
     Args:
-      deltas: float32 [W, n].
+      deltas: a tree of [W, ...].
       weights: float32 [W], of sum 1.
-      tensors: (elements, whether it takes the weighted mean) of each tensor. Otherwise it
-        has the mean norm along the mean direction.
+      merge, averaged: see `DecoupledDiLoCo`.
     """
-    ends = list(itertools.accumulate(size for size, _ in tensors))[:-1]
-    each = zip(jnp.split(deltas, ends, axis=1), tensors)
-    return jnp.concatenate(
-        [weights @ x if mean else _radial_mean(x, weights) for x, (_, mean) in each]
-    )
+    group = Group("local")
 
+    def one(delta: Tree, weight: Array) -> Tree:
+        by = lambda name: MERGES[name](group, delta, weights[:, None], weight > 0)
+        if averaged is None:
+            return by(merge)
+        leaves, treedef = jax.tree.flatten(by(merge))
+        each = zip(parts.taken(averaged, delta), jax.tree.leaves(by("mean")), leaves)
+        return treedef.unflatten(mean if is_mean else x for is_mean, mean, x in each)
 
-def _radial_mean(deltas: Array, weights: Array) -> Array:
-    norms = jnp.linalg.norm(deltas, axis=1)
-    directions = deltas / jnp.where(norms > 0, norms, 1)[:, None]
-    direction = weights @ directions
-    length = jnp.linalg.norm(direction)
-    radial = (weights @ norms) * direction / jnp.where(length > 0, length, 1)
-    return jnp.where(length > CANCELS, radial, weights @ deltas)
+    equal = jax.vmap(one, axis_name="local")(deltas, weights)
+    return jax.tree.map(lambda x: x[0], equal)

@@ -1,25 +1,21 @@
 """Asynchronous DiLoCo: pseudo-gradients move an anchor as they arrive."""
 
 import dataclasses
-import functools
 import itertools
+import operator
 from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.contents import combined
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import (
-    check_fraction,
-    check_not_negative,
-    check_option,
-    check_positive_int,
+from lsgd_jax._src.asynchronous.methods.anchors import (
+    AnchorWorker,
+    Outer,
+    delayed_nesterov,
+    or_none,
 )
+from lsgd_jax._src.asynchronous.methods.driver import FreeRunning, InFlight
+from lsgd_jax._src.checks import check_option, check_positive_int
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -27,7 +23,7 @@ Weights = Literal["steps", "equal"]
 
 
 @dataclasses.dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(FreeRunning):
     r"""DiLoCo whose workers send their pseudo-gradients without waiting for each other.
 
     Worker i starts from the anchor a and takes :math:`H_i = H v_i / \max_j v_j` local
@@ -93,67 +89,46 @@ class DiLoCo:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
+    positive = ("local_steps", "window")
+    not_negative = ("learning_rate", "delay")
+    fractions = ("momentum",)
 
     def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("local_steps", self.local_steps)
-        check_not_negative("learning_rate", self.learning_rate)
-        check_fraction("momentum", self.momentum)
+        super().__post_init__()
         if self.momentum_every is not None:
             check_positive_int("momentum_every", self.momentum_every)
         check_option("weights", self.weights, get_args(Weights))
-        check_not_negative("delay", self.delay)
-        check_positive_int("window", self.window)
 
     def bind(self, worker: Worker, steps: int) -> "DiLoCoWorker":
         """Returns the method in one worker."""
         return DiLoCoWorker(self, worker)
 
 
-class DiLoCoWorker(FreeRunningWorker):
+class DiLoCoWorker(AnchorWorker):
     """Asynchronous DiLoCo in one worker.
 
     Attributes:
-      turn: the last turn that the worker knows; 0 is the start.
-      outer: the outer state after it, see `delayed_nesterov`.
-      begun: own step after which the worker started from that anchor.
+      begun: own step after which the worker started from the anchor.
     """
 
-    kept = ("turn", "outer", "begun")
+    kept = ("turn", "outers", "begun")
 
     def __init__(self, method: DiLoCo, worker: Worker):
-        super().__init__(worker)
         workers = worker.transport.position.workers
-        self._method = method
-        self._every = method.momentum_every or (1 if method.together else workers)
-        start = worker.vector()
-        rest = np.zeros([start.size if self._every == 1 else 2 * start.size], np.float32)
-        self._set(0, np.concatenate([start, rest]))
-        # Quantization error of the outer states that this worker gave to others. It is
-        # added to the next one, so that no pseudo-gradient is lost.
-        self._error: Any = np.float32(0)
-        self.begun = 0
+        every = method.momentum_every or (1 if method.together else workers)
+        outer = delayed_nesterov(method.learning_rate, method.momentum, every)
+        super().__init__(worker, outer, [None])
+        self._method, self.begun = method, 0
         self._sent = 0  # own step after which it last sent a pseudo-gradient
-        self._posted: list[int] = []
 
-    def _set(self, turn: int, outer: np.ndarray) -> None:
-        self.turn, self.outer, self.worker.report.rounds = turn, outer, turn
-        self.has_diverged = not finite(outer)
-
-    @property
-    def _anchor(self) -> np.ndarray:
-        return self.outer[: self.worker.flat.size]
-
-    async def after_step(self) -> None:
-        """Lands the anchor that has arrived and sends the pseudo-gradient that is due."""
-        count = self.worker.count
-        if not self.in_flight and count - self._sent >= self._local_steps:
+    def stepped(self) -> None:
+        """Sends the pseudo-gradient that is due."""
+        if not self.in_flight and self.worker.count - self._sent >= self._local_steps:
             self._send()
-        for request in list(self.in_flight.values()):
-            if request.answer.done() or count - request.since >= self._method.delay:
-                await self.land()
-        self.worker.publish()
+
+    def waits_for(self, request: InFlight) -> bool:
+        """Returns whether the steps of the delay are taken."""
+        return self.worker.count - request.since >= self._method.delay
 
     @property
     def _local_steps(self) -> int:
@@ -166,7 +141,7 @@ class DiLoCoWorker(FreeRunningWorker):
 
     def _send(self) -> None:
         worker, method, status = self.worker, self._method, self.worker.status
-        sent, weight = worker.vector(), 0.0
+        sent, weight = worker.on_host(), 0.0
         if self.is_finite:
             taken = worker.count - self.begun
             weight = taken / method.local_steps if method.weights == "steps" else 1.0
@@ -174,28 +149,30 @@ class DiLoCoWorker(FreeRunningWorker):
         if status is not None:
             turns = {i: status.reports[i].rounds for i in status.present} | turns
         holder = max(turns, key=turns.__getitem__)
-        turn = self._take_turn(self._anchor - sent, weight, turns[holder], holder)
+        gradient = combined(operator.sub, self.anchor, sent)
+        turn = self._take_turn(gradient, weight, turns[holder], holder)
         self.in_flight[0] = InFlight(self.transport.start(turn), worker.count, sent=sent)
         self._sent = worker.count
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Continues from an anchor. Without one, the local steps are sent the next time."""
-        worker, before = self.worker, self.turn
-        self._set(*answer)
+        worker, before, (turn, outer) = self.worker, self.turn, answer
+        self.know(turn)
+        self.take(0, outer)
         self.begun = request.since
-        worker.report.staleness = self.turn - 1 - before
+        worker.report.staleness = turn - 1 - before
         if self.has_diverged:
             worker.is_finite = False
         elif worker.count == request.since or not self.is_finite:
-            self.pull(self._anchor, 1.0, self.is_finite)
+            self.pull(self.anchor, 1.0, self.is_finite)
         else:
-            self.shift(self._anchor - request.sent)
+            self.shift(combined(operator.sub, self.anchor, request.sent))
 
     # A turn, while the worker takes local steps
 
     async def _take_turn(
-        self, gradient: np.ndarray, weight: float, known: int, holder: int
-    ) -> tuple[int, np.ndarray]:
+        self, gradient: Tree, weight: float, known: int, holder: int
+    ) -> tuple[int, Outer]:
         """Contributes a pseudo-gradient and returns (turn, outer state) of its turn.
 
         Args:
@@ -203,129 +180,56 @@ class DiLoCoWorker(FreeRunningWorker):
           known, holder: a turn that is over, and the worker that keeps its outer state.
         """
         transport, me = self.transport, self.worker.index
-        everyone = list(range(transport.position.workers))
+        together, everyone = self._method.together, list(range(transport.position.workers))
         holders = {known: holder}
         for number in itertools.count(known + 1):
-            if self._method.together:
-                transport.mailbox.post(("brought", number), gradient)
-            members = everyone if self._method.together else [me]
+            if together:
+                brought = transport.mailbox.packed(gradient)
+                transport.mailbox.post(("brought", number), brought)
+            members = everyone if together else [me]
             came = await transport.round(("turn", number), weight, members)
             if me in came:
                 break
             transport.mailbox.drop(("brought", number))
             holders[number] = min(came)
         if (first := min(came)) != me:
-            outer = message = await transport.ask(first, "fetch", ("anchor", number))
+            outer = await transport.ask(first, "fetch", ("anchor", number))
+            self.keep(transport.mailbox.packed(outer), number)
         else:
             outer = await self._moved(number, gradient, came, holders)
-            message, outer, self._error = encoded(transport.mailbox, outer, self._error)
+            outer = self.give(0, outer, number)
         transport.mailbox.drop(("brought", number))
-        transport.mailbox.post(("anchor", number), message)
-        self._posted.append(number)
-        if len(self._posted) > 2:  # the older one serves if the last one's holder fails
-            transport.mailbox.drop(("anchor", self._posted.pop(0)))
         return number, outer
 
     async def _moved(
-        self,
-        number: int,
-        gradient: np.ndarray,
-        came: dict[int, float],
-        holders: dict[int, int],
-    ) -> np.ndarray:
+        self, number: int, gradient: Tree, came: dict[int, float], holders: dict[int, int]
+    ) -> Outer:
         """Returns the outer state after the pseudo-gradients of a turn."""
-        transport, me = self.transport, self.worker.index
-        outer = await self._latest(holders)
+        outer, me = await self._latest(holders), self.worker.index
         requests = {
-            i: transport.ask(i, "fetch", ("brought", number))
+            i: self.transport.ask(i, "fetch", ("brought", number))
             for i, weight in came.items()
             if weight > 0 and i != me
         }
-        arrived = {me: gradient} | {i: await _or_none(r) for i, r in requests.items()}
-        given = {i: g for i, g in arrived.items() if came[i] > 0 and g is not None}
+        arrived = {me: gradient} | {i: await or_none(r) for i, r in requests.items()}
+        given = [i for i, g in arrived.items() if came[i] > 0 and g is not None]
         if not given:
             return outer
-        with self.worker.flat.on_host():
-            return self._outer_step(number, outer, given, came)
+        weights = [came[i] for i in given]
+        total = sum(weights) if self._method.together else 1.0
+        weighted = lambda *g: sum(w * x for w, x in zip(weights, g)) / total
+        delta = combined(weighted, *(arrived[i] for i in given))
+        return self.moved(outer, delta, number)
 
-    def _outer_step(
-        self,
-        number: int,
-        outer: np.ndarray,
-        given: dict[int, np.ndarray],
-        came: dict[int, float],
-    ) -> np.ndarray:
-        """Returns the outer state after some pseudo-gradients with their weights."""
-        method = self._method
-        total = sum(came[i] * g for i, g in given.items())
-        if method.together:
-            total = total / sum(came[i] for i in given)
-        return np.asarray(
-            delayed_nesterov(
-                outer, total, number, method.learning_rate, method.momentum, self._every
-            )
-        )
-
-    async def _latest(self, holders: dict[int, int]) -> np.ndarray:
+    async def _latest(self, holders: dict[int, int]) -> Outer:
         """The newest outer state whose holder answers, otherwise this worker's own."""
         for number, holder in sorted(holders.items(), reverse=True):
             if number > self.turn:
-                request = self.transport.ask(holder, "fetch", ("anchor", number))
-                if (outer := await _or_none(request)) is not None:
+                if (outer := await self.fetch(holder, number)) is not None:
                     return outer
-        return self.outer
+        return self.outers[0]
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's outer state."""
         super().take_over(state)
-        self._set(self.turn, self.outer)
-        self._sent, self._error = self.begun, np.float32(0)
-
-
-def encoded(mailbox: Mailbox, outer: np.ndarray, error: Any) -> tuple[Any, np.ndarray, Any]:
-    """Returns an outer state as a message, as peers receive it, and its new error.
-
-    Args:
-      mailbox: of the worker that sends it.
-      outer: the outer state, float32 [n].
-      error: the quantization error of the state before, which is added.
-    """
-    if not mailbox.is_narrow or not finite(outer):
-        return outer, outer, error
-    exact = outer + error
-    message, received = mailbox.encoded(exact)
-    return message, received, exact - received
-
-
-async def _or_none(request: Any) -> np.ndarray | None:
-    """The vector of a fetch; None if the peer has failed or has given up waiting."""
-    try:
-        return await request
-    except (UnreachableError, StaleWorkerError):
-        return None
-
-
-@functools.partial(jax.jit, static_argnames="every")
-def delayed_nesterov(
-    outer: Any, gradient: Any, turn: Any, learning_rate: Any, momentum: Any, every: int
-) -> Any:
-    r"""Returns the outer state after pseudo-gradient g of turn t = 1, 2, ….
-
-    .. math::
-      s &\leftarrow s + g \\
-      m &\leftarrow \beta m + s / N, \quad s \leftarrow 0 && \text{if } t \bmod N = 0 \\
-      a &\leftarrow a - \eta \, (g / N + \beta m \, [t \bmod N = 0])
-
-    Args:
-      outer: anchor a, momentum m and the sum s since m was renewed, concatenated: float32
-        [3 n], or [2 n] for N = 1, where s is always 0.
-      gradient: g, float32 [n].
-      turn, learning_rate, momentum, every: t, η, β, N.
-    """
-    anchor, m, s = jnp.split(outer, [gradient.size, 2 * gradient.size])
-    s = s + gradient if s.size else gradient
-    renewed = turn % every == 0
-    m = jnp.where(renewed, momentum * m + s / every, m)
-    step = gradient / every + jnp.where(renewed, momentum * m, 0)
-    moved = [anchor - learning_rate * step, m, jnp.where(renewed, 0, s)]
-    return jnp.concatenate(moved)[: outer.size]
+        self._sent = self.begun

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src.asynchronous.engine.coordinator import Status
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import check_fraction, check_positive_int
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
+    FreeRunning,
+    InFlight,
+)
 from lsgd_jax._src.trees import value_at
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class LSGD:
+class LSGD(FreeRunning):
     r"""Leader SGD whose workers never wait for each other.
 
     Every W τ steps of all workers together, each worker asks the leader of its node for its
@@ -61,15 +63,8 @@ class LSGD:
     loss_window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
-
-    def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("loss_window", self.loss_window)
-        for name in ("local", "global"):
-            check_positive_int(f"{name}_period", getattr(self, f"{name}_period"))
-            if not callable(pull := getattr(self, f"{name}_pull")):
-                check_fraction(f"{name}_pull", pull)
+    positive = ("local_period", "global_period", "loss_window")
+    fractions = schedules = ("local_pull", "global_pull")
 
     @property
     def window(self) -> int:
@@ -95,7 +90,7 @@ class Level(NamedTuple):
     period: int
 
 
-class LSGDWorker(FreeRunningWorker):
+class LSGDWorker(Driver):
     """Leader SGD in one worker. Each level has one request in flight at most."""
 
     kept = ("counted",)
@@ -107,14 +102,12 @@ class LSGDWorker(FreeRunningWorker):
         self.counted = [0] * len(levels)
         self._seen: list[dict[int, int]] = [{} for _ in levels]
 
-    async def after_step(self) -> None:
-        """Lands the snapshots that have arrived and asks for those that are due."""
-        await self.land_arrived()
+    async def done(self) -> None:
+        """Asks for the snapshots that are due."""
         if (status := self.worker.status) is not None:
             for k in range(len(self._levels)):
                 if self._is_due(k, status) and k not in self.in_flight:
                     self._ask_leader(k, status)
-        self.worker.publish()
 
     def _is_due(self, k: int, status: Status) -> bool:
         """Whether all workers have taken W τ steps; steps taken again count once."""
@@ -138,6 +131,5 @@ class LSGDWorker(FreeRunningWorker):
         """Pulls the worker towards a leader's snapshot."""
         is_finite = self.is_finite and bool(jnp.isfinite(self.worker.score))
         weight = value_at(self._levels[slot].pull, jnp.int32(self.worker.count))
-        z = answer.vector + request.quantization_error
-        if self.pull(z, jnp.clip(weight, 0, 1), is_finite):
+        if self.pull(answer.params, jnp.clip(weight, 0, 1), is_finite):
             self.note_staleness(request)

@@ -4,8 +4,6 @@ A `Rule` communicates in one place, `agree`, and only through its group. `Agreem
 `kernel.send` with a group whose messages are equations of a `Program`. `Conversation` runs
 the program and sends its messages. So every rule runs unchanged on any engine, and messages
 are encoded and decoded in compiled parts, on the worker's device.
-
-Arrays travel as the bytes of one buffer, because a call costs more than its bytes.
 """
 
 import functools
@@ -18,14 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from lsgd_jax._src.asynchronous.engine.collective import all_gather, all_reduce, broadcast
 from lsgd_jax._src.asynchronous.engine.sharding import placed_like
-from lsgd_jax._src.asynchronous.engine.transport import (
-    StaleWorkerError,
-    Transport,
-    UnreachableError,
-)
-from lsgd_jax._src.asynchronous.methods.free_running import Peers
+from lsgd_jax._src.asynchronous.engine.transport import Transport
+from lsgd_jax._src.asynchronous.methods.driver import Peers
 from lsgd_jax._src.asynchronous.methods.program import Message, Program, ask
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.exchange.kernel import Pull, PullState, Target
@@ -174,75 +167,42 @@ class Conversation:
 
     async def _sent(self, key: Hashable, members: list[int], message: Message) -> Any:
         """Sends a message; returns its answer, and the members that took part."""
-        content = message.content
-        match message.kind:
-            case "gather":
-                return await self._gather(key, members, jax.tree.map(np.asarray, content))
-            case "broadcast":
-                got = await self._broadcast(key, members, *content)
-                return placed_like(content[0], got), members
-            case "sum":
-                (total, count), came = await self._sum(key, members, *content)
-                return (placed_like(content[0], total), count), came
-        tree, sources = content
-        got = await self._permute(key, tree, np.asarray(sources))
-        return placed_like(tree, got), members
+        content, collectives = message.content, self._transport.collectives
+        if message.kind == "gather":
+            return await self._gather(key, members, jax.tree.map(np.asarray, content))
+        like, (tree, how) = content[0], jax.tree.map(np.asarray, content)
+        if message.kind == "sum":
+            total, count, came = await collectives.all_reduce(key, tree, bool(how), members)
+            return (placed_like(like, total), np.float32(count)), came
+        if message.kind == "broadcast":
+            source = self._group[int(how)]
+            got = await collectives.broadcast(key, tree, source, members)
+        else:
+            got = await self._permute(key, tree, how)
+        return placed_like(like, got), members
 
     async def _gather(
         self, key: Hashable, members: list[int], tree: Tree
     ) -> tuple[Tree, dict[int, Any]]:
-        if sum(x.size for x in jax.tree.leaves(tree)) <= SMALL:
-            rows = await self._transport.round(key, as_bytes(tree), members)
-        else:
-            rows = await all_gather(self._transport, key, as_bytes(tree), members)
-        if self._me not in rows:
-            raise StaleWorkerError(f"worker {self._me} came too late for a gather")
+        collectives = self._transport.collectives
+        is_small = sum(x.size for x in jax.tree.leaves(tree)) <= SMALL
+        gather = collectives.gather_small if is_small else collectives.all_gather
+        rows = await gather(key, tree, members)
         absent = jax.tree.map(_absent, tree)
-        trees = [of_bytes(rows[i], tree) if i in rows else absent for i in self._group]
+        trees = [rows.get(i, absent) for i in self._group]
         return jax.tree.map(lambda *x: np.stack(x), *trees), rows
 
-    async def _broadcast(
-        self, key: Hashable, members: list[int], tree: Tree, source: Any
-    ) -> Tree:
-        leader = self._group[int(source)]
-        mine = as_bytes(tree) if leader == self._me else None
-        got = await broadcast(self._transport, key, mine, leader, members)
-        return tree if leader == self._me else of_bytes(got, tree)
-
-    async def _sum(
-        self, key: Hashable, members: list[int], tree: Tree, where: Any
-    ) -> tuple[tuple[Tree, Any], list[int]]:
-        dtype = np.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
-        wide = jax.tree.map(lambda x: np.asarray(x, dtype), tree)
-        vector, gives = as_bytes(wide).view(dtype), bool(where)
-        sums, count, came = await all_reduce(
-            self._transport, key, vector if gives else np.zeros_like(vector), gives, members
-        )
-        total = of_bytes(sums.view(np.uint8), wide)
-        total = jax.tree.map(lambda s, x: s.astype(x.dtype), total, tree)
-        return (total, np.float32(count)), came
-
     async def _permute(self, key: Hashable, tree: Tree, sources: np.ndarray) -> Tree:
-        position = self._group.index(self._me)
+        position, got = self._group.index(self._me), None
         if position in sources:
-            self._transport.mailbox.post(key, as_bytes(tree))
-        if (source := sources[position]) >= 0:
-            if (got := await self._from(self._group[source], key)) is not None:
-                return of_bytes(got, tree)
-        return jax.tree.map(np.zeros_like, tree)
-
-    async def _from(self, peer: int, key: Hashable) -> np.ndarray | None:
-        """Returns the bytes that a peer sends; None if it does not answer, as of late."""
-        self._peers.turn()
-        if not self._peers.is_tried(peer):
-            return None
-        try:
-            buffer = await self._transport.ask(peer, "fetch", key)
-        except UnreachableError:
-            self._peers.failed(peer)
-            return None
-        self._peers.answered(peer)
-        return buffer
+            self._transport.mailbox.post(key, tree)
+        if sources[position] >= 0:
+            peer = self._group[sources[position]]
+            self._peers.turn()
+            if self._peers.is_tried(peer):
+                fetch = self._transport.ask(peer, "fetch", key)
+                got = await self._peers.answer(peer, fetch)
+        return jax.tree.map(np.zeros_like, tree) if got is None else got
 
 
 def _renewed(changed: list[Any], state: PullState) -> PullState:
@@ -256,24 +216,3 @@ def _absent(x: np.ndarray) -> np.ndarray:
     """The row of a worker that has failed: nan, or 0 for integers."""
     is_float = not np.issubdtype(x.dtype, np.integer) and x.dtype != bool
     return np.full_like(x, np.nan if is_float else 0)
-
-
-def as_bytes(tree: Tree) -> np.ndarray:
-    """Returns all arrays of a tree one after the other, as uint8 [n]."""
-    leaves = [np.ascontiguousarray(x).reshape(-1) for x in jax.tree.leaves(tree)]
-    return np.concatenate([x.view(np.uint8) for x in leaves] or [np.zeros(0, np.uint8)])
-
-
-def of_bytes(buffer: np.ndarray, like: Tree) -> Tree:
-    """Returns the tree of such bytes, on the same memory, with shapes as in `like`.
-
-    >>> tree = {"a": np.ones(2, np.float32), "b": np.array([[1, 2]], np.int8)}
-    >>> of_bytes(as_bytes(tree), tree)["b"].tolist()
-    [[1, 2]]
-    """
-    leaves, treedef = jax.tree.flatten(like)
-    ends = np.cumsum([0, *(x.nbytes for x in leaves)])
-    return treedef.unflatten(
-        buffer[a:b].view(x.dtype).reshape(x.shape)
-        for a, b, x in zip(ends, ends[1:], leaves)
-    )

@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lsgd_jax._src.asynchronous.engine.contents import Snapshot, combined
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import (
-    FreeRunningWorker,
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
+    FreeRunning,
     InFlight,
     own_step,
 )
-from lsgd_jax._src.checks import check_positive_int
 from lsgd_jax._src.topology import Graph, exponential, for_group
 from lsgd_jax._src.trees import Tree, floats, refill
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class OSGP:
+class OSGP(FreeRunning):
     r"""Overlap SGP: messages of push-sum travel while the workers compute.
 
     Before its step t a worker i sends its parameters :math:`x_i` and its push-sum weight
@@ -75,12 +75,7 @@ class OSGP:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
-
-    def __post_init__(self):
-        check_wire(self.wire)
-        check_positive_int("staleness", self.staleness)
-        check_positive_int("window", self.window)
+    positive = ("staleness", "window")
 
     def bind(self, worker: Worker, steps: int) -> "OSGPWorker":
         """Returns the method in one worker."""
@@ -88,10 +83,10 @@ class OSGP:
 
 
 RECENT = 8  # steps
-NOTHING = Snapshot(np.zeros(0, np.float32), 0.0)  # the message of a worker without x
+NOTHING = Snapshot((), 0.0)  # the message of a worker without x
 
 
-class OSGPWorker(FreeRunningWorker):
+class OSGPWorker(Driver):
     """Overlap SGP in one worker."""
 
     kept = ("weight",)
@@ -105,21 +100,21 @@ class OSGPWorker(FreeRunningWorker):
         self._staleness, self._steps, self._workers = method.staleness, steps, workers
         self.weight = np.float32(1)
         self._has_x = True  # False from a step that is not finite until a message lands
-        self._error: Any = None  # the quantization error of what this step gives away
+        self._error: Tree = None  # the quantization error of what this step gives away
 
-    async def before_step(self) -> bool:
-        """Returns whether there is another step to take; sends and asks for messages."""
-        if self.worker.count < self._steps:
-            self._gossip(self.worker.count + 1)
-            return True
+    async def has_next(self) -> bool:
+        """Returns whether there is another step: workers stay together, and count alone."""
+        return self.worker.count < self._steps
+
+    async def finish(self) -> None:
+        """Lands the last messages."""
         for slot in sorted(self.in_flight):
             await self.land(slot)
-        self.worker.publish()
-        return False
 
-    def _gossip(self, t: int) -> None:
-        """Sends the message of step t and asks for those of the in-neighbors."""
-        me, mixing, self._error = self.worker.index, self._mixing_at(t), None
+    def ask(self) -> None:
+        """Sends the message of the step and asks for those of the in-neighbors."""
+        t, me = self.worker.count + 1, self.worker.index
+        mixing, self._error = self._mixing_at(t), None
         if readers := len(self._neighbors(mixing[:, me])):
             message = self._message(float(mixing[me, me])) if self._has_x else NOTHING
             self.transport.mailbox.post(("gossip", t), message, readers)
@@ -134,30 +129,28 @@ class OSGPWorker(FreeRunningWorker):
 
     def _message(self, kept: float) -> Snapshot:
         """Returns the message of this worker, which keeps this share of its weight."""
-        mailbox, vector = self.transport.mailbox, self.worker.vector()
-        packed, arrives = mailbox.encoded(vector)
+        packed, _, error = self.transport.mailbox.encoded(self.worker.on_host())
         message = Snapshot(packed, float(self.weight))
-        if mailbox.is_narrow:
-            self._error = (1 - kept) * self.weight * (vector - arrives)
+        if error is not None:
+            self._error = combined(lambda e: (1 - kept) * self.weight * e, error)
         self.weight *= kept
         return message
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns x + u / w."""
-        sharding = self.worker.flat.sharding
+        sharding = self.worker.sharding
         y, self.worker.is_finite = _push_sum_step(sharding, x, u, self.weight, loss)
         return y
 
-    async def after_step(self) -> None:
-        """Adds the messages that have arrived; waits for those that are σ steps old."""
+    def stepped(self) -> None:
+        """Takes back the quantization error of what the step has given away."""
         self._has_x = self.is_finite
         if self._error is not None and self._has_x:
-            self.shift(self._error / self.weight)
-        for slot, request in sorted(self.in_flight.items()):
-            is_due = self.worker.count - request.since >= self._staleness
-            if is_due or request.answer.done():
-                await self.land(slot)
-        self.worker.publish()
+            self.shift(combined(lambda e: e / self.weight, self._error))
+
+    def waits_for(self, request: InFlight) -> bool:
+        """Returns whether a message is σ steps old."""
+        return self.worker.count - request.since >= self._staleness
 
     async def land(self, slot: int = 0) -> None:
         """Waits for a message and adds it."""
@@ -169,7 +162,7 @@ class OSGPWorker(FreeRunningWorker):
             self.transport.tell("missed", request.peer)  # so that no other waits for it
         elif mass := share * message.measure:
             weight = self.weight + mass
-            if self.pull(message.vector, mass / weight, self._has_x):
+            if self.pull(message.params, mass / weight, self._has_x):
                 self.weight, self._has_x = weight, True
                 self.note_staleness(request)
 

@@ -8,22 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import (
-    check_fraction,
-    check_not_negative,
-    check_option,
-    check_positive_int,
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
+    FreeRunning,
+    InFlight,
 )
+from lsgd_jax._src.checks import check_option
 from lsgd_jax._src.methods.pairwise import Interpolation, part_taken
 from lsgd_jax._src.trees import value_at
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairwise:
+class Pairwise(FreeRunning):
     r"""Asynchronous pairwise averaging (dpwa).
 
     Before a step, with probability p, a worker asks a random peer j for its latest
@@ -70,16 +68,12 @@ class Pairwise:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
-    period = None
+    not_negative = ("divergence_threshold",)
+    fractions = schedules = ("value", "fetch_probability")
 
     def __post_init__(self):
-        check_wire(self.wire)
+        super().__post_init__()
         check_option("interpolation", self.interpolation, get_args(Interpolation))
-        for name in ("value", "fetch_probability"):
-            if not callable(given := getattr(self, name)):
-                check_fraction(name, given)
-        check_not_negative("divergence_threshold", self.divergence_threshold)
-        check_positive_int("window", self.window)
 
     def bind(self, worker: Worker, steps: int) -> "PairwiseWorker":
         """Returns the method in one worker."""
@@ -89,7 +83,7 @@ class Pairwise:
 _weight = jax.jit(part_taken, static_argnums=(0, 4))
 
 
-class PairwiseWorker(FreeRunningWorker):
+class PairwiseWorker(Driver):
     """Pairwise averaging in one worker."""
 
     kept = ("clock",)
@@ -101,47 +95,22 @@ class PairwiseWorker(FreeRunningWorker):
         self._method, self.clock = method, 0.0
         worker.measure = self._measure
 
-    @property
     def _measure(self) -> float:
         """The clock, or the loss, which is nan before the first step."""
         measures = {"clock": self.clock, "loss": self.worker.loss, "constant": 0.0}
         return measures[self._method.interpolation]
 
-    async def before_step(self) -> bool:
-        """Returns whether there is another step to take; asks a peer."""
-        if not await super().before_step():
-            return False
-        self._ask()
-        return True
-
-    async def after_step(self) -> None:
-        """Mixes in the snapshot that has arrived."""
+    def stepped(self) -> None:
+        """Counts the step."""
         self.clock += 1
-        await self.land_arrived()
-        self._publish()
 
-    def sent(self) -> None:
-        """Publishes the parameters after a step of the program, see `Peer`."""
-        self.clock += 1
-        self._publish()
-
-    async def receive(self) -> None:
-        """Mixes in the snapshot that has arrived, and asks for another one."""
-        await self.land_arrived()
-        self._ask()
-
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Asks a random peer with probability p, if no request is in flight."""
         t = jnp.int32(self.worker.count + 1)
         probability = float(value_at(self._method.fetch_probability, t))
         if not self.in_flight and self.peers.draw(probability):
             if (peer := self.peers.choose()) is not None:
                 self.ask_snapshot(peer)
-
-    def _publish(self) -> None:
-        """Shows the parameters and the measure to peers."""
-        self.worker.measure = self._measure
-        self.worker.publish()
 
     def landed(self, slot: int, request: InFlight, answer: Any) -> None:
         """Mixes in a peer's snapshot."""
@@ -150,18 +119,13 @@ class PairwiseWorker(FreeRunningWorker):
         method, is_finite = self._method, self.is_finite
         weight = _weight(
             method.interpolation,
-            jnp.float32(self._measure),
+            jnp.float32(self._measure()),
             jnp.float32(answer.measure),
             jnp.float32(value_at(method.value, jnp.int32(self.worker.count))),
             method.divergence_threshold,
         )
         f = float(weight) if is_finite else 1.0
-        if self.pull(answer.vector + request.quantization_error, f, is_finite):
+        if self.pull(answer.params, f, is_finite):
             if method.interpolation == "clock":
                 self.clock += f * (answer.measure - self.clock)
             self.note_staleness(request)
-
-    def take_over(self, state: Any) -> None:
-        """Continues from another worker's clock."""
-        super().take_over(state)
-        self.worker.measure = self._measure

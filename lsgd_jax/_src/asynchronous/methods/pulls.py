@@ -1,6 +1,5 @@
 """The kernel among asynchronous workers: messages travel between `send` and `land`."""
 
-import asyncio
 import dataclasses
 import functools
 import math
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.asynchronous.methods.driver import Driver, InFlight
 from lsgd_jax._src.asynchronous.methods.messages import Conversation, alone
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.exchange import Exchange
@@ -90,60 +90,66 @@ class Pulls:
         return PullsWorker(self, worker, steps)
 
 
-class PullsWorker:
-    """The pulls of one worker."""
+class PullsWorker(Driver):
+    """The pulls of one worker.
+
+    Attributes:
+      pulls: their states.
+      rounds: rounds of the budget that it knows of.
+    """
+
+    kept = ("pulls", "rounds")
 
     def __init__(self, method: Pulls, worker: Worker, steps: int):
-        self._pulls, self._worker, self._steps = method.exchange.pulls, worker, steps
-        self._period, self._rounds = method.period, 0
-        position = worker.transport.position
+        # A step claimed ahead would keep all other workers waiting at the next round.
+        super().__init__(worker, ahead=False)
+        self._pulls, self._period = method.exchange.pulls, method.period
+        self._steps, position = steps, worker.transport.position
         self._everyone = list(range(position.workers))
         self._conversations = [
             Conversation(worker.transport, pull, k) for k, pull in enumerate(self._pulls)
         ]
-        self._sharding = worker.flat.sharding
         grid = position.nodes, position.locals
-        self._compiled = _compiled(self._pulls, grid, self._sharding)
-        self._states: tuple[PullState, ...] = self._compiled.init(worker.params)
+        self._compiled = _compiled(self._pulls, grid, worker.sharding)
+        self.pulls: tuple[PullState, ...] = self._compiled.init(worker.params)
+        self.rounds = 0
         self._counts: Any = [True] * len(self._pulls)  # before the first step
-        self._is_finite: Any = np.bool_(True)
-        self._in_flight: dict[int, asyncio.Task] = {}
+        self._has_stayed_finite: Any = np.bool_(True)
 
     # On every step
 
     def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
         """Returns the parameters after the worker's own step."""
-        y, self._states, self._counts = self._compiled.local(
-            x, u, self._states, loss, np.int32(t), self._is_finite
+        y, self.pulls, self._counts = self._compiled.local(
+            x, u, self.pulls, loss, np.int32(t), self._has_stayed_finite
         )
         return y
 
-    async def before_step(self) -> bool:
+    async def has_next(self) -> bool:
         """Returns whether there is another step to take, after any round that is due."""
         if self._period is None:
-            return self._worker.count < self._steps
-        # A step claimed ahead would keep all other workers waiting at the next round.
-        return await self._worker.granted(self._join, ahead=False)
+            return self.worker.count < self._steps
+        return await super().has_next()
 
-    async def after_step(self) -> None:
+    async def land_arrived(self) -> None:
         """Sends and lands the pulls that are due by the worker's own count."""
         if self._period is None:
-            t = self._worker.count
+            t = self.worker.count
             sends = [t % pull.every == pull.agrees_at for pull in self._pulls]
             lands = [t % pull.every == pull.offset for pull in self._pulls]
             await self._communicate(t, set(self._everyone), sends, lands)
-        self._worker.publish()
 
-    async def _join(self, number: int) -> None:
-        worker = self._worker
-        if number != self._rounds and any(map(_holds_shared, self._states)):
+    async def join(self, number: int) -> None:
+        """Takes part in a round of the budget."""
+        worker = self.worker
+        if number != self.rounds and any(map(_holds_shared, self.pulls)):
             raise StaleWorkerError(f"worker {worker.index} has missed a round")
         joined = worker.transport.round(("join", number), None, self._everyone)
         came = await worker.wait(joined)
-        self._rounds = number + 1
+        self.rounds = number + 1
         if worker.index not in came:
             return
-        taken = (number + 1) * (self._period or 1)
+        taken = self.rounds * (self._period or 1)
         due = [taken % pull.every == 0 for pull in self._pulls]
         await self._communicate(number, set(came), due, due)
         worker.publish()
@@ -162,71 +168,62 @@ class PullsWorker:
         """
         if not any(sends) and not any(lands):
             return
-        worker, is_finite = self._worker, self._check()
+        transport, is_finite = self.transport, self._check()
         for k, pull in enumerate(self._pulls):
             counts = bool(self._counts[k]) and is_finite
-            if pull.delay and lands[k] and k in self._in_flight:
-                is_finite |= await self._land(k, self._in_flight.pop(k), counts)
+            if pull.delay and lands[k] and k in self.in_flight:
+                is_finite |= await self._land(k, self.in_flight.pop(k), counts)
             if sends[k]:
                 among = set(here) if pull.delay else here  # it runs in the background
-                coming = worker.transport.start(self._agree(k, number, among, counts))
+                agreement = transport.start(self._agree(k, number, among, counts))
+                coming = InFlight(agreement, self.worker.count)
                 if pull.delay:
-                    self._in_flight[k] = coming
+                    self.in_flight[k] = coming
                 else:
                     is_finite |= await self._land(k, coming, counts)
             if pull.part is not None:  # restoring a part does not restore the rest
                 is_finite = self._check()
-        self._is_finite = np.bool_(is_finite)
+        self._has_stayed_finite = np.bool_(is_finite)
 
     def _check(self) -> bool:
         """Returns whether the worker was finite, and all its parameters are."""
-        return bool(self._is_finite) and bool(
-            self._compiled.all_finite(self._worker.params)
-        )
+        was_finite = bool(self._has_stayed_finite)
+        return was_finite and bool(self._compiled.all_finite(self.worker.params))
 
     def _agree(
         self, k: int, number: int, here: set[int], is_finite: bool
     ) -> Coroutine[Any, Any, Any]:
         """Runs `kernel.send` for the worker's present state, also in the background."""
-        worker, part = self._worker, self._pulls[k].part
+        worker, part = self.worker, self._pulls[k].part
         x, y = (
             parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
         )
-        given = x, y, self._states[k], np.bool_(is_finite), np.int32(worker.count)
+        given = x, y, self.pulls[k], np.bool_(is_finite), np.int32(worker.count)
         return self._conversations[k].agree(number, here, *given)
 
-    async def _land(self, k: int, coming: asyncio.Task, is_finite: bool) -> bool:
+    async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
-        worker, states = self._worker, list(self._states)
+        worker, states = self.worker, list(self.pulls)
         try:
-            target, renew = await worker.wait(coming)
+            target, renew = await worker.wait(coming.answer)
         except UnreachableError:
             return False  # its sender has failed: no pull this time
         state, t = renew(states[k]), np.int32(worker.count)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )
-        self._states = tuple(states)
+        self.pulls = tuple(states)
         return bool(restored)
-
-    # The state that passes to a restarted worker
-
-    def state(self) -> Any:
-        """Returns the pulls' states and the number of rounds."""
-        return {"pulls": self._states, "rounds": self._rounds}
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's state; discards what is in flight."""
-        for agreement in self._in_flight.values():
-            agreement.cancel()  # it would go on to post the old state
-        states, self._rounds = tuple(state["pulls"]), int(state["rounds"])
-        put = functools.partial(jax.tree.map, jnp.asarray)
-        states = put(states) if self._sharding is None else self._sharding.put(states)
-        self._states = tuple(
-            s._replace(wire=s.wire.without_error(jnp.asarray(True)) if s.wire else ())
-            for s in states
+        super().take_over(state)
+        sharding, clear = self.worker.sharding, jnp.asarray(True)
+        states = self.pulls if sharding is None else sharding.put(self.pulls)
+        self.pulls = tuple(
+            s._replace(wire=s.wire.without_error(clear) if s.wire else ()) for s in states
         )
-        self._in_flight, self._is_finite = {}, np.bool_(True)
+        self._has_stayed_finite = np.bool_(True)
 
 
 class _Compiled:

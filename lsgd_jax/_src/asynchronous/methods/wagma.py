@@ -1,22 +1,31 @@
 """Asynchronous WAGMA: means of changing groups, made by the first member that arrives."""
 
 import dataclasses
+import operator
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 
-from lsgd_jax._src.asynchronous.engine.collective import all_reduce
-from lsgd_jax._src.asynchronous.engine.transport import StaleWorkerError, UnreachableError
-from lsgd_jax._src.asynchronous.engine.vectors import check_wire, finite
+from lsgd_jax._src.asynchronous.engine.contents import (
+    combined,
+    finite,
+    unpack,
+)
+from lsgd_jax._src.asynchronous.engine.errors import StaleWorkerError, UnreachableError
 from lsgd_jax._src.asynchronous.engine.worker import Worker
-from lsgd_jax._src.asynchronous.methods.free_running import FreeRunningWorker, InFlight
-from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.asynchronous.methods.driver import (
+    Driver,
+    FreeRunning,
+    InFlight,
+)
 from lsgd_jax._src.methods.wagma import check_group_size, hops_of
+from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class WAGMA:
+class WAGMA(FreeRunning):
     r"""Wait-avoiding group model averaging.
 
     After its step k = 1, 2, … since the last mean of all workers, a worker averages the
@@ -68,11 +77,11 @@ class WAGMA:
     window: int = 10
     wire: Wire | WireFormat = "float32"
 
+    positive = ("sync_period", "window")
+
     def __post_init__(self):
-        check_wire(self.wire)
+        super().__post_init__()
         check_group_size(self.group_size)
-        check_positive_int("sync_period", self.sync_period)
-        check_positive_int("window", self.window)
 
     @property
     def period(self) -> int:
@@ -84,7 +93,7 @@ class WAGMA:
         return WAGMAWorker(self, worker)
 
 
-class WAGMAWorker(FreeRunningWorker):
+class WAGMAWorker(Driver):
     """WAGMA in one worker."""
 
     def __init__(self, method: WAGMA, worker: Worker):
@@ -94,37 +103,29 @@ class WAGMAWorker(FreeRunningWorker):
         super().__init__(worker, range(workers), ahead=False)
         self._most = workers * method.sync_period + 1  # exceeds the steps between barriers
         self.rounds, self.k, self.kept = 0, 0, ("rounds", "k")
-        self._error: np.ndarray | None = None  # quantization error, see `all_reduce`
+        self._error: Tree = None  # of this worker's contributions to means of all
+        # The last mean of all, or the start: contributions are differences to it.
+        self.reference: Tree = None
         if self.transport.mailbox.is_narrow:
-            worker.reference, self.kept = worker.vector(), ("rounds", "k", "reference")
-
-    @property
-    def reference(self) -> Any:
-        """The last mean of all, or the start: contributions are differences to it."""
-        return self.worker.reference
-
-    @reference.setter
-    def reference(self, mean: np.ndarray) -> None:
-        self.worker.reference = mean
+            self.reference, self.kept = worker.on_host(), ("rounds", "k", "reference")
+        worker.measure, worker.reference = lambda: self._number, lambda: self.reference
 
     @property
     def _number(self) -> int:
         """Number of this worker's current mean, which increases across barriers."""
         return self.rounds * self._most + self.k
 
-    async def after_step(self) -> None:
-        """Takes the mean of the group."""
+    def stepped(self) -> None:
+        """Counts the step; the group's mean is of the parameters after it."""
         self.k += 1
-        self._publish()
+        self.worker.publish()
+
+    async def done(self) -> None:
+        """Takes the mean of the group."""
         group = self._group()
         self.peers.turn()
         if len(group) > 1 and all(map(self.peers.is_tried, group)):
             await self._mix(group)
-        self._publish()
-
-    def _publish(self) -> None:
-        self.worker.measure = self._number
-        self.worker.publish()
 
     def _group(self) -> list[int]:
         group = {self.worker.index}
@@ -142,32 +143,35 @@ class WAGMAWorker(FreeRunningWorker):
         given = [mine if i == worker.index else await self.answer(i) for i in group]
         if any(each is None for each in given):
             return
-        vectors = [
-            each.vector
+        trees = [
+            each.params
             for each in given
-            if each.measure // self._most == self.rounds and finite(each.vector)
+            if each.measure // self._most == self.rounds and finite(each.params)
         ]
-        counted = len(vectors)
+        counted = len(trees)
         if self.is_finite and mine.measure != number:
-            vectors.append(self._difference())
-        if not vectors:
+            trees.append(self._difference())
+        if not trees:
             return
-        mean = self._vector_at(sum(vectors[1:], vectors[0]) / np.float32(len(vectors)))
-        if self.is_finite and self.transport.mailbox.is_narrow:
+        mean = self._mean(trees)
+        if self.is_finite and error is not None:
             # A worker adds its own error to every contribution: equal ones do not move.
-            mean = mean + np.float32(counted / len(vectors)) * error
+            mean = combined(lambda x, e: x + e * counted / len(trees), mean, error)
         self.pull(mean, 1.0, self.is_finite)
         oldest = min(max(each.measure, first) for each in given)
         worker.report.staleness = max(0, number - oldest)
 
-    def _difference(self) -> np.ndarray:
+    def _difference(self) -> Tree:
         """Returns the parameters as they travel: y - R, or y in float32."""
-        vector = self.worker.vector()
-        return vector if self.reference is None else vector - self.reference
+        y = self.worker.on_host()
+        return y if self.reference is None else combined(operator.sub, y, self.reference)
 
-    def _vector_at(self, difference: np.ndarray) -> np.ndarray:
-        """Returns the parameters at such a difference; inverts `_difference`."""
-        return difference if self.reference is None else difference + self.reference
+    def _mean(self, trees: Sequence[Tree]) -> Tree:
+        """Returns the parameters at the mean of such differences."""
+        mean = combined(lambda *x: sum(x[1:], x[0]) / len(x), *trees)
+        if self.reference is None:
+            return mean
+        return combined(operator.add, mean, self.reference)
 
     async def join(self, number: int) -> None:
         """Takes the mean of all workers."""
@@ -181,23 +185,30 @@ class WAGMAWorker(FreeRunningWorker):
             raise StaleWorkerError(
                 f"worker {worker.index} came too late for the mean of all workers"
             )
-        vector = self._difference()
-        if self._error is None and transport.mailbox.is_narrow:
-            self._error = np.zeros_like(vector)
-        total = all_reduce(
-            transport, ("mean", number), vector, self.is_finite, list(came), self._error
-        )
+        mean_of_all = self._mean_of_all(("mean", number), list(came))
         try:
-            sums, count, _ = await worker.wait(transport.start(total))
+            mean = await worker.wait(transport.start(mean_of_all))
         except UnreachableError:
             return
-        if count:
-            mean = self._vector_at(sums / np.float32(count))
-            if self.pull(mean, 1.0, self.is_finite) and self.reference is not None:
+        if mean is not None and self.pull(mean, 1.0, self.is_finite):
+            if self.reference is not None:
                 self.reference = mean
-        self._publish()
+        self.worker.publish()
+
+    async def _mean_of_all(self, key: Hashable, members: list[int]) -> Tree:
+        """Returns the mean of the members that are finite, or None without any."""
+        mailbox, collectives = self.transport.mailbox, self.transport.collectives
+        y, gives = self._difference(), self.is_finite
+        if not mailbox.is_narrow:
+            total, count, _ = await collectives.all_reduce(key, y, gives, members)
+            return combined(lambda x: x / count, total) if count else None
+        packed, _, error = mailbox.encoded(y, self._error) if gives else ((), (), None)
+        rows = (await collectives.all_gather(key, packed, members)).values()
+        self._error = error
+        given = [row for row in map(unpack, rows) if jax.tree.leaves(row)]
+        return self._mean(given) if given else None
 
     def take_over(self, state: Any) -> None:
         """Continues from another worker's barriers and steps."""
         super().take_over(state)
-        self._error, self.worker.measure = None, self._number
+        self._error = None

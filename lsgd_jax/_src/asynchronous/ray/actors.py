@@ -7,7 +7,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,18 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from lsgd_jax._src.asynchronous.engine.contents import Buffered, buffered, unbuffered
 from lsgd_jax._src.asynchronous.engine.coordinator import Status
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
-from lsgd_jax._src.asynchronous.engine.transport import (
-    GridPosition,
-    Transport,
-    UnreachableError,
-)
+from lsgd_jax._src.asynchronous.engine.transport import GridPosition, Transport
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, work
 
 
 EVERY = 0.05  # seconds between two reports of a worker
+THREADS, WAITING = 64, 48  # that serve a worker's peers, and of them those that may wait
+BUSY = "busy"  # the answer of a worker for which no more may wait; ask again
+AGAIN = 0.02  # seconds until a busy worker is asked again
 LOST = "the run cannot go on, because its coordinator was lost: resume it"
 
 
@@ -92,10 +93,16 @@ class RayTransport(Transport):
         await asyncio.get_running_loop().run_in_executor(None, compute)
 
     async def ask_peer(self, peer: int, call: str, *arguments: Any) -> Any:
-        name = worker_name(self._run, peer)
+        name, until = worker_name(self._run, peer), self.now() + self.timeout
         try:
-            ref = getattr(self._actor(name), call).remote(*arguments)
-            answer = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
+            actor, given = self._actor(name), buffered(arguments)
+            if call == "state":
+                return await self._answer(actor.state.remote())
+            ask = lambda: self._answer(actor.serve.remote(call, given))
+            while is_busy(answer := unbuffered(await ask())):
+                if self.now() > until:
+                    raise TimeoutError
+                await asyncio.sleep(AGAIN)
         except (RayError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if not isinstance(cause, RayError | TimeoutError):
@@ -105,9 +112,12 @@ class RayTransport(Transport):
                 f"worker {peer} did not answer within {self.timeout:g} s "
                 f"({type(cause).__name__})"
             ) from None
-        if answer is None and call != "state":
+        if answer is None:
             raise UnreachableError(f"worker {peer} had nothing within {self.timeout:g} s")
         return answer
+
+    async def _answer(self, ref: Any) -> Any:
+        return await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout)
 
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """Calls the coordinator; the driver ends the run if that is lost or hangs."""
@@ -136,6 +146,11 @@ class RayTransport(Transport):
         return self._actors[name]
 
 
+def is_busy(answer: Any) -> bool:
+    """Whether a worker must be asked again."""
+    return isinstance(answer, str) and answer == BUSY
+
+
 class Stopped(Exception):
     """Ends the run at the boundary of this step."""
 
@@ -153,6 +168,8 @@ class WorkerActor:
         mailbox = Mailbox(job.method.wire, i)
         self.transport = RayTransport(job.name, position, job.timeout, mailbox, job.begun)
         self.worker: Worker | None = None
+        # Otherwise all threads could wait for sums whose parts no thread is left to give.
+        self._waiting = threading.Semaphore(WAITING)
         self._is_restarted, self.stopped = is_restarted, threading.Event()
 
     def run(self, state: Any, all_lost: bool) -> Any:
@@ -165,32 +182,24 @@ class WorkerActor:
         return asyncio.run(_train(self, state, all_lost))
 
     @ray.method(concurrency_group="serve")
-    def latest(self) -> Any:
-        mailbox = self.transport.mailbox
-        return mailbox.wait(mailbox.latest, self.job.timeout)
-
-    @ray.method(concurrency_group="serve")
-    def exchange(self, vector: Any) -> Any:
-        return self.transport.mailbox.exchange(vector)
-
-    @ray.method(concurrency_group="serve")
-    def fetch(self, key: Hashable, part: slice = slice(None)) -> Any:
-        return self._found(lambda: self.transport.mailbox.fetch(key, part))
-
-    @ray.method(concurrency_group="serve")
-    def contribution(self, number: int) -> Any:
-        return self._found(lambda: self.transport.mailbox.contribution(number))
-
-    def _found(self, ask: Callable[[], Any]) -> Any:
-        """Returns the answer once it is there.
+    def serve(self, call: str, arguments: Buffered) -> Buffered:
+        """Calls a method of the mailbox; returns the answer once it is there.
 
         Returns None at once from a restarted worker that does not take part yet: the
         request was addressed to its previous incarnation.
         """
         has_begun = self.worker is not None and self.worker.has_begun
         if self._is_restarted and not has_begun:
-            return None
-        return self.transport.mailbox.wait(ask, self.job.timeout)
+            return buffered(None)
+        mailbox, given = self.transport.mailbox, unbuffered(arguments)
+        ask = lambda: getattr(mailbox, call)(*given)
+        if not self._waiting.acquire(blocking=False):
+            answer = mailbox.wait(ask, timeout=0.0)
+            return buffered(BUSY if answer is None else answer)
+        try:
+            return buffered(mailbox.wait(ask, self.job.timeout))
+        finally:
+            self._waiting.release()
 
     @ray.method(concurrency_group="serve")
     def state(self, own: bool = False) -> Any:

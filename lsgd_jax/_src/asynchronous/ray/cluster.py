@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import pathlib
 import shutil
 import signal
 import socket
@@ -16,8 +17,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
+OWNER = "lsgd_jax.pid"  # in the folder of a session: the process that started it
 END = 30.0  # seconds within which Ray's processes must end
 EVERY = 1.0  # seconds between two looks at Ray's processes
 SILENCE = 30.0  # seconds without the head of a cluster; Ray ends this process after 60
@@ -71,6 +74,18 @@ def environment(num_gpus: float) -> dict[str, str]:
     if num_gpus == 0:
         return {"JAX_PLATFORMS": "cpu"}
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if num_gpus % 1 else {}
+
+
+def beside(kind: type, **options: Any) -> Any:
+    """Returns a class of actors that run on the CPU of this process's node."""
+    here = ray.get_runtime_context().get_node_id()
+    remote: Any = ray.remote(kind)
+    return remote.options(
+        num_cpus=0,
+        runtime_env={"env_vars": environment(0)},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        **options,
+    )
 
 
 class Health:
@@ -172,11 +187,13 @@ def cluster(options: Options, workers: int) -> Iterator[Health]:
             if options.address is not None:
                 ray.init(address=options.address, **shared)
             else:
-                with _loopback():
+                with _loopback(), _private_token():
                     ray.init(address="local", **local, **shared)
     except Exception as error:  # Ray raises plain exceptions, too
         raise RuntimeError(advice(options.address, error)) from error
     session, health = _session() if options.address is None else None, Health()
+    if session is not None:
+        claim(session)
     try:
         yield health
     finally:
@@ -189,9 +206,18 @@ def cluster(options: Options, workers: int) -> Iterator[Health]:
             shutil.rmtree(session, ignore_errors=True)
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns the beginning of an error's message, or its name without one.
+
+    Ray indents ids of processes and addresses, which say nothing to a user.
+    """
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    return " ".join(" ".join(lines).split())[:300] or type(error).__name__
+
+
 def advice(address: str | None, error: Exception) -> str:
     """Returns one line that says why Ray cannot be used, and what to try."""
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    reason = in_one_line(error)
     if "AuthToken" in reason or "auth" in type(error).__name__.lower():
         return (
             "the Ray cluster refuses this process's token: set RAY_AUTH_MODE=token and "
@@ -209,10 +235,30 @@ def advice(address: str | None, error: Exception) -> str:
     )
 
 
-def _session() -> str | None:
+def _session() -> pathlib.Path | None:
     """Returns the folder of logs and sockets that Ray has made for this run."""
     node = getattr(ray._private.worker, "_global_node", None)
-    return None if node is None else node.get_session_dir_path()
+    return None if node is None else pathlib.Path(node.get_session_dir_path())
+
+
+def claim(session: pathlib.Path) -> None:
+    """Notes in a session's folder whose it is, and removes those of processes that died."""
+    for note in session.parent.glob(f"*/{OWNER}"):
+        with suppress(OSError, ValueError):
+            if not ray._private.utils.psutil.pid_exists(int(note.read_text())):
+                shutil.rmtree(note.parent, ignore_errors=True)
+    with suppress(OSError):
+        (session / OWNER).write_text(str(os.getpid()))
+
+
+@contextmanager
+def _private_token() -> Iterator[None]:
+    """Makes a token that Ray writes inside readable by this user only."""
+    token = pathlib.Path.home() / ".ray" / "auth_token"
+    is_new = not token.exists()
+    yield
+    if is_new and token.exists():
+        token.chmod(0o600)
 
 
 def _processes() -> list[subprocess.Popen]:

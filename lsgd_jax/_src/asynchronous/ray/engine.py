@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lsgd_jax._src.asynchronous.engine.contents import (
+    Snapshot,
+    buffered,
+    unbuffered,
+    unpack,
+)
 from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator, Status
-from lsgd_jax._src.asynchronous.engine.vectors import Snapshot, unpack
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training
 from lsgd_jax._src.asynchronous.ray.actors import (
     LOST,
+    THREADS,
     Job,
     WorkerActor,
     coordinator_name,
@@ -24,9 +29,11 @@ from lsgd_jax._src.asynchronous.ray.cluster import (
     EVERY,
     Health,
     Options,
+    beside,
     cluster,
     environment,
     handlers,
+    in_one_line,
     signals,
 )
 
@@ -70,8 +77,10 @@ class Remote:
         self.processes: dict[int, tuple[str, int]] = {}
 
     def latest(self, i: int) -> Snapshot | None:
-        """Returns worker i's parameters as one vector; None if it does not answer."""
-        return unpack(self._answers([self._workers[i].latest.remote()])[0])
+        """Returns worker i's parameters; None if it does not answer."""
+        call = self._workers[i].serve.remote("latest", buffered(()))
+        (answer,) = self._answers([call])
+        return None if answer is None else unpack(unbuffered(answer))
 
     def states(self, own: bool = True) -> list[Any]:
         """Returns the state of each worker after its last step, to be resumed from.
@@ -195,18 +204,12 @@ class _Actors:
         self._runs: dict[Any, int] = {}  # the worker of each call of `run`
         self._places: dict[Any, int] = {}  # the worker of each call of `where`
         self._restarted: set[int] = set()
-        here = ray.get_runtime_context().get_node_id()
-        coordinator: Any = ray.remote(Coordinator)
-        coordinator = coordinator.options(
-            num_cpus=0,
-            max_concurrency=1000,
-            name=coordinator_name(job.name),
-            runtime_env={"env_vars": environment(0)},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+        count = len(self._everyone)
+        coordinator = beside(
+            Coordinator, name=coordinator_name(job.name), max_concurrency=1000 + 4 * count
         )
-        limits = job.timeout, options.start
         self.coordinator = coordinator.remote(
-            len(self._everyone), job.steps, job.method.period, *limits
+            count, job.steps, job.method.period, job.timeout, options.start
         )
         for i in self._everyone:
             self._start(i)
@@ -214,7 +217,7 @@ class _Actors:
     def _start(self, i: int) -> None:
         options = self._options
         remote: Any = ray.remote  # its types do not know groups
-        groups = {"serve": min(4 * len(self._everyone) + 4, 64)}
+        groups = {"serve": min(4 * len(self._everyone) + 4, THREADS)}
         env = {**environment(options.num_gpus), **options.env}
         actor = remote(concurrency_groups=groups)(WorkerActor)
         worker = self.workers[i] = actor.options(
@@ -317,8 +320,8 @@ class _Actors:
             self._health.wait([asked], limit)
             status: Status = ray.get(asked, timeout=0)
         except RayError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RuntimeError(f"{LOST} ({type(error).__name__}: {reason})") from error
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            raise RuntimeError(f"{LOST} ({reason})") from error
         for i, report in status.reports.items():
             if report.steps > self._best[i]:  # steps that are taken again are no progress
                 self._best[i], self._losses[i] = report.steps, 0

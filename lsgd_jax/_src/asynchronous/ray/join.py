@@ -6,17 +6,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lsgd_jax._src.asynchronous.engine.contents import Buffered, buffered, unbuffered
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
 from lsgd_jax._src.asynchronous.engine.transport import GridPosition
 from lsgd_jax._src.asynchronous.methods.peer import Joinable, Peer
 from lsgd_jax._src.asynchronous.ray.actors import RayTransport, worker_name
-from lsgd_jax._src.asynchronous.ray.cluster import Options, cluster, environment
+from lsgd_jax._src.asynchronous.ray.cluster import Options, beside, cluster
 from lsgd_jax._src.checks import check_positive_int
+from lsgd_jax._src.trees import Tree
 
 
 NAMESPACE = "lsgd"
@@ -80,16 +80,8 @@ def join(
 
 def _started(name: str, rank: int, method: Joinable, timeout: float) -> Any:
     """Starts the actor of a rank, once its name is free."""
-    here = ray.get_runtime_context().get_node_id()
-    actor: Any = ray.remote(MailboxActor)
-    actor = actor.options(
-        name=worker_name(name, rank),
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_restarts=-1,
-        runtime_env={"env_vars": environment(0)},
-        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-    )
+    named = dict(name=worker_name(name, rank), namespace=NAMESPACE)
+    actor = beside(MailboxActor, **named, max_restarts=-1)
     until = time.monotonic() + timeout
     while True:
         try:
@@ -108,17 +100,14 @@ class MailboxActor:
     def __init__(self, wire: Any, rank: int):
         self._mailbox = Mailbox(wire, rank)
 
-    def show(self, vector: np.ndarray, measure: float) -> None:
-        self._mailbox.show(lambda: vector, measure)
+    def show(self, params: Buffered, measure: float) -> None:
+        self._mailbox.show(lambda: unbuffered(params), measure)
 
-    def moved(self) -> np.ndarray | None:
-        return self._mailbox.moved()
+    def moved(self) -> Buffered:
+        return buffered(self._mailbox.moved())
 
-    def latest(self) -> Any:
-        return self._mailbox.latest()
-
-    def exchange(self, vector: Any) -> Any:
-        return self._mailbox.exchange(vector)
+    def serve(self, call: str, arguments: Buffered) -> Buffered:
+        return buffered(getattr(self._mailbox, call)(*unbuffered(arguments)))
 
 
 class ServedMailbox(Mailbox):
@@ -127,18 +116,15 @@ class ServedMailbox(Mailbox):
     def __init__(self, method: Joinable, rank: int, actor: Any, timeout: float):
         super().__init__(method.wire, rank)
         self._actor, self._timeout = actor, timeout
-        self._shown: Any = None
+        self._latest: Any = None
 
     def show(
-        self,
-        vector: Callable[[], np.ndarray],
-        measure: float = 0.0,
-        reference: np.ndarray | None = None,
+        self, params: Callable[[], Tree], measure: float = 0.0, reference: Tree = None
     ) -> None:
-        """Publishes the worker in the actor, one vector at a time."""
-        if self._shown is not None:
-            ray.wait([self._shown], timeout=self._timeout)
-        self._shown = self._actor.show.remote(vector(), measure)
+        """Publishes the worker in the actor, one state at a time."""
+        if self._latest is not None:
+            ray.wait([self._latest], timeout=self._timeout)
+        self._latest = self._actor.show.remote(buffered(params()), measure)
 
 
 class JoinedTransport(RayTransport):
@@ -154,7 +140,7 @@ class JoinedTransport(RayTransport):
         self._mailbox_actor = actor
         self._coming: asyncio.Task | None = None
 
-    async def moved(self) -> np.ndarray | None:
+    async def moved(self) -> Tree:
         """Asks the actor, see `Mailbox.moved`.
 
         None if it has crashed: Ray starts it again, without any moves. An answer that is
@@ -165,8 +151,9 @@ class JoinedTransport(RayTransport):
         self._coming = None if done else coming
         return coming.result() if done else None
 
-    async def _asked(self) -> np.ndarray | None:
+    async def _asked(self) -> Tree:
         try:
-            return await asyncio.wrap_future(self._mailbox_actor.moved.remote().future())
+            moved = self._mailbox_actor.moved.remote()
+            return unbuffered(await asyncio.wrap_future(moved.future()))
         except RayError:
             return None

@@ -6,24 +6,22 @@ two runs give the same parameters and the same times.
 
 import asyncio
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lsgd_jax._src.asynchronous.engine.collective import Collectives
+from lsgd_jax._src.asynchronous.engine.contents import nbytes
 from lsgd_jax._src.asynchronous.engine.coordinator import Coordinator
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
 from lsgd_jax._src.asynchronous.engine.mailbox import Mailbox
-from lsgd_jax._src.asynchronous.engine.transport import (
-    GridPosition,
-    StaleWorkerError,
-    Transport,
-    UnreachableError,
-    retrieved,
-)
-from lsgd_jax._src.asynchronous.engine.vectors import nbytes
+from lsgd_jax._src.asynchronous.engine.transport import GridPosition, Transport
 from lsgd_jax._src.asynchronous.engine.worker import Method, Training, Worker, work
 from lsgd_jax._src.asynchronous.simulated.clock import run_virtual
+from lsgd_jax._src.asynchronous.simulated.collectives import Meeting, Rings
 from lsgd_jax._src.asynchronous.simulated.network import NETWORKS, Links, Network
 from lsgd_jax._src.asynchronous.simulated.speeds import Speeds
 
@@ -50,10 +48,7 @@ class SimulatedMailbox(Mailbox):
 
 
 class SimulatedTransport(Transport):
-    """One worker's transport: calls take the time of the network.
-
-    Sums, and on demand broadcasts and rounds, take the time of a collective.
-    """
+    """One worker's transport: calls take the time of the network."""
 
     mailbox: Any
 
@@ -61,7 +56,10 @@ class SimulatedTransport(Transport):
         self.position = GridPosition(index, simulation.nodes, simulation.locals)
         self.timeout, self._simulation, self._index = simulation.timeout, simulation, index
         self.mailbox = SimulatedMailbox(simulation.method.wire, index)
-        self.timed, self.is_collective = self, simulation.collectives
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        return Rings(self, self._simulation)
 
     def now(self) -> float:
         return self._simulation.now()
@@ -100,9 +98,6 @@ class SimulatedTransport(Transport):
     async def ask_coordinator(self, call: str, *arguments: Any) -> Any:
         """The call travels to worker 0's node, waits its turn, and the answer travels."""
         simulation, me = self._simulation, self._index
-        if call == "round" and simulation.collectives:
-            key, value, members = arguments
-            return await self._collective(key, value, members, lambda values: values)
         await simulation.links.send(me, 0, 0, math.inf)
         await simulation.serve()
         answer = getattr(simulation.coordinator, call)(me, *arguments)
@@ -110,88 +105,6 @@ class SimulatedTransport(Transport):
             answer = await answer
         await simulation.links.send(me, 0, 0, math.inf)
         return answer
-
-    # Collectives, which begin when the last member has arrived
-
-    async def sum(
-        self, key: Hashable, vector: np.ndarray, gives: bool, group: Sequence[int]
-    ) -> tuple[np.ndarray, int, list[int]]:
-        """As `all_reduce`, in the time of a ring."""
-
-        def add(values: dict[int, Any]) -> tuple[np.ndarray, int, list[int]]:
-            givers = [given for given in values.values() if given is not None]
-            return sum(givers, np.zeros_like(vector)), len(givers), list(values)
-
-        given = vector if gives else None
-        return await self._collective(("total", key), given, group, add)
-
-    async def broadcast(
-        self, key: Hashable, vector: np.ndarray | None, source: int, group: Sequence[int]
-    ) -> np.ndarray:
-        """As `collective.broadcast`, in the time of a sum of one vector and of zeros."""
-        return await self._collective(
-            ("of", key), vector, group, lambda values: values.get(source)
-        )
-
-    async def _collective(
-        self,
-        key: Hashable,
-        value: Any,
-        group: Sequence[int],
-        combine: Callable[[dict[int, Any]], Any],
-    ) -> Any:
-        """Returns the result that a group makes of {member: value}, once it has traveled.
-
-        The coordinator is given no values, since it would remember them.
-        """
-        simulation, me = self._simulation, self._index
-        coordinator, meetings = simulation.coordinator, simulation.meetings
-        if coordinator.look(key) is not None:
-            raise StaleWorkerError(f"worker {me} came too late for {key}")
-        ended = asyncio.get_running_loop().create_future()
-        meeting = meetings.setdefault(key, Meeting({}, ended))
-        meeting.values[me] = value
-        result = asyncio.shield(meeting.result)  # members resume as they have arrived
-        for future in (meeting.result, result):
-            future.add_done_callback(retrieved)
-        came = await coordinator.round(me, key, None, group)
-        is_first = meetings.pop(key, None) is not None
-        if came is None:
-            raise StaleWorkerError(f"worker {me} came too late for {key}")
-        if is_first:
-            values = {i: meeting.values[i] for i in came}
-            asyncio.ensure_future(self._circulate(key, values, combine, meeting.result))
-        return await result
-
-    async def _circulate(
-        self,
-        key: Hashable,
-        values: dict[int, Any],
-        combine: Callable[[dict[int, Any]], Any],
-        result: asyncio.Future,
-    ) -> None:
-        """Sets the result of a collective once it has traveled."""
-        simulation, came = self._simulation, list(values)
-        try:
-            if (combined := combine(values)) is None:
-                raise UnreachableError(f"the source of {key} has failed")
-            size = nbytes(combined)
-            each = round(2 * (len(came) - 1) / len(came) * size)
-            for i in came:
-                simulation.transports[i].mailbox.bytes_sent += each
-            limit = simulation.now() + self.timeout
-            if not await simulation.links.circulate(came, size, limit):
-                raise UnreachableError(f"{key} did not end within {self.timeout:g} s")
-            result.set_result(combined)
-        except Exception as error:
-            result.set_exception(error)
-
-
-class Meeting(NamedTuple):
-    """A collective that gathers: the value of each member so far, and its result."""
-
-    values: dict[int, Any]
-    result: asyncio.Future
 
 
 class Simulated(NamedTuple):

@@ -1,0 +1,365 @@
+"""The driver of a method: messages travel beside the steps, and their answers land."""
+
+import asyncio
+import functools
+import operator
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsgd_jax._src.asynchronous.engine.contents import check_wire, combined, finite
+from lsgd_jax._src.asynchronous.engine.errors import UnreachableError
+from lsgd_jax._src.asynchronous.engine.sharding import Sharding, constrained
+from lsgd_jax._src.asynchronous.engine.worker import Worker
+from lsgd_jax._src.checks import (
+    check_fraction,
+    check_not_negative,
+    check_positive_int,
+    check_same_tree,
+)
+from lsgd_jax._src.exchange import kernel
+from lsgd_jax._src.trees import (
+    Tree,
+    all_finite,
+    apply_updates,
+    floats,
+    plus,
+    refill,
+    widen,
+)
+
+
+MOST = 6  # a peer that never answers is left out of 2^6 choices at a time
+
+
+class Peers:
+    """The workers that one may ask.
+
+    A peer that has not answered is left out of the next 1, 2, 4, … choices, until it
+    answers again.
+
+    Args:
+      candidates: indices of the peers.
+      seed: seed of the choices.
+
+    >>> peers = Peers([0, 2], seed=(0, 1))
+    >>> peers.failed(2)
+    >>> peers.choose(), peers.is_tried(2)
+    (0, True)
+    """
+
+    def __init__(self, candidates: Sequence[int], seed: Sequence[int] = ()):
+        self._left_out = dict.fromkeys(candidates, 0)  # number of choices from now on
+        self._failures = dict.fromkeys(candidates, 0)
+        self._random = np.random.default_rng(list(seed))
+
+    def choose(self) -> int | None:
+        """Returns a random peer that is not left out, or None without one."""
+        tried = [i for i, left in self._left_out.items() if not left]
+        self.turn()
+        return int(self._random.choice(tried)) if tried else None
+
+    def draw(self, probability: float) -> bool:
+        """Returns True with a probability."""
+        return bool(self._random.random() < probability)
+
+    def is_tried(self, i: int) -> bool:
+        """Returns whether a worker is not left out."""
+        return not self._left_out.get(i, 0)
+
+    def turn(self) -> None:
+        """Counts one more choice."""
+        self._left_out = {i: max(0, left - 1) for i, left in self._left_out.items()}
+
+    def failed(self, i: int) -> None:
+        """Notes that a peer has not answered."""
+        self._left_out[i] = 2 ** self._failures[i]
+        self._failures[i] = min(self._failures[i] + 1, MOST)
+
+    def answered(self, i: int) -> None:
+        """Notes that a peer has answered."""
+        self._left_out[i] = self._failures[i] = 0
+
+    async def answer(self, i: int | None, call: Awaitable[Any]) -> Any:
+        """Waits for the answer of a peer, or of several (None); None if it fails."""
+        try:
+            answer = await call
+        except UnreachableError:
+            if i is not None:
+                self.failed(i)
+            return None
+        if i is not None:
+            self.answered(i)
+        return answer
+
+
+class InFlight(NamedTuple):
+    """A request that travels while the worker computes its next steps.
+
+    Attributes:
+      answer: the call.
+      since: own steps taken when the request left.
+      peer: the worker that was asked; None for a request to several.
+      sent: own parameters that the request carried, or None.
+      error: quantization error y - Q(y) of the worker when it asked for a snapshot; None
+        where nothing is rounded.
+    """
+
+    answer: asyncio.Task[Any]
+    since: int
+    peer: int | None = None
+    sent: Tree = None
+    error: Tree = None
+
+
+class FreeRunning:
+    """A method whose workers never wait for each other, as a frozen dataclass.
+
+    Subclasses name the fields that are checked, and those that may be schedules instead.
+    """
+
+    positive: tuple[str, ...] = ("window",)
+    not_negative: tuple[str, ...] = ()
+    fractions: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        method: Any = self
+        check_wire(method.wire)
+        checks: dict[Callable[..., None], tuple[str, ...]] = {
+            check_positive_int: self.positive,
+            check_not_negative: self.not_negative,
+            check_fraction: self.fractions,
+        }
+        for check, names in checks.items():
+            for name in names:
+                given = getattr(self, name)
+                if not (name in self.schedules and callable(given)):
+                    check(name, given)
+
+    @property
+    def period(self) -> int | None:
+        """Steps per worker between barriers of the coordinator, or None."""
+        return None
+
+
+class Driver:
+    """A method in one worker, which takes steps until all have taken W · steps together.
+
+    A method is a policy: whom it asks before a step (`ask`) or after it (`stepped`,
+    `done`), for which answers it waits (`waits_for`), how they move the worker (`landed`),
+    and which attributes a restarted worker needs (`kept`). Requests in flight are in
+    `in_flight`, one per slot.
+
+    Args:
+      worker: the worker.
+      peers: workers that it may ask.
+      seed: seed of the choice among them.
+      ahead: see `Worker.granted`.
+    """
+
+    kept: tuple[str, ...] = ()
+    has_diverged = False  # whether an anchor that all follow is not finite
+
+    def __init__(
+        self,
+        worker: Worker,
+        peers: Iterable[int] = (),
+        seed: Sequence[int] = (),
+        ahead: bool = True,
+    ):
+        self.worker, self.transport = worker, worker.transport
+        self.peers = Peers(list(peers), seed)
+        self.in_flight: dict[int, InFlight] = {}
+        self._ahead = ahead
+
+    # The policy
+
+    def ask(self) -> None:
+        """Sends requests before a step."""
+
+    def stepped(self) -> None:
+        """Counts a step, and sends requests after it, before answers land."""
+
+    async def done(self) -> None:
+        """Sends requests after a step, after answers have landed."""
+
+    def waits_for(self, request: InFlight) -> bool:
+        """Returns whether the worker waits for an answer at the end of this step."""
+        del request
+        return False
+
+    def landed(self, slot: int, request: InFlight, answer: Any) -> None:
+        """Moves the worker by the answer to a request."""
+
+    async def join(self, number: int) -> None:
+        """Takes part in barrier `number` of the coordinator, in methods that have any."""
+
+    async def finish(self) -> None:
+        """Settles what is in flight after the last step."""
+
+    # On every step
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the last loss and the parameters after that step are finite."""
+        return bool(self.worker.is_finite)
+
+    def step(self, x: Tree, u: Tree, loss: Any, t: int) -> Tree:
+        """Returns the parameters after the worker's own step."""
+        del t
+        y, is_finite = own_step(self.worker.sharding, x, u, loss)
+        self.worker.is_finite = False if self.has_diverged else is_finite
+        return y
+
+    async def before_step(self) -> bool:
+        """Returns whether there is another step to take, after any barrier that is due."""
+        if not await self.has_next():
+            await self.finish()
+            self.worker.publish()
+            return False
+        self.ask()
+        return True
+
+    async def has_next(self) -> bool:
+        """Returns whether there is another step to take."""
+        return await self.worker.granted(self.join, self._ahead)
+
+    async def after_step(self) -> None:
+        """Moves the worker by the answers that have arrived, and publishes it."""
+        self.stepped()
+        await self.land_arrived()
+        await self.done()
+        self.worker.publish()
+
+    # The same for a program that takes the steps itself, see `Peer`
+
+    def sent(self) -> None:
+        """Publishes the parameters after a step of the program."""
+        self.stepped()
+        self.worker.publish()
+
+    async def receive(self) -> None:
+        """Moves the worker by the answers that have arrived, and sends further requests."""
+        await self.land_arrived()
+        self.ask()
+
+    # The state that passes to a restarted worker
+
+    def state(self) -> Any:
+        """Returns the attributes that a restarted worker needs."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def take_over(self, state: Any) -> None:
+        """Continues from another worker's state; discards what is in flight."""
+        for name in self.kept:
+            own = getattr(self, name)
+            setattr(self, name, jax.tree.map(_in_type_of, own, state[name]))
+        for request in self.in_flight.values():
+            request.answer.cancel()  # a turn would go on to post the old state
+        self.in_flight.clear()
+
+    # Requests
+
+    def ask_snapshot(self, peer: int, slot: int = 0) -> None:
+        """Asks for a peer's latest snapshot.
+
+        The worker's own quantization error of that moment is added to the snapshot. Equal
+        workers then do not move, whereas Q(y) alone would draw them towards itself and take
+        small steps back.
+        """
+        worker, error = self.worker, None
+        if self.transport.mailbox.is_narrow and self.is_finite:
+            _, _, error = self.transport.mailbox.encoded(worker.on_host())
+        answer = self.transport.ask(peer, "latest")
+        self.in_flight[slot] = InFlight(answer, worker.count, peer, error=error)
+
+    async def answer(self, slot: int = 0) -> Any:
+        """Waits for an answer; returns None if the peer has not answered in time."""
+        request = self.in_flight.pop(slot)
+        answer = await self.peers.answer(request.peer, self.worker.wait(request.answer))
+        if answer is not None and request.error is not None:
+            params = combined(operator.add, answer.params, request.error)
+            answer = answer._replace(params=params)
+        return answer
+
+    async def land(self, slot: int = 0) -> None:
+        """Waits for an answer and moves the worker by it."""
+        request = self.in_flight[slot]
+        if (answer := await self.answer(slot)) is not None:
+            self.landed(slot, request, answer)
+
+    async def land_arrived(self) -> None:
+        """Lands all answers that have arrived, and those for which the worker waits."""
+        for slot, request in sorted(self.in_flight.items()):
+            if request.answer.done() or self.waits_for(request):
+                await self.land(slot)
+
+    # Moving the worker
+
+    def pull(self, z: Tree, weight: Any, is_finite: bool) -> bool:
+        """Pulls y to y + λ (z - y), or to z itself if `is_finite` is False.
+
+        Args:
+          z: the tree to move towards.
+          weight: λ.
+          is_finite: whether the worker is finite.
+
+        Returns:
+          Whether z is finite. Otherwise the worker stays where it is.
+
+        Raises:
+          ValueError: z has another structure or other shapes than the parameters.
+        """
+        worker = self.worker
+        check_same_tree("params", z, floats(worker.params))
+        if not finite(z):
+            return False
+        given = self._placed(z), jnp.float32(weight), np.bool_(is_finite)
+        worker.params = _pulled(worker.sharding, worker.params, *given)
+        return True
+
+    def shift(self, by: Tree) -> None:
+        """Adds a tree to the parameters, which keeps steps taken in the meantime."""
+        worker = self.worker
+        worker.params = _shifted(worker.sharding, worker.params, self._placed(by))
+
+    def _placed(self, tree: Tree) -> Tree:
+        """Returns a tree as compiled functions take it: in an island as placed shards."""
+        sharding = self.worker.sharding
+        return tree if sharding is None else sharding.put(tree)
+
+    def note_staleness(self, request: InFlight) -> None:
+        """Reports how many own steps were taken while a request was in flight."""
+        self.worker.report.staleness = self.worker.count - request.since
+
+
+def _in_type_of(own: Any, new: Any) -> Any:
+    if isinstance(own, jax.Array):
+        return jnp.asarray(new)
+    return np.asarray(new) if isinstance(own, np.ndarray) else type(own)(new)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def own_step(sharding: Sharding | None, x: Tree, u: Tree, loss: Any) -> tuple[Tree, Any]:
+    """Returns x + u, and whether it and the loss are finite, see `kernel.settle`."""
+    is_trusted = jnp.isfinite(loss)
+    step = kernel.settle(floats(x), widen(floats(u, x)), is_trusted, jnp.asarray(True))
+    y = apply_updates(x, refill(step, u))
+    return constrained(y, sharding), is_trusted & all_finite(floats(y))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pulled(
+    sharding: Sharding | None, y: Tree, z: Tree, weight: Any, is_finite: Any
+) -> Tree:
+    moved = kernel.move(None, floats(y), z, weight, jnp.asarray(True), is_finite)
+    return constrained(refill(moved, y), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _shifted(sharding: Sharding | None, y: Tree, by: Tree) -> Tree:
+    return constrained(refill(plus(floats(y), by), y), sharding)
