@@ -12,7 +12,7 @@ import pathlib
 import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 import jax
 import tyro
@@ -21,10 +21,10 @@ from tyro import _errors
 import configs
 import lsgd_jax as lj
 from train import settings
-from train.config import SETTINGS, Config, fields
+from train.config import SETTINGS, Config, settings_of
 from train.messages import meant
 from train.run import folder as run_folder
-from train.task.methods import METHODS
+from train.task.methods import METHODS, find
 
 
 PROGRAM = "python -m train"
@@ -76,10 +76,35 @@ def parse(arguments: Sequence[str]) -> Config:
     """
     known = experiments()
     file, given, rest = _given(arguments)
-    if rest and not rest[0].startswith("-"):
-        name, *rest = rest
+    name, rest = _named(rest, file, known)
+    text, experiment = known[name]
+    found = {**file, **given}
+    where = settings.changed(experiment, {x: found[x] for x in WHERE if x in found})
+    config = settings.changed(_resumed(where) if where.resume else experiment, file)
+    method = find(given.get("method.name", config.method.name))
+    is_own = method.name == experiment.method.name
+    prog = f"{PROGRAM} {name}" + ("" if is_own else f" --method {method.name}")
+    if HELP.intersection(rest):
+        _print_help(settings.changed(config, given), prog, text)
+    own = SETTINGS.keys() - {"experiment"} | dict(settings_of(method, "method.")).keys()
+    others = [f"--{x.replace('_', '-')}" for x in given.keys() - own - {"method.name"}]
+    if unknown := [*rest, *others]:
+        options = [f"--{x.replace('_', '-')}" for x in own | {"method", "config"}]
+        raise ValueError(f"{_unrecognized(unknown[0], options)}; see {prog} --help")
+    config = settings.changed(config, given)
+    if config.resume:
+        run_folder.check_same_experiment(config, run_folder.to_resume(config))
+    return config
+
+
+def _named(
+    arguments: list[str], file: Mapping[str, Any], known: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """The experiment that a command line or a file names, and the remaining arguments."""
+    if arguments and not arguments[0].startswith("-"):
+        name, *rest = arguments
     else:
-        name = str(file.get("experiment") or file.get("name", ""))
+        name, rest = str(file.get("experiment") or file.get("name", "")), arguments
     if name not in known:
         _print_general_help(rest, known)
         raise ValueError(
@@ -88,20 +113,7 @@ def parse(arguments: Sequence[str]) -> Config:
         )
     if (of := file.get("experiment") or name) != name:
         raise ValueError(f"--config is of {of!r}, not of {name!r}")
-    text, config = known[name]
-    found = {**file, **given}
-    where = settings.changed(config, {x: found[x] for x in WHERE if x in found})
-    if where.resume:
-        config = _resumed(where)
-    config = settings.changed(settings.changed(config, file), given)
-    if rest:
-        _print_help(rest, text, config, known)
-        names = fields(config).keys() - {"method.name", "experiment"} | {"method", "config"}
-        options = [f"--{x.replace('_', '-')}" for x in names]
-        raise ValueError(f"{_unrecognized(rest[0], options)}; see {PROGRAM} {name} --help")
-    if config.resume:
-        run_folder.check_same_experiment(config, run_folder.to_resume(config))
-    return config
+    return name, rest
 
 
 def _given(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -113,12 +125,14 @@ def _given(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], li
     """
     hints = {name: setting.hint for name, setting in SETTINGS.items()}
     for method in METHODS.values():
-        own = typing.get_type_hints(method)
-        hints |= {f"method.{x.name}": own[x.name] for x in dataclasses.fields(method)}
+        for name, setting in settings_of(method, "method."):
+            # `settings.changed` checks the type for the chosen method.
+            hints[name] = hints.get(name, setting.hint) | setting.hint
     hints |= {"method": str, "config": pathlib.Path}
     del hints["experiment"]
     given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
-    with one_line_errors(PROGRAM):
+    name = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
+    with one_line_errors(f"{PROGRAM} {name}"):
         given, rest = tyro.cli(
             given_only, args=arguments, return_unknown_args=True, add_help=False
         )
@@ -139,17 +153,11 @@ def _print_general_help(arguments: Sequence[str], known: Mapping[str, Any]) -> N
         raise SystemExit(0)
 
 
-def _print_help(
-    arguments: Sequence[str], text: str, config: Config, known: Mapping[str, Any]
-) -> None:
-    """Prints the options with their values in a configuration, if asked for, and exits."""
-    if HELP.intersection(arguments):
-        prog, method = f"{PROGRAM} {config.experiment}", config.method.name
-        if method != known[config.experiment][1].method.name:
-            prog += f" --method {method}"
-        tyro.cli(
-            Config, default=config, prog=prog, description=text + "\n" + FILE, args=["-h"]
-        )
+def _print_help(config: Config, prog: str, text: str) -> NoReturn:
+    """Prints the options with their values in a configuration, and exits."""
+    text = f"{text}\n{FILE}"
+    tyro.cli(Config, default=config, prog=prog, description=text, args=["--help"])
+    raise AssertionError("tyro exits")
 
 
 def _resumed(config: Config) -> Config:

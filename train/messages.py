@@ -25,7 +25,7 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raises ValueError if a package is not installed.
 
     Args:
-      what: the subject of the message: what needs the packages.
+      what: the subject of the message, such as "the export".
       extra: the extra of lsgd_jax that installs them.
       packages: names of modules.
     """

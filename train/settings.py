@@ -186,8 +186,7 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
     known["method.name"] = Setting(str, None, ())
     for name, value in values.items():
         if name not in known:
-            of = f" of method {method.name}" if name.startswith("method.") else ""
-            raise ValueError(f"there is no setting {name}{of}{meant(name, known)}")
+            raise ValueError(f"there is no setting {name}{meant(name, known)}")
         value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
         if not _is_of(hint, value):
             kind = hint.__name__ if isinstance(hint, type) else str(hint)

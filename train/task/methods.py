@@ -111,6 +111,7 @@ def is_embedding(path: str) -> bool:
     return path.rpartition("/")[2] == "embedding"
 
 
+# The options of an outer optimizer that is built into a method.
 OUTER = {"learning_rate": "outer_learning_rate", "momentum": "outer_momentum"}
 
 ROWS = (
