@@ -122,18 +122,22 @@ def planned(run):
     return seconds, 1 - plan.Proposal("", run.period, every, here.step).share()
 
 
+@jax.jit
+def _still(params, state, own, t):
+    return jnp.zeros_like(params), state, own, 1.0 + 0.0 * t
+
+
+STILL = lj.asynchronous.Training(
+    lambda i: (jnp.zeros(PARAMETERS // SMALLER), (), ()), _still
+)
+
+
 def simulated(run, slower=1.0):
     """The utilization of the steps that were counted, if exchanges take so much longer."""
-    size, ends = PARAMETERS // SMALLER, []
-    still = jax.jit(lambda params, t: (jnp.zeros_like(params), 1.0 + 0.0 * t))
-
-    def step(params, state, own, t):
-        update, loss = still(params, t)
-        return update, state, own, loss
-
+    ends = []
     network = lj.asynchronous.Network(run.bandwidth / 8 / SMALLER / slower, LATENCY)
     lj.asynchronous.simulator.run(
-        lj.asynchronous.Training(lambda i: (jnp.zeros(size), (), ()), step),
+        STILL,
         lj.asynchronous.Pulls(lj.diloco(run.period)),
         WORKERS,
         1,
@@ -184,14 +188,13 @@ def print_table(runs, found):
     print("| --- " * (4 + len(KINDS)) + "|")
     for point, value in measured.items():
         cells = f"{exchange[point]:.2f} | {100 * value:.3g}"
-        cells += "".join(f" | {points[kind][point]:+.0f} %" for kind in KINDS)
+        cells += "".join(f" | {round(points[kind][point]):+d} %" for kind in KINDS)
         print(f"| {point[0]} | {point[1] / 1e6:.0f} | {cells} |")
     for is_longest, name in ((False, "H up to 32"), (True, "H = 128")):
         for kind in KINDS:
             some = [e for e, r in zip(errors[kind], runs) if (r.period > 32) == is_longest]
-            print(
-                f"{name}, {len(some)} runs, {kind}: {min(some):+.0f} to {max(some):+.0f} %"
-            )
+            least, most = round(min(some)), round(max(some))
+            print(f"{name}, {len(some)} runs, {kind}: {least:+d} to {most:+d} %")
 
 
 def draw(runs, found, file):
