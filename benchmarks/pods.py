@@ -2,6 +2,7 @@
 
     python benchmarks/pods.py                                  # all, several hours
     python benchmarks/pods.py --workers 8 --platform tpu --method lsgd diloco
+    python benchmarks/pods.py --workers 8 --form outer --scale 16      # large leaves
 
 Compiles a step on which everything is due and a quiet one, with one worker per device, for
 two slices of v5e and for hosts of four H100. For W = 2 a worker has four TPUs. Needs the
@@ -23,10 +24,11 @@ import argparse
 import csv
 import dataclasses
 import functools
-import math
+import itertools
 import pathlib
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +47,21 @@ SPARSE = dataclasses.replace(
     harness.METHODS["sparse_diloco"], make=lambda W: lj.contrib.sparse_diloco()
 )
 METHODS = harness.METHODS | {"sparse_diloco": SPARSE}
-SHAPES = {f"small{i}": (128, 128) for i in range(24)} | {
-    f"large{i}": (512, 512) for i in range(2)
-}
-PARAMETERS = sum(map(math.prod, SHAPES.values()))
+# Sides of the leaves.
+SIDES = {f"small{i}": 128 for i in range(24)} | {f"large{i}": 512 for i in range(2)}
 BASE = optax.sgd(0.1)
 # Slices of W / 2 chips; a slice of one or two chips is no topology of its own.
 SLICES = {2: "2x2", 8: "2x2", 32: "4x4", 128: "8x8", 512: "16x16"}
+
+
+class Case(NamedTuple):
+    """A method on a cluster, compiled once. The sides of all leaves are times `scale`."""
+
+    platform: str
+    W: int
+    method: str
+    form: str
+    scale: int
 
 
 @functools.cache
@@ -73,22 +83,19 @@ def shards(platform: str, W: int) -> int:
     return 4 if (platform, W) == ("tpu", 2) else 1
 
 
-def zeros():
-    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-
-
 def gradient(params, target):
     grads = jax.tree.map(lambda x: x - target, params)
     return jnp.sum(jnp.square(grads["small0"])), grads
 
 
 @functools.cache
-def compiled(platform: str, W: int, name: str, form: str) -> tuple[list, float]:
+def compiled(case: Case) -> tuple[list, float]:
     """The programs of the quiet step, if there is one, and of the due step.
 
     Also returns the seconds that all CPUs took for the due step: on a busy machine, unlike
     those of a clock, they are the same.
     """
+    platform, W, name, form, scale = case
     method = METHODS.get(name)
     tx = BASE if method is None else method.chain(W, BASE)
     tx = optax.with_extra_args_support(tx)
@@ -97,6 +104,10 @@ def compiled(platform: str, W: int, name: str, form: str) -> tuple[list, float]:
         made = method.make(W)
         exchange = made if isinstance(made, lj.Exchange) else None
     around = lj.outer(exchange) if exchange and form == "outer" else None
+
+    def init():
+        params = {name: jnp.zeros((scale * n, scale * n)) for name, n in SIDES.items()}
+        return params, (around or tx).init(params)
 
     def step(params, state, x, **phase):
         loss, grads = gradient(params, x)
@@ -113,15 +124,13 @@ def compiled(platform: str, W: int, name: str, form: str) -> tuple[list, float]:
         due = max(each, key=lambda phase: (len(phase.sends), len(phase.lands)))
         quiet = [phase for phase in each if phase.is_quiet and not phase.lands][:1]
         phases = [*quiet, due]
-    batch = jax.ShapeDtypeStruct((), jnp.float32)
-    init = lambda: (zeros(), (around or tx).init(zeros()))
     n = shards(platform, W)
     times = [time.process_time()]
     report = aot.report(
         workers_on(platform, W),
         init,
         step,
-        batch,
+        jax.ShapeDtypeStruct((), jnp.float32),
         exchange,
         phases=phases,
         specs=lj.largest_dimension("inside", n) if n > 1 else None,
@@ -131,62 +140,69 @@ def compiled(platform: str, W: int, name: str, form: str) -> tuple[list, float]:
 
 
 NUMBERS = "moved", "across", "temporaries", "seconds", "quiet"
-KEY = "platform", "W", "method", "form"
 
 
-def row(platform: str, W: int, name: str, form: str) -> dict[str, str]:
-    """The numbers of one method, as text."""
-    [base], _ = compiled(platform, W, "", form)
-    [*quiet, due], seconds = compiled(platform, W, name, form)
+def row(case: Case) -> dict[str, str]:
+    """The numbers of a case, as text."""
+    [base], _ = compiled(case._replace(method=""))
+    [*quiet, due], seconds = compiled(case)
     if due.memory is None or base.memory is None:
         return {"error": "does not fit"}
+    parameters = sum((case.scale * n) ** 2 for n in SIDES.values())
     moved = sum(x.times * x.bytes for x in due.collectives)
-    more = (due.memory.temporaries - base.memory.temporaries) * shards(platform, W) / 4
+    more = (due.memory.temporaries - base.memory.temporaries) / 4
     return {
-        "moved": f"{moved / PARAMETERS:.2f}",
-        "across": f"{due.across / PARAMETERS:.2f}",
-        "temporaries": f"{more / PARAMETERS:.2f}",
+        "moved": f"{moved / parameters:.2f}",
+        "across": f"{due.across / parameters:.2f}",
+        "temporaries": f"{more * shards(case.platform, case.W) / parameters:.2f}",
         "seconds": f"{seconds:.1f}",
         "quiet": f"{quiet[0].across:.0f}" if quiet else "",
     }
 
 
-def compile_all(options: argparse.Namespace, rows: dict[tuple, dict]):
+def read(path: pathlib.Path) -> dict[Case, dict[str, str]]:
+    """The rows of an earlier call."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        case = lambda x: Case(x[0], int(x[1]), x[2], x[3], int(x[4]))
+        rows = csv.DictReader(file)
+        return {case([each[name] for name in Case._fields]): each for each in rows}
+
+
+def compile_all(cases: list[Case], path: pathlib.Path, rows: dict[Case, dict[str, str]]):
     """Adds the rows that are missing, and writes each as soon as it is there."""
-    is_new = not options.csv.exists()
-    with options.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, (*KEY, *NUMBERS, "error"))
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, (*Case._fields, *NUMBERS, "error"))
         if is_new:
             writer.writeheader()
-        for platform in options.platform:
-            for W in options.workers:
-                for name in options.method:
-                    key = platform, str(W), name, options.form
-                    if key in rows or W in METHODS[name].refuses:
-                        continue
-                    try:
-                        rows[key] = row(platform, W, name, options.form)
-                    except Exception as error:  # the other rows may take hours
-                        rows[key] = {"error": str(error).partition("\n")[0]}
-                    writer.writerow(dict(zip(KEY, key)) | rows[key])
-                    file.flush()
+        for case in cases:
+            if case in rows or case.W in METHODS[case.method].refuses:
+                continue
+            try:
+                rows[case] = row(case)
+            except Exception as error:  # the other rows may take hours
+                rows[case] = {"error": str(error).partition("\n")[0]}
+            writer.writerow(case._asdict() | rows[case])
+            file.flush()
 
 
-def table(platform: str, form: str, rows: dict[tuple, dict]) -> str:
+def table(rows: dict[Case, dict[str, str]]) -> str:
     """Methods down, numbers of workers across."""
-    here = [key for key in rows if (key[0], key[3]) == (platform, form)]
-    counts = sorted({key[1] for key in here}, key=int)
+    counts = sorted({case.W for case in rows})
+    each = {(case.method, case.W): numbers for case, numbers in rows.items()}
 
-    def cell(name: str, W: str) -> str:
-        found = rows.get((platform, W, name, form), {"error": "–"})
+    def cell(method: str, W: int) -> str:
+        found = each.get((method, W), {"error": "–"})
         if found.get("error"):
             return found["error"]
         across, more, seconds = (float(found[x]) for x in NUMBERS[1:4])
         return f"{across:.2f} / {more:.1f} / {seconds:.0f}"
 
     lines = [["method", *(f"W = {W}" for W in counts)], ["---"] * (1 + len(counts))]
-    for name in dict.fromkeys(key[2] for key in here):
-        lines.append([name, *(cell(name, W) for W in counts)])
+    for method in dict.fromkeys(case.method for case in rows):
+        lines.append([method, *(cell(method, W) for W in counts)])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -198,15 +214,15 @@ def main():
     parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
     forms = ("chain", "outer")
     parser.add_argument("--form", choices=forms, default="chain")
+    parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--csv", type=pathlib.Path, default=pathlib.Path("pods.csv"))
     options = parser.parse_args()
-    rows = {}
-    if options.csv.exists():
-        with options.csv.open(newline="") as file:
-            rows = {tuple(each[x] for x in KEY): each for each in csv.DictReader(file)}
-    compile_all(options, rows)
+    rows, kind = read(options.csv), (options.form, options.scale)
+    names = itertools.product(options.platform, options.workers, options.method)
+    compile_all([Case(*each, *kind) for each in names], options.csv, rows)
     for platform in options.platform:
-        print(f"\n{platform}\n\n{table(platform, options.form, rows)}")
+        here = {x: n for x, n in rows.items() if (x.platform, *x[3:]) == (platform, *kind)}
+        print(f"\n{platform}\n\n{table(here)}")
 
 
 if __name__ == "__main__":
