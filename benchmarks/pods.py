@@ -2,23 +2,33 @@
 
     python benchmarks/pods.py                                  # all, several hours
     python benchmarks/pods.py --workers 8 --platform tpu --method lsgd diloco
+    python benchmarks/pods.py --workers 8 --form outer --scale 16      # large leaves
 
 Compiles a step on which everything is due and a quiet one, with one worker per device, for
 two slices of v5e and for hosts of four H100. For W = 2 a worker has four TPUs. Needs the
-extras `tpu` and `gpu-compile`, and neither TPUs nor GPUs. Prints a Markdown table:
+extras `tpu` and `gpu-compile`, and neither TPUs nor GPUs. Writes a file of one line per
+method and number of workers; those that it has already are not compiled again:
 
-- bytes per parameter: the results of all collectives of the due step, and what a device
-  sends to other slices or hosts, divided by the parameters of a worker;
+- moved, across: the results of all collectives of the due step, and what a device sends to
+  other slices or hosts, in bytes per parameter of a worker;
 - temporaries of the due step beyond those of a step without an exchange, as a multiple of
   the parameters;
-- seconds of XLA for the due step, and bytes across on the quiet step.
+- seconds: of all CPUs, to trace, lower and compile the due step;
+- quiet: bytes that a device sends across on the quiet step;
+- error: why there are no numbers.
+
+Prints a Markdown table for each platform, with across / temporaries / seconds.
 """
 
 import argparse
+import csv
+import dataclasses
 import functools
-import math
+import itertools
 import pathlib
 import sys
+import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +39,48 @@ from lsgd_jax import aot
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from harness import METHODS  # noqa: E402
+import harness  # noqa: E402
 
 
-SHAPES = {f"small{i}": (128, 128) for i in range(24)} | {
-    f"large{i}": (512, 512) for i in range(2)
-}
-PARAMETERS = sum(map(math.prod, SHAPES.values()))
+# The tests send half of all entries, from chunks of four.
+SPARSE = dataclasses.replace(
+    harness.METHODS["sparse_diloco"], make=lambda W: lj.contrib.sparse_diloco()
+)
+METHODS = harness.METHODS | {"sparse_diloco": SPARSE}
+# Sides of the leaves.
+SIDES = {f"small{i}": 128 for i in range(24)} | {f"large{i}": 512 for i in range(2)}
 BASE = optax.sgd(0.1)
 # Slices of W / 2 chips; a slice of one or two chips is no topology of its own.
-SLICES = {8: "2x2", 32: "4x4", 128: "8x8", 512: "16x16"}
+SLICES = {2: "2x2", 8: "2x2", 32: "4x4", 128: "8x8", 512: "16x16"}
+
+
+class Case(NamedTuple):
+    """A method on a cluster, compiled once. The sides of all leaves are times `scale`."""
+
+    platform: str
+    W: int
+    method: str
+    form: str
+    scale: int
 
 
 @functools.cache
 def workers_on(platform: str, W: int) -> lj.Workers:
     """W workers in two slices, or in hosts of four GPUs."""
-    if platform == "tpu":
-        if W == 2:  # two workers of four chips
-            mesh = aot.tpu("v5e:2x2", slices=2).mesh(node=2, inside=4)
-            return lj.Workers(mesh=mesh, axes=("node",))
-        pod, nodes = aot.tpu(f"v5e:{SLICES[W]}", slices=2), 2
-    else:
+    if platform == "gpu":
         nodes = max(2, W // 4)
         pod = aot.gpu("h100", hosts=nodes, each=W // nodes)
+    else:
+        pod, nodes = aot.tpu(f"v5e:{SLICES[W]}", slices=2), 2
+    if shards(platform, W) > 1:
+        mesh = pod.mesh(node=nodes, inside=shards(platform, W))
+        return lj.Workers(mesh=mesh, axes=("node",))
     return lj.Workers(mesh=pod.mesh(node=nodes, local=W // nodes), axes=("node", "local"))
 
 
-def zeros():
-    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+def shards(platform: str, W: int) -> int:
+    """The devices of a worker."""
+    return 4 if (platform, W) == ("tpu", 2) else 1
 
 
 def gradient(params, target):
@@ -65,8 +89,13 @@ def gradient(params, target):
 
 
 @functools.cache
-def compiled(platform: str, W: int, name: str, form: str) -> dict[str, aot.Program]:
-    """The programs of the due and of the quiet step; an aggregation has the first only."""
+def compiled(case: Case) -> tuple[list, float]:
+    """The programs of the quiet step, if there is one, and of the due step.
+
+    Also returns the seconds that all CPUs took for the due step: on a busy machine, unlike
+    those of a clock, they are the same.
+    """
+    platform, W, name, form, scale = case
     method = METHODS.get(name)
     tx = BASE if method is None else method.chain(W, BASE)
     tx = optax.with_extra_args_support(tx)
@@ -75,6 +104,10 @@ def compiled(platform: str, W: int, name: str, form: str) -> dict[str, aot.Progr
         made = method.make(W)
         exchange = made if isinstance(made, lj.Exchange) else None
     around = lj.outer(exchange) if exchange and form == "outer" else None
+
+    def init():
+        params = {name: jnp.zeros((scale * n, scale * n)) for name, n in SIDES.items()}
+        return params, (around or tx).init(params)
 
     def step(params, state, x, **phase):
         loss, grads = gradient(params, x)
@@ -90,69 +123,106 @@ def compiled(platform: str, W: int, name: str, form: str) -> dict[str, aot.Progr
         each = exchange.phases()
         due = max(each, key=lambda phase: (len(phase.sends), len(phase.lands)))
         quiet = [phase for phase in each if phase.is_quiet and not phase.lands][:1]
-        phases = [due, *quiet]
-    batch = jax.ShapeDtypeStruct((), jnp.float32)
-    init = lambda: (zeros(), (around or tx).init(zeros()))
-    workers = workers_on(platform, W)
-    report = aot.report(workers, init, step, batch, exchange, phases=phases)
-    return dict(zip(("due", "quiet"), report.programs))
+        phases = [*quiet, due]
+    n = shards(platform, W)
+    times = [time.process_time()]
+    report = aot.report(
+        workers_on(platform, W),
+        init,
+        step,
+        jax.ShapeDtypeStruct((), jnp.float32),
+        exchange,
+        phases=phases,
+        specs=lj.largest_dimension("inside", n) if n > 1 else None,
+        on_program=lambda program: times.append(time.process_time()),
+    )
+    return list(report.programs), times[-1] - times[-2]
 
 
-def row(platform: str, W: int, name: str, form: str) -> list[str]:
-    base = compiled(platform, W, "", form)["due"]
-    programs = compiled(platform, W, name, form)
-    due, quiet = programs["due"], programs.get("quiet")
+NUMBERS = "moved", "across", "temporaries", "seconds", "quiet"
+
+
+def row(case: Case) -> dict[str, str]:
+    """The numbers of a case, as text."""
+    [base], _ = compiled(case._replace(method=""))
+    [*quiet, due], seconds = compiled(case)
     if due.memory is None or base.memory is None:
-        return [platform, str(W), name, *["does not fit"] * 5]
-    moved = sum(x.times * x.bytes for x in due.collectives) / PARAMETERS
-    more = (due.memory.temporaries - base.memory.temporaries) / PARAMETERS / 4
-    return [
-        platform,
-        str(W),
-        name,
-        f"{moved:.2f}",
-        f"{due.across / PARAMETERS:.2f}",
-        f"{more:.2f}",
-        f"{due.compile_seconds:.1f}",
-        "–" if quiet is None else f"{quiet.across:.0f}",
-    ]
+        return {"error": "does not fit"}
+    parameters = sum((case.scale * n) ** 2 for n in SIDES.values())
+    moved = sum(x.times * x.bytes for x in due.collectives)
+    more = (due.memory.temporaries - base.memory.temporaries) / 4
+    return {
+        "moved": f"{moved / parameters:.2f}",
+        "across": f"{due.across / parameters:.2f}",
+        "temporaries": f"{more * shards(case.platform, case.W) / parameters:.2f}",
+        "seconds": f"{seconds:.1f}",
+        "quiet": f"{quiet[0].across:.0f}" if quiet else "",
+    }
 
 
-HEADER = (
-    "platform",
-    "W",
-    "method",
-    "bytes per parameter",
-    "of these sent across",
-    "temporaries",
-    "compile, s",
-    "bytes across when quiet",
-)
+def read(path: pathlib.Path) -> dict[Case, dict[str, str]]:
+    """The rows of an earlier call."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        case = lambda x: Case(x[0], int(x[1]), x[2], x[3], int(x[4]))
+        rows = csv.DictReader(file)
+        return {case([each[name] for name in Case._fields]): each for each in rows}
+
+
+def compile_all(cases: list[Case], path: pathlib.Path, rows: dict[Case, dict[str, str]]):
+    """Adds the rows that are missing, and writes each as soon as it is there."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, (*Case._fields, *NUMBERS, "error"))
+        if is_new:
+            writer.writeheader()
+        for case in cases:
+            if case in rows or case.W in METHODS[case.method].refuses:
+                continue
+            try:
+                rows[case] = row(case)
+            except Exception as error:  # the other rows may take hours
+                rows[case] = {"error": str(error).partition("\n")[0]}
+            writer.writerow(case._asdict() | rows[case])
+            file.flush()
+
+
+def table(rows: dict[Case, dict[str, str]]) -> str:
+    """Methods down, numbers of workers across."""
+    counts = sorted({case.W for case in rows})
+    each = {(case.method, case.W): numbers for case, numbers in rows.items()}
+
+    def cell(method: str, W: int) -> str:
+        found = each.get((method, W), {"error": "–"})
+        if found.get("error"):
+            return found["error"]
+        across, more, seconds = (float(found[x]) for x in NUMBERS[1:4])
+        return f"{across:.2f} / {more:.1f} / {seconds:.0f}"
+
+    lines = [["method", *(f"W = {W}" for W in counts)], ["---"] * (1 + len(counts))]
+    for method in dict.fromkeys(case.method for case in rows):
+        lines.append([method, *(cell(method, W) for W in counts)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    counts = (2, 8, 32, 128, 512)
-    parser.add_argument("--workers", type=int, nargs="+", choices=counts, default=counts)
+    parser.add_argument("--workers", type=int, nargs="+", choices=SLICES, default=SLICES)
     both = ("tpu", "gpu")
     parser.add_argument("--platform", nargs="+", choices=both, default=both)
     parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
     forms = ("chain", "outer")
     parser.add_argument("--form", choices=forms, default="chain")
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--csv", type=pathlib.Path, default=pathlib.Path("pods.csv"))
     options = parser.parse_args()
-    line = lambda cells: print("| " + " | ".join(cells) + " |", flush=True)
-    line(HEADER)
-    line(["---"] * len(HEADER))
+    rows, kind = read(options.csv), (options.form, options.scale)
+    names = itertools.product(options.platform, options.workers, options.method)
+    compile_all([Case(*each, *kind) for each in names], options.csv, rows)
     for platform in options.platform:
-        for W in options.workers:
-            for name in options.method:
-                if W in METHODS[name].refuses:
-                    continue
-                try:
-                    line(row(platform, W, name, options.form))
-                except Exception as error:  # the other rows may take hours
-                    reason = str(error).partition("\n")[0]
-                    line([platform, str(W), name, f"fails: {reason}", *["–"] * 4])
+        here = {x: n for x, n in rows.items() if (x.platform, *x[3:]) == (platform, *kind)}
+        print(f"\n{platform}\n\n{table(here)}")
 
 
 if __name__ == "__main__":
