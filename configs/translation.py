@@ -3,8 +3,8 @@
 - Command: python -m train translation --data.source FILE... --data.target FILE...
   (without files: English sentences that a small grammar makes, and their German)
 - Hardware: 2 CPU cores (4 emulated devices)
-- Time: about 1 minute
-- Expected: without files, over 90 BLEU
+- Time: about 50 s of CPU time in all
+- Expected: without files, 100 BLEU: new sentences of a grammar that it has learned
 
 Label smoothing, the shared embedding and the learning rate, which falls with the inverse
 square root of the step, are those of Vaswani et al., Attention is all you need, NeurIPS

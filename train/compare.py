@@ -238,6 +238,8 @@ def summarize(curves: dict[Key, Curve]) -> list[dict[str, Any]]:
     ('lsgd', '10.00', '8.0')
     >>> row["training time, s"], row["compile time, s"]
     ('1.0', '3.0')
+    >>> "BLEU" in row, summarize({("sgp", 0): curve._replace(bleu=21.5)})[0]["BLEU"]
+    (False, '21.5')
     """
     rows, measure = [], measure_of(curves)
     for method in dict.fromkeys(method for method, _ in curves):

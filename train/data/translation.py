@@ -260,7 +260,7 @@ def made_up() -> list[tuple[str, str]]:
     adjectives whose German endings depend on article and case.
 
     >>> made_up()[0]
-    ('The woman sees the bicycle.', 'Die Frau sieht das Fahrrad.')
+    ('Sometimes the girl shows the bicycle.', 'Manchmal zeigt das Mädchen das Fahrrad.')
     """
     # NumPy guarantees that the stream of RandomState never changes.
     rng, found = np.random.RandomState(0), {}
