@@ -32,6 +32,7 @@ class Packing:
 
     Attributes:
       members: for each buffer the indices of its leaves.
+      keeps_shapes: whether arrays may be sharded, so that no leaf is flattened.
 
     >>> import jax.numpy as jnp
     >>> from lsgd_jax._src.layouts import on_one_device
@@ -48,12 +49,13 @@ class Packing:
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
         # Flattening a leaf that XLA has sharded would gather its shards.
-        whole = may_be_sharded()
+        self.keeps_shapes = may_be_sharded()
         self._align = align
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
-            alone = i if leaf.size > PACKED_BELOW or (whole and leaf.ndim) else None
+            stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
+            alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         self.members = list(buffers.values())
 
