@@ -1,5 +1,7 @@
 """LSGD in NumPy, worker by worker, as in the paper's Algorithm 1."""
 
+import math
+
 import numpy as np
 
 
@@ -61,7 +63,7 @@ def sum_on_two_levels(owed, nodes, add_up, block):
     """
     workers, n = owed.shape
     inside = workers // nodes
-    part = -(-(-(-n // block)) // inside) * block  # elements of a part
+    part = math.ceil(math.ceil(n / block) / inside) * block  # elements of a part
     node = owed.reshape(nodes, inside, n).sum(axis=1)
     total, errors = np.zeros(n), np.zeros_like(owed)
     for i, start in enumerate(range(0, n, part)):

@@ -111,8 +111,8 @@ class MeshChannel:
     def scatter(self, x: Array) -> Array:
         """This worker's part [n, ...] of the sum of all workers' x, [size * n, ...]."""
         devices, slots = self._devices_and_slots()
-        for names in filter(None, [devices, *slots]):
-            x = lax.psum_scatter(x, names, tiled=True)
+        for names in [devices, *slots]:
+            x = lax.psum_scatter(x, names, tiled=True) if names else x
         return x
 
     def add(self, x: Array) -> Array:

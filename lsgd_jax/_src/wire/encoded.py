@@ -185,8 +185,8 @@ class EncodedGroup(Group):
         if not self.channel.transposes or not _shards_are_known() or not self._wire.across:
             return one_level
         slow = Group(self._wire.across).axes
-        across = [axis for axis in self.axes if axis in slow]
-        inside = [axis for axis in self.axes if axis not in slow]
+        across = tuple(axis for axis in self.axes if axis in slow)
+        inside = tuple(axis for axis in self.axes if axis not in slow)
         return Group(inside), Group(across)
 
     def _in_shares(self, tree: Tree) -> bool:

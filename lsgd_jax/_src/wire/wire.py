@@ -48,8 +48,8 @@ class Wire:
     Args:
       format: 'float32' (the parameters as they are), 'bfloat16', 'int8' or 'int4'.
       rounding: 'nearest' (ties to even), or 'stochastic': up or down at random, so that
-        the mean of Q(x) is x. Draws depend on seed, step, worker and leaf only, so that
-        they are the same on every layout of workers on devices.
+        the mean of Q(x) is x. Draws depend on seed, step, worker, leaf and shard only, so
+        that they are the same on every layout of workers on devices.
       seed: seed of the draws.
       block: elements that share a scale, b.
       decay: how much of the error is kept until the next message, β in [0, 1].

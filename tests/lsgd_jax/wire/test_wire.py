@@ -361,6 +361,37 @@ def test_targets_are_bit_identical_on_all_workers(method, across, devices):
             np.testing.assert_array_equal(copy.data, u[0])
 
 
+@pytest.mark.parametrize(
+    "nodes, locals, inside, across",
+    [
+        (4, 1, {"fsdp": 2}, None),  # by shares
+        (2, 1, {"fsdp": 2, "tp": 2}, None),  # gathered
+        (2, 2, {"fsdp": 2}, "node"),
+    ],
+)
+def test_devices_of_a_worker_draw_alike_for_copies(
+    nodes, locals, inside, across, monkeypatch
+):
+    """And not alike for shards: here both halves of w hold the same values."""
+    monkeypatch.setattr(narrow_sums, "SMALL", 0)
+    wire = lj.Wire("int8", "stochastic", across=across)
+    tx, workers = lj.local_sgd(1, wire=wire), lj.Workers(nodes, locals, inside=inside)
+    rng, W = np.random.default_rng(0), nodes * locals
+    half, b = (rng.normal(size=(W, n)).astype(np.float32) for n in (2000, 4000))
+    x = {"w": np.concatenate([half, half], axis=1), "b": b}
+    x = workers.put(x, {"w": P("fsdp"), "b": P()})
+    step = workers.map(lambda x, s: tx.update(x, s, x))
+    state = step(x, workers.map(tx.init)(x))[1]
+    kept = states_of(state)[0].pulls[0].wire
+    for leaf in jax.tree.leaves(kept):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            first = shards.setdefault(str(shard.index), shard.data)
+            np.testing.assert_array_equal(shard.data, first)
+    first, second = np.split(np.asarray(kept.error["w"]), 2, axis=1)
+    assert np.any(kept.error["b"]) and (first != second).any()
+
+
 def test_float32_adds_nothing():
     plain, named = (lj.lsgd(0.1, 0.2, **k) for k in ({}, {"wire": "float32"}))
     workers = lj.Workers(2, 2)
