@@ -33,7 +33,8 @@ class Codec:
         devices of a worker round the same copies alike. Defaults to none.
 
     Attributes:
-      coded: for each buffer, whether it is encoded; otherwise it travels as it is.
+      coded: the number of buffers that are encoded; those behind travel as they are.
+      shards: for each buffer the axes over which it is sharded.
 
     >>> import lsgd_jax as lj
     >>> codec = Codec(jnp.zeros(3), lj.Wire("int8"))
@@ -57,12 +58,9 @@ class Codec:
         self._wire: Any = wire
         self._packing = Packing(tree, groups, wire.align)
         firsts = [members[0] for members in self._packing.members]
-        self.coded = [bool(groups[i]) for i in firsts]
+        self.coded = sum(bool(groups[i]) for i in firsts)
         self.shards = [axes[i] for i in firsts]
-        self._layouts = [
-            wire.layout(self._packing, b) if coded else None
-            for b, coded in enumerate(self.coded)
-        ]
+        self._layouts = [wire.layout(self._packing, b) for b in range(self.coded)]
         self.pack, self.unpack = self._packing.pack, self._packing.unpack
 
     def encode(
@@ -91,26 +89,20 @@ class Codec:
 
     # On the buffers that the tree lies in
 
-    def encode_buffers(self, buffers: Sequence[Array], key: Array | None) -> Message:
+    def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
         """The message for the buffers."""
-        return [
-            x if layout is None else self._wire.encode(x, layout, self.key(key, b))
-            for b, (x, layout) in enumerate(zip(buffers, self._layouts))
-        ]
+        coded = enumerate(zip(buffers, self._layouts))
+        sent = [self._wire.encode(x, where, self.key(key, b)) for b, (x, where) in coded]
+        return sent + buffers[self.coded :]
 
     def decode_buffers(self, message: Message) -> list[Array]:
         """The buffers that arrive."""
-        return [
-            sent if layout is None else self._wire.decode(sent, layout)
-            for sent, layout in zip(message, self._layouts)
-        ]
+        return list(map(self._wire.decode, message, self._layouts)) + message[self.coded :]
 
     def senders(self, message: Message) -> list[Array]:
         """Buffers of 1 for the entries that are in the message, of 0 for the others."""
-        return [
-            jnp.ones_like(sent) if layout is None else self._wire.senders(sent, layout)
-            for sent, layout in zip(message, self._layouts)
-        ]
+        found = list(map(self._wire.senders, message, self._layouts))
+        return found + list(map(jnp.ones_like, message[self.coded :]))
 
     def key(self, key: Array | None, b: int) -> Array | None:
         """The random key of a buffer, the same on all devices that hold the same shard."""

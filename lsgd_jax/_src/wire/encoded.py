@@ -74,6 +74,10 @@ class WireState(NamedTuple):
         return WireState(reference, nothing(self.error))
 
 
+# Of each buffer the sum of all messages, and this worker's error; the number of workers.
+Sums = tuple[list[Array], list[Array], Array]
+
+
 class EncodedGroup(Group):
     """A group on which trees of parameters travel in a narrow wire format.
 
@@ -91,7 +95,15 @@ class EncodedGroup(Group):
         self.kept, self._t = kept, t
         self._wire: Any = wire
         self._keeps_one = False
-        self._inside, self._across = self._levels()
+        # Asynchronous workers only gather, and a share must not cut the shards of a worker.
+        shards_are_known = bool(known_axes()) or not may_be_sharded()
+        self._cuts = self.channel.transposes and shards_are_known
+        # The workers that add up in float32, and those that exchange encoded messages.
+        self._inside, self._across = Group(()), self
+        if self._cuts and wire.across:
+            self._across = Group(wire.across)
+            slow = self._across.axes
+            self._inside = Group(tuple(axis for axis in self.axes if axis not in slow))
 
     @with_automatic_axes
     def broadcast(self, tree: Tree, source: Array) -> Tree:
@@ -176,24 +188,9 @@ class EncodedGroup(Group):
             )
         self._keeps_one = True
 
-    def _levels(self) -> tuple[Group, Group]:
-        """The workers that add up in float32, and those that exchange encoded messages.
-
-        On one level they are a worker alone and all workers; see `Wire.across`.
-        """
-        one_level = Group(()), self
-        if not self.channel.transposes or not _shards_are_known() or not self._wire.across:
-            return one_level
-        slow = Group(self._wire.across).axes
-        across = tuple(axis for axis in self.axes if axis in slow)
-        inside = tuple(axis for axis in self.axes if axis not in slow)
-        return Group(inside), Group(across)
-
     def _in_shares(self, tree: Tree) -> bool:
         """Whether a sum is taken by shares in place of a gather, which any channel has."""
-        if isinstance(self._wire, TopK) or not self.channel.transposes:
-            return False
-        if not _shards_are_known():
+        if not self._cuts or isinstance(self._wire, TopK):
             return False
         sizes = [x.size for x in jax.tree.leaves(tree) if is_coded(x)]
         parts = [-(-size // self._inside.size) for size in sizes]
@@ -244,8 +241,8 @@ class EncodedGroup(Group):
 
     def _sums_of_messages(
         self, codec: Codec, owed: list[Array], where: Array, key: Array | None
-    ) -> tuple[list[Array], list[Array], Array]:
-        """Sums of all workers' gathered messages, the errors, and the number of workers.
+    ) -> Sums:
+        """Of all workers' gathered messages.
 
         If an entry is averaged over its senders, its sum is multiplied by the number of
         workers over theirs.
@@ -266,51 +263,42 @@ class EncodedGroup(Group):
 
     def _sums_of_shares(
         self, codec: Codec, owed: list[Array], where: Array, key: Array | None
-    ) -> tuple[list[Array], list[Array], Array]:
-        """The same by shares; the error of the sum of a share is its owner's."""
-        coded = [b for b, is_coded in enumerate(codec.coded) if is_coded]
-        plain = [x for x, is_coded in zip(owed, codec.coded) if not is_coded]
-        totals, count = self._gathered_sums(plain, where, lambda sent: sent)
-        exact = zip(totals, map(jnp.zeros_like, plain))
-        keys = [codec.key(key, b) for b in coded]
-        added = narrow_sums.add_up([owed[b] for b in coded], keys, self._wire, self._across)
-        by_shares = iter(added)
-        each = [next(by_shares if is_coded else exact) for is_coded in codec.coded]
-        return [sums for sums, _ in each], [e for _, e in each], count
+    ) -> Sums:
+        """By shares; the error of the sum of a share is its owner's."""
+        coded, plain = owed[: codec.coded], owed[codec.coded :]
+        keys = [codec.key(key, b) for b in range(codec.coded)]
+        sums, e = narrow_sums.add_up(coded, keys, self._wire, self._across)
+        exact, count = self._gathered_sums(plain, where, lambda sent: sent)
+        return sums + exact, e + list(map(jnp.zeros_like, plain)), count
 
     def _sums_on_two_levels(
-        self,
-        add_up: Callable,
-        codec: Codec,
-        owed: list[Array],
-        where: Array,
-        key: Array | None,
-    ) -> tuple[list[Array], list[Array], Array]:
-        """The same with `add_up` across nodes only; an error is that of the worker's share.
+        self, add_up: Callable, codec: Codec, owed: list[Array], where: Array, key: Any
+    ) -> Sums:
+        """With `add_up` across nodes only.
 
-        With L workers in a node, the worker of index l has the l-th part of all blocks.
+        With L workers in a node, the worker of index l has the l-th part of all blocks of
+        the node's sum, and its error.
         """
-        inside, block = self._inside, self._wire.block
-        coded = [b for b, is_coded in enumerate(codec.coded) if is_coded]
-        rows = {b: rows_of(owed[b], block, inside.size) for b in coded}
-        mine = [inside.scatter(x) for x in rows.values()]
-        across = Codec(mine, self._wire, [codec.shards[b] for b in coded])
-        found = add_up(across, across.pack(mine), jnp.asarray(True), key)
-        sums, e = (dict(zip(coded, across.unpack(each))) for each in found[:2])
+        inside, (coded, plain) = self._inside, (owed[: codec.coded], owed[codec.coded :])
+        blocks = [rows_of(x, self._wire.block, inside.size) for x in coded]
+        parts = list(map(inside.scatter, blocks))
+        across = Codec(parts, self._wire, codec.shards[: codec.coded])
+        sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
 
-        def total(b: int, x: Array) -> Array:
-            return array_of(inside.gather(sums[b]), x.shape) if b in sums else self.add(x)
+        def in_place(blocks: Array, part: Array) -> Array:
+            start = inside.index * len(part)
+            nothing = jnp.zeros_like(blocks)
+            return lax.dynamic_update_slice_in_dim(nothing, part, start, 0)
 
-        def error(b: int, x: Array) -> Array:
-            if b not in e:
-                return jnp.zeros_like(x)
-            place = inside.index * len(e[b])
-            left = lax.dynamic_update_slice_in_dim(jnp.zeros_like(rows[b]), e[b], place, 0)
-            return array_of(left, x.shape)
-
-        count = self.add(where.astype(jnp.float32))
-        each = list(enumerate(owed))
-        return [total(*x) for x in each], [error(*x) for x in each], count
+        sums = map(inside.gather, across.unpack(sums))
+        e = map(in_place, blocks, across.unpack(e))
+        like_coded = lambda found: list(map(array_of, found, [x.shape for x in coded]))
+        exact, count = list(map(self.add, plain)), self.add(where.astype(jnp.float32))
+        return (
+            like_coded(sums) + exact,
+            like_coded(e) + list(map(jnp.zeros_like, plain)),
+            count,
+        )
 
     def _gathered_sums(
         self, sent: Message, where: Array, read: Callable[[Message], Tree]
@@ -355,11 +343,6 @@ _KEEPS = (
     "with a narrow wire format a rule that calls `broadcast` must keep the 'reference', "
     "and one that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
 )
-
-
-def _shards_are_known() -> bool:
-    """Whether a share of a buffer cuts no shards of a worker."""
-    return bool(known_axes()) or not may_be_sharded()
 
 
 def _reference(kept: WireState) -> Tree:

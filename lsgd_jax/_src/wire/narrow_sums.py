@@ -57,7 +57,7 @@ def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
 
 def add_up(
     buffers: Sequence[Array], keys: Sequence[Array | None], wire: Wire, group: Any
-) -> list[tuple[Array, Array]]:
+) -> tuple[list[Array], list[Array]]:
     """Sums over all workers, of float buffers of any shapes.
 
     Args:
@@ -67,8 +67,8 @@ def add_up(
       group: the `Group` of the workers.
 
     Returns:
-      For each buffer its sum in float32, the same bits on all workers, and this worker's
-      error, that of its message and that of the sum of its share.
+      (sums, errors): the sums in float32, the same bits on all workers; this worker's
+      errors, of its message and of the sum of its share.
     """
     size, me, block = group.size, group.index, wire.block
     blocks = [rows_of(x.astype(jnp.float32), block, size) for x in buffers]
@@ -99,11 +99,18 @@ def add_up(
     error = total - dequantized(coded)
     rows = jax.tree.map(group.gather, travels(coded))
 
-    def of_buffer(x: Array, left: Array, count: int, end: int) -> tuple[Array, Array]:
+    def sum_of(x: Array, count: int, end: int) -> Array:
         cut = lambda rows: rows[:, end - count : end].reshape(-1, *rows.shape[2:])
+        return array_of(arrives(jax.tree.map(cut, rows)), x.shape)
+
+    def error_of(x: Array, left: Array, count: int, end: int) -> Array:
         own = lax.dynamic_slice_in_dim(left, me * count, count) + error[end - count : end]
         left = lax.dynamic_update_slice_in_dim(left, own, me * count, 0)
-        total = arrives(jax.tree.map(cut, rows))
-        return array_of(total, x.shape), array_of(left, x.shape)
+        return array_of(left, x.shape)
 
-    return list(map(of_buffer, buffers, left, counts, itertools.accumulate(counts)))
+    ends = list(itertools.accumulate(counts))
+    sums, errors = (
+        map(sum_of, buffers, counts, ends),
+        map(error_of, buffers, left, counts, ends),
+    )
+    return list(sums), list(errors)

@@ -27,7 +27,8 @@ class Packing:
     Args:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
         Where arrays may be sharded, they stay as they are.
-      groups: the group of each leaf. Defaults to one group for all leaves.
+      groups: the group of each leaf; buffers of a group that is false come last. Defaults
+        to one group for all leaves.
       align: leaves that share a buffer start at multiples of this, with zeros in between.
 
     Attributes:
@@ -57,7 +58,8 @@ class Packing:
             stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
             alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
-        self.members = list(buffers.values())
+        is_last = lambda members: not (groups and groups[members[0]])
+        self.members = sorted(buffers.values(), key=is_last)
 
     def pack(self, tree: Tree) -> list[Array]:
         """Returns the buffers of a tree."""
