@@ -300,16 +300,9 @@ def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
 
 def shard_nbytes(tree: Tree) -> int:
     """The bytes of a tree on each device of a worker."""
-    layouts = _KNOWN.get() if inside_axes() else None
-    leaves = jax.tree.leaves(tree)
-    if layouts is None:
-        return sum(x.size * x.dtype.itemsize for x in leaves)
     sizes = jax.sharding.get_abstract_mesh().shape
-    parts = (
-        math.prod(sizes[name] for name in names_of(spec or Spec()))
-        for spec in layouts.of_leaves(tree)
-    )
-    return sum(x.size * x.dtype.itemsize // n for x, n in zip(leaves, parts))
+    parts = [math.prod(sizes[name] for name in axes) for axes in sharded_over(tree)]
+    return sum(x.size * x.dtype.itemsize // n for x, n in zip(jax.tree.leaves(tree), parts))
 
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:
