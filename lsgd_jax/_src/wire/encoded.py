@@ -286,19 +286,16 @@ class EncodedGroup(Group):
         sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
 
         def in_place(blocks: Array, part: Array) -> Array:
-            start = inside.index * len(part)
-            nothing = jnp.zeros_like(blocks)
+            nothing, start = jnp.zeros(blocks.shape, part.dtype), inside.index * len(part)
             return lax.dynamic_update_slice_in_dim(nothing, part, start, 0)
 
         sums = map(inside.gather, across.unpack(sums))
         e = map(in_place, blocks, across.unpack(e))
         like_coded = lambda found: list(map(array_of, found, [x.shape for x in coded]))
-        exact, count = list(map(self.add, plain)), self.add(where.astype(jnp.float32))
-        return (
-            like_coded(sums) + exact,
-            like_coded(e) + list(map(jnp.zeros_like, plain)),
-            count,
-        )
+        exact = list(map(self.add, plain))
+        count = self.add(where.astype(jnp.float32))
+        sums, e = like_coded(sums) + exact, like_coded(e) + list(map(jnp.zeros_like, plain))
+        return sums, e, count
 
     def _gathered_sums(
         self, sent: Message, where: Array, read: Callable[[Message], Tree]

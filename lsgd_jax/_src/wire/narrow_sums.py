@@ -109,8 +109,6 @@ def add_up(
         return array_of(left, x.shape)
 
     ends = list(itertools.accumulate(counts))
-    sums, errors = (
-        map(sum_of, buffers, counts, ends),
-        map(error_of, buffers, left, counts, ends),
-    )
+    sums = map(sum_of, buffers, counts, ends)
+    errors = map(error_of, buffers, left, counts, ends)
     return list(sums), list(errors)
