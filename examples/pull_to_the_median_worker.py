@@ -31,8 +31,8 @@ def median_worker(axes=("node", "local")) -> lj.Rule:
     def step(u, x, state, loss, t):
         return u, state._replace(loss=loss.astype(jnp.float32)), True
 
-    def agree(group, x, y, state, is_finite, t):
-        mine = jnp.where(is_finite, state.loss, jnp.inf)
+    def agree(group, x, y, state, takes_part, t):
+        mine = jnp.where(takes_part, state.loss, jnp.inf)
         losses = group.gather(mine)  # [W], the same for all
         count = jnp.isfinite(losses).sum()
         found = count > 0

@@ -74,6 +74,7 @@ from lsgd_jax._src.methods.wagma import wagma as wagma
 from lsgd_jax._src.shared import Shared as Shared
 from lsgd_jax._src.trees import apply_updates as apply_updates
 from lsgd_jax._src.wire.group import Group as Group
+from lsgd_jax._src.wire.top_k import TopK as TopK
 from lsgd_jax._src.wire.wire import Wire as Wire
 from lsgd_jax._src.wire.wire import WireFormat as WireFormat
 from lsgd_jax._src.workers.consensus import center as center

@@ -245,6 +245,7 @@ WIRES = {
     "int8": "int8",
     "int4": "int4",
     "stochastic": lj.Wire("int8", "stochastic", seed=1),
+    "int8_across": lj.Wire("int8", across="node"),
 }
 
 
@@ -263,6 +264,7 @@ METHODS |= {
         "int8": [n for n, m in METHODS.items() if (not m.first or m.then) and m.wires],
         "int4": ("lsgd", "diloco", "sgp", "wagma"),
         "stochastic": ("local_sgd", "osgp_delayed", "wagma"),
+        "int8_across": ("diloco",),
     }.items()
     for name in names
 }

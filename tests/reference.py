@@ -1,5 +1,7 @@
 """LSGD in NumPy, worker by worker, as in the paper's Algorithm 1."""
 
+import math
+
 import numpy as np
 
 
@@ -52,6 +54,28 @@ def rounded(x, levels, block):
     scales = np.abs(blocks).max(axis=1, keepdims=True) / levels
     codes = np.round(blocks / np.where(scales > 0, scales, 1))
     return (codes * scales).ravel()[: len(x)]
+
+
+def sum_on_two_levels(owed, nodes, add_up, block):
+    """The sum of W messages [W, n]: a part of each node's sum by each worker, and errors.
+
+    add_up: [nodes, m] -> the sum of the nodes' messages, and their errors.
+    """
+    workers, n = owed.shape
+    inside = workers // nodes
+    part = math.ceil(math.ceil(n / block) / inside) * block  # elements of a part
+    node = owed.reshape(nodes, inside, n).sum(axis=1)
+    total, errors = np.zeros(n), np.zeros_like(owed)
+    for i, start in enumerate(range(0, n, part)):
+        of_part = slice(start, start + part)
+        total[of_part], errors[i::inside, of_part] = add_up(node[:, of_part])
+    return total, errors
+
+
+def sum_of_messages(owed, Q):
+    """The sum of W messages [W, n], and the workers' errors."""
+    sent = np.stack([Q(x) for x in owed])
+    return sent.sum(axis=0), owed - sent
 
 
 def sum_of_shares(owed, Q, block):

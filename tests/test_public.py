@@ -17,11 +17,12 @@ NAMES = {
     "lsgd_jax": """
         AggregateState AnchorState CenterState Detector Diagnostics Exchange ExchangeState
         Fragment Group Guard LeaderState Outer OuterState PairwiseState ParleState Phase
-        Pull PullOptions PullState PushSumState Rule Shared SumWeightState Wire WireFormat
-        Workers adpsgd aggregate allreduce anchored aot apply_updates asynchronous average
-        butterfly center cge checks combine_then_adapt consensus consensus_distance
-        contrib coordinate_median diagnostics diloco downpour dpsgd easgd emulate_devices
-        exchange following fragment geometric_median gosgd inside_axes is_finite krum
+        Pull PullOptions PullState PushSumState Rule Shared SumWeightState TopK Wire
+        WireFormat Workers adpsgd aggregate allreduce anchored aot apply_updates
+        asynchronous average butterfly center cge checks combine_then_adapt consensus
+        consensus_distance contrib coordinate_median diagnostics diloco downpour dpsgd
+        easgd emulate_devices exchange following fragment geometric_median gosgd
+        inside_axes is_finite krum
         largest_dimension leader licm local_sgd lsgd moving_center neighbors osgp outer
         pairwise parle push_sum resize robust_mean scoping sgp slowmo static_args topology
         trimmed_mean tune_cpu unrolled wagma waiting with_state
@@ -125,7 +126,7 @@ speeds = lj.asynchronous.simulator.run
 """
 WRONG = {
     'lj.diloco("4")': 'incompatible type "str"; expected "int"',
-    'lj.diloco(4, wire="int9")': 'expected "Wire | Literal',
+    'lj.diloco(4, wire="int9")': 'expected "Wire | TopK | Literal',
     "workers.foo()": '"Workers" has no attribute "foo"',
     "lj.average().is_due(1)": '"Rule" has no attribute "is_due"',
     "lj.asynchronous.simulator.foo": "has no attribute",

@@ -1,9 +1,10 @@
 """Workers that are sharded over several devices: how their leaves are laid out.
 
 In `Workers.map` the axes of the workers are manual and those inside a worker are automatic:
-a function of one worker sees whole arrays, and XLA decides how to shard them. XLA decides
-badly where no input determines the layout (moments that begin as zeros). For a collective
-between workers, it first gathers the shards of an array that was flattened or is gathered.
+a function of one worker sees unsharded arrays, and XLA decides how to shard them. It does
+so badly where no input determines the layout (moments that begin as zeros). Before a
+collective between workers, it gathers the shards of an array that was flattened or that the
+collective gathers.
 The layout must therefore be known while tracing. On explicit axes `explicit` reads it from
 the types of a function's arguments. Types do not contain automatic axes, so `Workers.map`
 notes the layouts of its arguments. A leaf is recognized by its shape and the end of its
@@ -263,14 +264,17 @@ def layout_is_known() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and not inside_axes()
 
 
-def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree:
+def shard_by_shard(
+    fn: Callable, *trees: Tree, out: Callable[..., Tree] = lambda specs, *_: specs
+) -> Tree:
     """Applies fn to the trees on each device of a worker, which sees its own shards.
 
     Args:
       fn: from trees of shards to trees of shards. The axes inside the worker are bound, for
-        collectives over the whole worker.
-      *trees: leaves that are not known to be sharded arrive whole.
-      out: from the specs of the trees to the specs of what fn returns.
+        collectives over all devices of the worker.
+      *trees: leaves that are not known to be sharded arrive unsharded.
+      out: from the specs of the trees to the specs of what fn returns. Defaults to those
+        of the first tree.
     """
     axes, layouts = known_axes(), _KNOWN.get()
     if not axes or layouts is None:
@@ -286,18 +290,19 @@ def shard_by_shard(fn: Callable, *trees: Tree, out: Callable[..., Tree]) -> Tree
     return mapped(*trees)
 
 
+def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
+    """For each leaf the axes inside a worker over which it is known to be sharded."""
+    axes, layouts = known_axes(), _KNOWN.get()
+    if not axes or layouts is None:
+        return [()] * len(jax.tree.leaves(tree))
+    return [tuple(names_of(spec or Spec())) for spec in layouts.of_leaves(tree)]
+
+
 def shard_nbytes(tree: Tree) -> int:
     """The bytes of a tree on each device of a worker."""
-    layouts = _KNOWN.get() if inside_axes() else None
-    leaves = jax.tree.leaves(tree)
-    if layouts is None:
-        return sum(x.size * x.dtype.itemsize for x in leaves)
     sizes = jax.sharding.get_abstract_mesh().shape
-    parts = (
-        math.prod(sizes[name] for name in names_of(spec or Spec()))
-        for spec in layouts.of_leaves(tree)
-    )
-    return sum(x.size * x.dtype.itemsize // n for x, n in zip(leaves, parts))
+    parts = [math.prod(sizes[name] for name in axes) for axes in sharded_over(tree)]
+    return sum(x.size * x.dtype.itemsize // n for x, n in zip(jax.tree.leaves(tree), parts))
 
 
 def element(x: jax.Array, index: tuple[int, ...], path: Any = ()) -> jax.Array:

@@ -20,7 +20,7 @@ from lsgd_jax._src.checks import check_positive_int
 
 Edge = tuple[int, int]  # (source, destination)
 Permutation = tuple[Edge, ...]
-Round = tuple[Permutation, ...]
+Permutations = tuple[Permutation, ...]
 Matrix = tuple[tuple[float, ...], ...]
 
 
@@ -38,7 +38,7 @@ class Topology:
 
     name: str
     num_workers: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[Permutations, ...]
     weights: tuple[Matrix | None, ...]
 
     @functools.cached_property
@@ -461,11 +461,11 @@ def _check_weights(matrices: np.ndarray, graph: Topology) -> None:
             )
 
 
-def _edges(round: Round) -> list[Edge]:
+def _edges(round: Permutations) -> list[Edge]:
     return [edge for permutation in round for edge in permutation]
 
 
-def _color(edges: Sequence[Edge], num_workers: int) -> Round:
+def _color(edges: Sequence[Edge], num_workers: int) -> Permutations:
     """Colors the edges: as many partial permutations as the largest degree (König).
 
     Every edge takes the lowest color that is free at both its ends. If there is none, let

@@ -22,6 +22,7 @@ from lsgd_jax._src.methods.blocks import leaf_norms, times
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -51,7 +52,7 @@ def gradient_weighted(
     decay: float = 0.43046721,
     power: float = 1.0,
     axes: Axes = ("node", "local"),
-    wire: Wire | WireFormat = "float32",
+    wire: Wire | TopK | WireFormat = "float32",
 ) -> Rule:
     r"""The mean of the workers, weighted by inverse gradient norms, as a rule of a pull.
 
@@ -88,7 +89,7 @@ def gradient_weighted(
     if decay == 1:
         raise ValueError("`decay` must be less than 1, or no gradient norm ever enters n")
     check_not_negative("power", power)
-    is_narrow = Wire.of(wire).format != "float32"
+    is_narrow = Wire.of(wire).is_narrow
 
     def measure(gradient: Tree) -> Array:
         norms = leaf_norms(gradient)
@@ -103,22 +104,22 @@ def gradient_weighted(
         measured = measure(u if grad is None else grad)
         return u, state._replace(measured=measured), jnp.isfinite(measured).all()
 
-    def agree(group, x, y, state, is_finite, t):
-        count = jnp.where(is_finite, state.count + 1, 0)
+    def agree(group, x, y, state, takes_part, t):
+        count = jnp.where(takes_part, state.count + 1, 0)
         average = decay * state.norms + (1 - decay) * state.measured
-        norms = jnp.where(is_finite, average, 0)
+        norms = jnp.where(takes_part, average, 0)
         kept = jnp.power(jnp.asarray(decay, norms.dtype), count.astype(norms.dtype))
-        corrected = jnp.where(is_finite, norms / (1 - kept), jnp.nan)
+        corrected = jnp.where(takes_part, norms / (1 - kept), jnp.nan)
         weights = inverse_weights(group.gather(corrected), power)
         mine = weights[group.index]
         state = state._replace(norms=norms, count=count)
         found = weights.sum() > 0
         if not is_narrow:
-            z, _ = group.masked_sum(times(y, mine), is_finite)
+            z, _ = group.masked_sum(times(y, mine), takes_part)
             return z, found, state
         r = state.reference.value
         gaps = jax.tree.map(lambda y, r: widened(y) - r, y, r)
-        sums, _ = group.masked_sum(times(gaps, mine), is_finite)
+        sums, _ = group.masked_sum(times(gaps, mine), takes_part)
         z = trees.where(found, jax.tree.map(jnp.add, r, sums), r)
         return z, found, state._replace(reference=group.shared(z))
 

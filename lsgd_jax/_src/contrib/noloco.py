@@ -104,16 +104,16 @@ def noloco(
     def init(params: Tree) -> NoLoCoState:
         return NoLoCoState(trees.widen(params), trees.zeros(params))
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         exchange_number = (t - 1) // period + 1
         # Means are linear, so y - φ and φ need not travel apart.
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
         message = jax.tree.map(blend, y, state.slow)
-        mean, _, _ = pairs.agree(group, None, message, (), is_finite, exchange_number)
+        mean, _, _ = pairs.agree(group, None, message, (), takes_part, exchange_number)
         momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)
-        state = trees.where(is_finite, stepped, state)
+        state = trees.where(takes_part, stepped, state)
         return state.slow, jnp.asarray(True), state
 
     rule = Rule(axes, init, agree, keeps=(), reads_x=False)

@@ -9,7 +9,7 @@ from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.methods.averaging import diloco
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.wire.wire import Aggregate, Wire
+from lsgd_jax._src.wire.top_k import Aggregate, TopK
 
 
 @by_value
@@ -37,11 +37,11 @@ def sparse_diloco(
     a is the anchor (the mean of the starts at first), e the error of a worker (0 at first),
     s its message, H the workers whose y and loss are finite. TopK keeps the k entries of
     largest magnitude of every chunk of C. Q rounds them to the means of 2^bits bins, as
-    `Wire` describes. The messages are gathered and added up in one order, so that the
+    `TopK` describes. The messages are gathered and added up in one order, so that the
     anchor is bit-identical on all workers. At the defaults a message is 0.027 bytes per
     parameter, 146 times less than float32.
 
-    This is ``diloco(period, optax.sgd(learning_rate), wire=Wire("top-k", ...))``: error
+    This is ``diloco(period, optax.sgd(learning_rate), wire=TopK(...))``: error
     feedback with a decay takes the place of the outer momentum. Any other outer optimizer
     works with the same wire.
 
@@ -67,7 +67,7 @@ def sparse_diloco(
       and e by every worker, in float32 at least.
 
     Raises:
-      ValueError: a period below 1, numbers of the message as for `Wire`, fragments and a
+      ValueError: a period below 1, numbers of the message as for `TopK`, fragments and a
         delay as for `diloco`.
 
     Reference: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025,
@@ -77,8 +77,7 @@ def sparse_diloco(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.sparse_diloco(period=30))
     """
-    options["wire"] = Wire(
-        "top-k",
+    options["wire"] = TopK(
         density=density,
         chunk=chunk,
         bits=bits,

@@ -71,10 +71,10 @@ def sparta(
         raise ValueError("`density` must be above 0, got density=0")
     cell = round(1 / density)
 
-    def agree(group, x, y, state, is_finite, t):
-        own = trees.where(is_finite, y, x)
-        z, count = _averaged(group, own, is_finite, cell, seed, t)
-        found = (count > 0) & (is_finite | trees.all_finite(x))
+    def agree(group, x, y, state, takes_part, t):
+        own = trees.where(takes_part, y, x)
+        z, count = _averaged(group, own, takes_part, cell, seed, t)
+        found = (count > 0) & (takes_part | trees.all_finite(x))
         return z, found, state
 
     return exchange(Pull(Rule(axes, lambda params: (), agree), 1.0), **options)

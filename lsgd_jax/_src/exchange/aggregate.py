@@ -9,13 +9,12 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
-from lsgd_jax._src.exchange.branch import cond, the_same_for_all
+from lsgd_jax._src.exchange.branch import cond, unbatched
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire.codec import Line
 from lsgd_jax._src.wire.group import Group
 
 
@@ -91,15 +90,15 @@ def aggregate(
         count = state.count.value
 
         def communicate(g, own, traffic):
-            finite, line = trees.all_finite(g), Line(Group(axes).channel)
-            total, own = rule(Group(axes, line), g, own, finite)
+            finite, group = trees.all_finite(g), Group(axes)
+            total, own = rule(group, g, own, finite)
             total = jax.tree.map(lambda a, g: a.astype(g.dtype), total, g)
-            return total, own, traffic.sent(line.bytes_sent), ~finite
+            return total, own, traffic.sent(group.bytes_sent), ~finite
 
         def keep(g, own, traffic):
             return g, own, traffic, jnp.asarray(False)
 
-        due = True if until is None else the_same_for_all(count) < until
+        due = True if until is None else unbatched(count) < until
         g, own, traffic, excluded = cond(
             due, communicate, keep, updates, state.own, state.traffic
         )

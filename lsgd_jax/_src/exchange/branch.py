@@ -48,7 +48,7 @@ def _varying(x: Array) -> frozenset[str]:
 
 
 @custom_vmap
-def the_same_for_all(count: Array) -> Array:
+def unbatched(count: Array) -> Array:
     """Returns a step count; under `jax.vmap`, the count of the first row for all rows.
 
     All workers have the same count, so one row represents all. With a batched count as
@@ -59,7 +59,7 @@ def the_same_for_all(count: Array) -> Array:
     return count
 
 
-@the_same_for_all.def_vmap
+@unbatched.def_vmap
 def _(size: int, batched: list[bool], count: Array) -> tuple[Array, bool]:
     del size
     return (count[0] if batched[0] else count), False

@@ -36,8 +36,9 @@ from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.shared import is_shared
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire.codec import Line, NarrowLine, WireState
+from lsgd_jax._src.wire.encoded import EncodedGroup, WireState
 from lsgd_jax._src.wire.group import Channel, Group
+from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -65,7 +66,7 @@ class Pull:
         they cost no bytes and no state.
       wire: the format in which parameters travel: 'float32' (unchanged), 'bfloat16',
         'int8', 'int4', the last three also with '-stochastic' for stochastic rounding, or a
-        `Wire`. For a format other than 'float32', the state includes what the rule's
+        `Wire` or a `TopK`. In all but 'float32' the state includes what the rule's
         `keeps` names.
       memory: where anchors, references, quantization errors and targets in flight are kept
         between exchanges: on the 'device', or in the memory of its 'host'. State that a
@@ -82,7 +83,7 @@ class Pull:
     offset: int = 0
     delay: int = 0
     part: parts.Part | None = None
-    wire: Wire | WireFormat = "float32"
+    wire: Wire | TopK | WireFormat = "float32"
     memory: Memory = "device"
 
     def __post_init__(self):
@@ -103,6 +104,8 @@ class Pull:
                 "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
                 f"got wire={self.wire!r}"
             )
+        if across := Wire.of(self.wire).across:
+            _check_across(Group(across).axes, self.rule)
         if Wire.of(self.wire).is_sparse and self.rule.keeps != ("error",):
             raise ValueError(
                 "`wire` may be 'top-k' only for a rule that sends differences to an anchor "
@@ -120,7 +123,7 @@ class Pull:
     @property
     def is_narrow(self) -> bool:
         """Whether the parameters are encoded for the wire."""
-        return Wire.of(self.wire).format != "float32"
+        return Wire.of(self.wire).is_narrow
 
     @property
     def agrees_at(self) -> int:
@@ -137,6 +140,20 @@ class Pull:
         if callable(self.strength) or isinstance(self.strength, jax.Array):
             return jnp.clip(trees.value_at(self.strength, t), 0, 1)
         return self.strength
+
+
+def _check_across(across: tuple[str, ...], rule: Rule) -> None:
+    """Raises ValueError unless the rule takes a mean or sum over these axes."""
+    axes = Group(rule.axes).axes
+    if not set(across) <= set(axes):
+        raise ValueError(
+            f"`across` must name axes of the rule, which are {axes}, got across={across}"
+        )
+    if "error" not in (rule.keeps or ()):
+        raise ValueError(
+            "`across` is only for a rule that takes a mean or a sum, and so keeps the "
+            f"'error' (see `Rule`), got keeps={rule.keeps}"
+        )
 
 
 class Target(NamedTuple):
@@ -211,9 +228,9 @@ def init(pull: Pull, params: Tree) -> PullState:
     return stored(pull, state)
 
 
-def pending(pull: Pull, x: Tree, y: Tree, is_finite: Array) -> Pending:
+def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
-    return Pending(trees.widen(y), is_finite, x if pull.rule.reads_x else ())
+    return Pending(trees.widen(y), takes_part, x if pull.rule.reads_x else ())
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -305,7 +322,7 @@ def send(
     x: Tree,
     y: Tree,
     state: PullState,
-    is_finite: Array,
+    takes_part: Array,
     t: Array,
     value_fn: Callable[[Tree], Array] | None = None,
 ) -> tuple[Target, PullState, float]:
@@ -316,7 +333,7 @@ def send(
       channel: carries the messages. Defaults to collectives over the rule's axes.
       x, y: the leaves of the pull's part, before the worker's own step and now.
       state: the pull's state.
-      is_finite: bool scalar, whether this worker takes part.
+      takes_part: bool scalar, whether this worker takes part.
       t: int32 scalar, the step.
       value_fn: a tree like y -> the loss on this worker's batch, for rules that read it.
 
@@ -324,18 +341,17 @@ def send(
       (target, state, bytes_sent). bytes_sent is known while tracing.
     """
     axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
-    channel = Group(axes).channel if channel is None else channel
-    line = NarrowLine(channel, state.wire, wire, t) if pull.is_narrow else Line(channel)
+    group = Group(axes, channel)
+    if pull.is_narrow:
+        group = EncodedGroup(axes, channel, wire, state.wire, t)
     more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
-    z, found, rule_state = pull.rule.agree(
-        Group(axes, line), x, y, state.rule, is_finite, t, **more
-    )
+    z, found, rule_state = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
     state = state._replace(
         rule=_in_the_form_of(state.rule, rule_state),
-        traffic=state.traffic.sent(line.bytes_sent),
-        wire=trees.where(found, line.kept, state.wire) if pull.is_narrow else (),
+        traffic=state.traffic.sent(group.bytes_sent),
+        wire=trees.where(found, group.kept, state.wire),
     )
-    return Target(z, jnp.asarray(found)), stored(pull, state), line.bytes_sent
+    return Target(z, jnp.asarray(found)), stored(pull, state), group.bytes_sent
 
 
 def send_pending(
@@ -386,7 +402,7 @@ def land(
     u: Tree,
     target: Target | Pending,
     state: PullState,
-    is_finite: Array,
+    takes_part: Array,
     t: Array,
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
@@ -397,15 +413,15 @@ def land(
         u is y itself.
       target: see `send`.
       state: the pull's state.
-      is_finite: bool scalar, whether y is finite and the worker took part.
+      takes_part: bool scalar, whether y is finite and the worker took part.
       t: int32 scalar, the step.
 
     Returns:
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
-    u = move(x, u, target.z, pull.weight(t), target.found, is_finite)
-    restored = target.found & ~is_finite
+    u = move(x, u, target.z, pull.weight(t), target.found, takes_part)
+    restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:
         wire = fetched(pull, state).wire.without_error(restored)
@@ -441,7 +457,7 @@ def settle(x: Tree, u: Tree, trusted: Array, is_finite: Array) -> Tree:
     return jax.tree.map(leaf, x, u)
 
 
-def stay(x: Tree | None, u: Tree) -> Tree:
+def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
     """Returns u, with 0 where u is not finite, or nan where x is not finite either."""
     if x is None:
         return u
@@ -456,7 +472,7 @@ def position(x: Tree | None, u: Tree) -> Tree:
 
 
 def move(
-    x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, is_finite: Array
+    x: Tree | None, u: Tree, z: Tree, weight: Any, found: Array, takes_part: Array
 ) -> Tree:
     """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
 
@@ -464,7 +480,7 @@ def move(
     elements that do not move, u is bit-identical. `apply_updates` replaces an x that is not
     finite.
     """
-    whole = found & (~is_finite | (weight == 1))
+    whole = found & (~takes_part | (weight == 1))
     weight = jnp.asarray(weight, jnp.result_type(float))
     keep, pull = (
         jnp.where(whole, 0.0, 1.0),

@@ -12,6 +12,7 @@ from lsgd_jax._src.checks import check_option, check_period
 from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.memory import Memory
 from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis, in_fragments
+from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
@@ -22,19 +23,19 @@ class PullOptions(TypedDict, total=False):
     `exchange`.
 
     Attributes:
-      wire: the format in which parameters travel, or a `Wire`.
+      wire: the format in which parameters travel, or a `Wire` or `TopK`.
       fragments: number of fragments that take turns, F; must divide the period. Fragment i
         is pulled at steps t ≡ (i + 1) τ / F (mod τ), with a state of its own.
       delay: steps between the agreement and the pull, less than τ / F. The message travels
         meanwhile; a copy of the parameters is kept.
       part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
-        Fragments cut leaves there, see `fragment`. By default leaves stay whole.
+        Fragments cut leaves there, see `fragment`. By default leaves are not cut.
       memory: 'device' or 'host', where state that only exchanges read is kept between them.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
     """
 
-    wire: Wire | WireFormat
+    wire: Wire | TopK | WireFormat
     fragments: int
     delay: int
     part: Part | None
@@ -115,10 +116,10 @@ def with_options(pulls: Sequence[Pull], options: PullOptions) -> list[Pull]:
 
 def _changed(pull: Pull, options: Mapping[str, Any]) -> Pull:
     """The pull with options that need no more than its own fields."""
-    if isinstance(whole := pull.part, Fragment):
-        check_period("delay", options.get("delay", 0), pull.every // whole.count)
+    if isinstance(fragment := pull.part, Fragment):
+        check_period("delay", options.get("delay", 0), pull.every // fragment.count)
         if "part" in options:
-            options = {**options, "part": whole._replace(part=options["part"])}
+            options = {**options, "part": fragment._replace(part=options["part"])}
     return dataclasses.replace(pull, **options)
 
 

@@ -48,8 +48,8 @@ def fragment(
       count: the number of runs.
       part: the leaves that the runs divide, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, for all leaves that have it, or by
-        path (``{"decoder/layers": 0}``; all other leaves stay whole). With None, all leaves
-        stay whole.
+        path (``{"decoder/layers": 0}``; all other leaves are not cut). With None, no leaf
+        is cut.
 
     Raises:
       ValueError: a count below 1, an index outside 0..count-1, a negative axis; in `init`,
@@ -77,7 +77,7 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
     """Cuts a pull into fragments that take turns: i of F at t ≡ (i + 1) τ / F (mod τ).
 
     Args:
-      pull: the `Pull` of the whole part, at offset 0.
+      pull: the `Pull` of all of the part, at offset 0.
       count: the number of fragments, F. With 1, the result is the pull itself.
       scan_axis: see `fragment`.
 
@@ -190,7 +190,7 @@ def put_back(part: Part | None, mine: Tree, tree: Tree) -> Tree:
 
 
 def runs_of(part: Part | None, tree: Tree) -> list[Run | bool]:
-    """The run of each leaf that is in the part: True for the whole leaf, False, or a `Run`.
+    """The run of each leaf that is in the part: True for all of it, False, or a `Run`.
 
     Raises:
       ValueError: see `select`.
@@ -231,7 +231,7 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
             "`scan_axis` must be an axis of at least one leaf, got "
             f"scan_axis={fragment.scan_axis!r}"
         )
-    sizes: dict[Any, int] = {}  # by unit: a leaf that stays whole, or a layer
+    sizes: dict[Any, int] = {}  # by unit: a leaf that is not cut, or a layer
     depth: dict[Any, float] = {}  # the position in the row, which several stacks share
     for i, ((_, leaf), (axis, stack)) in enumerate(zip(leaves, axes)):
         layers = 1 if axis is None else leaf.shape[axis]

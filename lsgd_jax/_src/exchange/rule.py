@@ -52,11 +52,11 @@ class Rule(ByValue):
     Attributes:
       axes: the mesh axes of the group.
       init: params -> state.
-      agree: (group, x, y, state, is_finite, t) -> (z, found, state), called on due steps.
-        It is the only function that communicates, through `group`. is_finite: bool scalar,
-        whether this worker takes part: its loss, its y and the result of `step` are finite.
+      agree: (group, x, y, state, takes_part, t) -> (z, found, state), called on due steps.
+        It is the only function that communicates, through `group`. takes_part: bool scalar,
+        whether this worker's loss, its y and the result of `step` are finite.
         z: the target, a tree like y. found: bool scalar, whether there is a target.
-      step: (u, x, state, loss, t) -> (u, state, is_finite), called on every step; never
+      step: (u, x, state, loss, t) -> (u, state, takes_part), called on every step; never
         communicates.
       keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last
         target, if it calls `broadcast`, or `masked_mean` without a reference of its own;
@@ -83,13 +83,13 @@ class Rule(ByValue):
 def combine_then_adapt(rule: Rule) -> Rule:
     """Returns the rule computed at x, with the step y - x added: z + (y - x)."""
 
-    def agree(group, x, y, state, is_finite, t, **extras):
-        z, found, state = rule.agree(group, x, x, state, is_finite, t, **extras)
+    def agree(group, x, y, state, takes_part, t, **extras):
+        z, found, state = rule.agree(group, x, x, state, takes_part, t, **extras)
 
         def add_step(z, x, y):
             wide = trees.widened(z)
             step = trees.widened(y) - trees.widened(x)
-            return wide + jnp.where(is_finite, step.astype(wide.dtype), 0)
+            return wide + jnp.where(takes_part, step.astype(wide.dtype), 0)
 
         return jax.tree.map(add_step, z, x, y), found, state
 

@@ -16,7 +16,7 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
-from lsgd_jax._src.exchange.branch import any_of, cond, the_same_for_all
+from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
 from lsgd_jax._src.exchange.phases import Plan
 from lsgd_jax._src.exchange.rule import Extras
@@ -64,8 +64,8 @@ class Step:
     ):
         count = state.count.value
         self.t = jnp.asarray(optax.safe_increment(count))
-        # The same t for branches and what stands in them; see `the_same_for_all`.
-        self._common = jnp.asarray(optax.safe_increment(the_same_for_all(count)))
+        # The same t for branches and what stands in them; see `unbatched`.
+        self._common = jnp.asarray(optax.safe_increment(unbatched(count)))
         self._pulls, self._plan, self._extras = pulls, plan, extras
         self._turns = plan.turns(pulls, self._common)
         self._sent: dict[int, float] = {}  # bytes by pull, known while tracing
@@ -155,32 +155,32 @@ class Step:
         counts: Sequence[Array],
         is_finite: Array,
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
-        whole, after = _Buffers.of(x, frame), []
-        us = whole.packing.pack(u)
+        every, after = _Buffers.of(x, frame), []
+        us = every.packing.pack(u)
 
         def finite_now(us: list[Array]) -> Array:
-            return trees.all_finite(whole.packing.named(kernel.position(whole.xs, us)))
+            return trees.all_finite(every.packing.named(kernel.position(every.xs, us)))
 
         is_finite &= finite_now(us)
         for k, (pull, state) in enumerate(zip(self._pulls, states)):
             takes_part = counts[k] & is_finite
             if pull.part is None:
-                us, state, restored = self._pull(k, whole, us, state, takes_part, None)
+                us, state, restored = self._pull(k, every, us, state, takes_part, None)
                 is_finite |= restored
             else:
                 # Packing again what was unpacked costs nothing: XLA joins the slices.
-                u = whole.packing.unpack(us)
+                u = every.packing.unpack(us)
                 part = functools.partial(parts.select, pull.part)
                 some = _Buffers.of(part(x), None if frame is None else part(frame))
                 others = kernel.position(frame, u)
                 mine = some.packing.pack(part(u))
                 mine, state, _ = self._pull(k, some, mine, state, takes_part, others)
                 mine = parts.put_back(pull.part, some.packing.unpack(mine), u)
-                us = whole.packing.pack(mine)
+                us = every.packing.pack(mine)
                 # Restoring a part does not restore the other leaves.
                 is_finite |= finite_now(us)
             after.append(state)
-        u = whole.packing.unpack(kernel.stay(whole.xs, us), t=self._common)
+        u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
         return u, tuple(after), is_finite
 
     def _pull(
@@ -189,7 +189,7 @@ class Step:
         leaves: "_Buffers",
         us: list[Array],
         state: PullState,
-        is_finite: Array,
+        takes_part: Array,
         others: Tree | None,
     ) -> tuple[list[Array], PullState, Array]:
         """Runs one pull: returns us, its state, and whether it restored the worker.
@@ -205,11 +205,11 @@ class Step:
 
         def land(us: list[Array], target: Any, state: PullState) -> Any:
             packed = target._replace(z=packing.pack(target.z))
-            return kernel.land(pull, xs, us, packed, state, is_finite, self._common)
+            return kernel.land(pull, xs, us, packed, state, takes_part, self._common)
 
         def send_and_land(us: list[Array], state: PullState) -> Any:
             target, state, self._sent[k] = kernel.send(
-                pull, None, x, y_of(us), state, is_finite, self._common, value_fn
+                pull, None, x, y_of(us), state, takes_part, self._common, value_fn
             )
             return land(us, target, state)
 
@@ -217,7 +217,7 @@ class Step:
             return land(us, kernel.fetched(pull, state).pending, state)
 
         def record(us: list[Array], state: PullState) -> PullState:
-            pending = kernel.pending(pull, x, y_of(us), is_finite)
+            pending = kernel.pending(pull, x, y_of(us), takes_part)
             return kernel.stored(pull, state._replace(pending=pending))
 
         arrive = land_pending if pull.delay else send_and_land

@@ -122,18 +122,18 @@ def anchored(
     def blocks_of(tree: Tree) -> list[Tree]:
         return _leaf_by_leaf(tree) if layerwise else [tree]
 
-    def merged(group, y, state, is_finite):
+    def merged(group, y, state, takes_part):
         """The pseudo-gradient, whether there is one in each block, and the detector."""
         anchor = state.anchor.value
         if is_plain:
-            mean, count = group.masked_mean(y, is_finite, reference=anchor)
+            mean, count = group.masked_mean(y, takes_part, reference=anchor)
             return jax.tree.map(jnp.subtract, anchor, mean), [count > 0], ()
         deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
         if guard is None:
-            shares, detector = _shares(group, weights, is_finite), ()
+            shares, detector = _shares(group, weights, takes_part), ()
         else:
-            shares, detector = weigh(guard, group, deltas, state.detector, is_finite)
-        delta = MERGES[merge](group, deltas, shares, is_finite)
+            shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
+        delta = MERGES[merge](group, deltas, shares, takes_part)
         found = [total > 0 for total in trees.materialized(*shares.sum(axis=0))]
         return guard.clipped(delta) if guard else delta, found, detector
 
@@ -147,9 +147,9 @@ def anchored(
         renewed = optax.apply_updates(anchor, step), after
         return trees.where(found, renewed, (anchor, outer_state))
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        delta, found, detector = merged(group, y, state, is_finite)
+        delta, found, detector = merged(group, y, state, takes_part)
         exchanges, begins_anew = (), False
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
@@ -187,14 +187,14 @@ def _check_weights(weights: Sequence[float] | None, guard: Guard | None) -> None
         )
 
 
-def _shares(group: Group, weights: Sequence[float] | None, is_finite: Array) -> Array:
+def _shares(group: Group, weights: Sequence[float] | None, takes_part: Array) -> Array:
     """The weights of the finite workers, which sum to 1: float [W, 1], equal on all."""
     given = [1.0] * group.size if weights is None else weights
     if len(given) != group.size:
         raise ValueError(
             f"`weights` must have one number per worker ({group.size}), got {len(given)}"
         )
-    counts = group.gather(is_finite.astype(jnp.float32)) == 1
+    counts = group.gather(takes_part.astype(jnp.float32)) == 1
     given = jnp.asarray(given, float)
     mine = jnp.where(counts, given, 0)
     total = mine.sum()

@@ -39,8 +39,8 @@ def average(axes: Axes = ("node", "local")) -> Rule:
     'local'
     """
 
-    def agree(group, x, y, state, is_finite, t):
-        mean, count = group.masked_mean(y, is_finite)
+    def agree(group, x, y, state, takes_part, t):
+        mean, count = group.masked_mean(y, takes_part)
         return mean, count > 0, state
 
     return Rule(axes, lambda params: (), agree, keeps=("reference", "error"), reads_x=False)

@@ -58,15 +58,15 @@ def moving_center(
     def init(params: Tree) -> CenterState:
         return CenterState(Group(axes).start(params))
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
-        sums, _ = group.masked_sum(gaps, is_finite)
+        sums, _ = group.masked_sum(gaps, takes_part)
         alpha = value_at(strength, t)
         center = jax.tree.map(lambda c, s: (c + alpha * s).astype(c.dtype), old, sums)
         target = center if renewed else old
         if group.size == 1:
-            target = center = trees.where(is_finite, y, old)
+            target = center = trees.where(takes_part, y, old)
         # The center is there to be pulled to even if no worker is finite.
         return target, jnp.asarray(True), CenterState(group.shared(center))
 

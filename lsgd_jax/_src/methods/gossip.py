@@ -53,11 +53,11 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     """
     graph = for_group(topology, check_balanced)
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         one = jnp.ones([], weight_dtype(y))
-        sums, mass, error = send(group, y, one, is_finite, graph(group.size), t)
-        own = jnp.where(is_finite, 1 - mass, 0)
-        return blend(y, own, sums, mass, error, mass), is_finite | (mass > 0), state
+        sums, mass, error = send(group, y, one, takes_part, graph(group.size), t)
+        own = jnp.where(takes_part, 1 - mass, 0)
+        return blend(y, own, sums, mass, error, mass), takes_part | (mass > 0), state
 
     return Rule(axes, lambda params: (), agree, keeps=(), reads_x=False)
 
@@ -69,7 +69,7 @@ def weight_dtype(params: Tree) -> Any:
 
 
 def send(
-    group: Group, y: Tree, weight: Array, is_finite: Array, topology: Topology, t: Array
+    group: Group, y: Tree, weight: Array, takes_part: Array, topology: Topology, t: Array
 ) -> tuple[Tree, Array, Tree | None]:
     """Sends y with a share of the weight along the edges of the step's round.
 
@@ -80,8 +80,8 @@ def send(
     """
     r = topology.round_at(t)
     shares = jnp.asarray(topology.given, weight.dtype)[r, group.index]
-    given = jnp.where(is_finite, shares * weight, 0)
-    message = jax.tree.map(lambda y: jnp.where(is_finite, y, 0), y)
+    given = jnp.where(takes_part, shares * weight, 0)
+    message = jax.tree.map(lambda y: jnp.where(takes_part, y, 0), y)
     sums, mass = group.push(message, given, topology.rounds, r)
     return sums, mass, group.quantization_error(message)
 

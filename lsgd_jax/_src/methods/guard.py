@@ -142,7 +142,7 @@ class Detector(NamedTuple):
 
 
 def weigh(
-    guard: Guard, group: Group, deltas: Tree, detector: Detector, is_finite: Array
+    guard: Guard, group: Group, deltas: Tree, detector: Detector, takes_part: Array
 ) -> tuple[Array, Any]:
     """The weights of all workers' pseudo-gradients, and this worker's detector after them.
 
@@ -151,14 +151,14 @@ def weigh(
       group: the workers.
       deltas: this worker's pseudo-gradient.
       detector: of this worker.
-      is_finite: bool scalar, whether this worker counts.
+      takes_part: bool scalar, whether this worker counts.
 
     Returns:
       (weights, detector). weights: float [W, B], equal on all workers; a column sums to 1,
       or to 0 if no worker is fit in that block.
     """
     norms = guard.norms(deltas)
-    counts = is_finite & jnp.isfinite(norms).all()
+    counts = takes_part & jnp.isfinite(norms).all()
     fit = counts & ~detector.is_anomaly(norms, guard)
     scores = group.gather(jnp.where(fit, -norms / guard.temperature, -jnp.inf))
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # of a worker that has failed

@@ -121,8 +121,8 @@ def leader(
             u = jax.tree.map(pull, u, y, state.elected)
         return u, state, peers or jnp.isfinite(state.score)
 
-    def agree(group, x, y, state, is_finite, t, value_fn=None):
-        scores, state = judged(group, state, y, is_finite, value_fn)
+    def agree(group, x, y, state, takes_part, t, value_fn=None):
+        scores, state = judged(group, state, y, takes_part, value_fn)
         first, found = lowest(scores)
         if keep == 1:
             z = group.broadcast(y, first)

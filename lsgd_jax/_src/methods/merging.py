@@ -16,7 +16,7 @@ Merge = Literal["mean", "radial"]
 CANCELS = 1e-6  # a mean of unit vectors this short is the rounding error of 0
 
 
-def weighted_mean(group: Group, deltas: Tree, weights: Array, is_finite: Array) -> Tree:
+def weighted_mean(group: Group, deltas: Tree, weights: Array, takes_part: Array) -> Tree:
     r"""The weighted mean :math:`\sum_i w_i \Delta_i`.
 
     Args:
@@ -24,14 +24,14 @@ def weighted_mean(group: Group, deltas: Tree, weights: Array, is_finite: Array) 
       deltas: this worker's Δ.
       weights: float [W, B], equal on all workers, with columns that sum to 1; B is 1 or the
         number of leaves.
-      is_finite: bool scalar, whether this worker counts.
+      takes_part: bool scalar, whether this worker counts.
     """
-    mean, _ = group.masked_sum(times(deltas, weights[group.index]), is_finite)
+    mean, _ = group.masked_sum(times(deltas, weights[group.index]), takes_part)
     return mean
 
 
 def radial_directional_mean(
-    group: Group, deltas: Tree, weights: Array, is_finite: Array
+    group: Group, deltas: Tree, weights: Array, takes_part: Array
 ) -> Tree:
     r"""The mean norm along the mean direction, leaf by leaf.
 
@@ -43,7 +43,7 @@ def radial_directional_mean(
     of messages is sent, which the bytes of `diagnostics` do not count.
 
     Args:
-      group, deltas, weights, is_finite: as for `weighted_mean`.
+      group, deltas, weights, takes_part: as for `weighted_mean`.
 
     Reference: Decoupled DiLoCo, 2026, arXiv:2604.21428.
     """
@@ -51,7 +51,7 @@ def radial_directional_mean(
     scaled = times(deltas, mine)
     inverse = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
     given = times(scaled, inverse), mine * norms
-    (sums, radius), _ = group.masked_sum(given, is_finite)
+    (sums, radius), _ = group.masked_sum(given, takes_part)
     lengths = leaf_norms(sums)
     cancels = (lengths <= CANCELS) & (radius > 0)
     factors = jnp.where(cancels, 0, radius / jnp.where(lengths > 0, lengths, 1))
@@ -67,7 +67,7 @@ def radial_directional_mean(
     return group.channel.switch(
         cancels.any().astype(jnp.int32),
         [lambda operand: operand[0], mean_where_they_cancel],
-        (merged, scaled, is_finite),
+        (merged, scaled, takes_part),
     )
 
 

@@ -116,11 +116,11 @@ def pairwise(
             measure = jnp.asarray(loss, measure.dtype)
         return u, PairwiseState(measure), True
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         mine, here = state.measure, graph(group.size)
-        message = jax.tree.map(lambda a: jnp.where(is_finite, a, 0), (y, mine))
+        message = jax.tree.map(lambda a: jnp.where(takes_part, a, 0), (y, mine))
         arrived = group.push(
-            message, is_finite.astype(jnp.float32), here.rounds, here.round_at(t)
+            message, takes_part.astype(jnp.float32), here.rounds, here.round_at(t)
         )
         (z, theirs), there = arrived[0], arrived[1] > 0
         error = group.quantization_error(message)
@@ -131,11 +131,11 @@ def pairwise(
         f = part_taken(interpolation, mine, theirs, constant, divergence_threshold)
         drawn = group.bernoulli(value_at(fetch_probability, t), seed, t)
         f = jnp.where(drawn, f, 0)
-        f = jnp.where(there, jnp.where(is_finite, f, 1), 0)
+        f = jnp.where(there, jnp.where(takes_part, f, 1), 0)
         if interpolation == "clock":
             mine = mine + f * (theirs - mine)
-        own = jax.tree.map(lambda a: jnp.where(is_finite, widened(a), 0), y)
-        return trees.step_towards(own, z, f), is_finite | there, PairwiseState(mine)
+        own = jax.tree.map(lambda a: jnp.where(takes_part, widened(a), 0), y)
+        return trees.step_towards(own, z, f), takes_part | there, PairwiseState(mine)
 
     rule = Rule(axes, init, agree, step, keeps=(), reads_x=False)
     return exchange(Pull(rule, 1.0), **options)
@@ -230,21 +230,21 @@ def gosgd(
     def init(params):
         return SumWeightState(jnp.ones([], weight_dtype(params)))
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         w, here = state.weight, graph(group.size)
-        sends = is_finite & group.bernoulli(value_at(send_probability, t), seed, t)
+        sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
         kept = share(group, here, here.round_at(t), w.dtype)
         own = jnp.where(sends, kept * w, w)
-        sums, mass, error = send(group, y, jnp.where(sends, w, 0), is_finite, here, t)
-        z = blend(y, jnp.where(is_finite, own, 0), sums, mass, error, w - own)
-        return z, is_finite | (mass > 0), SumWeightState(own + mass)
+        sums, mass, error = send(group, y, jnp.where(sends, w, 0), takes_part, here, t)
+        z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
+        return z, takes_part | (mass > 0), SumWeightState(own + mass)
 
     rule = Rule(axes, init, agree, keeps=(), reads_x=False)
     return exchange(Pull(rule, 1.0), **options)
 
 
-def _part(a: Array, whole: Array) -> Array:
-    """a / whole, clipped to [0, 1]; 0 / 0 is 1/2."""
-    part = a / jnp.where(whole == 0, 1, whole)
-    return jnp.where(whole == 0, 0.5, jnp.clip(part, 0, 1))
+def _part(a: Array, total: Array) -> Array:
+    """a / total, clipped to [0, 1]; 0 / 0 is 1/2."""
+    part = a / jnp.where(total == 0, 1, total)
+    return jnp.where(total == 0, 0.5, jnp.clip(part, 0, 1))

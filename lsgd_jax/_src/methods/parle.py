@@ -123,15 +123,15 @@ def parle(
         average = jax.tree.map(mix, state.average, trees.plus(x, u))
         return u, state._replace(average=average), True
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         del y  # the anchor follows the inner loop's average, not its last point
         old = state.center.value
         eta, rho_inverse = value_at(outer, t), value_at(center_pull, t)
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
-        mean, count = group.masked_mean(anchor, is_finite, reference=old)
+        mean, count = group.masked_mean(anchor, takes_part, reference=old)
         center = trees.where(count > 0, mean, old)
-        anchor = trees.where(is_finite, anchor, center)
+        anchor = trees.where(takes_part, anchor, center)
         # The center is there to be pulled to even if no worker is finite.
         return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
 

@@ -149,21 +149,21 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     def step(u, x, state, loss, t):
         return jax.tree.map(lambda u: u / state.weight.astype(u.dtype), u), state, True
 
-    def agree(group, x, y, state, is_finite, t):  # y = (w x + u) / w
+    def agree(group, x, y, state, takes_part, t):  # y = (w x + u) / w
         here, w = graph(group.size), state.weight
         traveling = x if staleness else y
-        *sent, error = send(group, traveling, w, is_finite, here, t)
+        *sent, error = send(group, traveling, w, takes_part, here, t)
         (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
         kept = share(group, here, here.round_at(t), w.dtype) * w
-        z = blend(traveling, jnp.where(is_finite, kept, 0), sums, mass, error, w - kept)
-        weight = jnp.where(is_finite, kept, w) + mass
+        z = blend(traveling, jnp.where(takes_part, kept, 0), sums, mass, error, w - kept)
+        weight = jnp.where(takes_part, kept, w) + mass
         if staleness:
 
             def add_step(z, x, y):  # u / weight
                 step = (widened(y) - widened(x)) * (w / weight).astype(z.dtype)
-                return z + jnp.where(is_finite, step.astype(z.dtype), 0)
+                return z + jnp.where(takes_part, step.astype(z.dtype), 0)
 
             z = jax.tree.map(add_step, z, x, y)
-        return z, is_finite | (mass > 0), PushSumState(weight, tuple(in_flight))
+        return z, takes_part | (mass > 0), PushSumState(weight, tuple(in_flight))
 
     return Rule(axes, init, agree, step, keeps=())

@@ -34,14 +34,14 @@ RobustMean = Literal["krum", "geometric_median", "trimmed_mean"]
 
 
 def agreed(
-    group: Group, tree: Tree, is_finite: Array, mean: Mean, rounded: bool = False
+    group: Group, tree: Tree, takes_part: Array, mean: Mean, rounded: bool = False
 ) -> tuple[Tree, Array]:
     """The mean of the trees of the workers that are finite, and whether there are any.
 
     Args:
       group: the workers.
       tree: of this worker; varying.
-      is_finite: bool scalar, whether this worker counts; varying.
+      takes_part: bool scalar, whether this worker counts; varying.
       mean: what is computed of all rows.
       rounded: whether the mean travels, and is returned, in the dtypes of the tree.
 
@@ -52,13 +52,13 @@ def agreed(
     axes = known_axes()
     sizes = jax.sharding.get_abstract_mesh().shape
     devices = math.prod(sizes[name] for name in axes)
-    whole = [max(leaf.size, 1) for leaf in jax.tree.leaves(tree)]
+    elements = [max(leaf.size, 1) for leaf in jax.tree.leaves(tree)]
 
-    def of_shards(tree: Tree, is_finite: Array) -> tuple[Tree, Array]:
-        counts = group.gather(is_finite.astype(jnp.float32)) == 1
+    def of_shards(tree: Tree, takes_part: Array) -> tuple[Tree, Array]:
+        counts = group.gather(takes_part.astype(jnp.float32)) == 1
         shards = jax.tree.leaves(tree)
         # A leaf that is not sharded lies on all devices of a worker, and counts once.
-        copies = [max(devices * x.size // n, 1) for x, n in zip(shards, whole)]
+        copies = [max(devices * x.size // n, 1) for x, n in zip(shards, elements)]
         shares = Shares(group, tree, copies)
         weights = [1 / copies[leaves[0]] for leaves in shares.packing.members]
 
@@ -74,7 +74,7 @@ def agreed(
             means = [m.astype(x.dtype) for m, x in zip(means, given)]
         return shares.join(means), counts.any()
 
-    return shard_by_shard(of_shards, tree, is_finite, out=lambda specs, _: (specs, Spec()))
+    return shard_by_shard(of_shards, tree, takes_part, out=lambda specs, _: (specs, Spec()))
 
 
 def krum(faulty: int = 1, keep: int = 1) -> Mean:
@@ -195,8 +195,8 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
         )
     mean = KINDS[kind](**options)
 
-    def agree(group, x, y, state, is_finite, t):
-        z, found = agreed(group, y, is_finite, mean)
+    def agree(group, x, y, state, takes_part, t):
+        z, found = agreed(group, y, takes_part, mean)
         return z, found, state
 
     return Rule(axes, lambda params: (), agree, reads_x=False)

@@ -40,7 +40,7 @@ def judged(
     group: Group,
     state: Any,
     y: Tree,
-    is_finite: Array,
+    takes_part: Array,
     value_fn: Callable[[Tree], Array] | None,
 ) -> tuple[Array, Any]:
     """All workers' scores, inf for those that are not finite, and the state with its own.
@@ -49,7 +49,7 @@ def judged(
       group: the workers.
       state: has a field `score`; per worker.
       y: the parameters; per worker.
-      is_finite: bool scalar, whether this worker takes part.
+      takes_part: bool scalar, whether this worker takes part.
       value_fn: y -> loss on this worker's batch, if peers judge. Otherwise the scores are
         those of the states.
 
@@ -57,14 +57,14 @@ def judged(
       (scores, state): float [W], the same for all, and the state.
     """
     if value_fn is None:
-        return group.gather(jnp.where(is_finite, state.score, jnp.inf)), state
+        return group.gather(jnp.where(takes_part, state.score, jnp.inf)), state
     ring = [(i, (i + 1) % group.size) for i in range(group.size)]
     arrived = group.permute(y, ring, turn=1)  # the target is sent as turn 0
     predecessor = jax.tree.map(lambda z, y: z.astype(y.dtype), arrived, y)
     measured = value_fn(predecessor).astype(state.score.dtype)
     # A bad batch of the judge would otherwise leave a group of two without a target.
-    judges = is_finite | jnp.isfinite(measured)
+    judges = takes_part | jnp.isfinite(measured)
     measured = jnp.where(judges, measured, jnp.finfo(measured.dtype).max)
-    told = group.gather(jnp.stack([measured, is_finite.astype(measured.dtype)]))
+    told = group.gather(jnp.stack([measured, takes_part.astype(measured.dtype)]))
     scores = jnp.where(told[:, 1] == 1, jnp.roll(told[:, 0], -1), jnp.inf)
     return scores, state._replace(score=scores[group.index])

@@ -46,7 +46,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
             hops_of(group_size, group.size)  # raises early if W is not a power of two
         return ()
 
-    def agree(group, x, y, state, is_finite, t):
+    def agree(group, x, y, state, takes_part, t):
         def sum_over(hops):
             def add_up(tree):
                 for hop in hops:
@@ -62,10 +62,10 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
 
             return add_up
 
-        mine = jax.tree.map(lambda y: jnp.where(is_finite, widened(y), 0), y)
+        mine = jax.tree.map(lambda y: jnp.where(takes_part, widened(y), 0), y)
         branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
         r = (t - 1) % len(branches)
-        sums, count = group.switch(r, branches, (mine, is_finite.astype(jnp.float32)))
+        sums, count = group.switch(r, branches, (mine, takes_part.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 
     return Rule(axes, init, agree, keeps=(), reads_x=False)

@@ -44,8 +44,8 @@ class MeshChannel:
         """The names of the axes in jax here, without axes of size 1."""
         found = []
         for axis in self._axes:
-            whole, *parts = parts_of(axis)
-            known = [whole] if is_bound(whole) else list(filter(is_bound, parts))
+            unsplit, *parts = parts_of(axis)
+            known = [unsplit] if is_bound(unsplit) else list(filter(is_bound, parts))
             if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
                 continue  # under a vmap over 'node' alone, 'local' has one worker
             if not known:
@@ -108,6 +108,13 @@ class MeshChannel:
                 rows = lax.all_to_all(rows, names, d, d, tiled=True)
         return rows.reshape(x.shape)
 
+    def scatter(self, x: Array) -> Array:
+        """This worker's part [n, ...] of the sum of all workers' x, [size * n, ...]."""
+        devices, slots = self._devices_and_slots()
+        for names in [devices, *slots]:
+            x = lax.psum_scatter(x, names, tiled=True) if names else x
+        return x
+
     def add(self, x: Array) -> Array:
         """The sum of all workers' x."""
         return lax.psum(x, self._names) if self._names else x
@@ -122,7 +129,7 @@ class MeshChannel:
             add_up = lambda x: lax.psum(mask(x), self._names).astype(x.dtype)
             return _packed(lambda x: _in_whole_words(add_up, x), tree)
 
-        return shard_by_shard(send, tree, jnp.asarray(source), out=lambda specs, *_: specs)
+        return shard_by_shard(send, tree, jnp.asarray(source))
 
     def sum(self, tree: Tree, where: Array, mean: bool) -> tuple[Tree, Array]:
         """The sum or mean of the trees of the workers for which `where` holds."""
@@ -149,16 +156,12 @@ class MeshChannel:
         permutations.
         """
         if isinstance(permutation, Array):
-            through_all = lambda x: self._through_all(x, permutation)
-            return shard_by_shard(
-                lambda tree: _packed(through_all, tree), tree, out=lambda specs: specs
-            )
-        check_permutation(permutation, self.size)
-        devices, slots = self._devices_and_slots()
-        along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
-        return shard_by_shard(
-            lambda tree: _packed(along, tree), tree, out=lambda specs: specs
-        )
+            along = lambda x: self._through_all(x, permutation)
+        else:
+            check_permutation(permutation, self.size)
+            devices, slots = self._devices_and_slots()
+            along = lambda x: _send_along(x, permutation, devices, MeshChannel(slots))
+        return shard_by_shard(lambda tree: _packed(along, tree), tree)
 
     def _through_all(self, x: Array, sources: Array) -> Array:
         if not x.size:
@@ -221,7 +224,7 @@ def is_bound(name: str) -> bool:
 
 
 def any_bound(axes: Sequence[str]) -> bool:
-    """Whether at least one of the axes is bound here, as a whole or in parts."""
+    """Whether at least one of the axes is bound here, split or not."""
     return any(map(is_bound, itertools.chain(*map(parts_of, axes))))
 
 

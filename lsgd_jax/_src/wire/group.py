@@ -3,7 +3,8 @@
 All code is written for ONE worker, which names its group by mesh axes. A channel has two
 forms: collectives inside one compiled program (`collectives.MeshChannel`), and messages
 between asynchronous workers (`asynchronous.messages.MessageChannel`). Neither changes while
-a rule is traced. Counters and memory of one agreement are kept by its `codec.Line`.
+a rule is traced. A `Group` is made for every agreement, and counts its bytes; an
+`EncodedGroup` also has its memory.
 """
 
 import math
@@ -17,10 +18,9 @@ from jax import Array
 
 from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.explicit import with_automatic_axes
-from lsgd_jax._src.layouts import shard_by_shard
+from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
-from lsgd_jax._src.wire.codec import Line
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
 
@@ -32,7 +32,8 @@ class Channel(Protocol):
       size: the number of workers in the group.
       index: this worker's index in the group, int32; varying.
       is_all: whether the group is all workers.
-      transposes: whether it has `transpose` and `add`, which only compiled programs have.
+      transposes: whether it has `transpose`, `scatter` and `add`, which only compiled
+        programs have.
     """
 
     transposes: bool
@@ -72,7 +73,12 @@ class Group:
 
     Args:
       axes: one or several names that `Workers.map` or `jax.shard_map` binds.
-      line: carries the messages. Defaults to collectives over the axes.
+      channel: carries the messages. Defaults to collectives over the axes.
+
+    Attributes:
+      bytes_sent: bytes that this worker has sent so far; a `switch` counts as the mean of
+        its branches.
+      kept: the memory of an agreement; see `EncodedGroup`.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -82,16 +88,13 @@ class Group:
     [2.5, 2.5]
     """
 
-    def __init__(self, axes: Axes, line: Line | None = None):
+    def __init__(self, axes: Axes, channel: Any = None):
         self.axes: tuple[str, ...] = (axes,) if isinstance(axes, str) else tuple(axes)
-        self._line = Line(MeshChannel(self.axes)) if line is None else line
+        self.channel = MeshChannel(self.axes) if channel is None else channel
+        self.bytes_sent = 0.0
+        self.kept: Any = ()
 
     # Members
-
-    @property
-    def channel(self) -> Any:
-        """The `Channel` that carries the messages."""
-        return self._line.channel
 
     @property
     def is_bound(self) -> bool:
@@ -133,7 +136,8 @@ class Group:
 
         The rows of an asynchronous worker that has failed are nan, or 0 for integers.
         """
-        return self._line.gather(tree)
+        self._count(tree)
+        return self.channel.gather(tree)
 
     def transpose(self, x: Array) -> Array:
         """Sends row i of x to worker i; row j of the result comes from worker j.
@@ -142,11 +146,18 @@ class Group:
           x: [size, ...]; varying. Only in compiled programs, not between asynchronous
             workers.
         """
-        return self._line.transpose(x)
+        self._count(x)
+        return self.channel.transpose(x)
+
+    def scatter(self, x: Array) -> Array:
+        """Returns this worker's part [n, ...] of the sum of all x, [size * n, ...]."""
+        self._count(x)
+        return self.channel.scatter(x)
 
     def add(self, x: Array, times: int = 1) -> Array:
         """Returns the sum of all workers' x; in a loop it counts as so many messages."""
-        return self._line.add(x, times)
+        self._count([x] * times)
+        return self.channel.add(x)
 
     @with_automatic_axes
     def elect(self, score: Array) -> tuple[Array, Array]:
@@ -168,7 +179,8 @@ class Group:
 
         It is a sum to which the others add zeros: -0.0 arrives as 0.0.
         """
-        return self._line.broadcast(tree, source)
+        self._count(tree)
+        return self.channel.broadcast(tree, source)
 
     @with_automatic_axes
     def masked_sum(self, tree: Tree, where: Array | bool = True) -> tuple[Tree, Array]:
@@ -182,7 +194,7 @@ class Group:
           (sums, count): a tree in float32 or wider, and the number of workers that took
           part (float32 scalar). Both are the same for the whole group, and travel together.
         """
-        return self._line.sum(tree, jnp.asarray(where))
+        return self._total(tree, jnp.asarray(where), mean=False)
 
     @with_automatic_axes
     def masked_mean(
@@ -195,7 +207,7 @@ class Group:
           reference: a tree that is equal in the group and close to `tree`, in float32 or
             wider. A narrow wire format sends differences to it. Defaults to the last mean.
         """
-        return self._line.mean(tree, jnp.asarray(where), reference)
+        return self._total(tree, jnp.asarray(where), mean=True, reference=reference)
 
     @with_automatic_axes
     def mean(self, tree: Tree) -> Tree:
@@ -221,14 +233,16 @@ class Group:
         Raises:
           ValueError: two pairs share a source or a destination, or an index is outside.
         """
-        return self._line.permute(tree, permutation, turn)
+        del turn
+        return self._permuted(tree, permutation)
 
     def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
         """The quantization error of permuting or pushing `tree`, None if sent exactly.
 
         A rule that subtracts its messages from the sender returns this error to the sender.
         """
-        return self._line.quantization_error(tree, turn)
+        del tree, turn
+        return None
 
     @with_automatic_axes
     def push(
@@ -261,7 +275,7 @@ class Group:
                 sums, mass = zeros(tree), jnp.zeros([], weight.dtype)
                 for n, permutation in enumerate(permutations):
                     own = weight[n] if weight.ndim else weight
-                    arrived, m = self._line.permute((tree, own), permutation)
+                    arrived, m = self.permute((tree, own), permutation)
                     weighed = jax.tree.map(
                         lambda x, m=m: m.astype(widened(x).dtype) * widened(x), arrived
                     )
@@ -292,16 +306,51 @@ class Group:
             return shares.join([rule(widened(x), *scalars).astype(x.dtype) for x in rows])
 
         scalars = jax.tree.map(jnp.asarray, scalars)
-        return shard_by_shard(of_shards, tree, *scalars, out=lambda specs, *_: specs)
+        return shard_by_shard(of_shards, tree, *scalars)
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch` for branches that communicate; r is the same for the whole group."""
-        return self._line.switch(r, branches, operand)
+        if len(branches) == 1:
+            return branches[0](operand)
+        before, sent = self.bytes_sent, {}
+
+        def counting(i: int, branch: Callable) -> Callable:
+            def run(operand: Any) -> Any:
+                self.bytes_sent = 0.0
+                result = branch(operand)
+                sent[i] = self.bytes_sent
+                return result
+
+            return run
+
+        counted = [counting(i, branch) for i, branch in enumerate(branches)]
+        result = self.channel.switch(r, counted, operand)
+        self.bytes_sent = before + sum(sent.values()) / max(len(sent), 1)
+        return result
 
     def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         key = jax.random.fold_in(jax.random.key(seed), t)
         return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
+
+    # Counted messages
+
+    def _total(
+        self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
+    ) -> tuple[Tree, Array]:
+        del reference
+        self._count((widen(tree), jnp.float32(0)))  # the number of workers, too
+        return self.channel.sum(tree, where, mean)
+
+    def _permuted(self, tree: Tree, permutation: Permutation) -> Tree:
+        is_detour = isinstance(permutation, Array) and self.channel.transposes
+        travels = 2 if is_detour else 1  # see `MeshChannel.permute`
+        self._count([tree] * travels)
+        return self.channel.permute(tree, permutation)
+
+    def _count(self, tree: Tree) -> None:
+        if self.size > 1:
+            self.bytes_sent += shard_nbytes(tree)
 
 
 def most_branches(size: int) -> int:

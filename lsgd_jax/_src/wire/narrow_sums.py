@@ -18,80 +18,97 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from lsgd_jax._src.trees import Tree, finite_part
-from lsgd_jax._src.wire.wire import Wire, block_nbytes, decode_blocks, encode_blocks
+from lsgd_jax._src.trees import finite_part
+from lsgd_jax._src.wire.blocks import array_of, rows_of
+from lsgd_jax._src.wire.codec import folded
+from lsgd_jax._src.wire.wire import (
+    Coded,
+    Wire,
+    block_nbytes,
+    dequantized,
+    noise,
+    packed,
+    quantized,
+    unpacked,
+)
 
 
 # A gather of so many bytes takes no longer than the second round of messages.
 SMALL = 2**16
 
 
-def pays(tree: Tree, wire: Wire, size: int) -> bool:
+def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
     """Whether shares bring a worker fewer bytes than a gather of all workers' messages.
 
     A gather brings W messages of m bytes, and shares bring two messages that are padded to
     m' bytes, W shares of whole blocks: W m > max(2 m', 64 KiB). The answer depends on the
-    shapes of the leaves alone, so that it is the same on all layouts of devices.
+    sizes of the leaves alone, so that it is the same on all layouts of devices.
 
     >>> import lsgd_jax as lj
-    >>> [pays(jnp.zeros(10**5), lj.Wire("int8"), size) for size in (2, 3, 32)]
+    >>> [pays([10**5], lj.Wire("int8"), workers) for workers in (2, 3, 32)]
     [False, True, True]
     """
-    sizes = [x.size for x in jax.tree.leaves(tree)]
     blocks = sum(-(-n // wire.block) for n in sizes)
     each = block_nbytes(wire)
     message = sum(sizes) / wire.block * each
-    padded = -(-blocks // size) * size * each
-    return size * message > max(2 * padded, SMALL)
+    padded = -(-blocks // workers) * workers * each
+    return workers * message > max(2 * padded, SMALL)
 
 
 def add_up(
-    buffers: Sequence[Array], wire: Wire, keys: Sequence[Array | None], line: Any
+    buffers: Sequence[Array], keys: Sequence[Array | None], wire: Wire, group: Any
 ) -> tuple[list[Array], list[Array]]:
     """Sums over all workers, of float buffers of any shapes.
 
     Args:
       buffers: finite; 0 for a worker that does not take part.
+      keys: for each buffer a random key, None to round to nearest.
       wire: a format of integers, or 'bfloat16'.
-      keys: for each buffer and for the sum a random key, None to round to nearest.
-      line: the `codec.Line` that carries the messages.
+      group: the `Group` of the workers.
 
     Returns:
       (sums, errors): the sums in float32, the same bits on all workers; this worker's
       errors, of its message and of the sum of its share.
     """
-    size, me = line.channel.size, line.channel.index
-    blocks = [_blocks(x, wire, size) for x in buffers]
-    sent = [encode_blocks(x, wire, key) for x, key in zip(blocks, keys)]
-    left = [x - decode_blocks(coded, wire) for x, coded in zip(blocks, sent)]
+    size, me, block = group.size, group.index, wire.block
+    blocks = [rows_of(x.astype(jnp.float32), block, size) for x in buffers]
+    counts = [len(x) // size for x in blocks]  # of a share
+    sent = [quantized(x, wire, noise(x.shape, wire, key)) for x, key in zip(blocks, keys)]
+    left = [x - dequantized(coded) for x, coded in zip(blocks, sent)]
+
+    def travels(coded: Coded) -> Coded:
+        return Coded(packed(coded.codes, wire), coded.scales)
+
+    def arrives(coded: Coded) -> Array:
+        return dequantized(Coded(unpacked(coded.codes, wire, block), coded.scales))
 
     by_owner = lambda rows: rows.reshape(size, -1, *rows.shape[1:])
     joined = lambda *rows: jnp.concatenate(list(map(by_owner, rows)), axis=1)
-    arrived = jax.tree.map(lambda *rows: line.transpose(joined(*rows)), *sent)
+    shares = jax.tree.map(joined, *map(travels, sent))
+    arrived = jax.tree.map(group.transpose, shares)
 
     def add(i: Array, total: Array) -> Array:
         row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return total + decode_blocks(jax.tree.map(row, arrived), wire)
+        return total + arrives(jax.tree.map(row, arrived))
 
-    counts = [len(x) // size for x in blocks]
-    nothing = jnp.zeros([sum(counts), wire.block], jnp.float32)
+    nothing = jnp.zeros([sum(counts), block], jnp.float32)
     total = finite_part(lax.fori_loop(0, size, add, nothing))
-    coded = encode_blocks(total, wire, keys[-1])
-    error = total - decode_blocks(coded, wire)
-    rows = jax.tree.map(line.gather, coded)
+    drawn = zip(counts, [key for key in keys if key is not None])
+    again = [noise((n, block), wire, folded(key, 1)) for n, key in drawn]
+    coded = quantized(total, wire, jnp.concatenate(again) if again else None)
+    error = total - dequantized(coded)
+    rows = jax.tree.map(group.gather, travels(coded))
 
-    def of_buffer(x: Array, left: Array, count: int, end: int) -> tuple[Array, Array]:
+    def sum_of(x: Array, count: int, end: int) -> Array:
         cut = lambda rows: rows[:, end - count : end].reshape(-1, *rows.shape[2:])
-        whole = lambda blocks: blocks.ravel()[: x.size].reshape(x.shape)
+        return array_of(arrives(jax.tree.map(cut, rows)), x.shape)
+
+    def error_of(x: Array, left: Array, count: int, end: int) -> Array:
         own = lax.dynamic_slice_in_dim(left, me * count, count) + error[end - count : end]
         left = lax.dynamic_update_slice_in_dim(left, own, me * count, 0)
-        return whole(decode_blocks(jax.tree.map(cut, rows), wire)), whole(left)
+        return array_of(left, x.shape)
 
-    each = list(map(of_buffer, buffers, left, counts, itertools.accumulate(counts)))
-    return [sums for sums, _ in each], [errors for _, errors in each]
-
-
-def _blocks(x: Array, wire: Wire, size: int) -> Array:
-    """x in rows of one block, in a multiple of `size` rows, with zeros behind its end."""
-    flat = x.ravel().astype(jnp.float32)
-    return jnp.pad(flat, (0, -flat.size % (wire.block * size))).reshape(-1, wire.block)
+    ends = list(itertools.accumulate(counts))
+    sums = map(sum_of, buffers, counts, ends)
+    errors = map(error_of, buffers, left, counts, ends)
+    return list(sums), list(errors)

@@ -27,11 +27,13 @@ class Packing:
     Args:
       tree: arrays; leaves share a buffer if they are small, of one dtype and of one group.
         Where arrays may be sharded, they stay as they are.
-      groups: the group of each leaf. Defaults to one group for all leaves.
+      groups: the group of each leaf; buffers of a group that is false come last. Defaults
+        to one group for all leaves.
       align: leaves that share a buffer start at multiples of this, with zeros in between.
 
     Attributes:
       members: for each buffer the indices of its leaves.
+      keeps_shapes: whether arrays may be sharded, so that no leaf is flattened.
 
     >>> import jax.numpy as jnp
     >>> from lsgd_jax._src.layouts import on_one_device
@@ -48,14 +50,16 @@ class Packing:
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.size for leaf in leaves]
         # Flattening a leaf that XLA has sharded would gather its shards.
-        whole = may_be_sharded()
+        self.keeps_shapes = may_be_sharded()
         self._align = align
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
-            alone = i if leaf.size > PACKED_BELOW or (whole and leaf.ndim) else None
+            stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
+            alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
-        self.members = list(buffers.values())
+        is_last = lambda members: not (groups and groups[members[0]])
+        self.members = sorted(buffers.values(), key=is_last)
 
     def pack(self, tree: Tree) -> list[Array]:
         """Returns the buffers of a tree."""

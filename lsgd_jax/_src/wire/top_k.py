@@ -1,18 +1,174 @@
-"""Top-k messages: the largest entries of every chunk of a leaf, a few bits for each."""
+"""Top-k: the largest entries of every chunk of a leaf, a few bits for each."""
 
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.trees import finite_part, widened
-from lsgd_jax._src.wire.wire import Wire
+from lsgd_jax._src.wire.packing import Packing
 
+
+Aggregate = Literal["mean", "senders"]
 
 SIGMAS = 6  # the bins span so many standard deviations
 
 
-class TopK(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """A wire format that sends the k largest entries of every chunk of C entries of a leaf.
+
+    Each costs an index of ceil(log2 C) bits and a code of `bits` bits: the values of one
+    leaf fall into 2^bits bins over six of their standard deviations, and each arrives as
+    the mean of its bin. All other entries arrive as 0. It is a format for differences with
+    error feedback, which is that of `Wire`: for `diloco`, `slowmo`, `easgd`, `downpour`,
+    `parle` and other rules whose `keeps` is ``("error",)``. `sparse_diloco` has the
+    defaults of SparseLoCo.
+
+    Args:
+      density: the share of the entries that is sent, k / C, in (0, 1]; at least one entry
+        of each chunk.
+      chunk: the entries from which k are chosen, C, along a leaf in row-major order; the
+        last chunk of a leaf may be shorter. Ties go to the first entry.
+      bits: the bits of a value, from 1 to 8; None: values are not rounded.
+      decay: how much of the error is kept until the next message, in [0, 1].
+      aggregate: what a sum of W messages is divided by for their mean: W ('mean'), or entry
+        by entry the number of workers that have sent it ('senders').
+
+    Raises:
+      ValueError: an unknown aggregate, a chunk below 1, a density or decay out of range,
+        bits outside 1 to 8.
+
+    >>> import lsgd_jax as lj
+    >>> tx = lj.diloco(30, wire=lj.TopK(density=1 / 64, decay=0.95))
+    """
+
+    density: float = 1 / 64
+    chunk: int = 4096
+    bits: int | None = 2
+    decay: float = 1.0
+    aggregate: Aggregate = "mean"
+
+    is_sparse: ClassVar[bool] = True
+    is_narrow: ClassVar[bool] = True
+    rounding: ClassVar[str] = "nearest"
+    align: ClassVar[int] = 1
+    across: ClassVar[None] = None
+
+    def __post_init__(self):
+        check_positive_int("chunk", self.chunk)
+        check_fraction("density", self.density)
+        check_fraction("decay", self.decay)
+        check_option("aggregate", self.aggregate, get_args(Aggregate))
+        if self.density == 0:
+            raise ValueError("`density` must be above 0, got density=0")
+        if self.bits is not None:
+            check_positive_int("bits", self.bits)
+            if self.bits > 8:
+                raise ValueError(f"`bits` must be at most 8, got bits={self.bits}")
+
+    def beside(self, leaf: Array) -> int:
+        """Leaves with equal values may share a buffer: leaves of one size."""
+        return leaf.size
+
+    def layout(self, packing: Packing, b: int) -> "Chunks":
+        """How the leaves of a buffer fall into chunks."""
+        shape, leaves = packing.shape(b), len(packing.members[b])
+        size = math.prod(shape) // leaves
+        chunk = min(self.chunk, size)
+        kept = min(max(1, round(self.density * self.chunk)), chunk)
+        chunks, rest = divmod(size, chunk)
+        return Chunks(shape, leaves, chunk, kept, chunks * kept + min(kept, rest))
+
+    def encode(self, x: Array, chunks: "Chunks", key: Array | None = None) -> "Entries":
+        """Encodes a buffer of floats, leaf by leaf."""
+        del key
+
+        def leaf(flat: Array) -> Entries:
+            flat, indices = finite_part(widened(flat)), None
+            if chunks.count < flat.size:
+                # Behind the end of the leaf nothing is large enough to be sent.
+                gap = -flat.size % chunks.chunk
+                sizes = jnp.pad(jnp.abs(flat), (0, gap), constant_values=-1)
+                _, found = lax.top_k(sizes.reshape(-1, chunks.chunk), chunks.kept)
+                found = found.ravel()[: chunks.count]
+                flat = flat[chunks.positions(found)]
+                indices = _to_bytes(found, chunks.index_bits)
+            if self.bits is None:
+                return Entries(indices, None, flat)
+            codes, values = quantize(flat, self.bits)
+            return Entries(indices, _to_bytes(codes, self.bits), values)
+
+        return jax.vmap(leaf)(x.reshape(chunks.leaves, -1))
+
+    def decode(self, message: "Entries", chunks: "Chunks") -> Array:
+        """Decodes the message of a buffer, in float32 at least."""
+
+        def leaf(sent: Entries) -> Array:
+            if self.bits is None or sent.codes is None:
+                return chunks.spread(sent.values, sent)
+            codes = _out_of_bytes(sent.codes, self.bits, chunks.count)
+            return chunks.spread(sent.values[codes], sent)
+
+        return jax.vmap(leaf)(message).reshape(chunks.shape)
+
+    def senders(self, message: "Entries", chunks: "Chunks") -> Array:
+        """1 for the entries of a buffer that are in the message, 0 for the others."""
+        ones = jnp.ones([chunks.count], message.values.dtype)
+        return jax.vmap(lambda sent: chunks.spread(ones, sent))(message).reshape(
+            chunks.shape
+        )
+
+
+class Chunks(NamedTuple):
+    """How a buffer of leaves of one size falls into chunks, of which entries are sent.
+
+    Attributes:
+      shape: of the buffer.
+      leaves: their number.
+      chunk: elements in a chunk, C; the last one of a leaf may have fewer.
+      kept: entries that are sent of a whole chunk, k.
+      count: entries that are sent of a leaf.
+
+    >>> wire, packing = TopK(density=0.5, chunk=4, bits=None), Packing(jnp.zeros(10))
+    >>> chunks = wire.layout(packing, 0)
+    >>> chunks.count, chunks.index_bits
+    (6, 2)
+    >>> sent = wire.encode(jnp.array([0.5, -3.0, 1.0, 2.0, 1, 0, 0, 1, 7, 0]), chunks)
+    >>> wire.decode(sent, chunks).tolist()
+    [0.0, -3.0, 0.0, 2.0, 1.0, 0.0, 0.0, 1.0, 7.0, 0.0]
+    """
+
+    shape: tuple[int, ...]
+    leaves: int
+    chunk: int
+    kept: int
+    count: int
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of an index."""
+        return (self.chunk - 1).bit_length()
+
+    def positions(self, found: Array) -> Array:
+        """Where in the flat leaf the entries lie that were found in its chunks."""
+        chunk = jnp.arange(self.count, dtype=jnp.int32) // self.kept
+        return chunk * self.chunk + found.astype(jnp.int32)
+
+    def spread(self, values: Array, sent: "Entries") -> Array:
+        """The values at their places in a flat leaf of zeros."""
+        if sent.indices is None:
+            return values
+        found = _out_of_bytes(sent.indices, self.index_bits, self.count)
+        nothing = jnp.zeros([math.prod(self.shape) // self.leaves], values.dtype)
+        return nothing.at[self.positions(found)].set(values)
+
+
+class Entries(NamedTuple):
     """A leaf as it travels with the format 'top-k'.
 
     Attributes:
@@ -25,84 +181,6 @@ class TopK(NamedTuple):
     indices: Array | None
     codes: Array | None
     values: Array
-
-
-class Shape(NamedTuple):
-    """The numbers of a message, which the size of its leaf and the format decide.
-
-    Attributes:
-      chunk: elements in a chunk, C; the last one may have fewer.
-      kept: entries that are sent of a whole chunk, k.
-      count: entries that are sent altogether.
-      index_bits: bits of an index.
-    """
-
-    chunk: int
-    kept: int
-    count: int
-    index_bits: int
-
-    @classmethod
-    def of(cls, size: int, wire: Wire) -> "Shape":
-        """The message of a leaf of `size` elements.
-
-        >>> Shape.of(10, Wire("top-k", density=0.5, chunk=4))
-        Shape(chunk=4, kept=2, count=6, index_bits=2)
-        """
-        chunk = min(wire.chunk, size)
-        kept = min(max(1, round(wire.density * wire.chunk)), chunk)
-        chunks, rest = divmod(size, chunk)
-        count = chunks * kept + min(kept, rest)
-        return cls(chunk, kept, count, (chunk - 1).bit_length())
-
-
-def encode(x: Array, wire: Wire) -> TopK:
-    """A leaf of floats as it travels.
-
-    Args:
-      x: the leaf, flat, [n]; what is not finite counts as 0.
-      wire: a format 'top-k'.
-
-    >>> wire = Wire("top-k", density=0.5, chunk=4, bits=None)
-    >>> encode(jnp.array([0.5, -3.0, 1.0, 2.0]), wire).values.tolist()
-    [-3.0, 2.0]
-    """
-    flat = finite_part(widened(x))
-    shape = Shape.of(flat.size, wire)
-    indices = None
-    if shape.count < flat.size:
-        # Behind the end of the leaf nothing is large enough to be sent.
-        gap = -flat.size % shape.chunk
-        sizes = jnp.pad(jnp.abs(flat), (0, gap), constant_values=-1)
-        _, found = lax.top_k(sizes.reshape(-1, shape.chunk), shape.kept)
-        found = found.ravel()[: shape.count]
-        flat = flat[_positions(found, shape)]
-        indices = _to_bytes(found, shape.index_bits)
-    if wire.bits is None:
-        return TopK(indices, None, flat)
-    codes, values = quantize(flat, wire.bits)
-    return TopK(indices, _to_bytes(codes, wire.bits), values)
-
-
-def decode(message: TopK, wire: Wire, size: int) -> Array:
-    """The flat leaf that arrives, [size], 0 where nothing was sent.
-
-    >>> wire = Wire("top-k", density=0.5, chunk=4, bits=None)
-    >>> decode(encode(jnp.array([0.5, -3.0, 1.0, 2.0]), wire), wire, 4).tolist()
-    [0.0, -3.0, 0.0, 2.0]
-    """
-    values = message.values
-    if wire.bits is not None:
-        assert message.codes is not None
-        count = Shape.of(size, wire).count
-        values = values[_out_of_bytes(message.codes, wire.bits, count)]
-    return _spread(values, message, wire, size)
-
-
-def senders(message: TopK, wire: Wire, size: int) -> Array:
-    """1 for the entries of a leaf that are in the message, 0 for the others: [size]."""
-    count = Shape.of(size, wire).count
-    return _spread(jnp.ones([count], message.values.dtype), message, wire, size)
 
 
 def quantize(v: Array, bits: int) -> tuple[Array, Array]:
@@ -131,22 +209,6 @@ def quantize(v: Array, bits: int) -> tuple[Array, Array]:
     sums = jnp.where(members, centered[None], 0).sum(axis=1)
     counts = jnp.maximum(members.sum(axis=1), 1).astype(sums.dtype)
     return codes, shift + sums / counts
-
-
-def _spread(values: Array, message: TopK, wire: Wire, size: int) -> Array:
-    """The values at their places in a flat array of zeros."""
-    if message.indices is None:
-        return values
-    shape = Shape.of(size, wire)
-    found = _out_of_bytes(message.indices, shape.index_bits, shape.count)
-    nothing = jnp.zeros([size], values.dtype)
-    return nothing.at[_positions(found, shape)].set(values)
-
-
-def _positions(found: Array, shape: Shape) -> Array:
-    """Where in the flat array the entries lie that were found in its chunks."""
-    chunk = jnp.arange(shape.count, dtype=jnp.int32) // shape.kept
-    return chunk * shape.chunk + found.astype(jnp.int32)
 
 
 # Bytes hold one bit of each of 8 numbers, an eighth of the array apart: an axis of 8 or of

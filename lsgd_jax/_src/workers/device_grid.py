@@ -109,9 +109,9 @@ def named_mesh(
 ) -> tuple[Mesh, Slots]:
     """Returns the grid as a mesh on which 'node' and 'local' mean all workers.
 
-    An axis that lies across devices as a whole keeps its name as a mesh axis. An axis that
-    lies inside a device as a whole becomes a vmapped axis of that name. An axis that is
-    split gets two new names, which `collectives` joins again; a bare `lax.psum` over it
+    An axis that lies across devices keeps its name as a mesh axis. An axis that lies inside
+    a device becomes a vmapped axis of that name. An axis that does both is split and gets
+    two new names, which `collectives` joins again; a bare `lax.psum` over it
     then fails, where it would otherwise sum over a part of the workers.
 
     Returns:
@@ -120,9 +120,9 @@ def named_mesh(
     device_names: list[str] = []
     slots: Slots = []
     for axis, devices, workers in zip(WORKER_AXES, grid.shape, (nodes, locals)):
-        whole, on_one = devices == workers, devices == 1
-        device_names.append(axis if whole else DEVICE.format(axis))
-        if not whole:
+        unsplit, on_one = devices == workers, devices == 1
+        device_names.append(axis if unsplit else DEVICE.format(axis))
+        if not unsplit:
             slots.append((axis if on_one else SLOT.format(axis), workers // devices))
     types = (AxisType.Auto,) * grid.ndim
     return Mesh(grid, (*device_names, *inside), axis_types=types), slots

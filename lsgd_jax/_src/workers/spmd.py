@@ -213,8 +213,8 @@ def _spmd(
         stacked = rows[0] if shared else rows
         if spec is None:
             return stacked
-        whole = spec if shared else Spec(None, *spec)
-        return jax.lax.with_sharding_constraint(stacked, whole)
+        stacked_spec = spec if shared else Spec(None, *spec)
+        return jax.lax.with_sharding_constraint(stacked, stacked_spec)
 
     def on_device(*leaves):
         one = fn

@@ -18,7 +18,7 @@ def is_key(x: Any) -> bool:
 
 
 def place(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Places an array, which every process has as a whole, on the devices."""
+    """Places an array, all of which every process has, on the devices."""
     if isinstance(x, jax.Array) and sharding.is_fully_addressable:
         return jax.device_put(x, sharding, may_alias=False)
     host = np.array(x)  # a copy, because a CPU device shares the memory it is given

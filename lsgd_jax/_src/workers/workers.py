@@ -7,6 +7,7 @@ the analysis and its one optimistic rule.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class Workers:
         axis along which devices hold several workers is called 'node_device' or
         'local_device'.
       sharding: the sharding of per-worker leaves (leading axis W).
-      replicated: the sharding of shared leaves.
+      shared_sharding: the sharding of shared leaves.
       workers_per_device: how many workers each device (or group of devices) holds.
       owned: the workers with at least one device of this process, as a range.
 
@@ -121,7 +122,7 @@ class Workers:
         self.nodes, self.locals = self._grid.nodes, self._grid.locals
         self.num_workers, self.debug = self.nodes * self.locals, debug
         self.sharding = self._grid.sharding()
-        self.replicated = self._grid.sharding(shared=True)
+        self.shared_sharding = self._grid.sharding(shared=True)
         each = math.prod(self.inside.values())
         self.workers_per_device = self.num_workers * each // used.size
         of_process = [d.process_index == jax.process_index() for d in used.flat]
@@ -134,7 +135,7 @@ class Workers:
                 f"got processes {[d.process_index for d in used.flat]}"
             )
         self._pass_on = self._compile(lambda tree: tree)
-        self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.replicated)
+        self._replicate_rows = jax.jit(lambda t: t, out_shardings=self.shared_sharding)
 
     def __repr__(self) -> str:
         per_device, each = self.workers_per_device, math.prod(self.inside.values())
@@ -148,16 +149,25 @@ class Workers:
             f"{f'{each} devices' if each > 1 else 'device'}"
         )
 
+    @property
+    def replicated(self) -> NamedSharding:
+        """The old name of `shared_sharding`."""
+        message = (
+            "Workers.replicated is Workers.shared_sharding now; 0.4 drops the old name"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.shared_sharding
+
     # Placing trees
 
     def put(self, stacked: Tree, specs: Specs = None) -> Tree:
         """Places a tree with leading axis W: row i goes to the devices of worker i.
 
-        With several processes every process passes the whole tree, or uses `put_owned`.
+        With several processes every process passes all rows, or uses `put_owned`.
 
         Args:
           stacked: arrays (host or device, any dtype) of shape [W, ...]; a `Shared`
-            inside is copied to every worker whole.
+            inside is copied to every worker.
           specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
             own axes (``P(None, "fsdp")`` for a leaf of shape [W, a, b]), a prefix tree of
             such specs, or a function of (path, leaf) with the path written 'dense/kernel'
@@ -180,7 +190,7 @@ class Workers:
 
         Args:
           rows: arrays of shape [len(owned), ...]: the rows of the workers in `owned`. If a
-            worker is spread over several processes, each of them passes its whole row.
+            worker is spread over several processes, each of them passes all of its row.
           specs: as for `put`.
 
         Returns:

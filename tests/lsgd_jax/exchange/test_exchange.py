@@ -289,9 +289,9 @@ def test_a_state_of_other_fields_is_not_relabeled():
 
 
 def test_a_narrow_wire_keeps_the_error_of_one_tree():
-    def agree(group, x, y, state, is_finite, t):
-        mean, count = group.masked_mean(y, is_finite)
-        twice, _ = group.masked_mean(jax.tree.map(jnp.square, y), is_finite)
+    def agree(group, x, y, state, takes_part, t):
+        mean, count = group.masked_mean(y, takes_part)
+        twice, _ = group.masked_mean(jax.tree.map(jnp.square, y), takes_part)
         return mean, count > 0, state
 
     rule = lj.Rule("local", lambda params: (), agree, keeps=("reference", "error"))

@@ -53,14 +53,14 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
     np.testing.assert_array_equal(arrived[2], tree[2])  # one element is not rounded
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("keeps_shapes", [False, True])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @given(tree=trees)
 @few
-def test_the_error_is_the_difference_to_the_decoded_message(whole, wire, tree):
+def test_the_error_is_the_difference_to_the_decoded_message(keeps_shapes, wire, tree):
     """Also for leaves that keep their shape because they may be sharded."""
     tree = jax.tree.map(lambda x: np.where(np.isfinite(x), x, 1), tree)
-    with contextlib.nullcontext() if whole else on_one_device():
+    with contextlib.nullcontext() if keeps_shapes else on_one_device():
         codec = Codec(tree, lj.Wire(wire, block=4))
     message, error = codec.encode(tree, jax.tree.map(jnp.zeros_like, tree))
     arrived = codec.decode(message)

@@ -14,8 +14,10 @@ from harness import exchanges
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
+from lsgd_jax._src.layouts import on_one_device
 from lsgd_jax._src.wire import narrow_sums
-from lsgd_jax._src.wire.wire import LEVELS, decode, encode
+from lsgd_jax._src.wire.codec import Codec
+from lsgd_jax._src.wire.wire import LEVELS
 
 
 FORMATS = ("bfloat16", "int8", "int4")
@@ -24,7 +26,13 @@ close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 def there_and_back(x, wire, seed=None):
     key = None if seed is None else jax.random.key(seed)
-    return np.asarray(decode(encode(x, wire, key), wire, x.shape))
+    codec = codec_of(x, wire)
+    return np.asarray(codec.decode(codec.encode(x, key=key)[0]))
+
+
+def codec_of(x, wire):
+    with on_one_device():
+        return Codec(x, wire)
 
 
 def quantum(x, wire):
@@ -56,14 +64,14 @@ def test_the_error_is_at_most_a_quantum_and_draws_repeat(format, rounding):
 
 def test_integers_by_hand():
     x = jnp.array([0.6, -1.0, 0.1, 0.0, 4.0])
-    coded = encode(x, lj.Wire("int8", block=4))
+    (coded,), _ = codec_of(x, lj.Wire("int8", block=4)).encode(x)
     assert coded.codes.tolist() == [76, -127, 13, 0, 127]
     np.testing.assert_allclose(coded.scales, [1 / 127, 4 / 127], rtol=1e-7)
-    wire = lj.Wire("int4", block=4)
-    coded = encode(x, wire)
+    codec = codec_of(x, lj.Wire("int4", block=4))
+    (coded,), _ = codec.encode(x)
     # Codes 4, -7, 1, 0, 7: the last two stand in the upper halves of the first two bytes.
     assert coded.codes.tolist() == [4 | 0 << 4, (-7 & 15) | 7 << 4, 1]
-    back = decode(coded, wire, (5,)) / np.repeat(coded.scales, 4)[:5]
+    back = codec.decode([coded]) / np.repeat(coded.scales, 4)[:5]
     np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
 
 
@@ -73,7 +81,8 @@ def test_stochastic_rounding_has_no_bias(format):
     draws = 4000
     x = jnp.asarray(np.random.default_rng(1).normal(size=40), jnp.float32)
     wire = lj.Wire(format, "stochastic")
-    once = lambda key: decode(encode(x, wire, key), wire, x.shape)
+    codec = codec_of(x, wire)
+    once = lambda key: codec.decode(codec.encode(x, key=key)[0])
     mean = jax.vmap(once)(jax.random.split(jax.random.key(0), draws)).mean(axis=0)
     deviation = quantum(np.asarray(x), wire) / 2 / np.sqrt(draws)
     assert (np.abs(mean - x) <= 5 * deviation + 1e-6).all()
@@ -141,6 +150,10 @@ def test_unknown_wire_formats_are_refused():
     lj.Pull(silent, 1.0, wire="float32")
     with pytest.raises(ValueError, match="`wire` must be 'float32' for a rule whose"):
         lj.Pull(silent, 1.0, wire="int8")
+    with pytest.raises(ValueError, match=r"`across` must name axes .*'node', 'local'"):
+        lj.diloco(wire=lj.Wire("int8", across="nodes"))
+    with pytest.raises(ValueError, match="`across` is only for a rule that takes a mean"):
+        lj.lsgd(0.0, 0.1, wire=lj.Wire("int8", across="node"))
 
 
 @pytest.mark.parametrize("missing", ["reference", "error"])
@@ -194,25 +207,40 @@ def test_lsgd_and_diloco_by_hand(format):
     close(states_of(state)[0].pulls[0].wire.error, e)
 
 
-@pytest.mark.parametrize("nodes, locals, devices", [(1, 3, 3), (2, 4, 4), (2, 4, 2)])
-@pytest.mark.parametrize("format", ["int8", "int4"])
-def test_means_by_shares_by_hand(format, nodes, locals, devices, monkeypatch):
+@pytest.mark.parametrize(
+    "format, nodes, locals, devices, across",
+    [
+        ("int8", 1, 3, 3, None),
+        ("int4", 2, 4, 4, None),
+        ("int8", 2, 4, 2, None),
+        ("int4", 2, 4, 4, "node"),  # two nodes gather
+        ("int8", 3, 2, 6, "node"),
+        ("int4", 4, 2, 2, "node"),
+    ],
+)
+def test_means_by_shares_by_hand(format, nodes, locals, devices, across, monkeypatch):
     """Both errors are fed back, and a worker that is not finite still owns its share."""
     monkeypatch.setattr(narrow_sums, "SMALL", 0)
     block, W, rng = 8, nodes * locals, np.random.default_rng(0)
     Q = functools.partial(reference.rounded, levels=LEVELS[format], block=block)
+    shares = functools.partial(reference.sum_of_shares, Q=Q, block=block)
+    add_up = shares if nodes != 2 else functools.partial(reference.sum_of_messages, Q=Q)
+    if across is None:
+        expected = shares
+    else:
+        expected = lambda owed: reference.sum_on_two_levels(owed, nodes, add_up, block)
     start = rng.normal(size=(W, 37 * block + 5)).astype(np.float32)
     steps = rng.normal(size=(4, W, start.shape[1])).astype(np.float32)
     losses = rng.uniform(size=(4, W)).astype(np.float32)
     losses[1, 1] = np.nan
 
-    wire = lj.Wire(format, block=block)
+    wire = lj.Wire(format, block=block, across=across)
     tx = optax.chain(lj.diloco(1, optax.sgd(0.5), wire=wire))
     seen, state = _train(tx, start, steps, losses, nodes, devices)
     a, e, x = start.mean(axis=0), 0, start
     for t in range(4):
         owed = np.where(np.isfinite(losses[t])[:, None], x + steps[t] - a + e, 0)
-        total, e = reference.sum_of_shares(owed, Q, block)
+        total, e = expected(owed)
         a = a + 0.5 * total / np.isfinite(losses[t]).sum()
         x = np.stack([a] * W)
         close(seen[t], x)
@@ -310,11 +338,14 @@ def test_messages_and_errors_add_up_to_the_exact_messages(inside, small, monkeyp
 
 
 @pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("method", ["source", "mean"])
-def test_targets_are_bit_identical_on_all_workers(method, devices):
+@pytest.mark.parametrize(
+    "method, across", [("source", None), ("mean", None), ("mean", "node")]
+)
+def test_targets_are_bit_identical_on_all_workers(method, across, devices):
     """Workers at x = 0 take the target whole, so that the update is the target."""
     rule = {"source": lj.leader(("node", "local")), "mean": lj.average()}[method]
-    tx = lj.exchange(lj.Pull(rule, 1.0, wire=lj.Wire("int8", "stochastic")))
+    wire = lj.Wire("int8", "stochastic", across=across)
+    tx = lj.exchange(lj.Pull(rule, 1.0, wire=wire))
     workers = lj.Workers(2, 2, devices=jax.devices()[:devices])
     y = workers.put(np.random.default_rng(0).normal(size=(4, 70)).astype(np.float32))
     state = workers.map(tx.init)(y)
@@ -330,6 +361,37 @@ def test_targets_are_bit_identical_on_all_workers(method, devices):
             np.testing.assert_array_equal(copy.data, u[0])
 
 
+@pytest.mark.parametrize(
+    "nodes, locals, inside, across",
+    [
+        (4, 1, {"fsdp": 2}, None),  # by shares
+        (2, 1, {"fsdp": 2, "tp": 2}, None),  # gathered
+        (2, 2, {"fsdp": 2}, "node"),
+    ],
+)
+def test_devices_of_a_worker_draw_alike_for_copies(
+    nodes, locals, inside, across, monkeypatch
+):
+    """And not alike for shards: here both halves of w hold the same values."""
+    monkeypatch.setattr(narrow_sums, "SMALL", 0)
+    wire = lj.Wire("int8", "stochastic", across=across)
+    tx, workers = lj.local_sgd(1, wire=wire), lj.Workers(nodes, locals, inside=inside)
+    rng, W = np.random.default_rng(0), nodes * locals
+    half, b = (rng.normal(size=(W, n)).astype(np.float32) for n in (2000, 4000))
+    x = {"w": np.concatenate([half, half], axis=1), "b": b}
+    x = workers.put(x, {"w": P("fsdp"), "b": P()})
+    step = workers.map(lambda x, s: tx.update(x, s, x))
+    state = step(x, workers.map(tx.init)(x))[1]
+    kept = states_of(state)[0].pulls[0].wire
+    for leaf in jax.tree.leaves(kept):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            first = shards.setdefault(str(shard.index), shard.data)
+            np.testing.assert_array_equal(shard.data, first)
+    first, second = np.split(np.asarray(kept.error["w"]), 2, axis=1)
+    assert np.any(kept.error["b"]) and (first != second).any()
+
+
 def test_float32_adds_nothing():
     plain, named = (lj.lsgd(0.1, 0.2, **k) for k in ({}, {"wire": "float32"}))
     workers = lj.Workers(2, 2)
@@ -341,6 +403,20 @@ def test_float32_adds_nothing():
         step = workers.map(lambda x, s, tx=tx: tx.update(x, s, x, value=x["w"].sum()))
         texts.append(step.lower(x, state).as_text())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("locals", [1, 3])
+def test_inside_one_node_nothing_is_rounded(locals):
+    rng = np.random.default_rng(0)
+    start, steps = rng.normal(size=(2, locals, 9)).astype(np.float32)
+    seen, payloads = [], []
+    for wire in ("float32", lj.Wire("int4", across="node")):
+        tx = lj.diloco(1, optax.sgd(0.5), wire=wire)
+        x, state = _train(tx, start, steps[None], np.ones((1, locals), np.float32))
+        seen.append(x)
+        payloads.append(lj.diagnostics(state)[0].payload)
+    close(*seen)
+    assert payloads[0] == payloads[1]
 
 
 def test_a_worker_restored_after_a_delay_has_no_error():

@@ -1,0 +1,359 @@
+"""EncodedGroup: a group whose parameters travel in a narrow wire format.
+
+One source: the codes of Q(v - r) travel, and all workers, the source too, take
+z = r + Q(v - r). A mean: all workers' codes are gathered, or a share of them by each worker
+(see `narrow_sums`), and added up in one order, so that z is bit-identical on all workers; a
+worker adds its quantization error to its next message (error feedback). To peers: Q(y), and
+the rule gives the error back to the sender.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as Spec
+
+from lsgd_jax._src import trees
+from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.layouts import (
+    known_axes,
+    may_be_sharded,
+    shard_by_shard,
+    sharded_over,
+)
+from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.trees import Tree, is_float, widened
+from lsgd_jax._src.wire import narrow_sums
+from lsgd_jax._src.wire.blocks import array_of, rows_of
+from lsgd_jax._src.wire.codec import Codec, Message, draws, is_coded
+from lsgd_jax._src.wire.collectives import Permutation
+from lsgd_jax._src.wire.group import Group
+from lsgd_jax._src.wire.packing import Packing
+from lsgd_jax._src.wire.top_k import TopK
+from lsgd_jax._src.wire.wire import Wire
+
+
+class WireState(NamedTuple):
+    """The memory of a pull with a narrow wire format; None where it needs none.
+
+    Attributes:
+      reference: r, the target agreed on last, 0 at first; a tree like the part, in float32
+        at least; shared if the group is all workers, else per worker, equal in the group.
+      error: e, the quantization error of what this worker sent; likewise; per worker.
+    """
+
+    reference: Shared[Tree] | Tree | None
+    error: Tree | None
+
+    @classmethod
+    def zero(
+        cls, keeps: Sequence[str], share: Callable[[Tree], Shared], part: Tree
+    ) -> "WireState":
+        """Returns the memory before the first exchange; `share` is `Group.shared`."""
+        nothing = trees.zeros(part)
+        shared = share(nothing)
+        reference = shared if shared.axes is None else nothing
+        return cls(
+            reference if "reference" in keeps else None,
+            nothing if "error" in keeps else None,
+        )
+
+    def without_error(self, restored: Array) -> "WireState":
+        """Clears the error of a worker that was restored."""
+        forget = lambda e: jnp.where(restored, jnp.zeros_like(e), e)
+        return self._replace(error=jax.tree.map(forget, self.error))
+
+    def __lsgd_resized__(self) -> "WireState":
+        """For `resize`: keeps a reference that all workers share, and nothing else."""
+        nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+        kept = isinstance(self.reference, Shared)
+        reference = self.reference if kept else nothing(self.reference)
+        return WireState(reference, nothing(self.error))
+
+
+# Of each buffer the sum of all messages, and this worker's error; the number of workers.
+Sums = tuple[list[Array], list[Array], Array]
+
+
+class EncodedGroup(Group):
+    """A group on which trees of parameters travel in a narrow wire format.
+
+    Args:
+      axes, channel: as for `Group`.
+      wire: the format, not 'float32'.
+      kept: the pull's `WireState`.
+      t: int32 scalar, the step, from which random keys are derived.
+    """
+
+    def __init__(
+        self, axes: Axes, channel: Any, wire: Wire | TopK, kept: WireState, t: Array
+    ):
+        super().__init__(axes, channel)
+        self.kept, self._t = kept, t
+        self._wire: Any = wire
+        self._keeps_one = False
+        # Asynchronous workers only gather, and a share must not cut the shards of a worker.
+        shards_are_known = bool(known_axes()) or not may_be_sharded()
+        self._cuts = self.channel.transposes and shards_are_known
+        # The workers that add up in float32, and those that exchange encoded messages.
+        self._inside, self._across = Group(()), self
+        if self._cuts and wire.across:
+            self._across = Group(wire.across)
+            slow = self._across.axes
+            self._inside = Group(tuple(axis for axis in self.axes if axis not in slow))
+
+    @with_automatic_axes
+    def broadcast(self, tree: Tree, source: Array) -> Tree:
+        """z = r + Q(v - r), with v the tree of worker `source`; r ← z."""
+        self._keep_one()
+        if self.size == 1:
+            return super().broadcast(tree, source)
+
+        def send(codec: Codec, t: Array, tree: Tree, kept: WireState, source: Array) -> Any:
+            v, r = codec.pack(tree), codec.pack(_reference(kept))
+            message = codec.encode_buffers(list(map(_minus, v, r)), self._key(t))
+            self._count(message)
+            q = codec.decode_buffers(self.channel.broadcast(message, source))
+            z = list(map(_plus, v, r, q))
+            return codec.unpack(z), self._remembered(codec, t, z, r, kept)
+
+        out = lambda specs, kept, *_: (specs, kept)
+        z, self.kept = self._on_shards(send, tree, self.kept, source, out=out)
+        return z
+
+    def _total(
+        self, tree: Tree, where: Array, mean: bool, reference: Tree | None = None
+    ) -> tuple[Tree, Array]:
+        """Σ Q(v + βe), or z = r + Σ Q(v - r + βe) / n with the rule's r, or with r ← z."""
+        self._keep_one()
+        # A worker alone adds up exactly, but holds back what 'top-k' does not send.
+        if self._across.size == 1 and not self._wire.is_sparse:
+            return super()._total(tree, where, mean)
+        in_shares = self._in_shares(tree)
+
+        def add_up(codec, t, tree, kept, where, reference):
+            v, own = codec.pack(tree), reference is None
+            if not mean:
+                sums, count, kept = self._sums(codec, t, v, kept, where, in_shares)
+                return (codec.unpack(sums), count), kept
+            r = codec.pack(_reference(kept) if own else reference)
+            gaps = list(map(_minus, v, r))
+            sums, count, kept = self._sums(codec, t, gaps, kept, where, in_shares)
+            z = list(map(_plus, v, r, trees.mean_of(sums, count)))
+            if own:
+                kept = self._remembered(codec, t, z, r, kept)
+            return (codec.unpack(z), count), kept
+
+        out = lambda specs, kept, *_: ((specs, Spec()), kept)
+        given = tree, self.kept, where, reference
+        total, self.kept = self._on_shards(add_up, *given, out=out)
+        if self._across is not self:
+            self.bytes_sent += self._inside.bytes_sent + self._across.bytes_sent
+        return total
+
+    @with_automatic_axes
+    def permute(self, tree: Tree, permutation: Permutation, turn: int = 0) -> Tree:
+        """Q(y) of this worker's source."""
+        if self.size == 1:
+            return super().permute(tree, permutation, turn)
+
+        def send(codec: Codec, t: Array, tree: Tree) -> Tree:
+            message, _ = codec.encode(tree, key=self._key(t, turn))
+            return codec.decode(self._permuted(message, permutation))
+
+        return self._on_shards(send, tree)
+
+    def quantization_error(self, tree: Tree, turn: int = 0) -> Tree | None:
+        """y - Q(y)."""
+        if self.size == 1:
+            return None
+
+        def error(codec: Codec, t: Array, tree: Tree) -> Tree | None:
+            return codec.encode(tree, trees.zeros(tree), self._key(t, turn))[1]
+
+        return self._on_shards(error, tree)
+
+    # How
+
+    def _keep_one(self) -> None:
+        """Raises ValueError for a second tree whose reference and error would be kept."""
+        if self._keeps_one:
+            raise ValueError(
+                "with a narrow `wire` a rule may call one of `broadcast`, `masked_mean` "
+                "and `masked_sum`, once: the state has one reference and one error; put "
+                "all trees in one"
+            )
+        self._keeps_one = True
+
+    def _in_shares(self, tree: Tree) -> bool:
+        """Whether a sum is taken by shares in place of a gather, which any channel has."""
+        if not self._cuts or isinstance(self._wire, TopK):
+            return False
+        sizes = [x.size for x in jax.tree.leaves(tree) if is_coded(x)]
+        parts = [-(-size // self._inside.size) for size in sizes]
+        return narrow_sums.pays(parts, self._wire, self._across.size)
+
+    def _on_shards(
+        self,
+        fn: Callable,
+        tree: Tree,
+        *others: Any,
+        out: Callable = lambda specs, *_: specs,
+    ) -> Any:
+        """Runs fn(codec, t, tree, *others) on each device of this worker."""
+        shards = sharded_over(tree)
+
+        def on_shard(tree: Tree, t: Array, *others: Any) -> Any:
+            return fn(Codec(tree, self._wire, shards), t, tree, *others)
+
+        layout = lambda specs, _, *more: out(specs, *more)
+        given = jax.tree.map(jnp.asarray, (self._t, *others))
+        return shard_by_shard(on_shard, tree, *given, out=layout)
+
+    def _sums(
+        self,
+        codec: Codec,
+        t: Array,
+        v: list[Array],
+        kept: WireState,
+        where: Array,
+        in_shares: bool,
+    ) -> tuple[list[Array], Array, WireState]:
+        """Σ Q(v + βe) over the workers for which `where` holds, their number, the new e.
+
+        The error of a worker that does not take part becomes 0, except for that of the
+        share of the sum that it owns.
+        """
+        if kept.error is None:
+            raise ValueError(_KEEPS.format("'error'"))
+        take_part = lambda x: jnp.where(where & jnp.isfinite(x), x, jnp.zeros_like(x))
+        decay = self._wire.decay
+        e = codec.pack(kept.error)
+        owed = [take_part(widened(v) + decay * e) for v, e in zip(v, e)]
+        add_up = self._sums_of_shares if in_shares else self._sums_of_messages
+        if self._across is not self:
+            add_up = functools.partial(self._sums_on_two_levels, add_up)
+        sums, e, count = add_up(codec, owed, where, self._key(t))
+        return sums, count, kept._replace(error=codec.unpack(e, t))
+
+    def _sums_of_messages(
+        self, codec: Codec, owed: list[Array], where: Array, key: Array | None
+    ) -> Sums:
+        """Of all workers' gathered messages.
+
+        If an entry is averaged over its senders, its sum is multiplied by the number of
+        workers over theirs.
+        """
+        wire = self._wire
+        by_senders = isinstance(wire, TopK) and wire.aggregate == "senders"
+        sent = codec.encode_buffers(owed, key)
+        e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
+
+        def read(sent: Message) -> tuple[list[Array], list[Array]]:
+            return codec.decode_buffers(sent), codec.senders(sent) if by_senders else []
+
+        (sums, senders), count = self._gathered_sums(sent, where, read)
+        if by_senders:
+            share = lambda n: count.astype(n.dtype) / jnp.maximum(n, 1)
+            sums = [s * share(n) for s, n in zip(sums, senders)]
+        return sums, e, count
+
+    def _sums_of_shares(
+        self, codec: Codec, owed: list[Array], where: Array, key: Array | None
+    ) -> Sums:
+        """By shares; the error of the sum of a share is its owner's."""
+        coded, plain = owed[: codec.coded], owed[codec.coded :]
+        keys = [codec.key(key, b) for b in range(codec.coded)]
+        sums, e = narrow_sums.add_up(coded, keys, self._wire, self._across)
+        exact, count = self._gathered_sums(plain, where, lambda sent: sent)
+        return sums + exact, e + list(map(jnp.zeros_like, plain)), count
+
+    def _sums_on_two_levels(
+        self, add_up: Callable, codec: Codec, owed: list[Array], where: Array, key: Any
+    ) -> Sums:
+        """With `add_up` across nodes only.
+
+        With L workers in a node, the worker of index l has the l-th part of all blocks of
+        the node's sum, and its error.
+        """
+        inside, (coded, plain) = self._inside, (owed[: codec.coded], owed[codec.coded :])
+        blocks = [rows_of(x, self._wire.block, inside.size) for x in coded]
+        parts = list(map(inside.scatter, blocks))
+        across = Codec(parts, self._wire, codec.shards[: codec.coded])
+        sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
+
+        def in_place(blocks: Array, part: Array) -> Array:
+            nothing, start = jnp.zeros(blocks.shape, part.dtype), inside.index * len(part)
+            return lax.dynamic_update_slice_in_dim(nothing, part, start, 0)
+
+        sums = map(inside.gather, across.unpack(sums))
+        e = map(in_place, blocks, across.unpack(e))
+        like_coded = lambda found: list(map(array_of, found, [x.shape for x in coded]))
+        exact = list(map(self.add, plain))
+        count = self.add(where.astype(jnp.float32))
+        sums, e = like_coded(sums) + exact, like_coded(e) + list(map(jnp.zeros_like, plain))
+        return sums, e, count
+
+    def _gathered_sums(
+        self, sent: Message, where: Array, read: Callable[[Message], Tree]
+    ) -> tuple[Tree, Array]:
+        """Σ read(sent) over the workers for which `where` holds, and their number."""
+        message = (sent, where.astype(jnp.float32))
+        packing = Packing(message)
+        rows = self._across.gather(packing.pack(message))
+
+        def of_worker(i: Any) -> tuple[Tree, Array]:
+            row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
+            sent, gives = packing.unpack([row(x) for x in rows])
+            gives = gives == 1  # nan for a worker that has failed
+            add = lambda q: jnp.where(gives, q, jnp.zeros_like(q))
+            return jax.tree.map(add, read(sent)), gives.astype(jnp.float32)
+
+        def add(i: Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, of_worker(i))
+
+        none = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_worker, 0))
+        return lax.fori_loop(0, self._across.size, add, none)
+
+    def _remembered(
+        self, codec: Codec, t: Array, z: list[Array], r: list[Array], kept: WireState
+    ) -> WireState:
+        """Returns the memory with z as its reference in place of r."""
+        renew = lambda z, r: z.astype(r.dtype) if is_float(z) else r
+        r = codec.unpack(list(map(renew, z, r)), t)
+        shared = kept.reference
+        reference = shared._replace(value=r) if isinstance(shared, Shared) else r
+        return kept._replace(reference=reference)
+
+    def _key(self, t: Array, turn: int = 0) -> Array | None:
+        """Returns this worker's random key for a message of this step."""
+        wire = self._wire
+        if isinstance(wire, TopK) or wire.rounding == "nearest":
+            return None
+        return draws(wire, t, self.index, turn)
+
+
+_KEEPS = (
+    "with a narrow wire format a rule that calls `broadcast` must keep the 'reference', "
+    "and one that calls `masked_mean` or `masked_sum` the 'error': its `keeps` must have {}"
+)
+
+
+def _reference(kept: WireState) -> Tree:
+    """r, the target agreed on last."""
+    if kept.reference is None:
+        raise ValueError(_KEEPS.format("'reference'"))
+    return kept.reference.value if isinstance(kept.reference, Shared) else kept.reference
+
+
+def _minus(v: Array, r: Array) -> Array:
+    """v - r where v holds floats, otherwise v."""
+    return widened(v) - r if is_float(v) else v
+
+
+def _plus(v: Array, r: Array, q: Array) -> Array:
+    """r + q where v holds floats, otherwise q."""
+    return r + q if is_float(v) else q
