@@ -30,7 +30,6 @@ from train.cluster.exit_status import LOST, SIGNALED, SUCCESS, WRONG_USAGE
 
 
 LAUNCHER = "LSGD_JAX_LAUNCHER"  # variable that holds this command, up to --
-BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # variable that jax's coordinator reads
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_OTHERS = (LOST, -signal.SIGABRT)  # statuses of processes that miss another one
@@ -221,7 +220,7 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
     again = ["python", "-m", "train.launch", "--processes", str(count)]
     again += [] if devices is None else ["--devices-per-process", str(devices)]
     coordinator = f"127.0.0.1:{free_port()}"
-    mine = {LAUNCHER: shlex.join([*again, "--"]), BIND_ADDRESS: coordinator}
+    mine = {LAUNCHER: shlex.join([*again, "--"])}
     children: list[subprocess.Popen[str]] = []
 
     def pass_on(number: int, _: object) -> None:

@@ -6,19 +6,20 @@ import re
 from collections.abc import Iterable
 
 
-LONGEST = 200  # characters of an error's message
-
-
-def one_line(error: Exception | str) -> str:
+def one_line(error: Exception | str, longest: int = 200) -> str:
     """The message of an error in one line, shortened in the middle if it is long.
+
+    Args:
+      error: the error, or its message.
+      longest: number of characters above which it is shortened.
 
     >>> one_line(ValueError("RESOURCE_EXHAUSTED: no space [os_error_code='28']"))
     'RESOURCE_EXHAUSTED: no space'
     """
     line = " ".join(str(error).split()) or repr(error)
     line = re.sub(r" \[(os_error_code|tensorstore_spec|source locations).*", "", line)
-    half = LONGEST // 2
-    return line if len(line) <= LONGEST else f"{line[:half]} … {line[-half:]}"
+    half = longest // 2
+    return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:

@@ -52,23 +52,20 @@ def test_the_launcher_does_not_import_jax():
 
 
 def test_the_processes_get_the_arguments_and_options_to_meet(run):
-    program = (
-        "print(sys.argv[1:], os.environ['JAX_COORDINATOR_BIND_ADDRESS'], "
-        "os.environ.get('JAX_NUM_CPU_DEVICES'))"
-    )
+    program = "print(sys.argv[1:], os.environ.get('JAX_NUM_CPU_DEVICES'))"
     devices = ("--devices-per-process", "3")
     status, out, _ = run(program, *devices, processes=2, arguments=["digits", "--seed=1"])
     assert status == 0
     coordinators = set()
     for line in sorted(out.splitlines()):
-        arguments, bound, devices = line[4:].rsplit(" ", 2)
+        arguments, devices = line[4:].rsplit(" ", 1)
         assert devices == "3"
         given = eval(arguments)
         assert given[:2] == ["digits", "--seed=1"]
         options = dict(option.split("=") for option in given[2:])
         assert options["--distributed.num-processes"] == "2"
         assert options["--distributed.process-id"] == line[1]
-        coordinators |= {options["--distributed.coordinator"], bound}
+        coordinators.add(options["--distributed.coordinator"])
     (coordinator,) = coordinators
     assert coordinator.startswith("127.0.0.1:")
 

@@ -35,6 +35,7 @@ ROOT = pathlib.Path(__file__).parents[2]  # the folder from which workers import
 LOOK_S = 0.5  # interval at which children and messages are polled
 ELASTIC_S = 60.0  # timeout for starting a group if fewer processes would do
 ANSWER_S = 60.0  # timeout of the board
+LONGEST = 500  # characters of an error, which may say what to try
 SETTLE_S = 5.0  # within which processes that a loss has ended all end
 DELIBERATE = (SUCCESS, STOPPED, WRONG_USAGE, INTERRUPTED)  # statuses without a restart
 
@@ -255,7 +256,7 @@ def run(
         ):
             return _follow(job, storage, health)
     except (RuntimeError, RayError) as error:
-        return LOST, one_line(error)
+        return LOST, one_line(error, LONGEST)
 
 
 @contextlib.contextmanager
@@ -344,7 +345,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
         return status, ""
     if not failures:
         return STOPPED, "the run was stopped while its processes were started"
-    return LOST, f"the run has not ended: {one_line(failures[0])}"
+    return LOST, f"the run has not ended: {one_line(failures[0], LONGEST)}"
 
 
 def _show(board: Any, health: Any) -> None:
