@@ -93,6 +93,11 @@ def test_a_trained_model_continues_a_prompt(finished, refusal, capsys):
     assert "`temperature` must be positive" in refusal(
         sample.main, [folder, "--temperature", "0"]
     )
+    assert "`beam` is for runs on translation" in refusal(
+        sample.main, [folder, "--beam", "2"]
+    )
+    with pytest.raises(ValueError, match="needs a run on translation, not on text"):
+        trainer.load(folder).translate(["abcd"])
 
 
 def test_a_model_of_text_is_loaded_and_exported(finished, tmp_path):
