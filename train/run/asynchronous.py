@@ -237,6 +237,12 @@ class Follower:
     def _collect(self, status: lj.asynchronous.Status, remote: Any) -> bool:
         """Asks all workers for their states. Returns whether any state is known."""
         answers = remote.states(own=True)
+        for i in sorted(set(status.present) - set(remote.ended)):
+            if answers[i] is None:
+                whose = "the best worker's" if self._states[i] is None else "its last known"
+                self._run.progress.warn(
+                    f"worker {i} does not answer: {whose} state stands for its own"
+                )
         self._states = [new or old for new, old in zip(answers, self._states)]
         known = any(state is not None for state in self._states)
         if known:

@@ -260,6 +260,15 @@ def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsy
     run.lock.release()
 
 
+def test_a_worker_that_does_not_answer_is_named(tmp_path, monkeypatch, capsys):
+    states = simulated_engine.Remote.states
+    silent = lambda self, own=True: [*states(self)[:2], None, *states(self)[3:]]
+    monkeypatch.setattr(simulated_engine.Remote, "states", silent)
+    run_of(tmp_path / "run", monkeypatch, {"step_seconds": 1.0})
+    said = "worker 2 does not answer: the best worker's state stands for its own"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
     answers, tmp_path
