@@ -221,8 +221,8 @@ def test_steps_of_a_failed_worker_since_its_last_exchange_do_not_count(monkeypat
 # gpu.py
 
 
-QUICK = ["--only", "pulls", "memory", "processes"]
-REST = ["--only", "workers", "processes", "--processes", "2"]
+QUICK = ["--only", "memory", "processes"]
+REST = ["--only", "workers", "pulls", "processes", "--processes", "2"]
 
 
 def run_gpu(*options):
@@ -238,8 +238,12 @@ def run_gpu(*options):
 @pytest.mark.parametrize(
     "options, parts",
     [
-        (QUICK, ["pulls"] * 3 + ["memory"] * 2 + ["processes"]),
-        pytest.param(REST, ["workers"] * 3 + ["processes"] * 3, marks=pytest.mark.slow),
+        (QUICK, ["memory"] * 2 + ["processes"]),
+        pytest.param(
+            REST,
+            ["workers"] * 3 + ["pulls"] * 3 + ["processes"] * 3,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["quick", "rest"],
 )

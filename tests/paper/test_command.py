@@ -31,7 +31,7 @@ def test_every_experiment_explains_its_options(name, capsys):
         (["nonsense"], "got 'nonsense'"),
         (["sinc", "--nonsense"], "unrecognized option --nonsense"),
         (["sinc", "--starts", "0"], "`starts` must be a positive int, got starts=0"),
-        (["sinc", "--starts", "x"], "--starts: invalid literal for int()"),
+        (["sinc", "--starts", "x"], "--starts must be an int, got 'x'"),
         (["sinc", "--seed", "-1"], "`seed` must be at least 0"),
         (["matrix-completion", "--ranks", "1", "x"], "--ranks: Could not find valid"),
         (["matrix-completion", "--ranks", "1001"], "`ranks` must lie in 1..1000"),

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import lsgd_jax as lj
-from train.task import batch_statistics, methods
+from train.task import batch_statistics, methods, models
 from train.task.experiment import Experiment
 
 
@@ -30,7 +30,8 @@ class Normed(nn.Module):
 @pytest.fixture(scope="module")
 def installed():
     with pytest.MonkeyPatch.context() as patch:
-        tiny.install(network=Normed, set=patch.setattr)
+        tiny.install(set=patch.setattr)
+        patch.setitem(models.MODELS, "digits-bn", Normed)
         yield
 
 
@@ -39,7 +40,7 @@ def trained(installed):
     """An experiment with each policy, and its state after 8 steps."""
     found = {}
     for policy in ("average", "reestimate"):  # in training 'keep' equals 'reestimate'
-        config = dataclasses.replace(tiny.SMALL, batch_statistics=policy)
+        config = dataclasses.replace(tiny.SMALL, model="digits-bn", batch_statistics=policy)
         experiment = Experiment(config)
         state = experiment.init()
         for t in range(8):
