@@ -212,7 +212,7 @@ def test_every_line_that_builds_a_method_builds_it():
     assert len(transformations) >= 19
 
 
-@pytest.mark.slow  # what the state counts is checked for each method by the conformance table
+@pytest.mark.slow  # the conformance table compares what states count with programs
 def test_the_table_gives_the_bytes_of_an_exchange():
     """The coefficient of P per exchange and peer, up to 8 bytes of scores and counts.
 
