@@ -94,7 +94,11 @@ def by_member(axes, x):
     return rows.reshape(len(rows), -1)
 
 
-@pytest.mark.parametrize("axes", ["local", "node", ("node", "local")], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    ["local", pytest.param("node", marks=pytest.mark.slow), ("node", "local")],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["coordinate_median", *KINDS])
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes):
     """All members of a group get the same bits; those of the median are NumPy's."""

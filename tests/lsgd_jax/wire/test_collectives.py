@@ -99,7 +99,9 @@ def test_mean_of_bfloat16_sums_in_float32(workers):
     assert float(got[0]) == float(jnp.bfloat16((256 + 7) / 8))
 
 
-@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
+@pytest.mark.parametrize(
+    "axes", ["local", pytest.param("node", marks=pytest.mark.slow), BOTH], ids=str
+)
 @pytest.mark.parametrize("kind", ["hop", "swap", "partial"])
 def test_permute(workers, tree, axes, kind):
     size = len(groups(axes)[0])
