@@ -111,6 +111,29 @@ class Along(NamedTuple):
         return *shape[:axis], *cut, *shape[axis + 1 :]
 
 
+class Elements(NamedTuple):
+    """An array that may be sharded, in a format without scales: it stays as it is.
+
+    Cut along an axis, XLA would gather its shards.
+
+    Attributes:
+      shape: of the array.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """The number of codes along the last axis."""
+        return self.shape[-1] if self.shape else 1
+
+    def blocks(self, x: Array) -> Array:
+        """The array."""
+        return x
+
+    array = sent = arrived = blocks
+
+
 def array_of(rows: Array, shape: tuple[int, ...]) -> Array:
     """The array of that shape of which `rows_of` made the rows."""
     return rows.ravel()[: math.prod(shape)].reshape(shape)
