@@ -103,11 +103,17 @@ def install(network=Tiny, share=False, set=setattr):
         set(saved_run, "Experiment", shared)
 
 
-def train_shared(config):
-    """Trains in this process with a shared experiment."""
+def run_shared(config):
+    """Trains in this process with a shared experiment: (run, result)."""
     with pytest.MonkeyPatch.context() as patch:
         install(share=True, set=patch.setattr)
-        return loop.train(opening.open_run(config))
+        run = opening.open_run(config)
+        return run, loop.train(run)
+
+
+def train_shared(config):
+    """Trains in this process with a shared experiment. Returns the result."""
+    return run_shared(config)[1]
 
 
 def of_all_runs(config):

@@ -30,12 +30,16 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
       extra: the extra of lsgd_jax that installs them.
       packages: names of modules.
     """
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in packages if not is_installed(name)]:
         raise ValueError(
             f"{what} needs {missing[0]}, which is not installed: "
             f'pip install "lsgd_jax[{extra}]"'
         )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. Does not import it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def meant(given: str, names: Iterable[str], prefix: str = "") -> str:

@@ -1,7 +1,6 @@
 """Draws the figures of a run as PNG files in its folder: python -m train.plots RUN."""
 
 import functools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from train import command
+from train import command, settings
 from train.metrics import log, traffic
 from train.metrics.measures import ERROR, of_events
 from train.run.folder import CONFIG
@@ -48,8 +47,8 @@ def title(folder: pathlib.Path) -> str:
     """The name of a run, with its method if the folder holds a configuration."""
     name = folder.resolve().name
     try:
-        return f"{name}: {json.loads((folder / CONFIG).read_text())['method']['name']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return f"{name}: {settings.read_some(folder / CONFIG)['method.name']}"
+    except (ValueError, KeyError):
         return name
 
 

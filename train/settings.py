@@ -147,10 +147,10 @@ def read_some(path: os.PathLike) -> dict[str, Any]:
     """
     with _naming(path):
         values = _object(path)
-    if values.pop("format", None) is not None:
-        for name in ("distributed", "run_dir", "resume"):
-            values.pop(name, None)
-    return flat(values)
+        if values.pop("format", None) is not None:
+            for name in ("distributed", "run_dir", "resume"):
+                values.pop(name, None)
+        return flat(values)
 
 
 def _object(path: os.PathLike) -> dict[str, Any]:
@@ -158,8 +158,6 @@ def _object(path: os.PathLike) -> dict[str, Any]:
         values = json.loads(pathlib.Path(path).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} is no JSON; is the file cut off?") from None
-    except RecursionError:
-        raise ValueError("its values are nested too deep") from None
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     return values
@@ -172,6 +170,9 @@ def _naming(path: os.PathLike) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    except RecursionError:
+        reason = "its values are nested too deep"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def _restored(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ separate runs by accident.
 """
 
 import glob
-import importlib.util
 import re
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from train.config import DistributedConfig
+from train.messages import is_installed
 
 
 BY_ITSELF = "`--distributed.cluster none` trains in this process by itself"
@@ -138,7 +138,7 @@ def _tpu(environ: Mapping[str, str]) -> Started | None:
 
 def _has_tpu() -> bool:
     chips = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
-    return bool(chips) and _is_installed("libtpu")
+    return bool(chips) and is_installed("libtpu")
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Started | None:
@@ -146,12 +146,8 @@ def _kubernetes(environ: Mapping[str, str]) -> Started | None:
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
         return None
     index = {"process_id": _int(environ, "JOB_COMPLETION_INDEX")}
-    by = "Kubernetes" if _is_installed("kubernetes") else "a Kubernetes Job"
+    by = "Kubernetes" if is_installed("kubernetes") else "a Kubernetes Job"
     return Started(by, index)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _int(environ: Mapping[str, str], *names: str) -> int:

@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -15,6 +14,7 @@ import numpy as np
 
 from train.data import text
 from train.data.arrays import DataError
+from train.messages import is_installed
 
 
 PAD, UNKNOWN, END = range(3)  # ids; END ends a sentence, and stands before its first token
@@ -108,7 +108,7 @@ class Subwords:
 
 
 def _sentencepiece() -> Any:
-    if importlib.util.find_spec("sentencepiece") is None:
+    if not is_installed("sentencepiece"):
         raise DataError(f"translation needs sentencepiece, which {INSTALL}")
     import sentencepiece
 

@@ -1,7 +1,6 @@
 """The folder of a run: a new one, or the one to resume. No file in it is overwritten."""
 
 import contextlib
-import json
 import os
 import pathlib
 import time
@@ -38,8 +37,8 @@ def newest(runs: str, name: str) -> pathlib.Path:
 def _name_in(path: pathlib.Path) -> str | None:
     """The name of the run in a config.json, or None if it has none."""
     try:
-        name = json.loads(path.read_bytes())["name"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        name = settings.read_some(path).get("name")
+    except ValueError:
         return None  # --run-dir reports what is wrong with it
     return name if isinstance(name, str) else None
 

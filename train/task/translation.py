@@ -1,7 +1,6 @@
 """Translation of sentences."""
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from train.config import Config
 from train.data.resident import Resident
 from train.data.sampler import rows_in_batches, sampled
 from train.data.translation import END, INSTALL, PAD, Subwords, Translation
+from train.messages import is_installed
 from train.task import models
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
@@ -54,7 +54,7 @@ class TranslationForward(Forward):
         self.guess = math.log(size)
         self.steps_per_epoch = sampler.steps_per_epoch
         self.kept = {VOCABULARY: self.vocabulary.to_json(text_sha256=data.sha256)}
-        if importlib.util.find_spec("sacrebleu") is None:
+        if not is_installed("sacrebleu"):
             warn(f"without BLEU, because sacrebleu {INSTALL}")
 
     def init(self, key: Array) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class TranslationForward(Forward):
 
     def score(self, variables: Any) -> TestResult:
         """bleu: BLEU of greedy translations of the held-out sentences."""
-        if importlib.util.find_spec("sacrebleu") is None:
+        if not is_installed("sacrebleu"):
             return {}
         source, target = self._held_out
         found = translated(self.model, variables, self.vocabulary, source)

@@ -125,13 +125,16 @@ class Elements(NamedTuple):
     @property
     def width(self) -> int:
         """The number of codes along the last axis."""
-        return self.shape[-1] if self.shape else 1
+        return self.shape[-1]
 
     def blocks(self, x: Array) -> Array:
         """The array."""
         return x
 
     array = sent = arrived = blocks
+
+
+Layout = Rows | Along | Elements
 
 
 def array_of(rows: Array, shape: tuple[int, ...]) -> Array:

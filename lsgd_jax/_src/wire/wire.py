@@ -11,7 +11,7 @@ from jax import Array, lax
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import finite_part
-from lsgd_jax._src.wire.blocks import Along, Elements, Rows
+from lsgd_jax._src.wire.blocks import Along, Elements, Layout, Rows
 from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK
 
@@ -117,17 +117,14 @@ class Wire:
         """Leaves with equal values may share a buffer: all of them."""
         return True
 
-    def layout(self, packing: Packing, b: int) -> Rows | Along | Elements:
+    def layout(self, packing: Packing, b: int) -> Layout:
         """How the elements of a buffer fall into blocks."""
-        if packing.keeps_shapes and self.format not in LEVELS:
-            return Elements(packing.shape(b))
-        if packing.keeps_shapes:
-            return Along.of(packing.shape(b), self.block)
-        return Rows.of(packing, b, self.block)
+        if not packing.keeps_shapes:
+            return Rows.of(packing, b, self.block)
+        shape = packing.shape(b)
+        return Along.of(shape, self.block) if self.format in LEVELS else Elements(shape)
 
-    def encode(
-        self, x: Array, layout: Rows | Along | Elements, key: Array | None = None
-    ) -> "Coded":
+    def encode(self, x: Array, layout: Layout, key: Array | None = None) -> "Coded":
         """Encodes a buffer of floats.
 
         Args:
@@ -139,7 +136,7 @@ class Wire:
         codes, scales = quantized(blocks, self, noise(blocks.shape, self, key))
         return Coded(packed(layout.sent(codes), self), scales)
 
-    def decode(self, message: "Coded", layout: Rows | Along | Elements) -> Array:
+    def decode(self, message: "Coded", layout: Layout) -> Array:
         """Decodes the message of a buffer x: Q(x) in float32."""
         codes = layout.arrived(unpacked(message.codes, self, layout.width))
         return layout.array(dequantized(Coded(codes, message.scales)))

@@ -39,7 +39,7 @@ ADDRESS = {"JAX_COORDINATOR_ADDRESS": "n1:5000"}
 def plain_host(monkeypatch):
     """No TPU, and none of the optional packages."""
     monkeypatch.setattr(detection, "_has_tpu", lambda: False)
-    monkeypatch.setattr(detection, "_is_installed", lambda name: False)
+    monkeypatch.setattr(detection, "is_installed", lambda name: False)
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,7 @@ def traces():
 def finished(tmp_path_factory, traces):
     """A finished run: (run, result)."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
-        return run, train(run)
+    return tiny.run_shared(dataclasses.replace(tiny.SMALL, run_dir=str(folder)))
 
 
 @pytest.fixture

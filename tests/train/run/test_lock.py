@@ -115,7 +115,7 @@ def test_the_lock_of_a_killed_process_is_removed_but_not_that_of_a_living_one(tm
 
 @pytest.mark.parametrize("network", [False, True])
 def test_the_lease_of_another_host_expires(tmp_path, monkeypatch, network):
-    if network:  # where files cannot be exchanged; versions of filelock differ in where it is
+    if network:  # where files cannot be exchanged; filelock 4.3 has moved the function
         names = [x for x in sys.modules if x.partition(".")[0] == "filelock"]
         users = [x for x in names if "exchange_names" in vars(sys.modules[x])]
         assert users

@@ -22,6 +22,8 @@ from train.run.open import open_run
 from train.task import methods
 
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 TEXT = "abcd efgh ijkl. " * 40 + "größer "
 
 
@@ -48,19 +50,10 @@ def small(file):
     )
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Equal experiments are compiled once; no figures."""
-    tiny.install(share=True, set=monkeypatch.setattr)
-
-
 @pytest.fixture(scope="module")
 def finished(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        run = open_run(dataclasses.replace(small, run_dir=str(folder)))
-        return run, train(run)
+    return tiny.run_shared(dataclasses.replace(small, run_dir=str(folder)))
 
 
 def test_the_run_ends_with_a_test_and_a_sample(finished):

@@ -22,6 +22,8 @@ from train.task import methods
 from train.task import translation as task
 
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 NUMBERS = zip("one two three four five".split(), "eins zwei drei vier fünf".split())
 # Each pair stands ten times, so that the model knows those that are held out.
 PAIRS = [(f"{a} is my number now", f"{b} ist jetzt meine Zahl") for a, b in NUMBERS] * 10
@@ -52,19 +54,10 @@ def small(files):
     )
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Equal experiments are compiled once; no figures."""
-    tiny.install(share=True, set=monkeypatch.setattr)
-
-
 @pytest.fixture(scope="module")
 def finished(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        tiny.install(share=True, set=patch.setattr)
-        run = open_run(dataclasses.replace(small, run_dir=str(folder)))
-        return run, train(run)
+    return tiny.run_shared(dataclasses.replace(small, run_dir=str(folder)))
 
 
 def test_the_run_ends_with_bleu_and_a_sample(finished):
