@@ -5,11 +5,11 @@
     python benchmarks/against_pytorch.py --convolutions --rounds 15
 
 Four workers of 64 images each are trained by the trainer, with 4 emulated devices in one
-process, and by four processes of PyTorch (`torch_process.py`), joined by gloo. Both train
-the same network on random images of CIFAR-10's form with the same crops, flips and pulls,
-in alternating blocks of steps. The script prints a Markdown table of images per second
-(median and best) and the median ratio of neighboring blocks. `--torch PYTHON` uses the
-PyTorch of another Python.
+process and in four processes (`trainer_process.py`), and by four processes of PyTorch
+(`torch_process.py`), joined by gloo. All train the same network on random images of
+CIFAR-10's form with the same crops, flips and pulls, in alternating blocks of steps. The
+script prints a Markdown table of images per second (median and best) and the median ratio
+of neighboring blocks. `--torch PYTHON` uses the PyTorch of another Python.
 
 `--convolutions` shows how much of the difference is in the convolutions of the networks. It
 times their values and the gradients of the images and of the kernel for batches of 64, on
@@ -17,15 +17,16 @@ all cores in turns, and prints the least milliseconds: JAX and PyTorch.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jax import lax
 from side_by_side import Step, in_turns, on_random_images, ratios
 from usage import (
     add_torch,
+    free_port,
     head,
     median,
     one_line_errors,
@@ -65,32 +67,32 @@ def here(i: int, command: list[str], **options: Any) -> subprocess.Popen:
     return subprocess.Popen(command, **options)
 
 
-class Peers:
-    """An arm: processes of PyTorch that wait for their turn, in a context.
+class Processes:
+    """An arm: processes that wait for their turn, in a context.
 
     Args:
-      python: an interpreter with PyTorch.
-      kind: 'train', 'pull' or 'convolution', see `torch_process.py`.
+      script: what they run, a file beside this one.
+      python: its interpreter.
       workers: number of processes.
       threads: threads of each.
       start: starts the command of a worker.
-      **settings: options of this kind; a list stands for several values, True for none.
+      words: words behind those of the processes.
+      **settings: options of the script; a list stands for several values, True for none.
     """
 
     def __init__(
         self,
+        script: str,
         python: str,
-        kind: str,
         workers: int,
         threads: int,
         start: Callable[..., subprocess.Popen] = here,
+        words: Sequence[str] = (),
         **settings: Any,
     ):
-        program = pathlib.Path(__file__).with_name("torch_process.py")
-        self._meeting = tempfile.TemporaryDirectory()
+        program = pathlib.Path(__file__).with_name(script)
         command = [python, str(program), f"--workers={workers}", f"--threads={threads}"]
-        command.append(f"--store={self._meeting.name}/store")
-        words = [kind]
+        words = list(words)
         for name, value in settings.items():
             values = value if isinstance(value, list) else [] if value is True else [value]
             words += ["--" + name.replace("_", "-"), *map(str, values)]
@@ -112,11 +114,11 @@ class Peers:
                 process.stdin.flush()
             answers = [process.stdout.readline() for process in self._processes]
         if not answers or not all(answers):
-            print("error: a process of PyTorch ended; see its output", file=sys.stderr)
+            print("error: a process ended; see its output", file=sys.stderr)
             sys.exit(2)
         return max(map(float, answers))
 
-    def __enter__(self) -> "Peers":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -125,6 +127,25 @@ class Peers:
                 process.stdin.close()
         for process in self._processes:
             process.wait(60)
+
+
+class Peers(Processes):
+    """An arm: processes of PyTorch.
+
+    Args:
+      kind: 'train', 'pull' or 'convolution', see `torch_process.py`.
+      python, workers, threads, start, **settings: see `Processes`.
+    """
+
+    def __init__(self, python: str, kind: str, workers: int, threads: int, **settings: Any):
+        self._meeting = tempfile.TemporaryDirectory()
+        words = [f"--store={self._meeting.name}/store", kind]
+        super().__init__(
+            "torch_process.py", python, workers, threads, words=words, **settings
+        )
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._meeting.cleanup()
 
 
@@ -132,20 +153,26 @@ def train(options: Any) -> None:
     """Prints the images per second of each network."""
     lj.emulate_devices(WORKERS)
     threads = max(1, CORES // WORKERS)
-    head("network", "lsgd_jax, images/s", "PyTorch, images/s", "ratio")
+    head("network", "devices", "processes", "PyTorch", "ratios to PyTorch")
     for model in options.models:
         config = import_module(f"configs.cifar10_{model}").CONFIG
         grid = WorkersConfig(nodes=1, locals=WORKERS)
-        ours = on_random_images(config, workers=grid, batch_size=BATCH)
         settings = {"model": model, "batch_size": BATCH}
-        with Peers(options.torch, "train", WORKERS, threads, **settings) as theirs:
-            arms = {"lsgd_jax": ours, "PyTorch": theirs}
+        ours = functools.partial(Processes, "trainer_process.py", sys.executable)
+        with (
+            ours(WORKERS, threads, port=free_port(), **settings) as processes,
+            Peers(options.torch, "train", WORKERS, threads, **settings) as theirs,
+        ):
+            devices = on_random_images(config, workers=grid, batch_size=BATCH)
+            arms = {"devices": devices, "processes": processes, "PyTorch": theirs}
             times = in_turns(arms, options.rounds, options.steps)
         rates = {k: [1e3 * WORKERS * BATCH / x for x in ms] for k, ms in times.items()}
         # PyTorch's seconds over ours: how many times as fast the trainer is.
-        faster = ratios(times["PyTorch"], times["lsgd_jax"])
+        faster = (
+            ratios(times["PyTorch"], times[form]) for form in ("devices", "processes")
+        )
         each = (median(x, 0, max) for x in rates.values())
-        row(model, *each, f"{statistics.median(faster):.2f}")
+        row(model, *each, ", ".join(f"{statistics.median(x):.2f}" for x in faster))
 
 
 def convolutions(options: Any) -> None:
