@@ -43,6 +43,7 @@ from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Check = Literal["due", "every_step"]
+Late = Literal["pull", "shift"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Pull:
       offset: the step of the period on which the target is applied, 0 ≤ offset < every.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
         A delayed pull keeps a copy of its part in the state.
+      late: how a delayed pull lands: 'pull' as above, or 'shift', y ← y + λ(t) (z - y₀)
+        with y₀ the y of the agreement, so that the steps since then are kept, too. A shift
+        keeps a second copy.
       part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
         bool, a list of paths (['head'] includes everything below it), a tree of bools like
         the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
@@ -74,7 +78,10 @@ class Pull:
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
-        outside the period, an unknown wire format, or one that the rule does not support.
+        outside the period, a shift without a delay, an unknown wire format, or one that the
+        rule does not support.
+
+    Reference for the shift: LOSCAR-SGD, 2026, arXiv:2605.20866.
     """
 
     rule: Rule
@@ -85,6 +92,7 @@ class Pull:
     part: parts.Part | None = None
     wire: Wire | TopK | WireFormat = "float32"
     memory: Memory = "device"
+    late: Late = "pull"
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):
@@ -97,6 +105,9 @@ class Pull:
         check_positive_int("every", self.every)
         check_period("offset", self.offset, self.every)
         check_period("delay", self.delay, self.every)
+        check_option("late", self.late, get_args(Late))
+        if self.late == "shift" and not self.delay:
+            raise ValueError("`late` must be 'pull' without a `delay`, got late='shift'")
         parts.check_part(self.part)
         check_option("memory", self.memory, get_args(Memory))
         if self.is_narrow and self.rule.keeps is None:
@@ -162,10 +173,12 @@ class Target(NamedTuple):
     Attributes:
       z: a tree like y; per worker.
       found: bool scalar, whether there is one.
+      since: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
+    since: Tree | tuple[()] = ()
 
 
 class Pending(NamedTuple):
@@ -177,11 +190,13 @@ class Pending(NamedTuple):
       found: bool scalar: whether this worker takes part, then whether there is a target.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
+      since: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
     x: Tree | tuple[()] = ()
+    since: Tree | tuple[()] = ()
 
 
 class PullState(NamedTuple):
@@ -230,7 +245,8 @@ def init(pull: Pull, params: Tree) -> PullState:
 
 def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
-    return Pending(trees.widen(y), takes_part, x if pull.rule.reads_x else ())
+    y, keeps_y = trees.widen(y), pull.late == "shift"
+    return Pending(y, takes_part, x if pull.rule.reads_x else (), y if keeps_y else ())
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -407,6 +423,8 @@ def land(
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
 
+    A shift is a pull towards z + y - y₀.
+
     Args:
       pull: the pull.
       x, u: the worker's parameters and update, as any trees like `target.z`. If x is None,
@@ -420,7 +438,10 @@ def land(
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
-    u = move(x, u, target.z, pull.weight(t), target.found, takes_part)
+    z = target.z
+    if pull.late == "shift":
+        z = with_steps(z, target.since, position(x, u), takes_part)
+    u = move(x, u, z, pull.weight(t), target.found, takes_part)
     restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:
@@ -469,6 +490,17 @@ def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
 def position(x: Tree | None, u: Tree) -> Tree:
     """Returns y: x + u in the dtypes of x, or u itself without an x."""
     return u if x is None else trees.plus(x, u)
+
+
+def with_steps(z: Tree, since: Tree, y: Tree, takes_part: Array) -> Tree:
+    """Returns z + y - since, or z for a worker that takes it whole."""
+    (moves,) = trees.materialized(jnp.where(takes_part, 1.0, 0.0))
+
+    def leaf(z: Array, since: Array, y: Array) -> Array:
+        steps = trees.widened(y) - since
+        return z + trees.where_finite(steps, steps, 0.0) * moves.astype(z.dtype)
+
+    return jax.tree.map(leaf, z, since, y)
 
 
 def move(

@@ -205,6 +205,8 @@ class Step:
 
         def land(us: list[Array], target: Any, state: PullState) -> Any:
             packed = target._replace(z=packing.pack(target.z))
+            if pull.late == "shift":
+                packed = packed._replace(since=packing.pack(target.since))
             return kernel.land(pull, xs, us, packed, state, takes_part, self._common)
 
         def send_and_land(us: list[Array], state: PullState) -> Any:

@@ -176,7 +176,7 @@ class PullsWorker(Driver):
             if sends[k]:
                 among = set(here) if pull.delay else here  # it runs in the background
                 agreement = transport.start(self._agree(k, number, among, counts))
-                coming = InFlight(agreement, self.worker.count)
+                coming = InFlight(agreement, self.worker.count, sent=self._kept_for(pull))
                 if pull.delay:
                     self.in_flight[k] = coming
                 else:
@@ -201,6 +201,12 @@ class PullsWorker(Driver):
         given = x, y, self.pulls[k], np.bool_(is_finite), np.int32(worker.count)
         return self._conversations[k].agree(number, here, *given)
 
+    def _kept_for(self, pull: Pull) -> Tree | None:
+        """Returns the parameters that a delayed pull needs when it lands, or None."""
+        if pull.late == "pull":
+            return None
+        return trees.widen(parts.select(pull.part, trees.floats(self.worker.params)))
+
     async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
         worker, states = self.worker, list(self.pulls)
@@ -209,6 +215,8 @@ class PullsWorker(Driver):
         except UnreachableError:
             return False  # its sender has failed: no pull this time
         state, t = renew(states[k]), np.int32(worker.count)
+        if coming.sent is not None:
+            target = target._replace(since=coming.sent)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )
