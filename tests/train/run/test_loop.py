@@ -34,14 +34,6 @@ def center(run):
 # Files
 
 
-def test_the_run_folder_holds_all_files(finished):
-    _, result = finished
-    names = {path.name for path in result.folder.iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "tensorboard", "checkpoints"}
-    assert {path.name for path in (result.folder / "checkpoints").iterdir()} >= {"6", "12"}
-    assert any((result.folder / "tensorboard").iterdir())
-
-
 def test_the_result_is_the_last_test(finished):
     _, result = finished
     assert (result.step, result.stopped_by, result.saved) == (12, None, True)
