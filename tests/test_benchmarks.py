@@ -235,15 +235,12 @@ def run_gpu(*options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, parts",
     [
         (QUICK, ["memory"] * 2 + ["processes"]),
-        pytest.param(
-            REST,
-            ["workers"] * 3 + ["pulls"] * 3 + ["processes"] * 3,
-            marks=pytest.mark.slow,
-        ),
+        (REST, ["workers"] * 3 + ["pulls"] * 3 + ["processes"] * 3),
     ],
     ids=["quick", "rest"],
 )

@@ -98,7 +98,16 @@ def test_a_page_trains_and_prints_what_it_says(page):
 RECIPES = DOCS / "recipes.md"
 
 
-@pytest.mark.parametrize("recipe", range(1, len(blocks(RECIPES))))
+LONGEST = 1, 2, 5  # the others are in the same form
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(number, marks=[pytest.mark.slow] * (number in LONGEST))
+        for number in range(1, len(blocks(RECIPES)))
+    ],
+)
 def test_a_recipe_trains_and_prints_what_it_says(recipe, capsys):
     code, names = blocks(RECIPES), {}
     exec(code[0], names)

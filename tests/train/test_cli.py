@@ -16,7 +16,6 @@ import lsgd_jax as lj
 from train import cli, settings
 from train.__main__ import main
 from train.config import fields
-from train.metrics import log
 from train.task import methods
 from train.task.methods import METHODS
 
@@ -73,7 +72,6 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
     # One setting.
     ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
-    ("digits --steps -5", "`steps` must be a positive int, got steps=-5"),
     ("digits --run-dir=", "`run_dir` must be a path, not empty, got run_dir="),
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
@@ -92,13 +90,10 @@ WRONG = [  # a command line, and a part of the message
     ("digits --batch-statistics keep", "must be left out with model=digits-cnn, got bat"),
     ("digits --workers.locals 40000", "must be at most 1 with workers.locals=40000, got w"),
     ("text --transformer.heads 3", "`transformer.width` must be divisible by twice the he"),
-    ("digits --data.dir X", "`data.dir` must be left out with data.name=digits, got data"),
     ("cifar10-cnn7 --data.crop 40", "`data.crop` must be at most 32 with cifar10, got"),
     ("digits --model transformer", "`model` must be transformer with data.name=text, and"),
     ("text --steps 60 --optimizer.warmup-steps 70", "(optimizer.warmup_steps=70), got st"),
-    ("digits --ray.timeout 5", "`ray.timeout` must be left out with method.name=lsgd, got"),
     ("digits --ray.start-timeout 5", "must be left out without ray.processes, got"),
-    ("digits --method async-lsgd --ray.processes 2", "`ray.processes` must be left out wi"),
     # Runs and data that do not exist.
     ("digits --resume --runs none", "there is no run of 'digits' in 'none'"),
     ("digits --resume --run-dir none", "config.json cannot be read: "),
@@ -248,8 +243,6 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
     "text, message",
     [
         ('{"optimizer": {"momentun": 0.9}}', "there is no setting optimizer.momentun; did"),
-        ('{"steps": "7"}', '`steps` must be of type int, got steps="7"'),
-        ('{"method": {"name": "sgd"}}', "`method` must be one of lsgd"),
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
         ("[]", "config.json cannot be read: it is no JSON object"),
@@ -272,7 +265,7 @@ def test_a_file_goes_with_resuming(tmp_path):
         with_file()
 
 
-def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, "--steps", "1000000")
     metrics = folder / "metrics.jsonl"
@@ -286,12 +279,6 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, monkeypatch, capsys):
     assert f"to resume: python -m train digits --run-dir {folder} --resume" in output
     (step,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
     assert f"stopped at step {step} after" in output and ", saved;" in output
-
-    tiny.install(set=monkeypatch.setattr)
-    resume = ["--run-dir", str(folder), "--resume", "--steps", str(step + 4)]
-    assert main([*QUICK, *resume]) == 0
-    assert f"after {step + 4} steps" in capsys.readouterr().out
-    assert [event["step"] for event in log.read(folder)["start"]] == [0, step]
 
 
 def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -20,13 +21,17 @@ def quick(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A finished run on images with batch statistics."""
+def finished(tmp_path_factory):
+    """A run with batch statistics, whose workers are sharded over two devices each."""
     folder = tmp_path_factory.mktemp("export") / "run"
-    config = dataclasses.replace(
-        tiny.SMALL, model="digits-bn", run_dir=str(folder), steps=2
-    )
-    return tiny.train_shared(config)
+    workers = dataclasses.replace(tiny.SMALL.workers, inside=("fsdp=2",))
+    changes = dict(model="digits-bn", workers=workers, steps=2, run_dir=str(folder))
+    return tiny.run_shared(dataclasses.replace(tiny.SMALL, **changes))
+
+
+@pytest.fixture
+def run(finished):
+    return finished[1]
 
 
 def test_plain_flax_reads_what_was_exported(run, tmp_path):
@@ -79,3 +84,10 @@ def test_the_best_worker_is_exported(run, tmp_path):
     np.testing.assert_array_equal(
         tensors["params.Dense_0.kernel"], expected["Dense_0"]["kernel"]
     )
+
+
+def test_a_worker_is_loaded_with_its_own_statistics(finished):
+    run, result = finished
+    own = train.load(result.folder, worker=3).variables["batch_stats"]
+    expected = jax.tree.map(lambda x: x[3], run.state.stats["batch_stats"])
+    jax.tree.map(np.testing.assert_array_equal, own, expected)

@@ -268,19 +268,19 @@ def test_reading_ahead_is_bounded(folder, ahead, read):
     reader = make_stream(folder, ahead=ahead)
     read.clear()
 
-    def reads_when_nothing_moves():
-        before = -1
-        while before != len(read):
-            before = len(read)
-            time.sleep(0.3)
-        return before
+    def check(expected):
+        deadline = time.monotonic() + 10
+        while len(read) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which no more images are read
+        assert len(read) == expected
 
     with contextlib.closing(reader.batches(range(50))) as batches:
-        assert reads_when_nothing_moves() == 0
+        check(0)
         for taken in (1, 2, 3):
             next(batches)
             # Two more batches are on the devices, and `ahead` are decoded.
-            assert reads_when_nothing_moves() == (taken + 2 + ahead) * 4 * BATCH
+            check((taken + 2 + ahead) * 4 * BATCH)
         assert 0 < len(readers()) <= THREADS + 1
 
 

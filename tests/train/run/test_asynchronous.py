@@ -218,22 +218,24 @@ def test_a_run_without_remaining_steps_has_not_diverged(tmp_path, monkeypatch):
     assert all(event["loss"] is not None for event in log.read(folder)["train"])
 
 
-@pytest.mark.parametrize("grid", [WorkersConfig(2, 2), WorkersConfig(1, 2)])
 def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(
-    grid, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     """Each gets the state with which resuming the run by hand would begin."""
     folder = tmp_path / "run"
-    run_of(folder, monkeypatch)
-    again = dataclasses.replace(CONFIG, run_dir=str(folder), workers=grid, resume=True)
-    run = open_run(again)
-    expected = run.experiment.apart(run.state)
-    for index, state in enumerate(expected):
-        found = asynchronous.from_checkpoint(again, folder, index)
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
-            np.testing.assert_array_equal(a, b)
-    run.metrics.close()
-    run.lock.release()
+    run_of(folder, monkeypatch, steps=6)
+    for grid in (WorkersConfig(2, 2), WorkersConfig(1, 2)):
+        again = dataclasses.replace(
+            CONFIG, run_dir=str(folder), workers=grid, resume=True, steps=6
+        )
+        run = open_run(again)
+        expected = run.experiment.apart(run.state)
+        for index, state in enumerate(expected):
+            found = asynchronous.from_checkpoint(again, folder, index)
+            for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+                np.testing.assert_array_equal(a, b)
+        run.metrics.close()
+        run.lock.release()
 
 
 def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsys):

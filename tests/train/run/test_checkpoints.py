@@ -132,24 +132,6 @@ def test_the_best_checkpoint_is_kept(opened, tmp_path):
     assert saved(again, 8, 2.0) and steps_in(folder) == [7, 8] and again.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_better_checkpoint_that_cannot_be_written_replaces_none(
-    opened, tmp_path, warnings
-):
-    folder, checkpoints = tmp_path / "checkpoints", opened(keep=1)
-    assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
-    noise = np.frombuffer(np.random.default_rng(0).bytes(200_000), np.uint8)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        assert not saved(checkpoints, 3, 1.0, lambda step: {"x": noise})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert steps_in(folder) == [1, 2] and checkpoints.best().step == 1
-    assert saved(checkpoints, 4, 6.0) and steps_in(folder) == [1, 4]
-    assert checkpoints.close() and "step 3 was not written" in warnings.pop()
-
-
 def test_a_kill_while_a_better_checkpoint_is_written_loses_none(opened, tmp_path):
     """No earlier checkpoint is removed before the new one has its name."""
     folder, checkpoints = tmp_path / "checkpoints", opened(keep=1)
@@ -332,24 +314,26 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
 # Orbax leaves coroutines behind when a write fails; they complain when collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_disk_that_becomes_full_while_writing(opened, tmp_path, warnings):
-    """Simulated by a limit of 20 kB for each file."""
+    """Simulated by a limit of 20 kB for each file. A better checkpoint replaces none."""
     noise = np.random.default_rng(0).bytes(200_000)
     large = {"x": np.frombuffer(noise, np.uint8)}
-    checkpoints, before = opened(), alive()
+    folder, checkpoints, before = tmp_path / "checkpoints", opened(keep=1), alive()
+    assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        assert checkpoints.save(2, large, {})
+        assert checkpoints.save(3, large, {"tested": {"error": 1.0, "loss": 0.0}})
         assert not checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (warning,) = warnings
-    assert "the checkpoint of step 2 was not written: " in warning and len(warning) < 300
+    assert "the checkpoint of step 3 was not written: " in warning and len(warning) < 300
     assert "File too large" in warning
-    assert list((tmp_path / "checkpoints").iterdir()) == []  # nothing is left of it
-    assert checkpoints.save(2, large, {}) and checkpoints.wait()
-    assert checkpoints.close() and steps_in(tmp_path / "checkpoints") == [2]
-    assert have_ended(but=before)
+    # Nothing is left of it.
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    assert checkpoints.best().step == 1
+    assert saved(checkpoints, 4, 6.0, lambda step: large) and checkpoints.close()
+    assert steps_in(folder) == [1, 4] and have_ended(but=before)
 
 
 def test_a_missing_checkpoint_folder_is_created_again(opened, tmp_path):

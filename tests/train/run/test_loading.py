@@ -1,6 +1,5 @@
 """Loading what a run has trained."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -9,13 +8,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import tiny
 
 import train
 from train import sample
 from train.data import digits
 from train.data.arrays import DataError
-from train.run.loop import train as run_to_the_end
 from train.run.saving import save
 
 
@@ -50,22 +47,6 @@ def test_a_worker_is_its_row_of_the_state(finished):
     assert error(train.load(result.folder, "last", worker="best")) == pytest.approx(
         result.tested.best["error"]
     )
-
-
-def test_reestimated_statistics_are_loaded(opened):
-    """From workers that are sharded over two devices each."""
-    run = opened(
-        model="digits-bn",
-        workers=dataclasses.replace(tiny.SMALL.workers, inside=("fsdp=2",)),
-        steps=2,
-    )
-    result = run_to_the_end(run)
-    loaded = train.load(result.folder)
-    assert loaded.variables.keys() == {"params", "batch_stats"}
-    assert error(loaded) == pytest.approx(result.tested.center["error"])
-    own = train.load(result.folder, worker=3).variables["batch_stats"]
-    expected = jax.tree.map(lambda x: x[3], run.state.stats["batch_stats"])
-    jax.tree.map(np.testing.assert_array_equal, own, expected)
 
 
 def test_the_program_of_the_page_runs(finished, monkeypatch, capsys):

@@ -15,7 +15,6 @@ import pytest
 import tiny
 from harness import exchanges
 
-from train import plots
 from train.config import WorkersConfig
 from train.metrics import log
 from train.metrics.tensorboard import TensorBoard
@@ -32,14 +31,6 @@ def center(run):
 
 
 # Files
-
-
-def test_the_run_folder_holds_all_files(finished):
-    _, result = finished
-    names = {path.name for path in result.folder.iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "tensorboard", "checkpoints"}
-    assert {path.name for path in (result.folder / "checkpoints").iterdir()} >= {"6", "12"}
-    assert any((result.folder / "tensorboard").iterdir())
 
 
 def test_the_result_is_the_last_test(finished):
@@ -140,18 +131,6 @@ def test_a_program_for_each_phase_computes_the_same(finished, opened):
         lowered = run.experiment.step.lower(*arguments, phase=run.experiment.phase(step))
         always, when_due = exchanges(lowered.compile().as_text())
         assert (always > 0, when_due) == (sent, [])
-
-
-def test_figures_can_be_drawn_at_any_time(finished, capsys):
-    """That a run draws them at its end is tested with asynchronous workers."""
-    _, result = finished
-    assert plots.main([str(result.folder)]) == 0
-    names = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
-    assert names == [f"{x}.png" for x in ("training", "leaders", "consensus", "traffic")]
-    for name in names:
-        assert (result.folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert plots.main([str(result.folder / "tensorboard")]) == 2
-    assert "cannot be drawn" in capsys.readouterr().err
 
 
 def test_testing_does_not_change_the_training_state(finished):

@@ -35,7 +35,7 @@ def test_resuming_a_finished_run_tests_it_again(copied, finished):
     tiny.assert_equal_to_the_bit(finished[0].state, run.state)
 
 
-def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal):
+def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal, capsys):
     """Its metrics can still be drawn. Only that version can read its checkpoints."""
     out = tmp_path / "out"
     out.mkdir()
@@ -53,6 +53,10 @@ def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal):
             command, arguments
         )
     assert plots.main([str(folder)]) == 0
+    names = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
+    assert names == [f"{x}.png" for x in ("training", "leaders", "consensus", "traffic")]
+    for name in names:
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_metrics_that_cannot_be_read_are_refused_in_one_line(copied):

@@ -212,6 +212,7 @@ def check_resized(method, before, restored):
 ALIKE = "post-local-sgd diloco downpour adpsgd licm independent".split()
 ALIKE += "coordinate-median allreduce gosgd dpsgd local-sgd slowmo osgp".split()
 ALIKE += "desloc sparta sparse-diloco krum geometric-median trimmed-mean".split()
+ALIKE += "grawa wagma noloco".split()
 
 
 @pytest.mark.parametrize(

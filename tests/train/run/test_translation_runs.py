@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import shutil
 
+import jax
 import numpy as np
 import pytest
 import sentencepiece
@@ -79,9 +81,10 @@ def test_a_test_is_the_mean_over_the_tokens_of_the_validation(finished):
     """Computed one pair at a time, without padding and workers."""
     run, result = finished
     loaded, losses = trainer.load(result.folder, "last"), []
+    apply = jax.jit(loaded.logits)
     for pair in PAIRS[-5:]:
         source, target = (np.array(loaded.vocabulary.lists([text])) for text in pair)
-        logits = np.asarray(loaded.logits((source, target)), np.float64)[0]
+        logits = np.asarray(apply((source, target)), np.float64)[0]
         likely = np.take_along_axis(logits, target[0][:, None], axis=1)[:, 0]
         losses += (np.log(np.exp(logits).sum(axis=1)) - likely).tolist()
     assert result.tested.center["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
@@ -112,21 +115,17 @@ def test_a_model_of_translation_is_exported(finished, tmp_path):
     assert processor.get_piece_size() == said["outputs"]
 
 
-def test_resuming_is_exact_and_requires_the_same_sentences(
-    finished, small, files, tmp_path
-):
-    config = dataclasses.replace(small, run_dir=str(tmp_path / "run"))
-    stopped = open_run(config)
-    stopped.config = dataclasses.replace(config, steps=30)
-    train(stopped)
-    again = dataclasses.replace(config, resume=True)
-    run = open_run(again)
-    assert run.step == 30 and train(run).tested == finished[1].tested
-    tiny.assert_equal_to_the_bit(run.state, finished[0].state)
+def test_resuming_requires_the_same_sentences(finished, small, tmp_path):
+    """That resuming is exact is tested with images, whose rows are drawn alike."""
+    folder = shutil.copytree(finished[1].folder, tmp_path / "run")
+    again = dataclasses.replace(small, run_dir=str(folder), resume=True)
 
     def at(**changes):
         return dataclasses.replace(again, data=dataclasses.replace(again.data, **changes))
 
+    run = open_run(again)
+    tiny.assert_equal_to_the_bit(run.state, finished[0].state)
+    assert train(run).tested == finished[1].tested
     (tmp_path / "other").write_text("\n".join(b for _, b in reversed(PAIRS)))
     with pytest.raises(ValueError, match="is a run on another text, which .*vocabulary.js"):
         open_run(at(target=(str(tmp_path / "other"),)))
@@ -152,7 +151,6 @@ def test_without_sacrebleu_there_is_a_warning_and_no_bleu(finished, monkeypatch)
         ("--data.source a", "`data.target` must be given with data.source, and only then"),
         ("--data.source missing --data.target b", "missing cannot be read: No such file"),
         ("--data.files a", "`data.files` must be left out with data.name=translation"),
-        ("--model transformer", "`model` must be transformer with data.name=text, and on"),
         ("--model cnn7", "`model` must be encoder-decoder with data.name=translation"),
         ("--label-smoothing 1", "`label_smoothing` must be in [0, 1), got"),
     ],
