@@ -561,9 +561,16 @@ def test_methods_around_a_step_under_vmap_on_gpus(name):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("method", [lj.local_sgd(2), lj.diloco(2)], ids=["mean", "outer"])
+@pytest.mark.parametrize(
+    "method",
+    [lj.local_sgd(2), lj.diloco(2), lj.lsgd(local_period=2, global_period=2)],
+    ids=["mean", "outer", "two_pulls"],
+)
 def test_large_leaves_take_one_buffer_more_on_gpus(method):
-    """XLA adds up in place, and copies leaves of 16 MB into no common message."""
+    """XLA adds up in place, and copies leaves of 16 MB into no common message.
+
+    Of two pulls on the same step, the target of the first one is gone by the second one.
+    """
     workers = lj.Workers(mesh=cluster("gpu").mesh(node=2, local=4), axes=("node", "local"))
     around = lj.outer(method)
     zeros = lambda: {name: jnp.zeros((2048, 2048)) for name in "abcd"}

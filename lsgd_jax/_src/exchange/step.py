@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.exchange import kernel, parts
@@ -156,6 +156,7 @@ class Step:
         is_finite: Array,
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
         every, after = _Buffers.of(x, frame), []
+        lands = [turn.lands is True for turn in self._turns]  # known while tracing
         us = every.packing.pack(u)
 
         def finite_now(us: list[Array]) -> Array:
@@ -164,6 +165,9 @@ class Step:
         is_finite &= finite_now(us)
         for k, (pull, state) in enumerate(zip(self._pulls, states)):
             takes_part = counts[k] & is_finite
+            if lands[k] and any(lands[:k]):
+                # Otherwise XLA fuses the pulls, and the targets of all of them stay alive.
+                us = lax.optimization_barrier(us)
             if pull.part is None:
                 us, state, restored = self._pull(k, every, us, state, takes_part, None)
                 is_finite |= restored
