@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 def stacked(
-    net: Any,
+    net: "Network",
     x: Array,
     lengths: Array | None = None,
     source: tuple[Array, Array] | None = None,
@@ -147,22 +147,21 @@ def stacked(
     return nn.RMSNorm(dtype=net.dtype, name="norm")(x)
 
 
-def embedding(net: Any, count: int, name: str | None = None) -> nn.Embed:
+def embedding(net: "Network", count: int, name: str | None = None) -> nn.Embed:
     """A vector of the network's width for each of `count` numbers."""
     init = nn.initializers.normal(STD)
     return nn.Embed(count, net.width, dtype=net.dtype, embedding_init=init, name=name)
 
 
-class Transformer(nn.Module):
-    """Predicts the next token: tokens [B, T] -> logits [B, T, V].
-
-    It consists of an embedding, blocks, and a projection to the logits. As in GPT-2, the
-    perceptron has four times the width and GELU. Norms are RMS norms, and there are neither
-    biases nor dropout. Parameters and logits are float32.
+class Network(nn.Module):
+    """The sizes of a network of blocks.
 
     Attributes:
       vocabulary: V, the number of tokens.
-      context: the maximum number of tokens that the model sees.
+      context: the maximum number of tokens that the network sees, or of a sentence with its
+        end.
+      layers: number of blocks, or of those of an encoder and of its decoder.
+      heads, width, positions, dtype: see `train.config.TransformerConfig`.
     """
 
     vocabulary: int
@@ -172,6 +171,15 @@ class Transformer(nn.Module):
     width: int
     positions: Literal["rotary", "learned"] = "rotary"
     dtype: DTypeLike = "float32"
+
+
+class Transformer(Network):
+    """Predicts the next token: tokens [B, T] -> logits [B, T, V].
+
+    It consists of an embedding, blocks, and a projection to the logits. As in GPT-2, the
+    perceptron has four times the width and GELU. Norms are RMS norms, and there are neither
+    biases nor dropout. Parameters and logits are float32.
+    """
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
@@ -181,22 +189,15 @@ class Transformer(nn.Module):
         return head(x.astype(jnp.float32))
 
 
-class Side(nn.Module):
+class Side(Network):
     """The encoder or the decoder of a translation. For the call see `stacked`."""
-
-    context: int
-    layers: int
-    heads: int
-    width: int
-    positions: Literal["rotary", "learned"]
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Array, *given: Any, **named: Any) -> Array:
         return stacked(self, x, *given, **named)
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Network):
     """Translates: (source [B, S], target [B, T]) -> logits [B, T, V] of the target.
 
     The logits of a token depend on the whole source and on earlier tokens of the target.
@@ -204,25 +205,13 @@ class EncoderDecoder(nn.Module):
     logits share one embedding. The blocks are those of `Transformer`; a block of the
     decoder also attends to the encoded source.
 
-    Attributes:
-      vocabulary: V, the number of tokens.
-      context: the maximum number of tokens of a sentence, with its end.
-
     Source: Vaswani et al., Attention is all you need, NeurIPS 2017, with the norms in front
     of the layers. Shared embedding: Press and Wolf, EACL 2017.
     """
 
-    vocabulary: int
-    context: int
-    layers: int
-    heads: int
-    width: int
-    positions: Literal["rotary", "learned"] = "rotary"
-    dtype: DTypeLike = "float32"
-
     def setup(self) -> None:
         self.tokens = embedding(self, self.vocabulary)
-        sizes = self.context, self.layers, self.heads, self.width
+        sizes = self.vocabulary, self.context, self.layers, self.heads, self.width
         self.encoder = Side(*sizes, self.positions, self.dtype)
         self.decoder = Side(*sizes, self.positions, self.dtype)
 
