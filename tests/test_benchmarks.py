@@ -22,8 +22,9 @@ from train.task.experiment import make_optimizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))  # as for a script
-bytes_per_step, races, staleness, unequal = map(
-    importlib.import_module, ("bytes_per_step", "races", "staleness", "when_to_follow")
+bytes_per_step, leader, races, small, staleness, unequal = map(
+    importlib.import_module,
+    "bytes_per_step leader races small_networks staleness when_to_follow".split(),
 )
 
 
@@ -63,7 +64,7 @@ def test_every_entrant_of_a_race_is_valid(tmp_path):
     assert len(configs) == 8 and tokens == {24_000}  # windows
 
 
-# when_to_follow.py
+# when_to_follow.py and leader.py
 
 
 def test_a_row_per_method_and_a_column_per_scenario(capsys, tmp_path):
@@ -95,22 +96,33 @@ def test_a_text_of_its_own(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_cnn7_on_a_device_per_worker(monkeypatch):
-    """Each worker takes its own steps; the last of them ends at an exchange."""
+def test_cnn7_takes_steps_that_end_at_an_exchange(monkeypatch):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
     made = Images(images, (np.arange(64) % 10).astype(np.uint8))
     both = Dataset(made, made, 10)
     monkeypatch.setattr(unequal.cifar10, "load", lambda *given, **named: both)
     task = unequal.cnn7_task("")
-    train = unequal.trainer(task, unequal.default_methods(8)["leader"], steps=8)
-    params, center, rates = train(unequal.equal_workers(task, 0), 0)
-    start = task.start(jax.random.key(0))
-    for x, one, old in zip(*map(jax.tree.leaves, (params, center, start))):
-        np.testing.assert_allclose(x, np.stack([one] * 8), rtol=1e-5, atol=1e-7)
-        assert (one != old).any()
-    assert 0 < unequal.tester(task)(center) <= 100
-    np.testing.assert_allclose(rates, 0.05)
+    train = small.trainer(task, unequal.default_methods(8)["leader"], steps=8, count=8)
+    before, after = train(unequal.equal_workers(task, 0), 0, tested=(7, 8))
+    assert not jax.tree.all(jax.tree.map(np.array_equal, *before.params[:2]))
+    for params in after.params:
+        same = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+        jax.tree.map(same, params, after.center)
+    assert 0 < task.tester()(after.center) <= 100
+    np.testing.assert_allclose(after.rates, 0.05)
+
+
+def test_a_case_of_the_gain_of_a_leader():
+    """Its workers differ in their rates, and are apart until the mean is taken."""
+    rng = np.random.default_rng(0)
+    images = rng.random((20, 8, 8, 3), np.float32)
+    task = leader.task_of((images, np.arange(20) % 10) * 2)
+    case = leader.Case(workers=2, pull=None, factor=4)
+    np.testing.assert_allclose(case.setting(task).rate, [0.05, 0.2])
+    (seen,) = leader.errors(case, task, seeds=1, steps=8)
+    early, center, mean, best = seen
+    assert center == mean == best and 0 <= early <= 100
 
 
 def test_missing_data_end_it_with_one_line(capsys):
@@ -123,8 +135,7 @@ def test_missing_data_end_it_with_one_line(capsys):
 
 def test_scenarios_change_only_what_they_name():
     labels, inputs = np.arange(1440) % 10, np.zeros((1440, 1), np.float32)
-    order = np.argsort(labels, kind="stable")
-    given: tuple = (inputs, labels, inputs, labels, 10, order, 0.1, "loss in nats")
+    given: tuple = (inputs, labels, inputs, labels, 10, 0.1, "error in percent")
     task = unequal.Task(*given, start=None, logits=None)
     equal = unequal.equal_workers(task, 0)
     changed = {
@@ -149,10 +160,10 @@ def test_scenarios_change_only_what_they_name():
 
 def test_a_fault_flips_one_bit():
     tree = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
-    broken = unequal.with_fault(tree, jax.random.key(0), 1.0)
+    broken = small.with_fault(tree, jax.random.key(0), 1.0)
     unlike = [(x != y).sum() for x, y in zip(*map(jax.tree.leaves, (tree, broken)))]
     assert sum(unlike) == 1
-    sound = unequal.with_fault(tree, jax.random.key(0), 0.0)
+    sound = small.with_fault(tree, jax.random.key(0), 0.0)
     assert jax.tree.all(jax.tree.map(np.array_equal, tree, sound))
 
 
