@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import pathlib
-import shlex
 import subprocess
 import sys
 
@@ -15,40 +14,20 @@ import optax
 import pytest
 
 import lsgd_jax as lj
-from train import cli, compare
+from train import compare
 from train.data.arrays import Dataset, Images
 from train.task.experiment import make_optimizer
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))  # as for a script
-bytes_per_step, leader, races, small, staleness, unequal = map(
+leader, races, small, staleness, unequal = map(
     importlib.import_module,
-    "bytes_per_step leader races small_networks staleness when_to_follow".split(),
+    "leader races small_networks staleness when_to_follow".split(),
 )
 
 
-# bytes_per_step.py and races.py
-
-
-def test_every_variant_of_the_table_is_valid():
-    for options in bytes_per_step.VARIANTS.values():
-        make_optimizer(cli.parse([*bytes_per_step.TEXT, *shlex.split(options)]))
-
-
-@pytest.mark.slow
-def test_fragments_lower_the_peak_and_int8_lowers_peak_and_mean():
-    small = "--transformer.layers 1 --method diloco --method.period 4"
-    sent = lambda more: [
-        float(bytes_per_step.row("", f"{small} {more}")[column])
-        for column in ("peak, MB in a step", "mean, MB a step", "kept, MB")
-    ]
-    peak, mean, kept = sent("")
-    assert abs(peak - 4 * mean) < 1e-3 and abs(kept - 2 * peak) < 0.02
-    narrow = sent("--method.fragments 2 --method.wire int8")
-    assert 0.125 * peak < narrow[0] < 0.2 * peak
-    # Of 4 workers each also sends the mean of its share, a quarter of the parameters.
-    assert 0.25 < narrow[1] / mean / 1.25 < 0.27 and abs(narrow[2] - 3 * peak) < 0.02
+# races.py
 
 
 def test_every_entrant_of_a_race_is_valid(tmp_path):
