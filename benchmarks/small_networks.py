@@ -115,6 +115,15 @@ class Task(NamedTuple):
         return lambda params: float(test(params, self.test_inputs, self.test_labels))
 
 
+def images(data: Data, *widths: int) -> Task:
+    """Returns the classification of images in 10 classes by a dense network."""
+    x, labels, test_x, test_labels = data
+    flat = x.reshape(len(x), -1), labels, test_x.reshape(len(test_x), -1), test_labels
+    begin = lambda key: start(key, (flat[0].shape[1], *widths, 10))
+    logits = lambda layers, x, key: logits_of(layers, x)
+    return Task(*flat, 10, 0.1, "error in percent", begin, logits)
+
+
 # Workers
 
 

@@ -148,15 +148,6 @@ POPULATION = {
 # Tasks
 
 
-def images(data: small.Data) -> Task:
-    """Returns the task of images in 10 classes."""
-    x, labels, test_x, test_labels = data
-    flat = x.reshape(len(x), -1), labels, test_x.reshape(len(test_x), -1), test_labels
-    start = lambda key: small.start(key, (flat[0].shape[1], WIDTH, 10))
-    logits = lambda layers, x, key: logits_of(layers, x)
-    return Task(*flat, 10, 0.1, "error in percent", start, logits)
-
-
 def text_task(files: Sequence[str]) -> Task:
     """Returns the prediction of a text's next character."""
     data = text.load(files, "characters")
@@ -325,8 +316,8 @@ def main(arguments: list[str]) -> int:
     """Runs the benchmark."""
     words = parser(__doc__)
     tasks = {
-        "digits": lambda: images(small.digits()),
-        "cifar10": lambda: images(small.cifar10(options.cifar)),
+        "digits": lambda: small.images(small.digits(), WIDTH),
+        "cifar10": lambda: small.images(small.cifar10(options.cifar), WIDTH),
         "text": lambda: text_task(options.files),
         "cnn7": lambda: cnn7_task(options.cifar),
     }
