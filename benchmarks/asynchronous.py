@@ -3,9 +3,9 @@
 Command:   python benchmarks/asynchronous.py [--slow 3] [--rate 100mbit]
 Hardware:  any CPU; with --rate Linux, root, iproute2
 Prints:    a row per method, medians over the repetitions: steps of all workers per second,
-           samples per second, steps in percent of those without communication, seconds
-           until the mean of the workers has a test error of at most --error, mean staleness
-           in steps, and MB sent per worker and 100 of its steps
+           in percent of those without communication, and as the simulator predicts them;
+           seconds until the mean of the workers has a test error of at most --error, mean
+           staleness in steps, and MB sent per worker and 100 of its steps
 
 Four workers train a network of 0.3 M parameters on scikit-learn's digits, with each method
 in turn. A step takes --step-ms, most of it asleep in place of an accelerator's work, so
@@ -13,12 +13,17 @@ that the workers do not compete for cores. With --slow 3 a step of worker 0 take
 times as long. With --rate each worker has its own host, a network namespace whose link has
 this rate. Messages travel in Ray's replies or, with --store, through its object stores.
 
+The simulator is given the duration of a step, the rate of the links, of which TCP leaves
+94 % to messages, and the milliseconds of Ray's software around a message. Without --rate
+only this software takes time.
+
 Speeds are counted from the first exchange on, which compiles. The test errors are those of
 snapshots that every worker keeps until it ends, so they do not use the network.
 """
 
 import argparse
 import functools
+import math
 import os
 import signal
 import statistics
@@ -31,7 +36,7 @@ import numpy as np
 import optax
 import small_networks as small
 from jax.flatten_util import ravel_pytree
-from limited_hosts import limited_hosts, ray_on
+from limited_hosts import bits_of, limited_hosts, ray_on
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -74,6 +79,7 @@ def parse():
     words.add_argument(
         "--store", action="store_true", help="with --rate: send through Ray's object stores"
     )
+    words.add_argument("--overhead-ms", type=float, default=11, help="of a message on Ray")
     words.add_argument("--error", type=float, default=4.0, help="in percent, to reach")
     words.add_argument("--repetitions", type=int, default=3)
     words.add_argument("--only", nargs="+", help="run only these methods")
@@ -152,6 +158,25 @@ def seconds_to(error, begun, owns):
     return None
 
 
+def simulated(method, options):
+    """Returns the simulated steps per second of all workers."""
+    params, ends = start(), [[] for _ in range(WORKERS)]
+    bandwidth = 0.94 * bits_of(options.rate) / 8 if options.rate else math.inf
+    still = lambda x, state, own, t: (jax.tree.map(jnp.zeros_like, x), (), (), 0.0)
+    at.simulator.run(
+        at.Training(lambda i: (params, (), ()), jax.jit(still)),
+        method,
+        nodes=WORKERS,
+        locals=1,
+        steps=options.steps,
+        network=at.Network(bandwidth, 0.0, bandwidth, 0.0, options.overhead_ms / 1e3),
+        speeds=at.Speeds(options.step_ms / 1e3, slow={0: options.slow}),
+        observe=lambda worker: ends[worker.index].append(worker.transport.now()),
+    )
+    ended = min(each[-1] for each in ends)
+    return sum(end <= ended for each in ends for end in each) / ended
+
+
 def measure(method, options):
     """Runs a method once and returns the cells of its row."""
     seconds = [options.step_ms / 1000] * WORKERS
@@ -173,7 +198,7 @@ def measure(method, options):
     mean = lambda values: float(statistics.mean(values))
     return {
         "steps/s": float(steps / (ended - begun)),
-        "samples/s": float(steps * BATCH / (ended - begun)),
+        "simulated": simulated(method, options),
         f"s to {options.error:g} %": seconds_to(options.error, first, owns),
         "staleness": mean(r.staleness for r in reports.values()),
         "MB / 100 steps": mean(r.bytes_sent / r.steps for r in reports.values()) / 1e4,

@@ -19,16 +19,16 @@ iperf found on the shaped link. Only the last one takes a third.
   runs with H = 1 at the same rate.
 """
 
-import argparse
 import collections
-import dataclasses
 import json
 import math
 import pathlib
 import statistics
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from usage import head, parser, row
 
 import lsgd_jax as lj
 from train import plan
@@ -42,8 +42,7 @@ KINDS = "literature", "plan", "simulator", "calibrated"
 RUNS = "results/raw/cu_grid-diloco-30m-h*-bw*-r*.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A published run.
 
     Attributes:
@@ -52,7 +51,7 @@ class Run:
       bandwidth: what iperf found, in bits per second.
       warmup, steps: the steps that are not counted, and all.
       step: seconds of computing per step.
-      blocked: seconds of all exchanges that are counted.
+      exchange: seconds of an exchange that is counted.
       measured, literature: the utilization, and what the literature's formula predicts.
     """
 
@@ -62,61 +61,47 @@ class Run:
     warmup: int
     steps: int
     step: float
-    blocked: float
+    exchange: float
     measured: float
     literature: float
 
-    @classmethod
-    def of(cls, record):
-        spec, cu = record["spec"], record["cu"]
-        warmup, steps = spec["warmup_steps"], spec["budget_value"]
-        return cls(
-            spec["H"],
-            spec["bandwidth_requested_bps"],
-            record["shaping"]["measured_bps"],
-            warmup,
-            steps,
-            cu["compute_s"] / (steps - warmup),
-            cu["sync_blocked_s"],
-            cu["cu_measured"],
-            cu["cu_analytic_link"],
-        )
 
-    @property
-    def exchanges(self):
-        """The number of exchanges that are counted."""
-        return self.steps // self.period - self.warmup // self.period
-
-    @property
-    def exchange(self):
-        """Seconds of an exchange."""
-        return self.blocked / self.exchanges
+def run_of(record):
+    """Returns a run from its file."""
+    spec, cu = record["spec"], record["cu"]
+    period, warmup, steps = spec["H"], spec["warmup_steps"], spec["budget_value"]
+    return Run(
+        period,
+        spec["bandwidth_requested_bps"],
+        record["shaping"]["measured_bps"],
+        warmup,
+        steps,
+        cu["compute_s"] / (steps - warmup),
+        cu["sync_blocked_s"] / (steps // period - warmup // period),
+        cu["cu_measured"],
+        cu["cu_analytic_link"],
+    )
 
 
 def read(clone):
     """Returns the shaped runs."""
     records = [json.loads(path.read_text()) for path in sorted(clone.glob(RUNS))]
     shaped = [r for r in records if r["spec"]["bandwidth_requested_bps"] is not None]
-    return [Run.of(record) for record in shaped if record["status"] == "completed"]
+    return [run_of(record) for record in shaped if record["status"] == "completed"]
 
 
 # Predictions
 
 
-def setting(run):
-    """The planner's setting if its four numbers are given on the command line."""
+def planned(run):
+    """Seconds of an exchange and the utilization, by the planner."""
     given = {
         "step_ms": 1e3 * run.step,
         "parameter_mb": 4e-6 * PARAMETERS,
         "mbit": 1e-6 * run.bandwidth,
         "latency_ms": 1e3 * LATENCY,
     }
-    return plan.put(given, plan.Setting(0.0, 0, {}), nodes=WORKERS, locals=1)
-
-
-def planned(run):
-    """Seconds of an exchange and the utilization, by the planner."""
-    here = setting(run)
+    here = plan.put(given, plan.Setting(0.0, 0, {}), nodes=WORKERS, locals=1)
     seconds = here.links[plan.ALL].seconds("mean", here.payload)
     every = ((seconds, run.period),)
     return seconds, 1 - plan.Proposal("", run.period, every, here.step).share()
@@ -184,12 +169,11 @@ def print_table(runs, found):
         k: [100 * (x[k] / r.measured - 1) for x, r in zip(found, runs)] for k in KINDS
     }
     points = {kind: by_point(runs, errors[kind]) for kind in KINDS}
-    print("| H | Mbit/s | exchange, s | measured, % | " + " | ".join(KINDS) + " |")
-    print("| --- " * (4 + len(KINDS)) + "|")
+    head("H", "Mbit/s", "exchange, s", "measured, %", *KINDS)
     for point, value in measured.items():
-        cells = f"{exchange[point]:.2f} | {100 * value:.3g}"
-        cells += "".join(f" | {round(points[kind][point]):+d} %" for kind in KINDS)
-        print(f"| {point[0]} | {point[1] / 1e6:.0f} | {cells} |")
+        cells = f"{exchange[point]:.2f}", f"{100 * value:.3g}"
+        errors_here = (f"{round(points[kind][point]):+d} %" for kind in KINDS)
+        row(point[0], f"{point[1] / 1e6:.0f}", *cells, *errors_here)
     for is_longest, name in ((False, "H up to 32"), (True, "H = 128")):
         for kind in KINDS:
             some = [e for e, r in zip(errors[kind], runs) if (r.period > 32) == is_longest]
@@ -220,15 +204,13 @@ def draw(runs, found, file):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("clone", type=pathlib.Path, help="the clone of diloco-measured")
-    parser.add_argument("--figure", type=pathlib.Path, help="the file of the figure")
-    given = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("clone", type=pathlib.Path, help="the clone of diloco-measured")
+    words.add_argument("--figure", type=pathlib.Path, help="the file of the figure")
+    given = words.parse_args()
     runs = read(given.clone)
     if not runs:
-        parser.error(f"`clone` must hold {RUNS}, got clone={given.clone}")
+        words.error(f"`clone` must hold {RUNS}, got clone={given.clone}")
     found = predictions(runs)
     print_table(runs, found)
     if given.figure:

@@ -44,23 +44,10 @@ from train.task.transformer import Transformer
 
 
 ROW = "row: "  # marks results, because gloo and NCCL print lines, too
-# Seconds of each part; together less than 8 minutes.
-LIMITS_S = {"devices": 30, "workers": 150, "pulls": 120, "memory": 100, "processes": 70}
+# Seconds of a run of each part; with six runs for memory less than 8 minutes.
+LIMITS_S = {"devices": 30, "workers": 150, "pulls": 110, "memory": 20, "processes": 65}
 NEVER = 1_000_000
 PLENTY = 30e9  # bytes of a GPU that has room for four workers of 100 million parameters
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A transformer and the batch of one worker."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int
-    vocabulary: int
-    dtype: str
-    batch: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +55,7 @@ class Sizes:
     """The sizes of the measurements.
 
     Attributes:
-      networks: the models of the workers.
+      networks: the models of the workers, and the batch of one.
       counts: numbers of workers on one device.
       parameters: millions of float32 parameters of a worker.
       leaves: the number of arrays that hold them.
@@ -78,9 +65,9 @@ class Sizes:
       limit: factor of the time limits, because machines without a GPU may be busy.
     """
 
-    networks: tuple[Network, ...] = (
-        Network(4, 4, 128, 64, 65, "float32", batch=12),
-        Network(4, 8, 512, 256, 4096, "bfloat16", batch=8),
+    networks: tuple[tuple[Transformer, int], ...] = (
+        (Transformer(65, 64, 4, 4, 128), 12),
+        (Transformer(4096, 256, 4, 8, 512, dtype="bfloat16"), 8),
     )
     counts: tuple[int, ...] = (1, 4, 16)
     parameters: float = 100.0
@@ -95,7 +82,7 @@ class Sizes:
 SIZES = {
     "full": Sizes(),
     "small": Sizes(
-        networks=(Network(1, 2, 16, 8, 11, "float32", batch=2),),
+        networks=((Transformer(11, 8, 1, 2, 16), 2),),
         counts=(1, 2),
         parameters=0.01,
         leaves=9,
@@ -106,10 +93,7 @@ SIZES = {
         limit=5,
     ),
     "cpu": Sizes(
-        networks=(
-            Network(1, 2, 16, 16, 65, "float32", batch=4),
-            Network(2, 4, 64, 64, 65, "float32", batch=12),
-        ),
+        networks=((Transformer(65, 16, 1, 2, 16), 4), (Transformer(65, 64, 2, 4, 64), 12)),
         block_s=0.5,
         limit=5,
     ),
@@ -131,44 +115,30 @@ def parse():
     return words.parse_args()
 
 
-class Part:
-    """Runs a part of the measurements in other processes.
+def run(part, sizes, processes=1, **given):
+    """Runs a part in other processes.
 
-    Attributes:
-      rows: the results of the first process.
-      wrong: why they are incomplete, or ''.
+    Returns:
+      The rows of the first process, and why they are incomplete or ''.
     """
-
-    def __init__(self, part, sizes, limit_s=None, processes=1, **given):
-        self.rows, self.wrong = [], ""
-        limit_s = (limit_s or LIMITS_S[part]) * SIZES[sizes].limit
-        given |= dict(part=part, sizes=sizes, processes=processes, port=free_port())
-        words = [f"--{name}={value}" for name, value in given.items()]
-        command = [sys.executable, __file__, *words]
-        self._children = [
-            subprocess.Popen(
-                [*command, f"--process-id={i}"], stdout=subprocess.PIPE, text=True
-            )
-            for i in range(processes)
-        ]
-        late = threading.Timer(limit_s, self._kill)
-        late.start()
-        try:
-            for line in self._children[0].stdout:
-                print(f"  {line}", end="", file=sys.stderr, flush=True)
-                if line.startswith(ROW):
-                    self.rows.append(json.loads(line.removeprefix(ROW)))
-            if any([child.wait() for child in self._children]):
-                self.wrong = "failed, see the messages above"
-            if not late.is_alive():
-                self.wrong = f"stopped after {limit_s:.0f} s"
-        finally:
-            late.cancel()
-            self._kill()
-
-    def _kill(self):
-        for child in self._children:
-            child.kill()
+    limit_s = LIMITS_S[part] * SIZES[sizes].limit
+    given |= dict(part=part, sizes=sizes, processes=processes, port=free_port())
+    command = [sys.executable, __file__, *(f"--{k}={value}" for k, value in given.items())]
+    children = [
+        subprocess.Popen([*command, f"--process-id={i}"], stdout=subprocess.PIPE, text=True)
+        for i in range(processes)
+    ]
+    late = threading.Timer(limit_s, lambda: [child.kill() for child in children])
+    late.start()
+    said, _ = children[0].communicate()
+    failed = any([child.wait() for child in children])
+    is_late = not late.is_alive()
+    late.cancel()
+    lines = [line for line in said.splitlines() if line.startswith(ROW)]
+    rows = [json.loads(line.removeprefix(ROW)) for line in lines]
+    if is_late:
+        return rows, f"stopped after {limit_s:.0f} s"
+    return rows, "failed, see the messages above" if failed else ""
 
 
 def rows_of(part, options, machine):
@@ -180,29 +150,27 @@ def rows_of(part, options, machine):
         count = options.processes or machine["gpus"]
         if count < 2:
             return [], f"skipped: one process per GPU, and the GPUs are {count}"
-    found = Part(part, options.sizes, processes=count)
-    return found.rows, found.wrong
+    return run(part, options.sizes, count)
 
 
 def memory_rows(sizes):
     """Compares processes that differ only in donation."""
-    rows, began = [], time.perf_counter()
+    rows = []
     for method in SIZES[sizes].methods:
-        found = {}
+        found = []
         for donate in (1, 0):
-            left = max(1, LIMITS_S["memory"] - (time.perf_counter() - began))
-            part = Part("memory", sizes, left, method=method, donate=donate)
-            if part.wrong:
-                return rows, part.wrong
-            (found[donate],) = part.rows
+            seen, wrong = run("memory", sizes, method=method, donate=donate)
+            if wrong:
+                return rows, wrong
+            found += seen
+        donated, kept = found
         for kind in ("peak in use", "planned by the compiler"):
-            donated, kept = (found[donate][kind] for donate in (1, 0))
-            if donated is not None:
+            if donated[kind] is not None:
                 case = f"{method}: {kind}, donated"
-                rows.append(memory_row(case, donated, "not donated", kept))
-        case = f"{method}: state for all workers together"
-        state, parameters = found[1]["state"], found[1]["parameters"]
-        rows.append(memory_row(case, state, "the parameters of one worker", parameters))
+                rows.append(memory_row(case, donated[kind], "not donated", kept[kind]))
+        case, beside = "state for all workers together", "the parameters of one worker"
+        sizes_of_both = donated["state"], beside, donated["parameters"]
+        rows.append(memory_row(f"{method}: {case}", *sizes_of_both))
     return rows, ""
 
 
@@ -218,6 +186,7 @@ def measure(options):
     lj.tune_cpu()
     for found in PARTS[options.part](options, SIZES[options.sizes]):
         if jax.process_index() == 0:
+            print(f"  {found}", file=sys.stderr, flush=True)
             print(ROW + json.dumps(found), flush=True)
     return 0
 
@@ -227,10 +196,10 @@ def main():
     if options.part:
         return measure(options)
     is_full = options.sizes == "full"
-    devices = Part("devices", options.sizes)
-    if devices.wrong:
+    found, wrong = run("devices", options.sizes)
+    if wrong:
         return 1
-    (machine,) = devices.rows
+    (machine,) = found
     if not machine["gpus"] and is_full:
         print(
             f"error: no GPU was found, the backend is {machine['backend']}; install the "
@@ -295,21 +264,21 @@ def devices(options, sizes):
 
 def workers(options, sizes):
     """Times workers of one device beside a model of their total batch and one worker."""
-    for network in sizes.networks:
-        one = network_arm(network, 1, network.batch)
+    for network, batch in sizes.networks:
+        one = network_arm(network, 1, batch)
         for count in sizes.counts:
-            samples = count * network.batch
+            samples = count * batch
             arms = {"one model": network_arm(network, None, samples), "one worker": one}
             if count > 1:
-                arms["workers"] = network_arm(network, count, network.batch)
+                arms["workers"] = network_arm(network, count, batch)
             times = timed(sizes, arms)
 
             def rate(ms, samples=samples):
                 return f", {1e3 / ms:.1f} steps/s, {1e3 * samples / ms:.0f} samples/s"
 
-            millions = sum(x.size for x in jax.tree.leaves(started(network)[1])) / 1e6
+            millions = sum(x.size for x in jax.tree.leaves(started(network))) / 1e6
             whose = f"{count} worker{'s' * (count > 1)} of {millions:.3g} M {network.dtype}"
-            case = f"{whose}, batch {network.batch}"
+            case = f"{whose}, batch {batch}"
             seen = times["workers" if count > 1 else "one worker"]
             model = f"one model, batch {samples}"
             yield row_of(case, seen, model, times["one model"], rate)
@@ -319,23 +288,20 @@ def workers(options, sizes):
 
 @functools.cache
 def started(network):
-    """Returns a network and its initial parameters, on the host."""
-    given = dataclasses.asdict(network)
-    given.pop("batch")
-    model = Transformer(**given)
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    return model, jax.device_get(variables["params"])
+    """Returns a network's initial parameters, on the host."""
+    variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return jax.device_get(variables["params"])
 
 
 def network_arm(network, count, batch):
     """Returns an AdamW step of `count` workers of one device, or of a model for None."""
-    (model, start), tx = started(network), optax.adamw(1e-3)
+    start, tx = started(network), optax.adamw(1e-3)
     shape = (count or 1, batch, network.context + 1)
     tokens = np.random.default_rng(0).integers(0, network.vocabulary, shape, np.int32)
 
     def step(params, state, tokens):
         def loss_of(params):
-            logits = model.apply({"params": params}, tokens[:, :-1])
+            logits = network.apply({"params": params}, tokens[:, :-1])
             each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
             return each.mean()
 

@@ -6,8 +6,10 @@ Each host is a network namespace on one bridge. Its outgoing packets pass tc's t
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -24,8 +26,17 @@ from train.config import Config, DistributedConfig
 PORT = 29400  # of the coordinator
 TAG = os.getpid() % 10_000  # makes the names of namespaces and links unique
 RAY_PORT = 6379
+PREFIXES = {"g": 1e9, "m": 1e6, "k": 1e3}
 # Larger messages go through object stores, where crossing pulls stall for a second.
 INLINE = '--system-config={"max_direct_call_object_size": 8000000}'
+
+
+def bits_of(rate: str) -> float:
+    """Returns bits per second of a rate as tc writes it, such as 100mbit; "none": inf."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([gmk])bit", rate)
+    if rate != "none" and found is None:
+        raise ValueError(f"the rate must be none or one such as 100mbit, got {rate}")
+    return float(found[1]) * PREFIXES[found[2]] if found else math.inf
 
 
 class Hosts:

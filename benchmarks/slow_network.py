@@ -1,17 +1,21 @@
-"""Waiting on a slow network: predictions of train.plan beside measured training.
+"""Waiting on a slow network: the planner and the simulator beside measured training.
 
 Command:   sudo python benchmarks/slow_network.py --rate 100mbit
 Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
-Prints:    for each proposal the predicted and the measured share of time that workers wait
+Prints:    for each proposal of train.plan the share of time that workers wait: as planned,
+           as simulated, and as measured
 
 A step is a pause in place of an accelerator's work, so that the processes do not compete
-for cores. The measured share is 1 - (time without exchanges) / (time with them). Both times
-are the minimum of several, because other work on the machine only adds to them.
+for cores. The simulator is given the duration of a step and the link that the planner
+measures, whose rate is that of an all-reduce with all of its software. The measured share
+is 1 - (time without exchanges) / (time with them). Both times are the minimum of several,
+because other work on the machine only adds to them.
 """
 
 import argparse
 import functools
 import json
+import math
 import signal
 import sys
 import time
@@ -24,19 +28,20 @@ from limited_hosts import add_options, join, limited_hosts
 from usage import parser
 
 import lsgd_jax as lj
-from train import cli, plan
+from train import cli, plan, simulate
 from train.cluster.session import Session
+from train.config import Config
 
 
 PROCESSES, LEAVES = 4, 16
+SIMULATED = 64  # steps, a multiple of most periods
 BASE = ["digits"]
 
 
 class Timed:
     """Training with a method whose parameters do not change."""
 
-    def __init__(self, words: str, workers: lj.Workers, params: Any, session: Session):
-        config = cli.parse([*BASE, *words.split()])
+    def __init__(self, config: Config, workers: lj.Workers, params: Any, session: Session):
         tx = config.method.around(optax.sgd(0.1))
 
         def step(params, state):
@@ -62,6 +67,25 @@ class Timed:
         return min(found[1:])
 
 
+def simulated(config: Config, step: float, link: plan.Link, params: Any) -> float:
+    """Returns the share of time that workers wait in the simulator."""
+    still = jax.jit(lambda x, state, own, t: (jax.tree.map(jnp.zeros_like, x), (), (), 0.0))
+    # In an all-reduce a worker sends 2 (W - 1) / W times its parameters, in 2 log W rounds.
+    bandwidth = link.rate * 2 * (PROCESSES - 1) / PROCESSES
+    network = lj.asynchronous.Network(bandwidth, link.latency / 2 / math.log2(PROCESSES))
+    found = lj.asynchronous.simulator.run(
+        lj.asynchronous.Training(lambda i: (params, (), ()), still),
+        simulate.method(config),
+        PROCESSES,
+        1,
+        SIMULATED,
+        network,
+        lj.asynchronous.Speeds(step),
+        collectives=True,
+    )
+    return 1 - SIMULATED * step / found.seconds
+
+
 def work(options: argparse.Namespace) -> None:
     """Runs one process: measures, plans, and compares the plan with training."""
     session = join(cli.parse(BASE), options, PROCESSES)
@@ -69,24 +93,28 @@ def work(options: argparse.Namespace) -> None:
     session.connect(workers.mesh)
     say = functools.partial(print, flush=True) if session.is_main else lambda *_: None
     rows = int(options.mb * 1e6 / 4 / LEAVES / 100)
-    params = workers.replicate([jnp.ones([rows, 100]) for _ in range(LEAVES)])
+    start = [jnp.ones([rows, 100]) for _ in range(LEAVES)]
+    params = workers.replicate(start)
     payload = LEAVES * rows * 400
     link = plan.measure_link(workers, params, ("node", "local"), PROCESSES)
-    alone = Timed("--method independent", workers, params, session)
+    parse = lambda words: cli.parse([*BASE, *words.split()])
+    alone = Timed(parse("--method independent"), workers, params, session)
     step = alone.period_seconds(16, options) / 16
     setting = plan.Setting(step, payload, {plan.ALL: link}, LEAVES)
     proposals = setting.proposals(options.share)
     planned = [(found.options, found.period, found.share()) for found in proposals]
     planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes
     say(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
-    say("| settings | predicted, % | measured, % |\n| --- | --- | --- |")
+    say("| settings | planned, % | simulated, % | measured, % |\n" + "| --- " * 4 + "|")
     for words, period, predicted in planned:
-        trained = Timed(words, workers, params, session)
+        config = parse(words)
+        trained = Timed(config, workers, params, session)
         times = max(1, 8 // period)
         taken = trained.period_seconds(times * period, options) / times
         silent = alone.period_seconds(16, options) / 16
-        share = 1 - period * silent / taken
-        say(f"| `{words}` | {100 * predicted:.1f} | {100 * share:.1f} |")
+        predictions = predicted, simulated(config, silent, link, start)
+        shares = *predictions, 1 - period * silent / taken
+        say(f"| `{words}` | {' | '.join(f'{100 * share:.1f}' for share in shares)} |")
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ from train.compare import spread
 from train.metrics import tables
 
 
-BATCH, SIZES = 32, (64, 64, 64, 10)
+BATCH = 32
 PERIOD, DELAY = 8, 4  # steps
 STEP, TRANSFER, LATENCY, TIMEOUT = 0.1, 0.01, 1e-3, 2.0  # seconds
 UP, DOWN = 60.0, 6.0  # mean seconds until a worker fails, and until it is back
@@ -127,39 +127,33 @@ SCENARIOS: dict[str, Callable[[int, float, int], Scenario]] = {
 # Training
 
 
-data = functools.cache(small.digits)
+@functools.cache
+def task() -> small.Task:
+    """Returns the classification of the digits."""
+    return small.images(small.digits(), 64, 64)
 
 
 @jax.jit
 def step(params: Any, state: Any, own: Any, t: Any) -> Any:
     """Returns a worker's update; its own state is its key, learning rate and data."""
     key, rate, rows = own
-    images, labels, *_ = map(jnp.asarray, data())
     chosen = rows[jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(rows))]
-
-    def loss_of(params: Any) -> jax.Array:
-        logits = small.logits_of(params, images[chosen])
-        return small.cross_entropy(logits, labels[chosen])
-
-    loss, gradient = jax.value_and_grad(loss_of)(params)
+    batch = jnp.asarray(task().inputs)[chosen], jnp.asarray(task().labels)[chosen]
+    loss, gradient = jax.value_and_grad(task().loss)(params, *batch, None)
     return jax.tree.map(lambda g: -rate * g, gradient), state, own, loss
 
 
 def training(rate: float, seed: int, workers: int) -> at.Training:
     """Returns the training of all workers of a run."""
-    first = small.start(jax.random.key(seed), SIZES)
+    first = task().start(jax.random.key(seed))
     key = jax.random.key(1000 + seed)
-    rows = np.random.default_rng(seed).permutation(len(data()[1])).astype(np.int32)
+    rows = np.random.default_rng(seed).permutation(len(task().labels)).astype(np.int32)
     shards = rows[: len(rows) // workers * workers].reshape(workers, -1)
     own = lambda i: (jax.random.fold_in(key, i), jnp.float32(rate), jnp.asarray(shards[i]))
     return at.Training(lambda i: (first, (), own(i)), step)
 
 
-@jax.jit
-def error_of(params: Any) -> jax.Array:
-    """Returns the test error in percent."""
-    _, _, images, labels = map(jnp.asarray, data())
-    return small.error(small.logits_of(params, images), labels)
+test = functools.cache(lambda: task().tester())
 
 
 # Runs
@@ -229,8 +223,7 @@ class Watch:
         if not here:
             return self.run.errors[-1] if self.run.errors else 100.0
         mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *jax.device_get(here))
-        is_finite = all(np.isfinite(x).all() for x in jax.tree.leaves(mean))
-        return float(error_of(mean)) if is_finite else math.inf
+        return test()(mean)
 
 
 def measure(
@@ -238,7 +231,7 @@ def measure(
 ) -> Run:
     """Runs a method once."""
     scenario = make(workers, seconds, seed)
-    size = 4 * sum((a + 1) * b for a, b in zip(SIZES, SIZES[1:]))
+    size = 4 * sum(x.size for x in jax.tree.leaves(task().start(jax.random.key(0))))
     network = at.Network(size / TRANSFER, LATENCY)
     watch = Watch(scenario, workers, seconds)
     ideal = seconds / STEP
@@ -298,34 +291,29 @@ def draw(found: dict, scenarios: Sequence[str], path: pathlib.Path) -> None:
     """Draws the test errors over seconds and over MB, a column per scenario."""
     from matplotlib import pyplot as plt
 
+    size, columns = (4 * len(scenarios), 7), len(scenarios)
     figure, axes = plt.subplots(
-        2,
-        len(scenarios),
-        figsize=(4 * len(scenarios), 7),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+        2, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
     colors = dict(zip(METHODS, ["black", *plt.get_cmap("tab10").colors]))
     for scenario, (above, below) in zip(scenarios, axes.T):
         for name, each in found.items():
             runs = each[scenario]
-            errors = np.mean([run.errors for run in runs], axis=0)
-            sent = np.mean([run.megabytes for run in runs], axis=0)
+            mean = lambda field, runs=runs: np.mean(
+                [getattr(r, field) for r in runs], axis=0
+            )
             style = "--" if METHODS[name].collectives else "-"
-            options = dict(color=colors[name], label=name, linestyle=style, linewidth=1.3)
-            above.semilogy(runs[0].seconds, errors, **options)
-            below.loglog(sent, errors, **options)
-        above.set_title(scenario)
-        above.set_xlabel("simulated seconds")
-        below.set_xlabel("MB sent per worker")
-        below.set_xlim(left=0.02)
-        for panel in (above, below):
-            panel.grid(alpha=0.3, which="both")
+            style = {"color": colors[name], "label": name, "ls": style, "lw": 1.3}
+            above.semilogy(mean("seconds"), mean("errors"), **style)
+            below.loglog(mean("megabytes"), mean("errors"), **style)
+        above.set(title=scenario, xlabel="simulated seconds")
+        below.set(xlabel="MB sent per worker", xlim=(0.02, None))
+        above.grid(alpha=0.3, which="both")
+        below.grid(alpha=0.3, which="both")
     for left in axes[:, 0]:
         left.set_ylabel("test error of the mean, %")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    named = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -14,18 +14,16 @@ milliseconds per step and seconds to the error. It writes time_to_error.json and
 time_to_error.png, the seconds over the rate, into RACES.
 """
 
-import argparse
 import json
 import math
 import pathlib
-import re
 import signal
 import statistics
 import subprocess
 import sys
 
 from against_pytorch import Peers
-from limited_hosts import add_options, join, limited_hosts
+from limited_hosts import add_options, bits_of, join, limited_hosts
 from side_by_side import on_random_images, steps_of
 from usage import add_torch, head, one_line_errors, parser, row
 
@@ -36,7 +34,6 @@ from train.run import folder
 
 WORKERS = 4
 WARM_UP = 8  # steps
-MBITS = {"gbit": 1000, "mbit": 1, "kbit": 0.001}
 TORCH = {"allreduce": ("PyTorch DDP", "ddp"), "local-sgd": ("PyTorch", "local-sgd")}
 
 
@@ -126,29 +123,14 @@ def measure(rate, needed, options):
     return {label: (s, s * needed[name]) for (label, name), s in found.items()}
 
 
-def rate_of(text) -> str:
-    """Checks a rate of the command line, given as tc writes it."""
-    if text != "none" and not re.fullmatch(r"\d+(\.\d+)?(gbit|mbit|kbit)", text):
-        raise argparse.ArgumentTypeError(
-            f"the rate must be none or one such as 100mbit, got {text}"
-        )
-    return text
-
-
 def main():
     words = parser(__doc__)
     words.add_argument("races", help="the folder that races.py wrote")
     words.add_argument(
         "--error", type=float, required=True, help="test error to reach, in percent"
     )
-    words.add_argument(
-        "--rates",
-        nargs="+",
-        type=rate_of,
-        metavar="RATE",
-        default=["1gbit", "100mbit", "10mbit"],
-        help="as tc writes it, or none",
-    )
+    rates, each = ["1gbit", "100mbit", "10mbit"], "as tc writes it, or none"
+    words.add_argument("--rates", nargs="+", metavar="RATE", default=rates, help=each)
     words.add_argument("--blocks", type=int, default=2, help="number of periods to time")
     add_torch(words)
     words.add_argument("--no-torch", action="store_true", help="leave PyTorch out")
@@ -163,6 +145,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     out = pathlib.Path(options.races)
     with one_line_errors():
+        limited = {rate: bits_of(rate) / 1e6 for rate in options.rates if rate != "none"}
         needed = steps_to(options.error, out)
         configs_of(out)  # before any host is started
     found = {rate: measure(rate, needed, options) for rate in options.rates}
@@ -175,24 +158,22 @@ def main():
     finite = lambda pair: [n if math.isfinite(n) else None for n in pair]
     kept = {rate: {k: finite(v) for k, v in row.items()} for rate, row in found.items()}
     (out / "time_to_error.json").write_text(json.dumps(kept, indent=1))
-    draw(found, out / "time_to_error.png")
+    if limited:
+        draw(found, limited, out / "time_to_error.png")
 
 
-def draw(found, path):
+def draw(found, mbits, path):
     """Draws the seconds to the error over the rate, for each method that reaches it."""
     from matplotlib import pyplot as plt
 
-    limited = [rate for rate in found if rate != "none"]
-    if not limited:
-        return
-    mbits = [float(rate[:-4]) * MBITS[rate[-4:]] for rate in limited]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     colors = plt.get_cmap("tab20").colors
-    for label, color in zip(found[limited[0]], colors):
+    for label, color in zip(next(iter(found.values())), colors):
+        shown = {"color": color, "label": label, "marker": "o"}
         style = "--" if label.startswith("PyTorch") else "-"
-        seconds = [found[rate][label][1] for rate in limited]
+        seconds = [found[rate][label][1] for rate in mbits]
         if all(map(math.isfinite, seconds)):
-            axes.loglog(mbits, seconds, style, marker="o", color=color, label=label)
+            axes.loglog(mbits.values(), seconds, style, **shown)
     axes.set_xlabel("what a host sends at most, Mbit/s")
     axes.set_ylabel("seconds to the error")
     axes.grid(alpha=0.3, which="both")

@@ -43,15 +43,14 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import small_networks as small
-from jax.flatten_util import ravel_pytree
-from small_networks import cross_entropy, logits_of
+from small_networks import SGD, Setting, Task, logits_of
 from usage import one_line_errors, parser
 
 import lsgd_jax as lj
@@ -64,7 +63,6 @@ from train.task.models import CNN7
 WORKERS, WIDTH, PERIOD = 8, 64, 8
 CONTEXT, EMBEDDING, TESTED = 16, 8, 20_000  # of text
 CROP, TESTED_IMAGES = slice(2, 30), 2_500  # of CNN7
-SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)  # see `trainer` for the rate
 
 
 def pulled_to(rule: lj.Rule) -> lj.Exchange:
@@ -150,46 +148,6 @@ POPULATION = {
 # Tasks
 
 
-class Task(NamedTuple):
-    """A classification.
-
-    Attributes:
-      inputs: [N, ...], the training inputs: float32 features, or ids of characters.
-      labels: int32 [N].
-      test_inputs, test_labels: the same for testing.
-      classes: the number of classes.
-      order: int [N], the training inputs in the order in which they are set apart.
-      rate: the usual learning rate.
-      unit: 'error in percent' or 'loss in nats'.
-      start: key -> random parameters.
-      logits: (parameters, inputs) -> the outputs of the network, [B, classes].
-      batch: inputs of a worker's step.
-      devices: over which the workers lie.
-    """
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    test_inputs: np.ndarray
-    test_labels: np.ndarray
-    classes: int
-    order: np.ndarray
-    rate: float
-    unit: str
-    start: Callable[[jax.Array], Any]
-    logits: Callable[[Any, jax.Array], jax.Array]
-    batch: int = 32
-    devices: int = 1
-
-
-def images(data: small.Data) -> Task:
-    """Returns the task of images in 10 classes."""
-    x, labels, test_x, test_labels = data
-    flat = x.reshape(len(x), -1), labels, test_x.reshape(len(test_x), -1), test_labels
-    order, sizes = np.argsort(labels, kind="stable"), (flat[0].shape[1], WIDTH, 10)
-    start = lambda key: small.start(key, sizes)
-    return Task(*flat, 10, order, 0.1, "error in percent", start, logits_of)
-
-
 def text_task(files: Sequence[str]) -> Task:
     """Returns the prediction of a text's next character."""
     data = text.load(files, "characters")
@@ -199,93 +157,42 @@ def text_task(files: Sequence[str]) -> Task:
         return view[:, :-1].copy(), view[:, -1].astype(np.int32)
 
     given, tested = windows(data.train), windows(data.test[:TESTED])
-    order, classes = np.arange(len(given[1])), len(data.vocabulary)
+    classes = len(data.vocabulary)
     sizes = CONTEXT * EMBEDDING, WIDTH, classes
 
     def start(key: jax.Array) -> Any:
         embedding = jax.random.normal(jax.random.split(key, 3)[2], (classes, EMBEDDING))
         return {"embedding": embedding, "layers": small.start(key, sizes)}
 
-    def logits(params: Any, ids: jax.Array) -> jax.Array:
+    def logits(params: Any, ids: jax.Array, key: None) -> jax.Array:
         features = params["embedding"][ids].reshape(len(ids), -1)
         return logits_of(params["layers"], features)
 
-    return Task(*given, *tested, classes, order, 0.5, "loss in nats", start, logits)
+    return Task(*given, *tested, classes, 0.5, "loss in nats", start, logits)
 
 
 def cnn7_task(folder: str) -> Task:
-    """Returns CIFAR-10's central crops of 28 x 28 pixels, for CNN7.
-
-    Each worker has a device, because a convolution for several workers at once is slow.
-    """
+    """Returns CIFAR-10's central crops of 28 x 28 pixels, for CNN7."""
     data, model = cifar10.load(folder, accept_other_files=True), CNN7()
     crop = lambda x: x[:, CROP, CROP]
     given = crop(data.train.images), data.train.labels.astype(np.int32)
     tested = crop(data.test.images), data.test.labels.astype(np.int32)
 
-    def logits(params: Any, inputs: jax.Array) -> jax.Array:
+    def logits(params: Any, inputs: jax.Array, key: None) -> jax.Array:
         outputs: Any = model.apply({"params": params}, inputs / 127.5 - 1, train=False)
         return outputs
 
-    return Task(
-        *given,
-        *(x[:TESTED_IMAGES] for x in tested),
-        classes=10,
-        order=np.argsort(data.train.labels, kind="stable"),
-        rate=0.05,
-        unit="error in percent",
-        start=lambda key: model.init(key, given[0][:1] / 127.5 - 1, train=False)["params"],
-        logits=logits,
-        batch=16,
-        devices=WORKERS,
-    )
-
-
-def loss_of(task: Task, params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean cross entropy."""
-    return cross_entropy(task.logits(params, inputs), labels)
-
-
-def tester(task: Task) -> Callable[[Any], float]:
-    """Returns a function (params) -> test result, inf if it is not finite."""
-    measure = cross_entropy if task.unit == "loss in nats" else small.error
-
-    @jax.jit
-    def test(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        result = measure(task.logits(params, inputs), labels)
-        is_finite = jnp.isfinite(ravel_pytree(params)[0]).all()
-        return jnp.where(is_finite & jnp.isfinite(result), result, jnp.inf)
-
-    return lambda params: float(test(params, task.test_inputs, task.test_labels))
+    start = lambda key: model.init(key, given[0][:1] / 127.5 - 1, train=False)["params"]
+    tested = (x[:TESTED_IMAGES] for x in tested)
+    return Task(*given, *tested, 10, 0.05, "error in percent", start, logits, batch=16)
 
 
 # Scenarios
 
 
-class Setting(NamedTuple):
-    """The properties of the workers, [W, ...].
-
-    Attributes:
-      rows: int32 [W, N], the training inputs that the worker draws from.
-      labels: int32 [W, N], labels of all training inputs as the worker sees them.
-      rate: float32 [W], the learning rate.
-      faults: float32 [W], the probability that a step's gradient has a wrong bit.
-      lies: bool [W], whether the worker reports losses of 0 and goes astray.
-    """
-
-    rows: np.ndarray
-    labels: np.ndarray
-    rate: np.ndarray
-    faults: np.ndarray
-    lies: np.ndarray
-
-
 def equal_workers(task: Task, seed: int) -> Setting:
     """Returns workers that do not differ."""
-    each = lambda x: np.repeat(np.asarray(x)[None], WORKERS, axis=0)
-    rows = np.arange(len(task.labels), dtype=np.int32)
-    rate, faults = np.float32(task.rate), np.float32(0)
-    return Setting(*map(each, (rows, task.labels, rate, faults, np.bool_(False))))
+    return small.equal_workers(task, WORKERS)
 
 
 def learning_rates(task: Task, seed: int) -> Setting:
@@ -310,7 +217,9 @@ def flipped_bits(task: Task, seed: int) -> Setting:
 
 def data_apart(task: Task, seed: int) -> Setting:
     """Returns workers that have one or two classes each, or a part of the text."""
-    parts, count = np.array_split(task.order, WORKERS), len(task.labels)
+    is_text, count = task.unit == "loss in nats", len(task.labels)
+    order = np.arange(count) if is_text else np.argsort(task.labels, kind="stable")
+    parts = np.array_split(order, WORKERS)
     rows = np.stack([np.resize(part, count) for part in parts]).astype(np.int32)
     return equal_workers(task, seed)._replace(rows=rows)
 
@@ -335,77 +244,6 @@ SCENARIOS: dict[str, Callable[[Task, int], Setting]] = {
 }
 
 
-def with_fault(gradient: Any, key: jax.Array, probability: jax.Array) -> Any:
-    """Flips a random bit in the exponent of a random number, with a probability."""
-    happens, where, which = jax.random.split(key, 3)
-    flat, unravel = ravel_pytree(gradient)
-    bits = jax.lax.bitcast_convert_type(flat, jnp.uint32)
-    i = jax.random.randint(where, (), 0, flat.size)
-    bit = jnp.uint32(1) << jax.random.randint(which, (), 23, 31).astype(jnp.uint32)
-    wrong = jax.lax.bitcast_convert_type(bits.at[i].set(bits[i] ^ bit), jnp.float32)
-    return unravel(jnp.where(jax.random.bernoulli(happens, probability), wrong, flat))
-
-
-# Training
-
-
-def trainer(
-    task: Task, tx: optax.GradientTransformation, steps: int
-) -> Callable[[Setting, int], tuple[Any, Any, Any]]:
-    """Returns (setting, seed) -> (parameters [W, ...], center, rates), compiled once."""
-    workers = lj.Workers(nodes=1, locals=WORKERS, devices=jax.devices()[: task.devices])
-    update = optax.with_extra_args_support(tx).update
-    is_loop = task.devices == 1  # a convolution in a loop is slow on CPUs
-
-    def begin(params, setting, key):  # one worker
-        key, astray = jax.random.split(key)
-        state = optax.tree.set(tx.init(params), learning_rate=setting.rate)
-        return (params, state), task.start(astray), jax.random.split(key, steps)
-
-    def take_steps(carry, wrong, keys, setting, inputs, t):  # one worker
-        def step(carry, key):
-            params, state = carry
-            draw, fault = jax.random.split(key)
-            which = jax.random.randint(draw, (task.batch,), 0, len(setting.rows))
-            rows = setting.rows[which]
-            x, labels = inputs.value[rows], setting.labels[rows]
-
-            def reported(params):
-                return jnp.where(setting.lies, 0.0, loss_of(task, params, x, labels))
-
-            grads = jax.grad(loss_of, 1)(task, params, x, labels)
-            grads = with_fault(grads, fault, setting.faults)
-            rate = optax.tree.get(state, "learning_rate")
-            grads = jax.tree.map(
-                lambda g, x, z: jnp.where(setting.lies, (x - z) / rate, g),
-                grads,
-                params,
-                wrong,
-            )
-            more = {"value": reported(params), "value_fn": reported, "grad": grads}
-            updates, state = update(grads, state, params, **more)
-            return (lj.apply_updates(params, updates), state), None
-
-        if is_loop:
-            return jax.lax.scan(step, carry, keys)[0]
-        return step(carry, keys[t.value])[0]
-
-    first, run = workers.map(begin), workers.map(take_steps, donate=(0,))
-
-    def train(setting: Setting, seed: int) -> tuple[Any, Any, Any]:
-        start = workers.replicate(task.start(jax.random.key(seed)))
-        keys = jax.random.split(jax.random.key(100 + seed), WORKERS)
-        given, inputs = workers.put(setting), workers.share(task.inputs)
-        carry, wrong, keys = first(start, given, workers.put(keys))
-        for t in range(1 if is_loop else steps):
-            carry = run(carry, wrong, keys, given, inputs, lj.Shared(jnp.int32(t)))
-        params, state = carry
-        found = params, lj.center(params, state), optax.tree.get(state, "learning_rate")
-        return jax.device_get(found)
-
-    return train
-
-
 # Results
 
 # Of each method, scenario and seed: 'center', 'best worker' and the last 'rates'.
@@ -414,17 +252,16 @@ Results = dict[str, dict[str, list[dict[str, Any]]]]
 
 def measure(task: Task, options: argparse.Namespace) -> Results:
     """Returns the test results of the center and of the best worker, and the last rates."""
-    test = tester(task)
+    test = task.tester()
     made = default_methods(options.steps) | POPULATION
 
     def prepare(method: str) -> Callable[[str, int], dict[str, Any]]:
-        train = trainer(task, made[method], options.steps)
+        train = small.trainer(task, made[method], options.steps, WORKERS)
 
         def run(scenario: str, seed: int) -> dict[str, Any]:
-            params, center, rates = train(SCENARIOS[scenario](task, seed), seed)
-            leaves, treedef = jax.tree.flatten(params)
-            best = min(test(treedef.unflatten(each)) for each in zip(*leaves))
-            return {"center": test(center), "best worker": best, "rates": rates.tolist()}
+            (found,) = train(SCENARIOS[scenario](task, seed), seed)
+            center, best = test(found.center), min(map(test, found.params))
+            return {"center": center, "best worker": best, "rates": found.rates.tolist()}
 
         return run
 
@@ -479,8 +316,8 @@ def main(arguments: list[str]) -> int:
     """Runs the benchmark."""
     words = parser(__doc__)
     tasks = {
-        "digits": lambda: images(small.digits()),
-        "cifar10": lambda: images(small.cifar10(options.cifar)),
+        "digits": lambda: small.images(small.digits(), WIDTH),
+        "cifar10": lambda: small.images(small.cifar10(options.cifar), WIDTH),
         "text": lambda: text_task(options.files),
         "cnn7": lambda: cnn7_task(options.cifar),
     }
@@ -500,9 +337,7 @@ def main(arguments: list[str]) -> int:
     ]
     if options.task in ("cifar10", "cnn7") and options.cifar is None:
         words.error(f"--task {options.task} needs --cifar, the folder of the images")
-    if options.task == "cnn7":
-        lj.tune_cpu()
-        lj.emulate_devices(WORKERS)
+    lj.tune_cpu()
     with one_line_errors():
         task = tasks[options.task]()
     results = measure(task, options)

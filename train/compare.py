@@ -306,16 +306,14 @@ AGAINST = {
 LINES = "-", "--", ":", "-."  # styles of seeds 0, 1, …
 
 
-def draw(
-    curves: dict[Key, Curve], path: pathlib.Path, against: Sequence[str] = tuple(AGAINST)
-) -> None:
+def draw(curves: dict[Key, Curve], path: pathlib.Path) -> None:
     """Draws the measure against steps, seconds and bytes, with one line per seed."""
-    size = 3.5 * len(against) + 2.5, 4
-    figure, panels = subplots(1, len(against), figsize=size, sharey=True)
+    size = 3.5 * len(AGAINST) + 2.5, 4
+    figure, panels = subplots(1, len(AGAINST), figsize=size, sharey=True)
     measure, methods = measure_of(curves), list(dict.fromkeys(name for name, _ in curves))
     colors = plt.get_cmap("tab10" if len(methods) <= 10 else "tab20")
     diverged = {method for (method, _), curve in curves.items() if curve.diverged}
-    for axes, name in zip(panels, against):
+    for axes, (name, xlabel) in zip(panels, AGAINST.items()):
         top = axes.get_xaxis_transform()  # a value that is not finite has no y
         for (method, seed), curve in curves.items():
             color, x = colors(methods.index(method)), getattr(curve, name)
@@ -325,7 +323,7 @@ def draw(
             axes.plot(x, curve.values, marker=".", label=label, **style)
             if curve.diverged:
                 axes.plot(x[-1], 0.97, "x", color=color, transform=top)
-        axes.set(xlabel=AGAINST[name], yscale="log")
+        axes.set(xlabel=xlabel, yscale="log")
         plain_numbers(axes.yaxis)
         sent = sorted(x for curve in curves.values() for x in curve.megabytes if x)
         if name == "megabytes" and sent and sent[-1] > 50 * sent[0]:

@@ -1,17 +1,14 @@
 """train.compare: equal budget and data for all methods, table, figure, resuming."""
 
 import csv
-import importlib
 import json
 import math
-import pathlib
 
 import pytest
 import tiny
 
 from train import cli, compare, settings
 from train.metrics import log, measures
-from train.task.experiment import make_optimizer
 
 
 OPTIONS = (
@@ -167,20 +164,6 @@ def test_an_impossible_folder_is_refused_in_one_line(quick, tmp_path, capsys, na
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert captured.out == "" and [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_benchmark_on_text_is_a_comparison(tmp_path, monkeypatch):
-    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(folder)  # as for a script
-    benchmark = importlib.import_module("language_model")
-    given = ["--files", "a", "b", "--out", str(tmp_path), "--seeds", "1"]
-    configs, _ = compare.parse(benchmark.command(benchmark.parse(given)))
-    assert [name for name, _ in configs] == list(benchmark.ROWS)
-    for (name, _), config in configs.items():
-        make_optimizer(config)  # the options do not contradict each other
-        workers = config.workers.nodes * config.workers.locals
-        assert workers == (1 if name.startswith("independent") else 4)
-        assert config.data.files == ("a", "b") and config.steps == 2000
 
 
 @pytest.mark.parametrize(
