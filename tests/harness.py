@@ -336,6 +336,10 @@ class Run:
         self.compiled = self.step.lower(*arguments).compile()
         self.text = self.compiled.as_text()
 
+    @functools.cached_property
+    def trained(self):
+        return self.train()
+
     def train(self, batches=None, start=None):
         """Returns the parameters on the host after each step, and the last state."""
         params = self.workers.put(self.start if start is None else start)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import GUARDED, METHODS, WIRES, Run, exchanges, run_of, unguarded
+from harness import METHODS, Run, exchanges, run_of, unguarded
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -76,10 +76,14 @@ def momentum_alone():
     return Run(optax.sgd(0.1, momentum=0.9, nesterov=True), 1, 1, 1).train()[0]
 
 
-@a_method_of_each_kind
+# The oracles of lsgd, easgd and pairwise averaging take turns on 8, 4, 2 and 1 devices.
+WITHOUT_TURNS = [name for name in KINDS if name not in ("lsgd", "easgd", "pairwise")]
+
+
+@pytest.mark.parametrize("name", rows_of(METHODS, fast=WITHOUT_TURNS))
 def test_numbers_do_not_depend_on_the_devices(name):
     """One worker per device, against four workers per device with a split node axis."""
-    one, other = (run_of(name, 4, 2, devices).train()[0] for devices in (8, 2))
+    one, other = (run_of(name, 4, 2, devices).trained[0] for devices in (8, 2))
     for a, b in zip(one, other):
         close(a, b)
     check_comes_together(name, one)
@@ -93,7 +97,7 @@ def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
             with pytest.raises(ValueError, match="a power of two"):
                 run_of(name, *grid)
         return
-    one, other = (run_of(name, *grid).train()[0] for grid in grids)
+    one, other = (run_of(name, *grid).trained[0] for grid in grids)
     check_comes_together(name, one)
     check_comes_together(name, other)
     # Those on two levels have other groups on the other grid.
@@ -142,7 +146,7 @@ def check_one_bad_worker(run, lasting, at_least=1):
         target = batches[t]["w"].at[BAD].set(jnp.nan)
         batches[t] = {"w": target, "b": batches[t]["b"].at[BAD].set(jnp.inf)}
     seen, state = run.train(batches)
-    undisturbed, _ = run.train()
+    undisturbed, _ = run.trained
     for params in seen:
         chex.assert_tree_all_finite(params)
     restored = sum(level.restored for level in lj.diagnostics(state))
@@ -227,12 +231,17 @@ def test_compiles_once_and_state_keeps_its_types(name):
 
 
 @every_method
-def test_bfloat16_parameters_stay_bfloat16(name):
+@pytest.mark.parametrize(
+    "dtype, promotion", [("float32", "strict"), ("bfloat16", "standard")]
+)
+def test_parameters_and_state_keep_their_dtypes(name, dtype, promotion):
+    """Float32 also under strict promotion; bfloat16 is widened to float32 on purpose."""
     run = run_of(name, 4, 2, 8)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.start)
-    state = jax.eval_shape(run.init, half)
-    params, after = jax.eval_shape(run.step, half, state, half)
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    start = jax.tree.map(lambda x: x.astype(dtype), run.start)
+    with jax.numpy_dtype_promotion(promotion):
+        state = jax.eval_shape(run.init, start)
+        params, after = jax.eval_shape(run.step, start, state, start)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
@@ -243,7 +252,7 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     """8 workers on 8 devices."""
     method, run = METHODS[name], run_of(name, 4, 2, 8)
     always, in_branches = exchanges(run.text)
-    _, state = run.train()
+    _, state = run.trained
     pulls = lj.diagnostics(state)
     assert all(level.period % method.due == 0 for level in pulls) or method.first
     said = [
@@ -314,25 +323,11 @@ def test_ignores_extra_arguments_and_needs_parameters(name):
     tx = method.make(1)
     workers = lj.Workers(1, 1, devices=jax.devices()[:1])
     x = workers.put([jnp.ones((1, 2)), jnp.ones((1, 3))])
-    state = workers.map(tx.init)(x)
+    state = jax.eval_shape(workers.map(tx.init), x)
     given = {"value_fn": lambda x: x[0].sum(), "something": 0}
     call = lambda x, s: tx.update(x, s, x, value=x[0].sum(), **given)[0]
-    chex.assert_trees_all_equal_shapes(workers.map(call)(x, state), x)
+    chex.assert_trees_all_equal_shapes(jax.eval_shape(workers.map(call), x, state), x)
     if not method.first:
+        without = workers.map(lambda x, s: tx.update(x, s, value=x[0].sum())[0])
         with pytest.raises(ValueError, match="needs the parameters"):
-            workers.map(lambda x, s: tx.update(x, s, value=x[0].sum())[0])(x, state)
-
-
-# Each method, and each format once: the codec is the same for all methods.
-UNENCODED = [name for name in METHODS if name.rpartition("+")[2] not in WIRES]
-ENCODED = ["easgd+bfloat16", "lsgd+int8", "diloco+int4", "wagma+stochastic"]
-
-
-@pytest.mark.parametrize(
-    "name", rows_of(UNENCODED + ENCODED, fast=["lsgd", "sgp", "parle", "lsgd+int8"])
-)
-def test_every_method_runs_under_strict_promotion(name):
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        run = Run(METHODS[name].chain(8, GUARDED(optax.sgd(0.1))), 4, 2, 2)
-        seen, _ = run.train()
-    close(seen[-1], run_of(name, 4, 2, 2).train()[0][-1])
+            jax.eval_shape(without, x, state)

@@ -221,11 +221,13 @@ ON_REPLICAS = {
 }
 
 
-FACES = [("outer", name) for name in ON_REPLICAS] + [("chain", "easgd")]
-FACES += [
-    pytest.param("chain", name, marks=pytest.mark.slow)
+# By default a method of each kind, and both forms.
+QUICK = [("outer", name) for name in ("diloco", "lsgd", "int8", "fragments")]
+QUICK.append(("chain", "easgd"))
+FACES = [
+    pytest.param(face, name, marks=[pytest.mark.slow] * ((face, name) not in QUICK))
+    for face in ("outer", "chain")
     for name in ON_REPLICAS
-    if name != "easgd"
 ]
 
 
@@ -276,7 +278,10 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-@pytest.mark.parametrize("name", ["lsgd", "int8", "fragments"])
+@pytest.mark.parametrize(
+    "name",
+    ["lsgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8", "fragments"))],
+)
 def test_explicit_axes_give_the_numbers_of_automatic_ones(name):
     o = lj.outer(ON_REPLICAS[name])
     step = jax.jit(over_replicas(lambda p, s, loss: o.step(p, s, loss=loss)))

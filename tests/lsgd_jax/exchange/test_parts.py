@@ -127,22 +127,21 @@ def test_gossip_is_as_exact_as_the_parameters(name):
 # Stacked layers
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-LAYERS = 12
 
 
-def transformer(stacked):
-    """Returns 12 layers of 5 leaves (stacked or not), an embedding and a norm."""
+def transformer(stacked, layers=12):
+    """Returns layers of 5 leaves (stacked or not), an embedding and a norm."""
     draw = np.random.default_rng(0).normal
     shapes = {"q": (8, 24), "o": (8, 8), "up": (8, 32), "down": (32, 8), "norm": (8,)}
-    stack = {k: draw(size=(LAYERS, *s)).astype(np.float32) for k, s in shapes.items()}
+    stack = {k: draw(size=(layers, *s)).astype(np.float32) for k, s in shapes.items()}
     rest = {"embed": draw(size=(40, 8)).astype(np.float32), "norm": np.ones(8, np.float32)}
-    each = [{k: x[i] for k, x in stack.items()} for i in range(LAYERS)]
+    each = [{k: x[i] for k, x in stack.items()} for i in range(layers)]
     return {**rest, "layers": stack if stacked else each}
 
 
 def trained(method, stacked, steps=8):
     workers, tx = lj.Workers(1, 2), optax.chain(optax.sgd(0.1), method)
-    goal = lambda i: jax.tree.map(lambda x: x + i, transformer(stacked))
+    goal = lambda i: jax.tree.map(lambda x: x + i, transformer(stacked, layers=4))
     goals = workers.put(jax.tree.map(lambda *x: np.stack(x), goal(1), goal(4)))
 
     def step(x, state, goal):
@@ -151,7 +150,7 @@ def trained(method, stacked, steps=8):
         )
         return lj.apply_updates(x, u), state
 
-    x = workers.replicate(transformer(stacked))
+    x = workers.replicate(transformer(stacked, layers=4))
     state, step = workers.map(tx.init)(x), workers.map(step)
     for _ in range(steps):
         x, state = step(x, state, goals)
@@ -159,7 +158,7 @@ def trained(method, stacked, steps=8):
 
 
 IN_FRAGMENTS = {
-    "diloco": functools.partial(lj.diloco, 4, optax.sgd(0.7, 0.9), fragments=4),
+    "diloco": functools.partial(lj.diloco, 4, optax.sgd(0.7, 0.9), fragments=2),
     "lsgd": functools.partial(
         lj.lsgd, 0.3, 0.2, 4, 8, 2, fragments=2, delay=1, wire="bfloat16"
     ),

@@ -28,68 +28,75 @@ def tree(workers):
     }
 
 
-def groups(axes):
-    """Returns the workers of each group, in order."""
-    ids = np.arange(8).reshape(2, 4)
-    return {"local": list(ids), "node": list(ids.T), BOTH: [ids.ravel()]}[axes]
+# The workers of each group, in order.
+GRID = np.arange(8).reshape(2, 4)
+GROUPS = {"local": list(GRID), "node": list(GRID.T), BOTH: [GRID.ravel()]}
 
 
-@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
-def test_elect_and_broadcast(workers, tree, axes):
+def on_all_axes(workers, f, *given):
+    """Returns f(group, *given) for the groups along each of the axes, in one program."""
+    mapped = workers.map(lambda *given: [f(lj.Group(axes), *given) for axes in GROUPS])
+    return dict(zip(GROUPS, mapped(*workers.put(given))))
+
+
+def test_elect_and_broadcast(workers, tree):
     scores = np.array([3, 1, 1, 2, np.nan, 0.5, -np.inf, np.inf], np.float32)
 
-    def f(tree, score):
-        leader, found = lj.Group(axes).elect(score)
-        return lj.Group(axes).broadcast(tree, leader), leader, found
+    def f(group, tree, score):
+        leader, found = group.elect(score)
+        return group.broadcast(tree, leader), leader, found
 
-    taken, leader, found = workers.map(f)(workers.put(tree), workers.put(scores))
-    for group in groups(axes):
-        finite = np.where(np.isfinite(scores[group]), scores[group], np.inf)
-        best = int(np.argmin(finite))
-        assert leader[group].tolist() == [best] * len(group)
-        assert found[group].tolist() == [bool(np.isfinite(finite).any())] * len(group)
-        for name in tree:
-            expected = np.stack([tree[name][group[best]]] * len(group))
-            np.testing.assert_array_equal(np.asarray(taken[name])[group], expected)
+    for axes, (taken, leader, found) in on_all_axes(workers, f, tree, scores).items():
+        for group in GROUPS[axes]:
+            finite = np.where(np.isfinite(scores[group]), scores[group], np.inf)
+            best = int(np.argmin(finite))
+            assert leader[group].tolist() == [best] * len(group)
+            assert found[group].tolist() == [bool(np.isfinite(finite).any())] * len(group)
+            for name in tree:
+                expected = np.stack([tree[name][group[best]]] * len(group))
+                np.testing.assert_array_equal(np.asarray(taken[name])[group], expected)
 
 
-def test_a_broadcast_does_not_leak_other_workers_nan(workers):
+def test_broadcasts_of_nan_and_bools_and_an_election_without_finite_scores(workers):
+    """Only worker 3 has a finite value, or True, and no worker a finite score."""
     x = np.full((8, 2), np.nan, np.float32)
     x[3] = 7
-    f = lambda x: lj.Group(BOTH).broadcast(x, jnp.int32(3))
-    assert workers.map(f)(workers.put(x)).tolist() == [[7, 7]] * 8
 
+    def f(x, score):
+        group, source = lj.Group(BOTH), jnp.int32(3)
+        flags = group.broadcast(jnp.isfinite(x[0]), source)
+        return group.broadcast(x, source), flags, group.elect(score)
 
-def test_an_election_without_finite_scores_finds_no_leader(workers):
-    f = lambda s: lj.Group(BOTH).elect(s)
-    leader, found = workers.map(f)(workers.put(jnp.full(8, jnp.nan)))
+    given = workers.put((x, jnp.full(8, jnp.nan)))
+    sent, flags, (leader, found) = workers.map(f)(*given)
+    assert sent.tolist() == [[7, 7]] * 8
+    assert flags.dtype == bool and flags.all()
     assert leader.tolist() == [0] * 8 and not found.any()
 
 
-@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
-def test_mean(workers, tree, axes):
+def test_mean(workers, tree):
     where = np.array([1, 0, 1, 1, 0, 1, 1, 1], bool)
     tree["w"][1] = np.nan
 
-    def f(t, w):
-        mean, _ = lj.Group(axes).masked_mean(t, w)
+    def f(group, t, w):
+        mean, _ = group.masked_mean(t, w)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, t)
 
-    got = workers.map(f)(workers.put(tree), workers.put(where))
-    for group in groups(axes):
-        members = group[where[group]]
-        for name in tree:
-            wide = np.asarray(tree[name], np.float32)
-            expected = wide[members].mean(axis=0).astype(tree[name].dtype)
-            tolerance = 1e-2 if name == "h" else 1e-6
-            for worker in group:
-                np.testing.assert_allclose(
-                    np.asarray(got[name][worker], np.float32),
-                    np.asarray(expected, np.float32),
-                    rtol=tolerance,
-                    atol=tolerance,
-                )
-    assert got["h"].dtype == jnp.bfloat16
+    for axes, got in on_all_axes(workers, f, tree, where).items():
+        for group in GROUPS[axes]:
+            members = group[where[group]]
+            for name in tree:
+                wide = np.asarray(tree[name], np.float32)
+                expected = wide[members].mean(axis=0).astype(tree[name].dtype)
+                tolerance = 1e-2 if name == "h" else 1e-6
+                for worker in group:
+                    np.testing.assert_allclose(
+                        np.asarray(got[name][worker], np.float32),
+                        np.asarray(expected, np.float32),
+                        rtol=tolerance,
+                        atol=tolerance,
+                    )
+        assert got["h"].dtype == jnp.bfloat16
 
 
 def test_mean_of_bfloat16_sums_in_float32(workers):
@@ -99,30 +106,36 @@ def test_mean_of_bfloat16_sums_in_float32(workers):
     assert float(got[0]) == float(jnp.bfloat16((256 + 7) / 8))
 
 
-@pytest.mark.parametrize(
-    "axes", ["local", pytest.param("node", marks=pytest.mark.slow), BOTH], ids=str
-)
-@pytest.mark.parametrize("kind", ["hop", "swap", "partial"])
-def test_permute(workers, tree, axes, kind):
-    size = len(groups(axes)[0])
-    permutation = {
-        "hop": [(i, (i + 1) % size) for i in range(size)],
-        "swap": [(i, i ^ 1) for i in range(size)],
-        "partial": [(0, size - 1)],
-    }[kind]
+PERMUTATIONS = {
+    "hop": lambda size: [(i, (i + 1) % size) for i in range(size)],
+    "swap": lambda size: [(i, i ^ 1) for i in range(size)],
+    "partial": lambda size: [(0, size - 1)],
+}
+
+
+def sources_of(permutation, size):
+    """Returns the source of each destination, -1 where there is none."""
     sources = np.full(size, -1)
-    for source, target in permutation:
-        sources[target] = source
-    for given in permutation, jnp.asarray(sources):  # known while tracing, or not
-        got = workers.map(lambda t, p=given: lj.Group(axes).permute(t, p))(
-            workers.put(tree)
-        )
-        for group in groups(axes):
-            for name in tree:
-                expected = np.zeros_like(tree[name][group])
-                for source, target in permutation:
-                    expected[target] = tree[name][group[source]]
-                np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
+    for source, destination in permutation:
+        sources[destination] = source
+    return sources
+
+
+@pytest.mark.parametrize("kind", PERMUTATIONS)
+def test_permute(workers, tree, kind):
+    def f(group, t):
+        permutation = PERMUTATIONS[kind](group.size)
+        traced = jnp.asarray(sources_of(permutation, group.size))
+        return [group.permute(t, given) for given in (permutation, traced)]
+
+    for axes, found in on_all_axes(workers, f, tree).items():
+        for group in GROUPS[axes]:
+            sources = sources_of(PERMUTATIONS[kind](len(group)), len(group))
+            for name, x in tree.items():
+                taken = (sources >= 0).reshape(-1, *[1] * (x.ndim - 1))
+                expected = np.where(taken, x[group][sources], np.zeros_like(x[group]))
+                for got in found:
+                    np.testing.assert_array_equal(np.asarray(got[name])[group], expected)
 
 
 @pytest.mark.parametrize("rounds", [3, 9])
@@ -152,13 +165,13 @@ def test_push_has_the_same_numbers_with_and_without_branches(workers, rounds):
         np.testing.assert_allclose(mass, others.sum(axis=1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", ["local", "node", BOTH], ids=str)
-def test_transpose(workers, axes):
-    size = len(groups(axes)[0])
-    x = np.arange(8 * size * 3).reshape(8, size, 3)
-    got = workers.map(lambda x: lj.Group(axes).transpose(x))(workers.put(x))
-    for group in groups(axes):
-        np.testing.assert_array_equal(np.asarray(got)[group], x[group].swapaxes(0, 1))
+def test_transpose(workers):
+    x = np.arange(8 * 8 * 3).reshape(8, 8, 3)
+    f = lambda group, x: group.transpose(x[: group.size])
+    for axes, got in on_all_axes(workers, f, x).items():
+        for group in GROUPS[axes]:
+            expected = x[group][:, : len(group)].swapaxes(0, 1)
+            np.testing.assert_array_equal(np.asarray(got)[group], expected)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +202,3 @@ def test_a_tree_needs_one_collective_per_dtype():
 def test_a_collective_without_bound_axes_is_refused():
     with pytest.raises(NameError, match="call this inside `Workers.map`"):
         lj.Group("node").mean(jnp.ones(2))
-
-
-def test_a_broadcast_keeps_bools(workers):
-    flags = workers.put(jnp.arange(workers.num_workers) == 1)
-    send = lambda x: lj.Group(("node", "local")).broadcast(x, jnp.int32(1))
-    sent = workers.map(send)(flags)
-    assert sent.dtype == bool and sent.all()

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,28 @@ SUBNORMAL = 127 * float(np.finfo(np.float32).tiny)  # a smaller scale counts as 
 # The codec
 
 
+@functools.cache
+def round_trip(wire, keeps_shapes=False):
+    """Returns tree -> (decoded, error), which a format compiles once."""
+
+    @jax.jit
+    def coded(tree):
+        codec = Codec(tree, lj.Wire(wire, block=4))
+        message, error = codec.encode(tree, jax.tree.map(jnp.zeros_like, tree))
+        return codec.decode(message), error
+
+    def on_device(tree):
+        with contextlib.nullcontext() if keeps_shapes else on_one_device():
+            return coded(tree)
+
+    return on_device
+
+
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @given(tree=trees)
 @few
 def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
-    with on_one_device():
-        codec = Codec(tree, lj.Wire(wire, block=4))
-    arrived = codec.decode(codec.encode(tree)[0])
+    arrived, _ = round_trip(wire)(tree)
     for x, q in zip(tree[:2], arrived):
         flat, got = np.where(np.isfinite(x), x, 0).ravel(), np.ravel(q)
         for start in range(0, flat.size, 4):
@@ -60,10 +76,7 @@ def test_the_error_of_an_element_is_at_most_half_a_scale(wire, tree):
 def test_the_error_is_the_difference_to_the_decoded_message(keeps_shapes, wire, tree):
     """Also for leaves that keep their shape because they may be sharded."""
     tree = jax.tree.map(lambda x: np.where(np.isfinite(x), x, 1), tree)
-    with contextlib.nullcontext() if keeps_shapes else on_one_device():
-        codec = Codec(tree, lj.Wire(wire, block=4))
-    message, error = codec.encode(tree, jax.tree.map(jnp.zeros_like, tree))
-    arrived = codec.decode(message)
+    arrived, error = round_trip(wire, keeps_shapes)(tree)
     for x, q, e in zip(tree, arrived, error):
         np.testing.assert_allclose(np.asarray(q) + np.asarray(e), x, rtol=1e-5, atol=1e-3)
         largest = np.abs(x).max(initial=0)

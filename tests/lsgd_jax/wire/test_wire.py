@@ -212,10 +212,10 @@ def test_lsgd_and_diloco_by_hand(format):
     [
         ("int8", 1, 3, 3, None),
         ("int4", 2, 4, 4, None),
-        ("int8", 2, 4, 2, None),
+        pytest.param("int8", 2, 4, 2, None, marks=pytest.mark.slow),
         ("int4", 2, 4, 4, "node"),  # two nodes gather
         ("int8", 3, 2, 6, "node"),
-        ("int4", 4, 2, 2, "node"),
+        pytest.param("int4", 4, 2, 2, "node", marks=pytest.mark.slow),
     ],
 )
 def test_means_by_shares_by_hand(format, nodes, locals, devices, across, monkeypatch):

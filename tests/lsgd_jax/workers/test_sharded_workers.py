@@ -350,8 +350,15 @@ def user_mesh(kind=AxisType.Auto):
 
 
 @pytest.mark.parametrize("method", ["lsgd", pytest.param("sgp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axes", [("replica",), ("replica", "data")])
-@pytest.mark.parametrize("set_mesh", [False, True])
+@pytest.mark.parametrize(
+    "axes, set_mesh",
+    [
+        (("replica",), False),
+        (("replica", "data"), True),
+        pytest.param(("replica",), True, marks=pytest.mark.slow),
+        pytest.param(("replica", "data"), False, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_on_a_mesh_of_the_user_compute_the_same(method, axes, set_mesh):
     """Sharding constraints on the other axes work, as specs and as a NamedSharding."""
     mesh, tx = user_mesh(), METHODS[method]()
@@ -403,6 +410,8 @@ EXPLICIT = {
     "sgp": lambda: optax.chain(SGD, lj.sgp()),
     "median": lambda: optax.chain(lj.coordinate_median(), SGD),
 }
+# The number of axes of the workers on which a method is tested by default.
+AXES = {"lsgd": 2, "fragments": 1, "int8": 2, "median": 1}
 
 
 def trained_on(kind, axes, tx, set_mesh=True):
@@ -437,10 +446,13 @@ def trained_on(kind, axes, tx, set_mesh=True):
         return workers.fetch((params, state, lj.consensus(params)))
 
 
-@pytest.mark.parametrize("axes", [("replica",), ("replica", "data")])
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x == "sgp")) for x in EXPLICIT],
+    "method, axes",
+    [
+        pytest.param(x, axes, marks=[pytest.mark.slow] * (len(axes) != AXES.get(x)))
+        for x in EXPLICIT
+        for axes in [("replica",), ("replica", "data")]
+    ],
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     """With and without the mesh as context. Counters of bytes are compared as well."""

@@ -27,7 +27,9 @@ PULLS = {
     "osgp": OSGP(),
 }
 ALL = METHODS | {"lsgd-int8": NARROW} | PULLS
-QUICK = (*METHODS, "lsgd-int8", "osgp", "pulls", "pulls-int8")
+# By default without variants of a method, which send trees of the same leaves.
+VARIANTS = "pairwise-loss pairwise-clock wagma-int8 diloco-delayed diloco-together".split()
+QUICK = METHODS.keys() - set(VARIANTS) | {"lsgd-int8", "osgp", "pulls", "pulls-int8"}
 
 
 def mesh_of(first=0, count=2):
