@@ -231,20 +231,23 @@ def test_compiles_once_and_state_keeps_its_types(name):
 
 
 @every_method
-@pytest.mark.parametrize(
-    "dtype, promotion", [("float32", "strict"), ("bfloat16", "standard")]
-)
-def test_parameters_and_state_keep_their_dtypes(name, dtype, promotion):
-    """Float32 also under strict promotion; bfloat16 is widened to float32 on purpose."""
-    run = run_of(name, 4, 2, 8)
+def test_bfloat16_parameters_stay_bfloat16(name):
+    check_dtypes(run_of(name, 4, 2, 8), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", rows_of(METHODS, fast=[*KINDS, "parle", "lsgd+int8"]))
+def test_every_method_is_traced_under_strict_promotion(name):
+    with jax.numpy_dtype_promotion("strict"):
+        check_dtypes(run_of(name, 4, 2, 8), jnp.float32)
+
+
+def check_dtypes(run, dtype):
     start = jax.tree.map(lambda x: x.astype(dtype), run.start)
-    with jax.numpy_dtype_promotion(promotion):
-        state = jax.eval_shape(run.init, start)
-        params, after = jax.eval_shape(run.step, start, state, start)
+    state = jax.eval_shape(run.init, start)
+    params, after = jax.eval_shape(run.step, start, state, start)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    described = lambda x: (x.shape, x.dtype)
+    assert jax.tree.map(described, after) == jax.tree.map(described, state)
 
 
 @every_method
