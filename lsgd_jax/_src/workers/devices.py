@@ -8,12 +8,9 @@ import jax
 from lsgd_jax._src.checks import check_positive_int
 
 
-FLAGS = {
-    # XLA uses its library of CPU kernels for matrix products only.
-    "--xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
-    # oneDNN computes convolutions of few channels; no effect in jax 0.10.
-    "--xla_cpu_experimental_onednn_custom_call": "true",
-}
+# XLA uses its library of CPU kernels for matrix products only.
+KERNELS = "--xla_cpu_experimental_ynn_fusion_type"
+PRODUCTS = "LIBRARY_FUSION_TYPE_DOT"
 
 
 def emulate_devices(count: int) -> None:
@@ -49,20 +46,19 @@ def tune_cpu() -> None:
     """Sets the environment variables that make XLA fast and safe on CPUs.
 
     Call it before jax uses a device; afterwards, and on GPUs, it has no effect. It reserves
-    threads for emulated devices, as `emulate_devices` does. It also adds two flags to
-    XLA_FLAGS, unless that names them: XLA then compiles convolutions itself or leaves them
-    to oneDNN. The kernel library that XLA uses by default takes up to 1.5 times as long to
-    train a network of large convolutions. Versions of jax from 0.13 on may not know the
-    flags, and XLA aborts on unknown flags, so they run without them.
+    threads for emulated devices, as `emulate_devices` does. It also adds a flag to
+    XLA_FLAGS, unless that names the same flag: XLA then compiles convolutions itself. The
+    kernel library that XLA uses by default takes up to 1.5 times as long to train a network
+    of large convolutions. Versions of jax from 0.13 on may not know the flag, and XLA
+    aborts on unknown flags, so they run without it.
 
     >>> import lsgd_jax as lj
     >>> lj.tune_cpu()
     """
     reserve_threads()
-    given = os.environ.get("XLA_FLAGS", "")
-    if jax.__version_info__ < (0, 13):
-        added = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
-        os.environ["XLA_FLAGS"] = " ".join((*added, given)).strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__ < (0, 13) and KERNELS not in flags:
+        os.environ["XLA_FLAGS"] = f"{KERNELS}={PRODUCTS} {flags}".strip()
 
 
 def reserve_threads() -> None:
