@@ -127,9 +127,7 @@ METHODS = {
     ),
     "sparta": Method(lambda W, **k: lj.contrib.sparta(0.5, **k), wires=False),
     "lsgd_streaming": Method(
-        lambda W, **k: lj.lsgd(
-            0.3, 0.2, 4, 8, 2, fragments=2, delay=1, late="shift", scan_axis=0, **k
-        ),
+        lambda W, **k: lj.lsgd(0.3, 0.2, 4, 8, 2, fragments=2, delay=1, scan_axis=0, **k),
         due=2,
         alone=False,
         rounds=lambda W: (1, 1, 1, 1),

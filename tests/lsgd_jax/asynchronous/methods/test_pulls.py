@@ -63,6 +63,13 @@ def test_every_method_equals_lock_step(name):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
 
 
+def test_a_late_shift_equals_lock_step():
+    method = lj.lsgd(0.3, 0.2, 4, 8, 2, delay=2, late="shift")
+    expected = toys.in_lock_step(method, 2, 2, steps=10)
+    found = toys.stacked(run(Pulls(method)))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 1)])
 def test_grids_of_one_and_of_odd_numbers_of_workers(grid):
