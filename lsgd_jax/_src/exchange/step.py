@@ -15,6 +15,7 @@ import optax
 from jax import Array, lax
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.by_value import are_equal
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
@@ -156,7 +157,6 @@ class Step:
         is_finite: Array,
     ) -> tuple[Tree, tuple[PullState, ...], Array]:
         every, after = _Buffers.of(x, frame), []
-        lands = [turn.lands is True for turn in self._turns]  # known while tracing
         us = every.packing.pack(u)
 
         def finite_now(us: list[Array]) -> Array:
@@ -165,7 +165,7 @@ class Step:
         is_finite &= finite_now(us)
         for k, (pull, state) in enumerate(zip(self._pulls, states)):
             takes_part = counts[k] & is_finite
-            if lands[k] and any(lands[:k]):
+            if self._follows(k):
                 # Otherwise XLA fuses the pulls, and the targets of all of them stay alive.
                 us = lax.optimization_barrier(us)
             if pull.part is None:
@@ -186,6 +186,12 @@ class Step:
             after.append(state)
         u = every.packing.unpack(kernel.drop_non_finite_steps(every.xs, us), t=self._common)
         return u, tuple(after), is_finite
+
+    def _follows(self, k: int) -> bool:
+        """Whether it is known that a pull lands, and an earlier one on the same leaves."""
+        earlier = range(k if self._turns[k].lands is True else 0)
+        is_same = lambda j: are_equal(self._pulls[j].part, self._pulls[k].part)
+        return any(self._turns[j].lands is True and is_same(j) for j in earlier)
 
     def _pull(
         self,
