@@ -173,12 +173,12 @@ class Target(NamedTuple):
     Attributes:
       z: a tree like y; per worker.
       found: bool scalar, whether there is one.
-      since: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
+      sent: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
-    since: Tree | tuple[()] = ()
+    sent: Tree | tuple[()] = ()
 
 
 class Pending(NamedTuple):
@@ -190,13 +190,13 @@ class Pending(NamedTuple):
       found: bool scalar: whether this worker takes part, then whether there is a target.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
-      since: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
+      sent: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
     x: Tree | tuple[()] = ()
-    since: Tree | tuple[()] = ()
+    sent: Tree | tuple[()] = ()
 
 
 class PullState(NamedTuple):
@@ -245,8 +245,13 @@ def init(pull: Pull, params: Tree) -> PullState:
 
 def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
-    y, keeps_y = trees.widen(y), pull.late == "shift"
-    return Pending(y, takes_part, x if pull.rule.reads_x else (), y if keeps_y else ())
+    x = x if pull.rule.reads_x else ()
+    return Pending(trees.widen(y), takes_part, x, kept_until_landing(pull, y))
+
+
+def kept_until_landing(pull: Pull, y: Tree) -> Tree | tuple[()]:
+    """Returns y at the agreement if the pull lands by a shift; otherwise ()."""
+    return trees.widen(y) if pull.late == "shift" else ()
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -440,7 +445,7 @@ def land(
     """
     z = target.z
     if pull.late == "shift":
-        z = with_steps(z, target.since, position(x, u), takes_part)
+        z = with_steps(z, target.sent, position(x, u), takes_part)
     u = move(x, u, z, pull.weight(t), target.found, takes_part)
     restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
@@ -492,15 +497,15 @@ def position(x: Tree | None, u: Tree) -> Tree:
     return u if x is None else trees.plus(x, u)
 
 
-def with_steps(z: Tree, since: Tree, y: Tree, takes_part: Array) -> Tree:
-    """Returns z + y - since, or z for a worker that takes it whole."""
+def with_steps(z: Tree, sent: Tree, y: Tree, takes_part: Array) -> Tree:
+    """Returns z + y - sent, or z for a worker that takes it whole."""
     (moves,) = trees.materialized(jnp.where(takes_part, 1.0, 0.0))
 
-    def leaf(z: Array, since: Array, y: Array) -> Array:
-        steps = trees.widened(y) - since
+    def leaf(z: Array, sent: Array, y: Array) -> Array:
+        steps = trees.widened(y) - sent
         return z + trees.where_finite(steps, steps, 0.0) * moves.astype(z.dtype)
 
-    return jax.tree.map(leaf, z, since, y)
+    return jax.tree.map(leaf, z, sent, y)
 
 
 def move(

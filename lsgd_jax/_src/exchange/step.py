@@ -189,9 +189,9 @@ class Step:
 
     def _follows(self, k: int) -> bool:
         """Whether it is known that a pull lands, and an earlier one on the same leaves."""
-        earlier = range(k if self._turns[k].lands is True else 0)
+        lands = lambda j: self._turns[j].lands is True
         is_same = lambda j: are_equal(self._pulls[j].part, self._pulls[k].part)
-        return any(self._turns[j].lands is True and is_same(j) for j in earlier)
+        return lands(k) and any(lands(j) and is_same(j) for j in range(k))
 
     def _pull(
         self,
@@ -216,7 +216,7 @@ class Step:
         def land(us: list[Array], target: Any, state: PullState) -> Any:
             packed = target._replace(z=packing.pack(target.z))
             if pull.late == "shift":
-                packed = packed._replace(since=packing.pack(target.since))
+                packed = packed._replace(sent=packing.pack(target.sent))
             return kernel.land(pull, xs, us, packed, state, takes_part, self._common)
 
         def send_and_land(us: list[Array], state: PullState) -> Any:

@@ -176,7 +176,8 @@ class PullsWorker(Driver):
             if sends[k]:
                 among = set(here) if pull.delay else here  # it runs in the background
                 agreement = transport.start(self._agree(k, number, among, counts))
-                coming = InFlight(agreement, self.worker.count, sent=self._kept_for(pull))
+                kept = kernel.kept_until_landing(pull, self._part(k, self.worker.params))
+                coming = InFlight(agreement, self.worker.count, sent=kept)
                 if pull.delay:
                     self.in_flight[k] = coming
                 else:
@@ -194,18 +195,14 @@ class PullsWorker(Driver):
         self, k: int, number: int, here: set[int], is_finite: bool
     ) -> Coroutine[Any, Any, Any]:
         """Runs `kernel.send` for the worker's present state, also in the background."""
-        worker, part = self.worker, self._pulls[k].part
-        x, y = (
-            parts.select(part, trees.floats(tree)) for tree in (worker.x, worker.params)
-        )
+        worker = self.worker
+        x, y = self._part(k, worker.x), self._part(k, worker.params)
         given = x, y, self.pulls[k], np.bool_(is_finite), np.int32(worker.count)
         return self._conversations[k].agree(number, here, *given)
 
-    def _kept_for(self, pull: Pull) -> Tree | None:
-        """Returns the parameters that a delayed pull needs when it lands, or None."""
-        if pull.late == "pull":
-            return None
-        return trees.widen(parts.select(pull.part, trees.floats(self.worker.params)))
+    def _part(self, k: int, tree: Tree) -> Tree:
+        """Returns the leaves that a pull exchanges."""
+        return parts.select(self._pulls[k].part, trees.floats(tree))
 
     async def _land(self, k: int, coming: InFlight, is_finite: bool) -> bool:
         """Runs `kernel.land`; returns whether the worker was restored."""
@@ -215,8 +212,7 @@ class PullsWorker(Driver):
         except UnreachableError:
             return False  # its sender has failed: no pull this time
         state, t = renew(states[k]), np.int32(worker.count)
-        if coming.sent is not None:
-            target = target._replace(since=coming.sent)
+        target = target._replace(sent=coming.sent)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )
