@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from side_by_side import on_random_images
 
 import lsgd_jax as lj
+from train.cluster.output import python_only
 from train.config import WorkersConfig
 
 
@@ -28,9 +29,7 @@ def parse():
 
 def main():
     options = parse()
-    # gloo prints to standard output, which is for the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    sys.stdout = python_only(sys.stdout)  # for the answers alone, and gloo prints there
     os.environ["PJRT_NPROC"] = str(options.threads)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -41,7 +40,7 @@ def main():
     ours = on_random_images(config, workers=grid, batch_size=options.batch_size)
     for line in sys.stdin:
         multihost_utils.sync_global_devices("begin")
-        print(ours.seconds_per_step(int(line)), file=answers, flush=True)
+        print(ours.seconds_per_step(int(line)), flush=True)
         multihost_utils.sync_global_devices("end")
 
 
