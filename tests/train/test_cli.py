@@ -72,6 +72,7 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
     # One setting.
     ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
+    ("digits --steps -5", "`steps` must be a positive int, got steps=-5"),
     ("digits --run-dir=", "`run_dir` must be a path, not empty, got run_dir="),
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
