@@ -32,6 +32,7 @@ class StopSignals:
     def __init__(self, session: Session):
         self.received: signal.Signals | None = None
         self._session = session
+        self._is_interrupted = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -50,8 +51,11 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
-        if self.received == signal.SIGINT == number:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            # Not `received`: Ctrl-C may have reached the other processes before this one.
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            self._is_interrupted = True
         self.received = signal.Signals(
             number if number == signal.SIGINT else signal.SIGTERM
         )

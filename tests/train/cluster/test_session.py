@@ -194,3 +194,12 @@ def test_all_stop_at_the_step_of_jax_for_the_same_reason(monkeypatch, asked, rec
 
     assert each(2, train) == [([5], received)] * 2
     assert passed_on == [signal.SIGTERM] * len(asked)
+
+
+def test_ctrl_c_after_that_of_the_others_is_the_first_one_of_a_process(monkeypatch):
+    monkeypatch.setattr(signals.os, "kill", lambda pid, number: None)
+    stop = StopSignals(Session(1, ["a", "b"]))
+    stop.received = signal.SIGINT  # as all agreed
+    stop._note(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        stop._note(signal.SIGINT, None)
