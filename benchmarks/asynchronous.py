@@ -149,7 +149,7 @@ def seconds_to(error, begun, owns):
         return small.error(forward(unravel(vector), x), y)
 
     # A snapshot holds the parameters before its step, so its time is the previous end.
-    times = [np.r_[begun, ends][::SNAPSHOT] for _, ends, _ in owns]
+    times = [np.r_[begun, ends[:-1]][::SNAPSHOT] for _, ends, _ in owns]
     for now in sorted(np.concatenate(times)):
         newest = [np.searchsorted(when, now, side="right") - 1 for when in times]
         seen = [own[2][max(0, i)] for own, i in zip(owns, newest)]

@@ -150,16 +150,22 @@ class Setting(NamedTuple):
             yield from (method(allowed, wire) for wire in WIRES)
 
     def _lsgd(self, allowed: float, wire: lj.WireFormat) -> Proposal:
-        """Each of two levels gets half the time. The outer period is not shorter."""
-        options, exchanges, period = "--method lsgd", [], 1
-        levels = {"local": self.links.get(INSIDE), "global": self.links.get(ALL)}
-        known = {name: link for name, link in levels.items() if link is not None}
-        for name, link in known.items():
+        """Each of two levels gets half the time. The outer period is not shorter.
+
+        Without a second node both levels pull inside the node. A local pull of one worker
+        costs nothing.
+        """
+        levels = self.links.get(INSIDE), self.links.get(ALL) or self.links[INSIDE]
+        known = [link for link in levels if link is not None]
+        exchanges, period = [], 1
+        for link in known:
             seconds = link.seconds("leader", self.payload, wire)
             period = max(period, power_of_two(len(known) * seconds / allowed))
             exchanges.append((seconds, period))
-            options += f" --method.{name}-period {period}"
-        options += f" --method.wire {wire}"
+        options = (
+            f"--method lsgd --method.local-period {exchanges[0][1]} "
+            f"--method.global-period {period} --method.wire {wire}"
+        )
         return Proposal(options, period, tuple(exchanges), self.step)
 
     def _diloco(self, allowed: float, wire: lj.WireFormat) -> Proposal:

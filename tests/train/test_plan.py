@@ -66,9 +66,11 @@ def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
     found = proposals(0.25, {ALL: LINK})["lsgd", "float32"]
     assert (found.period, found.delay) == (16, 5)  # 12.6 -> 16; 4.2 -> 5
     assert found.share() == pytest.approx(0.02625 / 0.12625) and found.share(5) == 0
-    assert found.options == "--method lsgd --method.global-period 16 --method.wire float32"
-    inside = proposals(0.25, {INSIDE: LINK})["lsgd", "float32"].options
-    assert inside == "--method lsgd --method.local-period 16 --method.wire float32"
+    assert "--method.local-period 16 --method.global-period 16" in found.options
+    # One node has both pulls: 25.2 -> 32.
+    inside = proposals(0.25, {INSIDE: LINK})["lsgd", "float32"]
+    assert "--method.local-period 32 --method.global-period 32" in inside.options
+    assert [every for _, every in inside.exchanges] == [32, 32]
     # 420 ms every second step: a delay of one step hides 100 ms of them.
     found = proposals(0.75, {ALL: LINK})["lsgd", "float32"]
     assert (found.period, found.delay) == (2, 1)
@@ -135,7 +137,8 @@ def test_given_values_are_not_measured(monkeypatch, capsys):
     output = capsys.readouterr().out
     # As above: 0.42 s every 16 steps.
     found = "20.8 %, pauses of 420.0 ms (delay 5: 0.0 %): --method lsgd "
-    assert found + "--method.global-period 16 --method.wire float32" in output
+    periods = "--method.local-period 16 --method.global-period 16 "
+    assert f"{found}{periods}--method.wire float32" in output
 
 
 @pytest.mark.parametrize(
