@@ -55,7 +55,7 @@ class Options:
       bandwidth_mbit: bandwidth of a node's link in Mbit/s; overrides the network's.
       latency_ms: latency between nodes; overrides the network's.
       inside_mbit: bandwidth of each worker's link inside its node, in Mbit/s.
-      overhead_ms: time that software adds to each message.
+      overhead_ms: time that software adds to each message of more than 4 KiB.
       coordinator_ms: time in which the coordinator serves a call.
       step_ms: mean time of a training step.
       slow: WORKER FACTOR, slower workers.

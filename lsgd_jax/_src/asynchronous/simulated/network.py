@@ -25,7 +25,7 @@ class Network:
       latency: seconds from node to node.
       inside_bandwidth: bytes per second of each worker's link to the others of its node.
       inside_latency: seconds from worker to worker inside a node.
-      overhead: seconds of software around a message, at its sender.
+      overhead: seconds of software around a message of more than 4 KiB, at its sender.
       coordinator: seconds in which the coordinator serves a call, one after the other.
 
     Raises:
@@ -72,8 +72,14 @@ class Network:
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
         """Returns the seconds of a message on idle links."""
         if is_inside:
-            return self.overhead + self.inside_latency + size / self.inside_bandwidth
-        return self.overhead + self.latency + size / self.bandwidth
+            latency, bandwidth = self.inside_latency, self.inside_bandwidth
+        else:
+            latency, bandwidth = self.latency, self.bandwidth
+        return self.software(size) + latency + size / bandwidth
+
+    def software(self, size: float) -> float:
+        """Returns the seconds of software around a message of this size."""
+        return self.overhead if size > SMALL else 0.0
 
 
 def _ethernet(gigabits: float, latency: float) -> Network:
@@ -155,8 +161,7 @@ class Links:
         rounds = 2 * math.ceil(math.log2(len(group)))
         each = 2 * (len(group) - 1) / len(group) * size
         if each <= SMALL or math.isinf(self.network.bandwidth):
-            delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
-            return await later(max(rounds, 1) * delay, True)
+            return await later(max(rounds, 1) * self._latency(pairs, each), True)
         return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
 
     def _begin(
@@ -170,9 +175,13 @@ class Links:
                 self.sent[source // self._locals] += size
             links = self._links_between(source, target, inside)
             flows.append((links, (source, target), size, 0.0, limit, loop.create_future()))
-        delay = max(self.network.delay(self.is_inside(*pair)) for pair in pairs)
-        loop.call_later(rounds * delay, self._add, flows)
+        loop.call_later(rounds * self._latency(pairs, size), self._add, flows)
         return [arrived for *_, arrived in flows]
+
+    def _latency(self, pairs: list[tuple[int, int]], size: float) -> float:
+        """Returns the longest seconds of messages besides those on the links."""
+        latencies = [self.network.delay(self.is_inside(*pair)) for pair in pairs]
+        return self.network.software(size) + max(latencies)
 
     def _links_between(self, source: int, target: int, inside: bool) -> tuple[int, int]:
         if inside:

@@ -107,7 +107,7 @@ def test_runs_with_one_seed_are_bit_identical():
 # Times
 
 
-def transfers(*messages, stuck=None, limit=np.inf):
+def transfers(*messages, stuck=None, limit=np.inf, network=NETWORK):
     """When each message (begin, source, target, size) arrives; None if it does not."""
 
     async def send(links, begin, source, target, size):
@@ -116,7 +116,7 @@ def transfers(*messages, stuck=None, limit=np.inf):
         return asyncio.get_running_loop().time() if arrived else None
 
     async def conduct():
-        links = Links(NETWORK, nodes=2, locals=2)
+        links = Links(network, nodes=2, locals=2)
         links.stuck |= {stuck} - {None}
         return await asyncio.gather(*(send(links, *message) for message in messages))
 
@@ -127,6 +127,10 @@ def test_a_message_takes_the_latency_and_its_bytes():
     assert transfers((0, 0, 2, 1e6)) == pytest.approx([1.001])
     assert transfers((0, 0, 1, 1e6)) == pytest.approx([0.2501])
     assert transfers((0, 0, 2, 1000)) == pytest.approx([0.002])
+    # Software takes time around what is large.
+    busy = Network(1e6, 1e-3, overhead=0.01)
+    both = transfers((0, 0, 2, 1e6), (2, 0, 2, 1000), network=busy)
+    assert both == pytest.approx([1.011, 2.002])
 
 
 def test_a_link_is_shared_by_what_it_carries_at_a_time():
