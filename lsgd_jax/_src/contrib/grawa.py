@@ -19,11 +19,8 @@ from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.methods.blocks import leaf_norms, times
-from lsgd_jax._src.shared import Axes, Shared
+from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
-from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.top_k import TopK
-from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 SMALLEST = 1e-12  # of the largest norm: a norm of 0 would take all the weight
@@ -36,14 +33,11 @@ class GradientNormState(NamedTuple):
       measured: float [B], the norms s of the last step; per worker.
       norms: float [B], their running average n over exchanges; per worker.
       count: int32 scalar, the exchanges in that average; per worker.
-      reference: the last target, a tree like the parameters, in float32 at least, or None
-        unless parameters travel as differences to it; shared.
     """
 
     measured: Array
     norms: Array
     count: Array
-    reference: Shared[Tree] | None
 
 
 @by_value
@@ -52,7 +46,6 @@ def gradient_weighted(
     decay: float = 0.43046721,
     power: float = 1.0,
     axes: Axes = ("node", "local"),
-    wire: Wire | TopK | WireFormat = "float32",
 ) -> Rule:
     r"""The mean of the workers, weighted by inverse gradient norms, as a rule of a pull.
 
@@ -75,8 +68,6 @@ def gradient_weighted(
       decay: ρ in [0, 1), how much of the earlier norms the average keeps.
       power: p ≥ 0. 0 is the plain mean.
       axes: the mesh axes of the group.
-      wire: the wire format of the pull. In all but 'float32' the state keeps the last
-        target, because differences to it travel.
 
     Raises:
       ValueError: ρ outside [0, 1), a negative p.
@@ -89,7 +80,6 @@ def gradient_weighted(
     if decay == 1:
         raise ValueError("`decay` must be less than 1, or no gradient norm ever enters n")
     check_not_negative("power", power)
-    is_narrow = Wire.of(wire).is_narrow
 
     def measure(gradient: Tree) -> Array:
         norms = leaf_norms(gradient)
@@ -97,8 +87,7 @@ def gradient_weighted(
 
     def init(params: Tree) -> GradientNormState:
         zero = measure(trees.zeros(params))
-        reference = Group(axes).start(params) if is_narrow else None
-        return GradientNormState(zero, zero, jnp.int32(0), reference)
+        return GradientNormState(zero, zero, jnp.int32(0))
 
     def step(u, x, state, loss, t, grad=None):
         measured = measure(u if grad is None else grad)
@@ -110,21 +99,22 @@ def gradient_weighted(
         norms = jnp.where(takes_part, average, 0)
         kept = jnp.power(jnp.asarray(decay, norms.dtype), count.astype(norms.dtype))
         corrected = jnp.where(takes_part, norms / (1 - kept), jnp.nan)
-        weights = inverse_weights(group.gather(corrected), power)
-        mine = weights[group.index]
+        each = group.gather(corrected)
+        weights = inverse_weights(each, power)
         state = state._replace(norms=norms, count=count)
-        found = weights.sum() > 0
-        if not is_narrow:
-            z, _ = group.masked_sum(times(y, mine), takes_part)
-            return z, found, state
-        r = state.reference.value
-        gaps = jax.tree.map(lambda y, r: widened(y) - r, y, r)
-        sums, _ = group.masked_sum(times(gaps, mine), takes_part)
-        z = trees.where(found, jax.tree.map(jnp.add, r, sums), r)
-        return z, found, state._replace(reference=group.shared(z))
+        # A weighted mean of y is the plain mean of r + n w (y - r), for any r.
+        n = jnp.isfinite(each).all(axis=1).sum()
+        mine, r = n * weights[group.index], group.reference
+        if r is None:
+            given = times(y, mine)
+        else:
+            gaps = jax.tree.map(lambda y, r: widened(y) - r, y, r)
+            given = jax.tree.map(jnp.add, r, times(gaps, mine))
+        z, _ = group.masked_mean(given, takes_part)
+        return z, weights.sum() > 0, state
 
-    keeps = ("error",) if is_narrow else None
     # Without `grad=` the norm is that of u, which `outer` knows only if it knows x.
+    keeps = "reference", "error"
     return Rule(axes, init, agree, step, keeps=keeps, reads_x=True, reads=("grad",))
 
 
@@ -207,6 +197,5 @@ def grawa(
     check_positive_int("period", period)
     if not callable(pull):
         check_fraction("pull", pull)
-    wire = options.get("wire", "float32")
-    rule = gradient_weighted(layerwise, decay, power, axes, wire)
+    rule = gradient_weighted(layerwise, decay, power, axes)
     return exchange(Pull(rule, pull, every=period), **options)

@@ -105,6 +105,11 @@ class EncodedGroup(Group):
             slow = self._across.axes
             self._inside = Group(tuple(axis for axis in self.axes if axis not in slow))
 
+    @property
+    def reference(self) -> Tree | None:
+        """r, the target agreed on last."""
+        return _reference(self.kept)
+
     @with_automatic_axes
     def broadcast(self, tree: Tree, source: Array) -> Tree:
         """z = r + Q(v - r), with v the tree of worker `source`; r ← z."""

@@ -112,6 +112,11 @@ class Group:
         """This worker's index in the group, row-major over the axes: int32, varying."""
         return self.channel.index
 
+    @property
+    def reference(self) -> Tree | None:
+        """The tree from which `masked_mean` sends differences, or None if it sends all."""
+        return None
+
     def shared(self, tree: Tree) -> Shared:
         """Marks a tree as equal in the group."""
         is_all = self.channel.is_all

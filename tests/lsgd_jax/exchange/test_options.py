@@ -26,6 +26,7 @@ METHODS = {
     "grawa": functools.partial(lj.contrib.grawa, 0.1, 4),
 }
 GIVEN = {
+    "wire": "int8",
     "fragments": 2,
     "delay": 1,
     "part": ["a"],
@@ -43,11 +44,9 @@ def settings(tx):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_option_of_a_method_is_an_option_of_its_exchange(method):
     make = METHODS[method]
-    wire = {} if method == "grawa" else {"wire": "int8"}
-    count = len(GIVEN) if wire else len(GIVEN) - 1
-    for r in (1, count):
-        for names in itertools.combinations({**GIVEN, **wire}, r):
-            options = {name: {**GIVEN, **wire}[name] for name in names}
+    for r in (1, len(GIVEN) - 1):
+        for names in itertools.combinations(GIVEN, r):
+            options = {name: GIVEN[name] for name in names}
             given, applied = make(**options), lj.exchange(make(), **options)
             assert settings(given) == settings(applied)
             assert names == ("scan_axis",) or settings(given) != settings(make())
@@ -140,7 +139,7 @@ def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
             r"`delay` must be an int in \[0, 4\)",
         ),
         (
-            lambda: lj.exchange(lj.contrib.grawa(), wire="int8"),
+            lambda: lj.exchange(lj.diloco(8, merge="radial"), wire="int8"),
             ValueError,
             "`wire` must be",
         ),
