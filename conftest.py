@@ -1,5 +1,6 @@
 """Tests and doctests see 8 CPU devices, and a collective that hangs ends soon."""
 
+import gc
 import os
 
 import jax
@@ -43,3 +44,10 @@ LONGEST = "test_every_statement_in_full", "test_the_published_levels_at_high_ran
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.name not in LONGEST)
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects, and looking through all of them took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
