@@ -1,6 +1,6 @@
 """Bytes, temporaries and compile time of all methods for W workers on TPUs and H100s.
 
-    python benchmarks/pods.py                                  # all, several hours
+    python benchmarks/pods.py                                  # all, two hours
     python benchmarks/pods.py --workers 8 --platform tpu --method lsgd diloco
     python benchmarks/pods.py --workers 8 --form outer --scale 16      # large leaves
 
