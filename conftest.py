@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects, and looking through all of them took a tenth of the time."""
+    """Tracing makes many objects; looking through all of them took a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
