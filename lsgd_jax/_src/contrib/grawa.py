@@ -103,7 +103,7 @@ def gradient_weighted(
         weights = inverse_weights(each, power)
         state = state._replace(norms=norms, count=count)
         # A weighted mean of y is the plain mean of r + n w (y - r), for any r.
-        n = jnp.isfinite(each).all(axis=1).sum()
+        n = jnp.isfinite(each).all(axis=1).sum(dtype=each.dtype)
         mine, r = n * weights[group.index], group.reference
         if r is None:
             given = times(y, mine)
