@@ -73,17 +73,22 @@ class Along(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int) -> "Along":
-        """The axis with the largest blocks, of at most `block` elements, that divide it.
+        """The first axis with the largest blocks, of at most `block` elements.
+
+        Blocks divide the axis. Cut along the last one, XLA for TPUs would lay the array out
+        anew in float32, because its tiles are 128 elements wide.
 
         >>> Along.of((6, 300), 256)
         Along(shape=(6, 300), axis=1, block=150)
+        >>> Along.of((512, 512), 256).axis
+        0
         """
 
         def largest(n: int) -> int:
             return max(b for b in range(1, min(n, block) + 1) if n % b == 0)
 
-        size, axis = max((largest(n), axis) for axis, n in enumerate(shape))
-        return cls(shape, axis, size)
+        sizes = list(map(largest, shape))
+        return cls(shape, sizes.index(max(sizes)), max(sizes))
 
     @property
     def width(self) -> int:
