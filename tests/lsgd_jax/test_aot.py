@@ -333,8 +333,13 @@ LIMITS = {
     r"workers.* (coordinate_median|licm|robust.*|cge.*)": (4.0, 1.1, 60),
     r"workers.* .*(streaming|layers)": (4.0, 1.1, 120),
     r"workers.* .*": (4.4, 1.1, 60),
+    # XLA for GPUs gathers shards that are sorted or sent to a random peer.
+    r"replicas-gpu sparse_diloco": (40.0, 80.0, 120),
+    r"replicas-gpu noloco.*": (30.0, 4.4, 60),
     r"replicas.* (sparse_diloco|sparta|robust.*)": (40.0, 9.0, 120),
     rf"replicas.* ({GRAPHS}|noloco|wagma|diloco.radial)": (30.0, 3.5, 60),
+    r"replicas.* (wagma|noloco)\+.*": (27.0, 2.4, 60),
+    r"replicas.* .*layers\+int8": (26.0, 2.4, 60),
     # A gather under a vmap counts the message of both workers, and bfloat16 travels wide.
     r"replicas.* .*(bfloat16|int8|int4|stochastic).*": (15.0, 2.4, 60),
     r"replicas.* lsgd_by_peers": (7.5, 2.2, 60),
