@@ -66,10 +66,11 @@ def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
     found = proposals(0.25, {ALL: LINK})["lsgd", "float32"]
     assert (found.period, found.delay) == (16, 5)  # 12.6 -> 16; 4.2 -> 5
     assert found.share() == pytest.approx(0.02625 / 0.12625) and found.share(5) == 0
-    assert "--method.local-period 16 --method.global-period 16" in found.options
+    words = "--method lsgd --method.local-period {0} --method.global-period {0} "
+    assert found.options == f"{words.format(16)}--method.wire float32"
     # One node has both pulls: 25.2 -> 32.
     inside = proposals(0.25, {INSIDE: LINK})["lsgd", "float32"]
-    assert "--method.local-period 32 --method.global-period 32" in inside.options
+    assert inside.options == f"{words.format(32)}--method.wire float32"
     assert [every for _, every in inside.exchanges] == [32, 32]
     # 420 ms every second step: a delay of one step hides 100 ms of them.
     found = proposals(0.75, {ALL: LINK})["lsgd", "float32"]

@@ -102,8 +102,8 @@ def gradient_weighted(
         each = group.gather(corrected)
         weights = inverse_weights(each, power)
         state = state._replace(norms=norms, count=count)
-        # A weighted mean of y is the plain mean of r + n w (y - r), for any r.
-        n = jnp.isfinite(each).all(axis=1).sum(dtype=each.dtype)
+        # For any r, a weighted mean of y is the mean of r + n w (y - r) over n workers.
+        n = (~jnp.isnan(each).any(axis=1)).sum(dtype=each.dtype)
         mine, r = n * weights[group.index], group.reference
         if r is None:
             given = times(y, mine)
