@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import json
 import pathlib
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import lsgd_jax as lj
 
@@ -270,28 +272,105 @@ METHODS |= {
 }
 
 
+def slow_unless(is_fast, cases):
+    """Cases of a parametrized test, slow except those for which `is_fast(*case)` holds."""
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = lambda case: [] if is_fast(*case) else [pytest.mark.slow]
+    return [pytest.param(*case, marks=slow(case)) for case in each]
+
+
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 
-def train(tx, workers, x, grads, losses=None, apply=lj.apply_updates):
+def given(x, batch):
+    """The gradient of `train` where the batches are gradients."""
+    return batch
+
+
+def nothing(x, g):
+    """The more arguments of `tx.update` in `train`."""
+    return {}
+
+
+def train(
+    tx,
+    workers,
+    x,
+    batches,
+    losses=None,
+    apply=lj.apply_updates,
+    gradient=given,
+    extra=nothing,
+):
     """Returns the parameters on the host after every step, and the last state.
 
-    grads: [W, ...] for each step. losses: [W] for each step; 1 by default.
+    batches: [W, ...] for each step. losses: [W] for each step; 1 by default. gradient: a
+    worker's parameters and batch -> its gradient. extra: its parameters and gradient ->
+    more arguments of `tx.update`.
     """
 
-    def step(x, state, g, loss):
-        u, state = tx.update(g, state, x, value=loss)
+    def step(x, state, batch, loss):
+        g = gradient(x, batch)
+        u, state = tx.update(g, state, x, value=loss, **extra(x, g))
         return apply(x, u), state
 
     x, seen = workers.put(x), []
     state, step = workers.map(tx.init)(x), workers.map(step)
-    losses = [np.ones(workers.num_workers)] * len(grads) if losses is None else losses
-    for g, loss in zip(grads, losses):
+    losses = [np.ones(workers.num_workers)] * len(batches) if losses is None else losses
+    for batch, loss in zip(batches, losses):
         loss = jnp.asarray(loss, jnp.float32)
-        x, state = step(x, state, *workers.put((g, loss)))
+        x, state = step(x, state, *workers.put((batch, loss)))
         seen.append(workers.fetch(x))
     assert step._cache_size() == 1
     return seen, state
+
+
+def exchanged(tx, workers, x, steps=1):
+    """Returns the parameters on the host and the state after steps without gradients."""
+    still = jax.tree.map(np.zeros_like, x)
+    seen, state = train(tx, workers, x, [still] * steps)
+    return seen[-1], state
+
+
+def aggregate(tx, rows, devices=1):
+    """Returns the aggregate that each worker gets of gradients [W, ...]."""
+    count = len(jax.tree.leaves(rows)[0])
+    workers = lj.Workers(1, count, devices=jax.devices()[:devices])
+    return workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(workers.put(rows))
+
+
+# Trajectories of rows of 17 numbers, which are two leaves
+
+ORACLES_2026 = json.loads(
+    (pathlib.Path(__file__).parent / "oracles/methods_2026.json").read_text()
+)
+
+
+CASES_2026 = {f"{case['name']}-{case['workers']}": case for case in ORACLES_2026["cases"]}
+
+
+def inputs_2026(case):
+    """Returns the start [W, 17] and the gradients [steps, W, 17] of a case."""
+    W = case["workers"]
+    given = ORACLES_2026["inputs"][str(W)]
+    return np.tile(given["start"], (W, 1)), np.array(given["gradients"])
+
+
+def as_tree(rows):
+    rows = jnp.asarray(rows, jnp.float32)
+    return {"a": rows[..., :12].reshape(*rows.shape[:-1], 3, 4), "b": rows[..., 12:]}
+
+
+def as_rows(tree):
+    return np.concatenate([np.reshape(tree[k], (len(tree[k]), -1)) for k in "ab"], axis=1)
+
+
+def train_rows(tx, start, gradients, devices=1, extra=nothing):
+    """Returns the parameters after every step, [steps, W, 17], and the last state."""
+    workers = lj.Workers(1, len(start), devices=jax.devices()[: min(len(start), devices)])
+    gradients = [as_tree(each) for each in gradients]
+    seen, state = train(tx, workers, as_tree(start), gradients, extra=extra)
+    return np.stack([as_rows(x) for x in seen]), state
 
 
 class Run:

@@ -1,22 +1,22 @@
 """SparseLoCo, DES-LOC, NoLoCo and SPARTA: their oracles, and what each promises."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import Run
+from harness import (
+    CASES_2026,
+    ORACLES_2026,
+    Run,
+    inputs_2026,
+    slow_unless,
+    train,
+    train_rows,
+)
 
 import lsgd_jax as lj
 from lsgd_jax._src.wire.top_k import quantize
-
-
-ORACLES = json.loads(
-    (pathlib.Path(__file__).parents[2] / "oracles/methods_2026.json").read_text()
-)
 
 
 def sparseloco(base, k, chunk, period, decay, rate, bins=None, aggregate="mean"):
@@ -39,90 +39,55 @@ def desloc(base, params, **moments):
 
 
 BUILD = {"sparseloco": sparseloco, "noloco": noloco, "desloc": desloc}
+CASES = [name for name, case in CASES_2026.items() if case["method"] in BUILD]
 # By default a worker alone and an odd number of workers.
-CASES = [
-    pytest.param(
-        case,
-        id=f"{case['name']}-{case['workers']}",
-        marks=[pytest.mark.slow] * (case["workers"] % 2 == 0),
-    )
-    for case in ORACLES["cases"]
-    if case["method"] in BUILD
-]
+is_fast = lambda name: CASES_2026[name]["workers"] % 2 == 1
 
 
-def trees(flat):
-    """Rows of 17 numbers as leaves "a" [..., 3, 4] and "b" [..., 5]."""
-    flat = np.asarray(flat)
-    return {"a": flat[..., :12].reshape(*flat.shape[:-1], 3, 4), "b": flat[..., 12:]}
-
-
-def flat_rows(tree):
-    rows = [np.asarray(tree[k]).reshape(len(tree[k]), -1) for k in ("a", "b")]
-    return np.concatenate(rows, axis=1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_oracle(case):
-    (name, base), W = case["base"], case["workers"]
-    rate = base.pop("lr") if "lr" in base else 0.1
-    tx = BUILD[case["method"]](getattr(optax, name)(rate, **base), **case["settings"])
-    inputs = ORACLES["inputs"][str(W)]
-    path = path_of(tx, np.tile(inputs["start"], (W, 1)), np.array(inputs["gradients"]))
-    atol = 2e-5 if name == "adam" else 2e-6
+@pytest.mark.parametrize("name", slow_unless(is_fast, CASES))
+def test_oracle(name):
+    case = CASES_2026[name]
+    (base, options), W = case["base"], case["workers"]
+    settings = {"learning_rate": options["lr"], **options}
+    del settings["lr"]
+    tx = BUILD[case["method"]](getattr(optax, base)(**settings), **case["settings"])
+    path, _ = train_rows(tx, *inputs_2026(case), devices=1 if W == 3 else W)
+    atol = 2e-5 if base == "adam" else 2e-6
     np.testing.assert_allclose(path, case["params"], rtol=0, atol=atol)
 
 
 def test_values_are_rounded_as_the_released_code_rounds_them():
     """It rounds a - y, and the wire y - a."""
-    unit = ORACLES["units"]["statistical_quantizer"]
+    unit = ORACLES_2026["units"]["statistical_quantizer"]
     codes, values = quantize(-jnp.array(unit["v"], jnp.float32), bits=2)
     assert codes.tolist() == unit["codes"]
     np.testing.assert_allclose(-values[codes], unit["decoded"], rtol=1e-5, atol=1e-6)
 
 
-def path_of(tx, start, gradients):
-    """The parameters [steps, W, 17] after each step with the given gradients."""
-    W = len(start)
-    workers = lj.Workers(1, W, devices=jax.devices()[: 1 if W == 3 else W])
-    params = workers.put(jax.tree.map(jnp.float32, trees(start)))
-
-    def train_step(params, state, grads):
-        updates, state = tx.update(grads, state, params, value=0.0)
-        return lj.apply_updates(params, updates), state
-
-    state, seen = workers.map(tx.init)(params), []
-    step = workers.map(train_step)
-    for each in gradients:
-        grads = workers.put(jax.tree.map(jnp.float32, trees(each)))
-        params, state = step(params, state, grads)
-        seen.append(flat_rows(workers.fetch(params)))
-    assert step._cache_size() == 1
-    return np.array(seen)
-
-
-def test_desloc_averages_the_moments_of_its_part_whatever_the_base():
-    """Adam, and SGD with momentum. Leaf "b" and its moments stay with their worker."""
+@pytest.mark.parametrize(
+    "base, periods, moment",
+    [
+        (optax.adam(0.1), [2, 6, 12], "mu"),
+        (optax.sgd(0.1, momentum=0.9), [2, 6], "trace"),
+    ],
+)
+def test_desloc_averages_the_moments_of_its_part_whatever_the_base(base, periods, moment):
+    """Leaf "b" and its moments stay with their worker."""
     x = {"a": np.ones((2, 3), np.float32), "b": np.ones((2, 4), np.float32)}
-    apart = jax.tree.map(lambda x: x * np.array([[1], [3]], np.float32), x)
-    for base, periods in (
-        (optax.adam(0.1), [2, 6, 12]),
-        (optax.sgd(0.1, momentum=0.9), [2, 6]),
-    ):
-        tx, workers = lj.contrib.desloc(base, period=2, part=["a"]), lj.Workers(1, 2)
-        step = workers.map(lambda g, s, x, tx=tx: tx.update(g, s, x))
-        state = workers.map(tx.init)(x)
-        for _ in range(12):
-            u, state = step(workers.put(apart), state, workers.put(x))
-        levels = lj.diagnostics(state)
-        assert [level.period for level in levels] == periods
-        assert {level.payload for level in levels} == {4 * 3 + 4}
-        first = optax.tree.get(state, "mu" if len(periods) == 3 else "trace")
-        equal = jax.tree.map(lambda m: bool(np.allclose(m[0], m[1])), first)
+    apart = jax.tree.map(lambda x: x * np.array([[1], [-3]], np.float32), x)
+    tx = lj.contrib.desloc(base, period=2, part=["a"])
+    seen, state = train(tx, lj.Workers(1, 2), x, [apart] * 12)
+    levels = lj.diagnostics(state)
+    assert [level.period for level in levels] == periods
+    assert {level.payload for level in levels} == {4 * 3 + 4}
+    for tree in (seen[-1], optax.tree.get(state, moment)):
+        equal = jax.tree.map(lambda x: bool(np.allclose(x[0], x[1])), tree)
         assert equal == {"a": True, "b": False}
-        assert np.allclose(u["a"][0], u["a"][1])
+
+
+def test_moments_of_desloc_are_checked():
     with pytest.raises(ValueError, match="has none of 'mu', 'trace', 'nu'"):
-        lj.contrib.desloc(optax.sgd(0.1)).init(x)
+        lj.contrib.desloc(optax.sgd(0.1)).init(jnp.ones(2))
     with pytest.raises(ValueError, match=r"`moments\['mu'\]` must be a positive int"):
         lj.contrib.desloc(optax.adam(0.1), moments={"mu": 0})
 
@@ -146,12 +111,8 @@ def test_top_k_is_refused_where_parameters_travel_whole():
 def test_a_worker_that_is_not_finite_sends_nothing_and_keeps_no_error():
     """It takes the anchor, which the others' messages alone have moved; |H| is theirs."""
     tx = lj.contrib.sparse_diloco(1, density=0.25, chunk=4, bits=None)
-    workers, start = lj.Workers(1, 3), np.zeros((3, 8), np.float32)
     u = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
-    step = workers.map(lambda u, s, x, v: tx.update(u, s, x, value=v))
-    x, state = workers.put(start), workers.map(tx.init)(start)
-    losses = workers.put(np.array([0, np.nan, 0], np.float32))
-    moved, state = workers.fetch(step(workers.put(u), state, x, losses))
+    (moved,), state = train(tx, lj.Workers(1, 3), 0 * u, [u], [[0, np.nan, 0]])
     sent = np.zeros_like(u)
     for i in (0, 2):
         for chunk in (slice(0, 4), slice(4, 8)):
@@ -191,19 +152,10 @@ def test_noloco_keeps_the_slow_weights_together_if_gamma_pulls():
 
     def spread(gamma):
         graph = lj.topology.matchings(4, rounds=6, seed=1)
-        tx, workers = lj.contrib.noloco(1, gamma=gamma, topology=graph), lj.Workers(1, 4)
-        rng, x = np.random.default_rng(0), workers.put(np.zeros((4, 5), np.float32))
-        state = workers.map(tx.init)(x)
-
-        def step(u, state, x):
-            u, state = tx.update(u, state, x)
-            return lj.apply_updates(x, u), state
-
-        step = workers.map(step)
-        for _ in range(60):
-            u = rng.normal(size=(4, 5)).astype(np.float32)
-            x, state = step(workers.put(u), state, x)
-        return float(lj.consensus_distance(x))
+        tx = lj.contrib.noloco(1, gamma=gamma, topology=graph)
+        u = np.random.default_rng(0).normal(size=(60, 4, 5)).astype(np.float32)
+        seen, _ = train(tx, lj.Workers(1, 4), 0 * u[0], u)
+        return float(lj.consensus_distance(seen[-1]))
 
     assert spread(0.7) < 0.4 * spread(0.0)
 

@@ -6,10 +6,10 @@ import itertools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import train
 
 import lsgd_jax as lj
 
@@ -83,23 +83,15 @@ def test_options_stand_in_signatures_and_docstrings():
 def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
     """Methods that had no fragments and no delay of their own take both."""
     start = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32)
-    workers = lj.Workers(1, 3, devices=jax.devices()[:3])
-
-    def trained(tx):
-        tx = optax.chain(optax.sgd(0.1), tx)
-        x = workers.replicate({"a": start[0], "b": start[1]})
-        state = workers.map(tx.init)(x)
-
-        def step(x, state, noise):
-            updates, state = tx.update(jax.tree.map(lambda x: x + noise, x), state, x)
-            return lj.apply_updates(x, updates), state
-
-        step, seen = workers.map(step), []
-        for t in range(9):
-            x, state = step(x, state, workers.put(jnp.arange(3.0) * (t + 1)))
-            seen.append(jax.device_get(x))
-        return seen
-
+    start = {name: np.stack([x] * 3) for name, x in zip("ab", start)}
+    noise = [np.arange(3.0, dtype=np.float32) * t for t in range(1, 10)]
+    trained = lambda tx: train(
+        optax.chain(optax.sgd(0.1), tx),
+        lj.Workers(1, 3),
+        start,
+        noise,
+        gradient=lambda x, noise: jax.tree.map(lambda x: x + noise, x),
+    )[0]
     options = {"fragments": 2, "delay": delay}
     ours = trained(lj.local_sgd(4, **options))
     theirs = trained(lj.diloco(4, optax.sgd(1.0), **options))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, needed
+from harness import FACTORIES, exchanged, needed, slow_unless, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import parts
@@ -18,27 +18,13 @@ PARAMS = {
     "head": np.arange(12.0).reshape(4, 3),
 }
 PARAMS = jax.tree.map(np.float32, PARAMS)
+GRID = lj.Workers(2, 2)
 HEAD = {
     "function": lambda path: path == "head",
     "paths": ["head"],
     "mask": {"body": False, "head": True},
     "full mask": {"body": {"w": False, "v": False}, "head": True},
 }
-
-
-def exchanged(tx, params, steps=2):
-    workers = lj.Workers(2, 2)
-    x = workers.put(params)
-    state = workers.map(tx.init)(x)
-
-    def step(x, state):
-        u, state = tx.update(jax.tree.map(jnp.zeros_like, x), state, x, value=1.0)
-        return lj.apply_updates(x, u), state
-
-    step = workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state)
-    return workers.fetch(x), state
 
 
 @pytest.mark.parametrize("method", FACTORIES, ids=lambda method: method.__name__)
@@ -54,9 +40,9 @@ def test_every_method_gives_its_part_to_its_pulls(method):
     ids=["lsgd", "easgd", "diloco", "sgp"],
 )
 def test_frozen_leaves_cost_no_bytes_and_no_state(make):
-    got, state = exchanged(make(part=HEAD["paths"]), PARAMS)
+    got, state = exchanged(make(part=HEAD["paths"]), GRID, PARAMS, steps=2)
     jax.tree.map(np.testing.assert_array_equal, got["body"], PARAMS["body"])
-    alone, of_head = exchanged(make(), {"head": PARAMS["head"]})
+    alone, of_head = exchanged(make(), GRID, {"head": PARAMS["head"]}, steps=2)
     np.testing.assert_array_equal(got["head"], alone["head"])
     assert (got["head"] != PARAMS["head"]).any()
     for mine, theirs in zip(lj.diagnostics(state), lj.diagnostics(of_head), strict=True):
@@ -74,8 +60,8 @@ def test_all_forms_of_a_part_select_the_same_leaves(form):
 
 def test_fragments_of_a_part_take_turns():
     tx = lj.diloco(2, optax.sgd(1.0), fragments=2, part=["body"])
-    once, _ = exchanged(tx, PARAMS, steps=1)
-    twice, _ = exchanged(tx, PARAMS, steps=2)
+    once, _ = exchanged(tx, GRID, PARAMS)
+    twice, _ = exchanged(tx, GRID, PARAMS, steps=2)
     moved = lambda got: jax.tree.map(lambda a, b: bool((a != b).any()), got, PARAMS)
     assert sum(jax.tree.leaves(moved(once))) == 1
     assert moved(twice) == {"body": {"w": True, "v": True}, "head": False}
@@ -83,8 +69,8 @@ def test_fragments_of_a_part_take_turns():
 
 def test_empty_nodes_of_optax_stay_empty():
     params = {"body": optax.MaskedNode(), "head": PARAMS["head"]}
-    got, _ = exchanged(lj.local_sgd(1), params)
-    alone, _ = exchanged(lj.local_sgd(1), {"head": PARAMS["head"]})
+    got, _ = exchanged(lj.local_sgd(1), GRID, params)
+    alone, _ = exchanged(lj.local_sgd(1), GRID, {"head": PARAMS["head"]})
     assert got["body"] == optax.MaskedNode()
     np.testing.assert_array_equal(got["head"], alone["head"])
 
@@ -102,7 +88,7 @@ def test_empty_nodes_of_optax_stay_empty():
 )
 def test_invalid_parts_are_refused(part, message):
     with pytest.raises(ValueError, match=message):
-        exchanged(lj.local_sgd(1, part=part), PARAMS)
+        exchanged(lj.local_sgd(1, part=part), GRID, PARAMS)
 
 
 @pytest.mark.parametrize("name", ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"])
@@ -114,7 +100,7 @@ def test_gossip_is_as_exact_as_the_parameters(name):
     }.get(name) or getattr(lj, name)
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(4, 5))
-        got, _ = exchanged(make(), x, steps=1)
+        got, _ = exchanged(make(), GRID, x)
     graph = {
         "dpsgd": lj.topology.ring,
         "adpsgd": lj.topology.bipartite_exponential,
@@ -139,22 +125,18 @@ def transformer(stacked, layers=12):
     return {**rest, "layers": stack if stacked else each}
 
 
-def trained(method, stacked, steps=8):
-    workers, tx = lj.Workers(1, 2), optax.chain(optax.sgd(0.1), method)
-    goal = lambda i: jax.tree.map(lambda x: x + i, transformer(stacked, layers=4))
-    goals = workers.put(jax.tree.map(lambda *x: np.stack(x), goal(1), goal(4)))
-
-    def step(x, state, goal):
-        u, state = tx.update(
-            jax.tree.map(jnp.subtract, x, goal), state, x, value=x["norm"][0]
-        )
-        return lj.apply_updates(x, u), state
-
-    x = workers.replicate(transformer(stacked, layers=4))
-    state, step = workers.map(tx.init)(x), workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state, goals)
-    return workers.fetch(x), state
+def trained(method, stacked):
+    """Two workers from the same start to different goals, which take turns in leading."""
+    params = transformer(stacked, layers=4)
+    goals = jax.tree.map(lambda x: np.stack([x + 1, x + 4]), params)
+    return train(
+        optax.chain(optax.sgd(0.1), method),
+        lj.Workers(1, 2),
+        jax.tree.map(lambda x: np.stack([x, x]), params),
+        [goals] * 8,
+        losses=[[1, 2], [2, 1]] * 4,
+        gradient=lambda x, goal: jax.tree.map(jnp.subtract, x, goal),
+    )
 
 
 IN_FRAGMENTS = {
@@ -165,13 +147,13 @@ IN_FRAGMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["diloco", pytest.param("lsgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "diloco", IN_FRAGMENTS))
 def test_stacked_layers_have_the_fragments_of_separate_layers(name):
     layers = functools.partial(IN_FRAGMENTS[name], part=["layers"])
     scanned, state = trained(layers(scan_axis=0), stacked=True)
     apart, _ = trained(layers(), stacked=False)
-    for i, layer in enumerate(apart["layers"]):
-        mine = jax.tree.map(lambda x, i=i: x[:, i], scanned["layers"])
+    for i, layer in enumerate(apart[-1]["layers"]):
+        mine = jax.tree.map(lambda x, i=i: x[:, i], scanned[-1]["layers"])
         jax.tree.map(close, mine, layer)
     assert not lj.diagnostics(state)[0].misplaced.any()
 

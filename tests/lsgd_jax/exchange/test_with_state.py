@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import train
 
 import lsgd_jax as lj
 
@@ -13,21 +14,11 @@ W = 4
 TARGETS = np.arange(1.0, W + 1, dtype=np.float32)
 
 
-def trained(tx, steps, losses=None):
-    """Returns W workers after gradient descent from 0 towards 1, …, W."""
-    workers = lj.Workers(1, W)
-    x, targets = workers.put((np.zeros([W, 2], np.float32), TARGETS))
-    state = workers.map(tx.init)(x)
-
-    def step(x, state, target):
-        loss = jnp.square(x - target).sum()
-        updates, state = tx.update(2 * (x - target), state, x, value=loss)
-        return lj.apply_updates(x, updates), state
-
-    step = workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state, targets)
-    return workers.fetch((x, state))
+def trained(tx, steps):
+    """W workers after gradient descent from 0 towards 1, …, W."""
+    start, away = np.zeros([W, 2], np.float32), lambda x, target: 2 * (x - target)
+    seen, state = train(tx, lj.Workers(1, W), start, [TARGETS] * steps, gradient=away)
+    return seen[-1], state
 
 
 def test_momentum_is_averaged_with_the_parameters():
@@ -56,15 +47,12 @@ def test_steps_between_exchanges_are_those_of_the_base_optimizer():
 
 def test_a_restored_worker_takes_the_leaders_momentum():
     tx = lj.with_state(optax.sgd(0.1, momentum=0.5), lj.lsgd(0.5, 0.0, 1), "trace")
-    workers = lj.Workers(1, 2)
-    x, loss = workers.put((np.ones([2, 3], np.float32), np.array([1.0, 2.0], np.float32)))
-    gradient = np.ones([2, 3], np.float32)
+    start = np.ones([2, 3], np.float32)
+    gradient = start.copy()
     gradient[1, 1] = np.nan
-    step = workers.map(lambda x, g, s, v: tx.update(g, s, x, value=v))
-    update, state = step(x, workers.put(gradient), workers.map(tx.init)(x), loss)
-    trace = workers.fetch(optax.tree.get(state, "trace"))
-    np.testing.assert_array_equal(trace, np.ones([2, 3]))
-    np.testing.assert_allclose(lj.apply_updates(x, update), 0.9, rtol=1e-6)
+    (x,), state = train(tx, lj.Workers(1, 2), start, [gradient], [[1, 2]])
+    np.testing.assert_array_equal(optax.tree.get(state, "trace"), start)
+    np.testing.assert_allclose(x, 0.9, rtol=1e-6)
 
 
 def test_learning_rates_travel_with_the_parameters():
@@ -91,14 +79,13 @@ def test_fields_have_the_weights_of_the_gradients():
     tx = lj.with_state(
         optax.sgd(0.1, momentum=0.5), lj.contrib.grawa(1.0, period=1), "trace"
     )
-    workers = lj.Workers(1, W)
     start = np.zeros([W, 2], np.float32)
-    x, gradient = workers.put((start, start - 2 * TARGETS[:, None]))
-    step = workers.map(lambda x, g, s: tx.update(g, s, x, value=0.0 * g[0], grad=g))
-    update, state = step(x, gradient, workers.map(tx.init)(x))
+    gradient = start - 2 * TARGETS[:, None]
+    grad = lambda x, g: {"grad": g}
+    (x,), state = train(tx, lj.Workers(1, W), start, [gradient], extra=grad)
     mean = -2 * W / (1 / TARGETS).sum()
     np.testing.assert_allclose(optax.tree.get(state, "trace"), mean, rtol=1e-6)
-    np.testing.assert_allclose(update, -0.1 * mean, rtol=1e-6)
+    np.testing.assert_allclose(x, -0.1 * mean, rtol=1e-6)
 
 
 def test_missing_fields_are_refused():

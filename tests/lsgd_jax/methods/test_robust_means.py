@@ -1,19 +1,16 @@
 """Robust means, as aggregates of gradients and as targets of a pull."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import ORACLES_2026, aggregate, exchanged
 
 import lsgd_jax as lj
 from lsgd_jax._src.wire import packing
 
 
-FILE = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
-ORACLE = json.loads(FILE.read_text())["units"]["robust"]
+ORACLE = ORACLES_2026["units"]["robust"]
 ROWS = np.array(ORACLE["rows"])
 
 KINDS = {
@@ -29,23 +26,10 @@ def tree(rows):
     return {"a": rows[:, :3], "b": rows[:, 3:]}
 
 
-def aggregated(tx, rows, devices=1):
-    """The aggregate that each worker gets of the rows: [W, 4]."""
-    workers = lj.Workers(1, len(rows), devices=jax.devices()[:devices])
-    seen = workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(workers.put(tree(rows)))
-    return np.concatenate([seen["a"], seen["b"]], axis=1)
-
-
-def pulled(rule, rows):
-    """Where a pull to the rule takes each worker whole: [W, 4]."""
-    method, workers = lj.exchange(lj.Pull(rule, 1.0)), lj.Workers(1, len(rows))
-
-    def step(x):
-        still = jax.tree.map(jnp.zeros_like, x)
-        return lj.apply_updates(x, method.update(still, method.init(x), x)[0])
-
-    seen = workers.map(step)(workers.put(tree(rows)))
-    return np.concatenate([seen["a"], seen["b"]], axis=1)
+def check(seen, row, atol=2e-6):
+    """Asserts that each worker has this row of numbers."""
+    rows = np.concatenate([seen["a"], seen["b"]], axis=1)
+    np.testing.assert_allclose(rows, np.tile(row, (len(rows), 1)), atol=atol)
 
 
 def expected(kind):
@@ -56,36 +40,34 @@ def expected(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_oracle_of_both_forms(kind):
+    """As an aggregate, and as the target that a pull takes whole."""
     make, options = KINDS[kind]
-    of_gradients = aggregated(make(**options), ROWS, devices=7)
-    target = pulled(lj.robust_mean(kind, **options), ROWS)
-    for seen in (of_gradients, target):
-        np.testing.assert_allclose(seen, np.tile(expected(kind), (7, 1)), atol=2e-6)
+    check(aggregate(make(**options), tree(ROWS), devices=7), expected(kind))
+    pull = lj.Pull(lj.robust_mean(kind, **options), 1.0)
+    check(exchanged(lj.exchange(pull), lj.Workers(1, 7), tree(ROWS))[0], expected(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_are_not_finite_are_dropped_first(kind):
     make, options = KINDS[kind]
     sick = np.concatenate([ROWS[:2], [[np.nan, 1, 1, 1]], ROWS[2:], [[1, 1, 1, np.inf]]])
-    seen = aggregated(make(**options), sick)
-    np.testing.assert_allclose(seen, np.tile(expected(kind), (9, 1)), atol=2e-6)
-    nothing = aggregated(make(**options), np.full((3, 4), np.nan))
-    assert np.isnan(nothing).all()
+    check(aggregate(make(**options), tree(sick)), expected(kind))
+    check(aggregate(make(**options), tree(np.full((3, 4), np.nan))), [np.nan] * 4)
 
 
 @pytest.mark.parametrize("tx", [lj.krum(faulty=3), lj.trimmed_mean(cut=4)])
 def test_the_median_stands_in_for_what_needs_more_workers(tx):
-    np.testing.assert_allclose(aggregated(tx, ROWS), np.tile(np.median(ROWS, 0), (7, 1)))
+    check(aggregate(tx, tree(ROWS)), np.median(ROWS, 0), atol=0)
 
 
 def test_multi_krum_is_the_mean_of_the_best():
     gaps = np.square(ROWS[:, None] - ROWS).sum(-1)
     scores = np.sort(gaps, axis=1)[:, 1:-2].sum(axis=1)  # without itself and f + 1 others
     best = ROWS[np.argsort(scores)[:3]].mean(axis=0)
-    seen = aggregated(lj.krum(faulty=1, keep=3), ROWS)
-    np.testing.assert_allclose(seen, np.tile(best, (7, 1)), atol=1e-6)
+    check(aggregate(lj.krum(faulty=1, keep=3), tree(ROWS)), best, atol=1e-6)
     far = np.where(np.arange(7)[:, None] == np.argmin(scores), 1e6, ROWS)
-    assert np.abs(aggregated(lj.krum(faulty=1, keep=3), far)).max() < 10
+    seen = aggregate(lj.krum(faulty=1, keep=3), tree(far))
+    assert max(np.abs(x).max() for x in seen.values()) < 10
 
 
 def by_member(axes, x):
@@ -143,12 +125,10 @@ def test_a_sharded_worker_counts_every_coordinate_once():
     rows[2] *= 5
     shards, alone = jax.sharding.PartitionSpec("fsdp"), jax.sharding.PartitionSpec()
     tx, parts = lj.geometric_median(), {"a": rows[:, :8], "b": rows[:, 8:]}
-    aggregate = lambda g: tx.update(g, tx.init(g), g)[0]
     g = workers.put(parts, specs={"a": shards, "b": alone})
-    one = lj.Workers(1, 4, devices=jax.devices()[:1])
-    expected = one.map(aggregate)(one.put(parts))
-    for a, b in zip(*map(jax.tree.leaves, (workers.map(aggregate)(g), expected))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    seen = workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(g)
+    for name, expected in aggregate(tx, parts).items():
+        np.testing.assert_allclose(seen[name], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,18 @@
 """Methods that weigh workers: GRAWA, EDiT's guard, and the merge of Decoupled DiLoCo."""
 
-import functools
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import CASES_2026, as_rows, as_tree, inputs_2026, slow_unless, train_rows
 
 import lsgd_jax as lj
 
 
-FILE = pathlib.Path(__file__).parents[2] / "oracles" / "methods_2026.json"
-ORACLES = json.loads(FILE.read_text())
 CASES = {
-    f"{case['name']}-{case['workers']}": case
-    for case in ORACLES["cases"]
+    name: case
+    for name, case in CASES_2026.items()
     if case["method"] in ("grawa", "edit", "decoupled")
 }
 
@@ -42,61 +37,31 @@ def method_of(case):
     return lj.diloco(period, outer, merge=merge, weights=weights)
 
 
-def tree(rows):
-    rows = jnp.asarray(rows, jnp.float32)
-    return {"a": rows[:, :12].reshape(-1, 3, 4), "b": rows[:, 12:]}
-
-
-@functools.cache
-def programs(tx, W, devices, passes_grad):
-    """The workers, and their init and step, which one transformation compiles once."""
-    workers = lj.Workers(1, W, devices=jax.devices()[: min(W, devices)])
-
-    def step(params, state, grads):
-        more = {"grad": grads} if passes_grad else {}
-        updates, state = tx.update(grads, state, params, value=jnp.float32(1), **more)
-        return lj.apply_updates(params, updates), state
-
-    return workers, workers.map(tx.init), workers.map(step)
-
-
-def run(tx, start, gradients, devices, grad=False):
-    """The workers' parameters after each step: [steps, W, 17]; and the last state."""
-    W = len(start)
-    workers, init, step = programs(tx, W, devices, grad)
-    params, seen = workers.put(tree(start)), []
-    state = init(params)
-    for grads in gradients:
-        params, state = step(params, state, workers.put(tree(grads)))
-        a, b = (np.asarray(params[k]).reshape(W, -1) for k in "ab")
-        seen.append(np.concatenate([a, b], axis=1))
-    assert step._cache_size() == 1  # whatever the numbers
-    return np.stack(seen), state
-
-
 def inputs(case):
-    given = ORACLES["inputs"][str(case["workers"])]
-    gradients = np.array(given["gradients"])
+    start, gradients = inputs_2026(case)
     for t, i, factor in case["spikes"]:
         gradients[t - 1, i] *= factor
-    return np.tile(given["start"], (case["workers"], 1)), gradients
+    return start, gradients
 
 
 FAST = "mgrawa-4 lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3 decoupled_avg-3".split()
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", slow_unless(FAST.__contains__, CASES))
 def test_oracle(name):
     case = CASES[name]
     start, gradients = inputs(case)
     tx = optax.chain(optax.sgd(case["base"][1]["lr"]), method_of(case))
-    seen, _ = run(tx, start, gradients, devices=1 if case["workers"] % 2 else 8)
+    devices = 1 if case["workers"] % 2 else 8
+    seen, _ = train_rows(tx, start, gradients, devices)
     np.testing.assert_allclose(seen, case["params"], rtol=1e-5, atol=2e-6)
 
 
 # GRAWA
+
+
+def with_gradient(x, g):
+    return {"grad": g}
 
 
 @pytest.mark.parametrize("layerwise", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -106,8 +71,9 @@ def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     start, gradients = rng.normal(size=(3, 17)), rng.normal(size=(4, 3, 17))
     gradients *= [[[1], [5], [20]]]  # of which Adam's first step shows nothing
     base, method = optax.adam(0.1), lj.contrib.grawa(1.0, 1, layerwise, decay=0.0)
-    seen, _ = run(optax.chain(base, method), start, gradients, 1, grad=True)
-    blind, _ = run(optax.chain(base, method), start, gradients, 1)
+    tx = optax.chain(base, method)
+    seen, _ = train_rows(tx, start, gradients, extra=with_gradient)
+    blind, _ = train_rows(tx, start, gradients)
     leaves = [slice(0, 12), slice(12, 17)]
     norms = np.stack([np.linalg.norm(gradients[0][:, i], axis=1) for i in leaves], 1)
     norms = norms if layerwise else np.tile(norms.sum(1, keepdims=True), 2)
@@ -128,13 +94,12 @@ def outer_run(base, around, start, gradients):
         x, of_outer = around.step(optax.apply_updates(x, u), state[1], grad=grads)
         return x, (of_base, of_outer)
 
-    x, seen = workers.put(tree(start)), []
+    x, seen = workers.put(as_tree(start)), []
     state = workers.map(lambda x: (base.init(x), around.init(x)))(x)
     step = workers.map(step)
     for grads in gradients:
-        x, state = step(x, state, workers.put(tree(grads)))
-        a, b = (np.asarray(x[k]).reshape(len(start), -1) for k in "ab")
-        seen.append(np.concatenate([a, b], axis=1))
+        x, state = step(x, state, workers.put(as_tree(grads)))
+        seen.append(as_rows(x))
     return np.stack(seen)
 
 
@@ -145,7 +110,7 @@ def test_a_power_of_0_is_a_soft_pull_to_the_mean():
         lj.exchange(lj.Pull(lj.average(), 0.3, every=2)),
     )
     seen, mean = (
-        run(optax.chain(optax.sgd(0.1), p), start, gradients, 1)[0] for p in pulls
+        train_rows(optax.chain(optax.sgd(0.1), p), start, gradients)[0] for p in pulls
     )
     np.testing.assert_allclose(seen, mean, rtol=1e-5, atol=1e-6)
 
@@ -154,10 +119,9 @@ def test_a_norm_of_0_takes_all_the_weight_and_several_share_it():
     start, gradients = np.random.default_rng(3).normal(size=(3, 17)), np.ones((2, 3, 17))
     gradients[:, 0] = 0
     tx = optax.chain(optax.sgd(0.1), lj.contrib.grawa(1.0, 1))
-    np.testing.assert_allclose(
-        run(tx, start, gradients, 1)[0][0], np.tile(start[0], (3, 1)), rtol=1e-5
-    )
-    seen, _ = run(tx, start, 0 * gradients, 1)
+    seen, _ = train_rows(tx, start, gradients)
+    np.testing.assert_allclose(seen[0], np.tile(start[0], (3, 1)), rtol=1e-5)
+    seen, _ = train_rows(tx, start, 0 * gradients)
     np.testing.assert_allclose(seen[0], np.tile(start.mean(0), (3, 1)), atol=1e-6)
 
 
@@ -165,9 +129,8 @@ def test_a_worker_that_was_not_finite_starts_its_average_anew():
     start, gradients = np.zeros((3, 17)), np.random.default_rng(4).normal(size=(3, 3, 17))
     gradients[1, 2] = np.nan
     base = optax.apply_if_finite(optax.sgd(0.1), 9)
-    seen, state = run(
-        optax.chain(base, lj.contrib.grawa(0.5, 1)), start, gradients, 1, grad=True
-    )
+    tx = optax.chain(base, lj.contrib.grawa(0.5, 1))
+    seen, state = train_rows(tx, start, gradients, extra=with_gradient)
     assert np.isfinite(seen).all()
     rule = state[1].pulls[0].rule
     assert rule.count.tolist() == [3, 3, 1]
@@ -186,10 +149,10 @@ def test_a_worker_with_a_gradient_20_times_as_large_has_no_influence():
     case = CASES["edit-3"]
     start, gradients = inputs(case)
     tx = optax.chain(optax.sgd(0.1), method_of(case))
-    seen, _ = run(tx, start, gradients[:8], 1)
+    seen, _ = train_rows(tx, start, gradients[:8])
     far = gradients[:8].copy()
     far[7, 1] *= 50
-    again, _ = run(tx, start, far, 1)
+    again, _ = train_rows(tx, start, far)
     np.testing.assert_array_equal(seen[7], again[7])
 
 
@@ -201,8 +164,8 @@ def test_all_bad_rolls_back_what_is_bad(wire):
     gradients = np.random.default_rng(5).normal(size=(5, 2, 17))
     gradients[4, :, 12:] *= 100
     tx = optax.chain(optax.sgd(0.1), lj.diloco(1, outer, guard=guard, wire=wire))
-    seen, state = run(tx, np.zeros((2, 17)), gradients, 2)
-    _, before = run(tx, np.zeros((2, 17)), gradients[:4], 2)
+    seen, state = train_rows(tx, np.zeros((2, 17)), gradients, 2)
+    _, before = train_rows(tx, np.zeros((2, 17)), gradients[:4], 2)
     np.testing.assert_array_equal(seen[4, :, 12:], seen[3, :, 12:])
     assert np.abs(seen[4, :, :12] - seen[3, :, :12]).max() > 1e-2
     a, b = (s.value for s in (state[1].pulls[0].rule.outer, before[1].pulls[0].rule.outer))
@@ -215,7 +178,7 @@ def test_a_high_temperature_weighs_all_alike():
     alike = lj.Guard(temperature=float("inf"))
     methods = lj.diloco(2, guard=alike), lj.diloco(2)
     seen, plain = (
-        run(optax.chain(optax.sgd(0.1), method), start, gradients, 1)[0]
+        train_rows(optax.chain(optax.sgd(0.1), method), start, gradients)[0]
         for method in methods
     )
     np.testing.assert_allclose(seen, plain, rtol=1e-5, atol=1e-6)
@@ -231,7 +194,7 @@ def outer_sgd(**options):
 def merged(tx, gradients):
     """The step of the anchor from 0 that an outer rate of 1 takes: [17], of each worker."""
     start = np.zeros((len(gradients), 17))
-    seen, _ = run(tx, start, np.asarray(gradients)[None], devices=8)
+    seen, _ = train_rows(tx, start, np.asarray(gradients)[None], devices=8)
     np.testing.assert_array_equal(seen[0], np.tile(seen[0, 0], (len(gradients), 1)))
     return -seen[0, 0]
 
@@ -272,7 +235,8 @@ def test_every_second_exchange_begins_without_momentum(name):
         inject = optax.inject_hyperparams(optax.sgd, ("momentum",))
         outer = inject(rate, momentum=0.5) if name == "injected" else optax.sgd(rate, 0.5)
         method = lj.diloco(1, outer, restart=2)
-    seen, _ = run(optax.chain(optax.sgd(1.0), method), np.zeros((1, 17)), gradients, 1)
+    tx = optax.chain(optax.sgd(1.0), method)
+    seen, _ = train_rows(tx, np.zeros((1, 17)), gradients)
     for k, (g, eta) in enumerate(zip(gradients[:, 0], rates), start=1):
         m = 0.5 * (0.0 if k % 2 == 0 else m) + (g / eta if name == "slowmo" else g)
         x = x - eta * m

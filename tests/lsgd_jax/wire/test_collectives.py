@@ -165,15 +165,6 @@ def test_push_has_the_same_numbers_with_and_without_branches(workers, rounds):
         np.testing.assert_allclose(mass, others.sum(axis=1), rtol=1e-6)
 
 
-def test_transpose(workers):
-    x = np.arange(8 * 8 * 3).reshape(8, 8, 3)
-    f = lambda group, x: group.transpose(x[: group.size])
-    for axes, got in on_all_axes(workers, f, x).items():
-        for group in GROUPS[axes]:
-            expected = x[group][:, : len(group)].swapaxes(0, 1)
-            np.testing.assert_array_equal(np.asarray(got)[group], expected)
-
-
 @pytest.mark.parametrize(
     "permutation, message",
     [
