@@ -301,12 +301,13 @@ def train(
     apply=lj.apply_updates,
     gradient=given,
     extra=nothing,
+    state=None,
 ):
     """Returns the parameters on the host after every step, and the last state.
 
     batches: [W, ...] for each step. losses: [W] for each step; 1 by default. gradient: a
     worker's parameters and batch -> its gradient. extra: its parameters and gradient ->
-    more arguments of `tx.update`.
+    more arguments of `tx.update`. state: the state to continue from.
     """
 
     def step(x, state, batch, loss):
@@ -315,7 +316,8 @@ def train(
         return apply(x, u), state
 
     x, seen = workers.put(x), []
-    state, step = workers.map(tx.init)(x), workers.map(step)
+    state = workers.map(tx.init)(x) if state is None else workers.put(state)
+    step = workers.map(step)
     losses = [np.ones(workers.num_workers)] * len(batches) if losses is None else losses
     for batch, loss in zip(batches, losses):
         loss = jnp.asarray(loss, jnp.float32)
@@ -325,10 +327,10 @@ def train(
     return seen, state
 
 
-def exchanged(tx, workers, x, steps=1):
+def exchanged(tx, workers, x, steps=1, state=None):
     """Returns the parameters on the host and the state after steps without gradients."""
     still = jax.tree.map(np.zeros_like, x)
-    seen, state = train(tx, workers, x, [still] * steps)
+    seen, state = train(tx, workers, x, [still] * steps, state=state)
     return seen[-1], state
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import train
+from harness import exchanged, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
@@ -168,14 +168,10 @@ def test_a_right_order_is_not_reported(chain):
 # Numbers
 
 
-def test_a_scheduled_pull_never_overshoots_its_target():
-    tx = lj.exchange(lj.Pull(lj.average(), lambda t: 3.0 - t))
-    x = np.array([[0.0], [2.0]], np.float32)
-    seen, _ = train(tx, pair(), x, [np.zeros_like(x)])
-    assert seen[0].tolist() == [[1], [1]]
-    tx = lj.exchange(lj.Pull(lj.average(), lambda t: -1.0 * t))
-    seen, _ = train(tx, pair(), x, [np.zeros_like(x)])
-    assert seen[0].tolist() == x.tolist()
+@pytest.mark.parametrize("strength, reached", [(3.0, [[1], [1]]), (-1.0, [[0], [2]])])
+def test_a_scheduled_pull_never_overshoots_its_target(strength, reached):
+    tx = lj.exchange(lj.Pull(lj.average(), lambda t: strength * t))
+    assert exchanged(tx, pair(), np.array([[0.0], [2.0]]))[0].tolist() == reached
 
 
 @pytest.mark.parametrize("method", [lj.diloco, lj.downpour])
@@ -196,12 +192,9 @@ def test_push_sum_weights_are_as_exact_as_the_parameters():
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(3, 4))
         workers = lj.Workers(1, 3, devices=jax.devices()[:1])
-        tx = lj.sgp(graph)
-        step = workers.map(lambda x, s: (lambda u, s: (x + u, s))(*tx.update(0 * x, s, x)))
-        got, state = workers.put(x), workers.map(tx.init)(workers.put(x))
+        got, _ = exchanged(lj.sgp(graph), workers, x, steps=5)
         w, s = np.ones(3), x
         for _ in range(5):
-            got, state = step(got, state)
             s, w = graph.mixing[0] @ s, graph.mixing[0] @ w
         assert got.dtype == np.float64
         np.testing.assert_allclose(got, s / w[:, None], rtol=1e-13)
@@ -225,12 +218,9 @@ def test_flax_and_optax_can_read_states():
 
 
 def test_a_state_may_be_continued_with_another_period():
-    workers, x = pair(), np.ones((2, 3), np.float32)
-    _, state = train(lj.local_sgd(2), workers, x, [x] * 4)
-    other = lj.local_sgd(3)
-    step = workers.map(lambda x, s: other.update(0 * x, s, x)[1])
-    for _ in range(2):
-        state = step(workers.put(x), state)
+    x = np.ones((2, 3), np.float32)
+    _, state = exchanged(lj.local_sgd(2), pair(), x, steps=4)
+    _, state = exchanged(lj.local_sgd(3), pair(), x, 2, jax.device_get(state))
     (level,) = lj.diagnostics(state)
     assert (level.period, level.exchanges, level.bytes_sent) == (3, 3, 3 * 16)
 

@@ -8,30 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS
+from harness import METHODS, exchanged, train
 
 import lsgd_jax as lj
 
 
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
-
-
-def trained(tx, params, steps=4, **extra):
-    """Returns two workers after some steps of u = 0.5 for floats and 1 for integers."""
-    workers = lj.Workers(1, 2)
-    x = workers.put(params)
-    state = workers.map(tx.init)(x)
-
-    def step(x, state):
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        u = jax.tree.map(lambda x: jnp.full_like(x, 0.5 if is_float(x) else 1), x)
-        u, state = tx.update(u, state, x, value=x["w"].sum(), **extra)
-        return optax.apply_updates(x, u), state
-
-    step = workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state)
-    return workers.fetch(x), state
 
 
 LEAVES = {
@@ -49,8 +31,10 @@ LEAVES = {
 )
 def test_integers_and_bools_are_bit_identical_also_before_floats(method):
     """As the first leaves, they must not be reported as misplaced."""
-    x, state = trained(method, LEAVES)
     # Integers are updated by 1 on each of 4 steps.
+    u = {name: np.full_like(x, 0.5 if name == "w" else 1) for name, x in LEAVES.items()}
+    losses, add = [[1, 2]] * 4, optax.apply_updates
+    (*_, x), state = train(method, lj.Workers(1, 2), LEAVES, [u] * 4, losses, add)
     np.testing.assert_array_equal(x["a_key"], LEAVES["a_key"] + 4)
     np.testing.assert_array_equal(x["count"], LEAVES["count"] + 4)
     assert x["a_key"].dtype == np.uint32 and x["count"].dtype == np.int32
@@ -60,36 +44,29 @@ def test_integers_and_bools_are_bit_identical_also_before_floats(method):
 
 def test_the_parameters_alone_decide_which_leaves_are_exchanged():
     """The update of an integer is a float behind `optax.sgd`."""
-    workers, tx = lj.Workers(1, 2), optax.chain(optax.sgd(0.5), lj.local_sgd(1))
-    x = workers.put({"n": jnp.array([4, 4]), "w": jnp.array([1.0, 4.0])})
-    g = {"n": jnp.zeros(2), "w": jnp.zeros(2)}
-    step = workers.map(lambda x, s, g: tx.update(g, s, x, value=x["w"]))
-    u, _ = step(x, workers.map(tx.init)(x), workers.put(g))
-    moved = workers.map(lj.apply_updates)(x, u)
+    tx = optax.chain(optax.sgd(0.5), lj.local_sgd(1))
+    x = {"n": jnp.array([4, 4]), "w": jnp.array([1.0, 4.0])}
+    g = {"n": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
+    (moved,), _ = train(tx, lj.Workers(1, 2), x, [g])
     assert moved["w"].tolist() == [2.5, 2.5] and moved["n"].tolist() == [4, 4]
     assert moved["n"].dtype == jnp.int32
 
 
 def test_trees_without_floats_and_empty_leaves_pass_unchanged():
-    workers = lj.Workers(1, 2)
+    tx = lj.exchange(lj.Pull(lj.average(), 1.0))
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):
-        tx = lj.exchange(lj.Pull(lj.average(), 1.0))
-        x = workers.put(params)
-        state = workers.map(tx.init)(x)
-        u, state = workers.map(lambda x, s, tx=tx: tx.update(x, s, x))(x, state)
-        assert jax.tree.map(jnp.shape, u) == jax.tree.map(np.shape, params)
+        x, _ = exchanged(tx, lj.Workers(1, 2), params)
+        jax.tree.map(np.testing.assert_array_equal, x, params)
 
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
 def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
-    workers = lj.Workers(1, 2)
-    x = workers.put({"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)})
+    workers, x = lj.Workers(1, 2), {"w": jnp.ones((2, 3)), "z": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
-        workers.map(lj.local_sgd(2).init)(x)
+        exchanged(lj.local_sgd(2), workers, x)
     tx = lj.exchange(lj.Pull(lj.average(), 1.0, part=lambda path: path == "w"))
-    state = workers.map(tx.init)(x)
-    u, _ = workers.map(lambda x, s: tx.update(x, s, x))(x, state)
-    assert u["z"].dtype == dtype
+    (moved,), _ = train(tx, workers, x, [x], apply=lambda x, u: u)
+    assert moved["z"].dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -7,40 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import exchanged, train
 
 import lsgd_jax as lj
 
 
 def state_of(tx, nodes, locals, steps=3):
     """Returns parameters and state, on the host, of workers that are not equal."""
-    workers = lj.Workers(nodes, locals)
-    W = workers.num_workers
-
-    def step(params, state):
-        loss = jnp.square(params).sum()
-        updates, state = tx.update(-0.1 * params, state, params, value=loss)
-        return lj.apply_updates(params, updates), state
-
-    params = workers.put(np.random.default_rng(0).normal(size=(W, 3)).astype(np.float32))
-    state, step = workers.map(tx.init)(params), workers.map(step)
-    for _ in range(steps):
-        params, state = step(params, state)
-    return workers.fetch((params, state))
-
-
-def settle(tx, nodes, locals, params, state, steps):
-    """Returns parameters and state after steps that only exchange."""
-    workers = lj.Workers(nodes, locals)
-    params, state = workers.put((params, state))
-
-    def step(params, state):
-        updates, state = tx.update(jnp.zeros_like(params), state, params, value=0.0)
-        return lj.apply_updates(params, updates), state
-
-    step = workers.map(step)
-    for _ in range(steps):
-        params, state = step(params, state)
-    return workers.fetch((params, state))
+    workers, rng = lj.Workers(nodes, locals), np.random.default_rng(0)
+    start, *updates = rng.normal(size=(1 + steps, nodes * locals, 3)).astype(np.float32)
+    losses = [rng.uniform(size=nodes * locals)] * steps
+    seen, state = train(tx, workers, start, updates, losses)
+    return seen[-1], workers.fetch(state)
 
 
 def test_rows_follow_their_worker_and_shared_values_stay():
@@ -82,7 +60,7 @@ def test_weights_are_reset_to_one_so_that_no_worker_counts_twice(gosgd):
     others, other = lj.resize((params, state), sources)
     assert weight(other).tolist() == [1, 1, 1]
     np.testing.assert_array_equal(others, params[sources])
-    met, _ = settle(after, 1, 3, others, other, 80)
+    met, _ = exchanged(after, lj.Workers(1, 3), others, 80, other)
     expected = np.broadcast_to(params[sources].mean(0), (3, 3))
     np.testing.assert_allclose(met, expected, rtol=1e-5, atol=1e-6)
 
@@ -109,7 +87,7 @@ def test_losses_follow_their_worker_and_new_workers_elect_the_next_leader():
     assert local.leader.tolist() == overall.leader.tolist() == [-1, -1, -1]
     assert local.score[0] == local.score[2] != local.score[1]
     best = int(np.argmin(overall.score))
-    _, state = settle(tx, 1, 3, params, state, 2)
+    _, state = exchanged(tx, lj.Workers(1, 3), params, 2, state)
     assert lj.diagnostics(state)[1].leader.tolist() == [best] * 3
 
 
@@ -118,7 +96,7 @@ def test_old_leaders_pull_no_worker_until_new_ones_are_elected():
     tx = lj.lsgd(0.5, 0.5, 2, 4, loss_window=3, local_proximal=1.0)
     params, state = state_of(tx, 2, 2, steps=2)
     params, state = lj.resize((params, state), [3, 1])
-    stay, _ = settle(tx, 1, 2, params, state, 1)
+    stay, _ = exchanged(tx, lj.Workers(1, 2), params, state=state)
     np.testing.assert_array_equal(stay, params)
 
 
@@ -131,7 +109,7 @@ def test_a_shared_outer_state_continues_with_other_workers():
         state.pulls[0].rule.outer.value[0].trace,
     )
     others, other = lj.resize((params, state), [2])
-    met, _ = settle(tx, 1, 1, others, other, 2)
+    met, _ = exchanged(tx, lj.Workers(1, 1), others, 2, other)
     np.testing.assert_allclose(met[0], anchor - 0.5 * 0.9 * trace, rtol=1e-5, atol=1e-6)
 
 

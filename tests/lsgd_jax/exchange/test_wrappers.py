@@ -2,12 +2,13 @@
 
 import functools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, needed
+from harness import FACTORIES, needed, slow_unless
 from jax import lax
 
 import lsgd_jax as lj
@@ -21,21 +22,11 @@ def train(tx, devices):
     """Returns the parameters of 8 workers after a few steps, and the optimizer's state."""
     workers = lj.Workers(nodes=2, locals=4, devices=jax.devices()[:devices])
     draw = np.random.default_rng(0).normal
-    params = {k: draw(size=(8, *s)).astype(np.float32) for k, s in SHAPES.items()}
-    goals = {k: draw(size=(8, STEPS, *s)).astype(np.float32) for k, s in SHAPES.items()}
-
-    def step(carry, goal):
-        params, state = carry
-        grads = jax.tree.map(jnp.subtract, params, goal)
-        updates, state = tx.update(grads, state, params, value=grads["a"].sum())
-        return (lj.apply_updates(params, updates), state), None
-
-    params, goals = workers.put((params, goals))
-    state = workers.map(tx.init)(params)
-    run = workers.map(lambda *carry_and_goals: lax.scan(step, *carry_and_goals)[0])
-    trained = run((params, state), goals)
-    assert jax.tree.map(jnp.shape, trained[1]) == jax.tree.map(jnp.shape, state)
-    return workers.fetch(trained)
+    tree = lambda: {k: draw(size=(8, *s)).astype(np.float32) for k, s in SHAPES.items()}
+    away = lambda x, goal: jax.tree.map(jnp.subtract, x, goal)
+    goals = [tree() for _ in range(STEPS)]
+    seen, state = harness.train(tx, workers, tree(), goals, gradient=away)
+    return seen[-1], state
 
 
 def misplaced(state):
@@ -120,12 +111,10 @@ WRAPPED = {
 
 
 # The first one compiles slowly; the others resemble one that is not slow.
-SLOW = dict.fromkeys(("MultiSteps", "masked", "named_chain"), pytest.mark.slow)
+SLOW = ("MultiSteps", "masked", "named_chain")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW.get(name, ())) for name in WRAPPED]
-)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name not in SLOW, WRAPPED))
 def test_a_wrapped_method_computes_the_same_on_every_layout(name):
     wrapped, by_hand = WRAPPED[name]
     expected = train_by_hand(by_hand)
