@@ -287,7 +287,7 @@ def given(x, batch):
     return batch
 
 
-def nothing(x, g):
+def nothing(x, batch):
     """The more arguments of `tx.update` in `train`."""
     return {}
 
@@ -306,13 +306,13 @@ def train(
     """Returns the parameters on the host after every step, and the last state.
 
     batches: [W, ...] for each step. losses: [W] for each step; 1 by default. gradient: a
-    worker's parameters and batch -> its gradient. extra: its parameters and gradient ->
-    more arguments of `tx.update`. state: the state to continue from.
+    worker's parameters and batch -> its gradient. extra: the same -> more arguments of
+    `tx.update`. state: the state to continue from.
     """
 
     def step(x, state, batch, loss):
         g = gradient(x, batch)
-        u, state = tx.update(g, state, x, value=loss, **extra(x, g))
+        u, state = tx.update(g, state, x, value=loss, **extra(x, batch))
         return apply(x, u), state
 
     x, seen = workers.put(x), []
@@ -325,6 +325,26 @@ def train(
         seen.append(workers.fetch(x))
     assert step._cache_size() == 1
     return seen, state
+
+
+def around(outer, base=None):
+    """Returns `lj.outer` around a base optimizer, for `train`, with `apply=after`."""
+    base = optax.identity() if base is None else base
+
+    def init(x):
+        return base.init(x), outer.init(x)
+
+    def update(g, state, x, value, **extra):
+        u, of_base = base.update(g, state[0], x)
+        y, of_outer = outer.step(optax.apply_updates(x, u), state[1], loss=value, **extra)
+        return y, (of_base, of_outer)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def after(x, y):
+    """The parameters that `around` returns."""
+    return y
 
 
 def exchanged(tx, workers, x, steps=1, state=None):
@@ -367,11 +387,11 @@ def as_rows(tree):
     return np.concatenate([np.reshape(tree[k], (len(tree[k]), -1)) for k in "ab"], axis=1)
 
 
-def train_rows(tx, start, gradients, devices=1, extra=nothing):
+def train_rows(tx, start, gradients, devices=1, **options):
     """Returns the parameters after every step, [steps, W, 17], and the last state."""
     workers = lj.Workers(1, len(start), devices=jax.devices()[: min(len(start), devices)])
     gradients = [as_tree(each) for each in gradients]
-    seen, state = train(tx, workers, as_tree(start), gradients, extra=extra)
+    seen, state = train(tx, workers, as_tree(start), gradients, **options)
     return np.stack([as_rows(x) for x in seen]), state
 
 

@@ -7,9 +7,9 @@ holds its rank. Compared: the mean of every worker, by the formula of each test.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import exchanged
 
 import lsgd_jax as lj
 
@@ -46,14 +46,8 @@ def test_neighbor_averaging(W):
     pull = lambda name: lj.Pull(lj.neighbors(GRAPHS[name][0](W)), 1.0, part=[name])
     method = lj.exchange(*map(pull, GRAPHS))
     workers = lj.Workers(1, W, devices=jax.devices()[:1])
-    ranks = workers.put({name: np.arange(W, dtype=np.float32) for name in GRAPHS})
-
-    @workers.map
-    def step(x):
-        u, _ = method.update(jax.tree.map(jnp.zeros_like, x), method.init(x), x)
-        return lj.apply_updates(x, u)
-
-    seen = step(ranks)
+    ranks = {name: np.arange(W, dtype=np.float32) for name in GRAPHS}
+    seen, _ = exchanged(method, workers, ranks)
     for name, (_, expected) in GRAPHS.items():
         want = [expected(i, W) for i in range(W)]
         np.testing.assert_allclose(seen[name], want, rtol=1e-6, err_msg=name)

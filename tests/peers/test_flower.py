@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import aggregate, train
 
 import lsgd_jax as lj
 
@@ -32,24 +33,16 @@ AGGREGATES = {
 }
 
 
-def aggregate(tx, rows):
-    """The aggregate that each worker gets of the rows, [W, n]."""
-    workers = lj.Workers(1, len(rows), devices=jax.devices()[:1])
-    rows = workers.put(np.array(rows, np.float32))
-    return workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(rows)
-
-
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_aggregates(name):
     tx, rows, expected = AGGREGATES[name]
-    np.testing.assert_array_equal(
-        aggregate(tx, rows), np.tile(np.float32(expected), (len(rows), 1))
-    )
+    seen = aggregate(tx, np.float32(rows))
+    np.testing.assert_array_equal(seen, np.tile(np.float32(expected), (len(rows), 1)))
 
 
 def test_multi_krum_of_three_workers_is_the_median():
     """Flower averages the best two of three, 0.35. One in three may be any worker."""
-    seen = aggregate(lj.krum(faulty=1, keep=2), [[0.2], [0.5], [1.0]])
+    seen = aggregate(lj.krum(faulty=1, keep=2), np.float32([[0.2], [0.5], [1.0]]))
     np.testing.assert_array_equal(seen, np.full((3, 1), np.float32(0.5)))
 
 
@@ -77,20 +70,11 @@ def rounds(outer, replies, count):
     """The server's parameters after each round, [rounds, nodes, n]; they start at 0."""
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     method = lj.diloco(1, outer, weights=(1, 2))
-    replies = workers.put(np.array(replies, np.float32))
-    x = jnp.zeros_like(replies)
-    state = workers.map(method.init)(x)
-
-    @workers.map
-    def step(x, state, reply):
-        u, state = method.update(reply - x, state, x)
-        return lj.apply_updates(x, u), state
-
-    seen = []
-    for _ in range(count):
-        x, state = step(x, state, replies)
-        seen.append(x)
-    return np.array(seen)
+    replies = np.array(replies, np.float32)
+    move = lambda x, reply: reply - x
+    return np.array(
+        train(method, workers, 0 * replies, [replies] * count, gradient=move)[0]
+    )
 
 
 def test_fedavgm_with_almost_no_momentum():

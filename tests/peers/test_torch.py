@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import train
 
 import lsgd_jax as lj
 
@@ -28,19 +29,8 @@ def after_warmup(warmup, t):
 def averaged(method, start, count):
     """What each of so many steps makes of the start: a list of trees, leaves [4]."""
     workers = lj.Workers(2, 2, devices=jax.devices()[:1])
-    x = workers.put(start)
-    state = workers.map(method.init)(x)
-
-    @workers.map
-    def step(x, state):
-        u, state = method.update(jax.tree.map(jnp.zeros_like, x), state, x)
-        return lj.apply_updates(x, u), state
-
-    seen = []
-    for _ in range(count):
-        moved, state = step(x, state)
-        seen.append(workers.fetch(moved))
-    return seen
+    back = lambda x, start: jax.tree.map(jnp.subtract, start, x)
+    return train(method, workers, start, [start] * count, gradient=back)[0]
 
 
 def test_periodic():

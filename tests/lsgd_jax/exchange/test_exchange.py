@@ -272,16 +272,6 @@ def test_refuses(build, message):
         build()
 
 
-def test_refuses_while_tracing():
-    workers, x = pair(), jnp.ones((2, 3))
-    tx = lj.local_sgd(2)
-    state = workers.map(tx.init)(x)
-    with pytest.raises(ValueError, match="`value` must be the worker's loss, a scalar"):
-        workers.map(lambda x, s: tx.update(x, s, x, value={"loss": 1})[0])(x, state)
-    with pytest.raises(ValueError, match="`fragments` must be at most the number of"):
-        workers.map(lj.diloco(4, fragments=2).init)(x)
-
-
 def test_a_state_of_other_fields_is_not_relabeled():
     """As many leaves are not enough to give a rule's state the form of another."""
     before = {"a": lj.Shared(jnp.ones(2)), "b": jnp.ones(3)}

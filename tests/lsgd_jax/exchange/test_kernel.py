@@ -71,18 +71,37 @@ def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
 
 @pytest.mark.parametrize(
     "name, given",
-    [("value", 1), ("value", 1.0), ("loss", np.float64(1)), ("loss", jnp.int32(1))],
+    [
+        ("value", 1),
+        ("value", 1.0),
+        ("loss", np.float64(1)),
+        ("loss", jnp.int32(1)),
+        ("loss", jnp.bfloat16(1)),
+    ],
 )
 def test_the_loss_has_two_names_and_may_be_any_number(name, given):
     tx, workers = lj.lsgd(0.5, 0.5, 1, 1), lj.Workers(1, 2)
     x = workers.put(np.array([[0.0], [8.0]], np.float32))
-    state = workers.map(tx.init)(x)
-    step = workers.map(lambda x, s: tx.update(0 * x, s, x, **{name: given})[0])
-    close(step(x, state), np.array([[0.0], [-6.0]]))
-    with pytest.raises(ValueError, match="as `value=` or as `loss=`, got both"):
-        workers.map(lambda x, s: tx.update(x, s, x, value=1.0, loss=2.0))(x, state)
-    with pytest.raises(ValueError, match="must be the worker's loss, a scalar"):
-        workers.map(lambda x, s: tx.update(x, s, x, value="low"))(x, state)
+    before = workers.map(tx.init)(x)
+    u, state = workers.map(lambda x, s: tx.update(0 * x, s, x, **{name: given}))(x, before)
+    close(u, np.array([[0.0], [-6.0]]))
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, before)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"value": 1.0, "loss": 2.0}, "as `value=` or as `loss=`, got both"),
+        ({"value": "low"}, "must be the worker's loss, a scalar"),
+        ({"value": {"loss": 1}}, "must be the worker's loss, a scalar"),
+        ({"value": jnp.ones(1)}, "a scalar: .*got "),
+        ({}, "loss=loss"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused(given, message):
+    tx, x = lj.lsgd(0.5, 0.5, 1, 1), np.zeros((2, 1), np.float32)
+    with pytest.raises(ValueError, match=message):
+        lj.Workers(1, 2).map(lambda x: tx.update(x, tx.init(x), x, **given))(x)
 
 
 def test_wrong_objects_are_refused():

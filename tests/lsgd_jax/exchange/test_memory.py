@@ -3,11 +3,12 @@
 import pathlib
 import re
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, after, around, slow_unless
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -56,15 +57,12 @@ def train(tx, grid, reload_at=None):
     return workers.fetch(params), state, lj.center(params, state)
 
 
-COMBINED = [
-    # By default, one method on each grid.
-    pytest.param(name, grid, marks=[] if i % 4 == j else [pytest.mark.slow])
-    for i, grid in enumerate(GRIDS)
-    for j, name in enumerate(KEPT)
-]
+# By default, one method on each grid.
+PAIRED = list(zip(KEPT, GRIDS))
+COMBINED = [(name, grid) for grid in GRIDS for name in KEPT]
 
 
-@pytest.mark.parametrize("name, grid", COMBINED)
+@pytest.mark.parametrize("name, grid", slow_unless(lambda *case: case in PAIRED, COMBINED))
 def test_trees_in_host_memory_give_the_same_numbers(name, grid):
     """Also after loading a state, which puts all of it on the devices."""
     method = METHODS[name].make(4)
@@ -130,16 +128,11 @@ def test_host_memory_in_a_scan_over_steps():
 
 
 def test_outer_keeps_trees_in_host_memory():
-    o = lj.outer(lj.diloco(2, memory="host"))
-    workers = lj.Workers(1, 2)
-    x = workers.replicate(jnp.ones(3))
-    state = workers.map(o.init)(x)
-    step = workers.map(lambda x, s: o.step(x + 1, s))
-    for _ in range(2):
-        x, state = step(x, state)
+    o, x = around(lj.outer(lj.diloco(2, memory="host"))), np.ones((2, 3), np.float32)
+    seen, (_, state) = harness.train(o, lj.Workers(1, 2), x, [x] * 2, apply=after)
     anchor = state.exchange.pulls[0].rule.anchor.value
     assert anchor.sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(x[0], anchor)
+    np.testing.assert_array_equal(seen[-1][0], anchor)
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):

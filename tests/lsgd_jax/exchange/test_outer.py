@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import GUARDED, METHODS, exchanges, run_of
+from harness import GUARDED, METHODS, after, around, exchanges, run_of, slow_unless, train
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +23,7 @@ FAST = "lsgd diloco_streaming parle sgp+int8".split()
 BAD = 1
 
 
-def around(name, run):
+def around_run(name, run):
     """Returns init and step of `harness.Run` with the method around the step."""
     base, o = GUARDED(optax.sgd(0.1)), lj.outer(METHODS[name].make(run.W))
 
@@ -44,14 +44,11 @@ def around(name, run):
     return run.workers.map(init), run.workers.map(step, donate=(0, 1))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in PULLS],
-)
+@pytest.mark.parametrize("name", slow_unless(FAST.__contains__, PULLS))
 def test_the_numbers_are_those_of_the_chain(name):
     """Also for a worker that is not finite on one step and is then restored."""
     run = run_of(name, 4, 2, 8)
-    init, step = around(name, run)
+    init, step = around_run(name, run)
     batches = list(run.batches)
     batches[1] = {**batches[1], "w": batches[1]["w"].at[BAD].set(jnp.nan)}
     expected, chained = run.train(batches)
@@ -87,23 +84,18 @@ def test_on_other_steps_parameters_are_bit_identical(method):
 
 
 def test_a_worker_that_is_not_finite_continues_until_it_is_restored():
-    o, workers = lj.outer(lj.local_sgd(2)), lj.Workers(1, 3)
-    step = workers.map(lambda x, s: o.step(x, s))
-    x = workers.put(np.array([1.0, np.nan, 3.0], np.float32))
-    x, state = step(x, workers.map(o.init)(workers.put(np.ones(3, np.float32))))
-    np.testing.assert_array_equal(x, [1, np.nan, 3])
-    x, state = step(x, state)
-    np.testing.assert_array_equal(x, [2, 2, 2])
+    start = np.array([1.0, np.nan, 3.0], np.float32)
+    o, workers = around(lj.outer(lj.local_sgd(2))), lj.Workers(1, 3)
+    seen, state = train(o, workers, start, [np.zeros(3, np.float32)] * 2, apply=after)
+    np.testing.assert_array_equal(seen, [start, [2, 2, 2]])
     assert lj.diagnostics(state)[0].restored.tolist() == [0, 1, 0]
 
 
 def test_a_check_of_every_step_undoes_a_step_that_is_not_finite():
-    o, workers = lj.outer(lj.local_sgd(3, check="every_step")), lj.Workers(1, 2)
-    start = workers.put(np.array([1.0, 5.0], np.float32))
-    state = workers.map(o.init)(start)
-    step = workers.map(lambda x, s: o.step(x, s))
-    x, state = step(workers.put(np.array([2.0, np.inf], np.float32)), state)
-    np.testing.assert_array_equal(x, [2, 5])
+    o = around(lj.outer(lj.local_sgd(3, check="every_step")))
+    start, u = np.array([1.0, 5.0], np.float32), np.array([1.0, np.inf], np.float32)
+    seen, state = train(o, lj.Workers(1, 2), start, [u], apply=after)
+    np.testing.assert_array_equal(seen, [[2, 5]])
     assert lj.waiting(state).tolist() == [False, True]
 
 
@@ -224,14 +216,10 @@ ON_REPLICAS = {
 # By default a method of each kind, and both forms.
 QUICK = [("outer", name) for name in ("diloco", "lsgd", "int8", "fragments")]
 QUICK.append(("chain", "easgd"))
-FACES = [
-    pytest.param(face, name, marks=[pytest.mark.slow] * ((face, name) not in QUICK))
-    for face in ("outer", "chain")
-    for name in ON_REPLICAS
-]
+FACES = [(face, name) for face in ("outer", "chain") for name in ON_REPLICAS]
 
 
-@pytest.mark.parametrize("face, name", FACES)
+@pytest.mark.parametrize("face, name", slow_unless(lambda *case: case in QUICK, FACES))
 def test_replicas_send_shards_and_only_when_due(name, face):
     mesh, method = mesh_of(), ON_REPLICAS[name]
     o = lj.outer(method)
@@ -279,8 +267,7 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["lsgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8", "fragments"))],
+    "name", slow_unless(lambda name: name == "lsgd", ("lsgd", "int8", "fragments"))
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(name):
     o = lj.outer(ON_REPLICAS[name])

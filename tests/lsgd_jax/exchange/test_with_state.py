@@ -81,7 +81,7 @@ def test_fields_have_the_weights_of_the_gradients():
     )
     start = np.zeros([W, 2], np.float32)
     gradient = start - 2 * TARGETS[:, None]
-    grad = lambda x, g: {"grad": g}
+    grad = lambda x, batch: {"grad": batch}
     (x,), state = train(tx, lj.Workers(1, W), start, [gradient], extra=grad)
     mean = -2 * W / (1 / TARGETS).sum()
     np.testing.assert_allclose(optax.tree.get(state, "trace"), mean, rtol=1e-6)

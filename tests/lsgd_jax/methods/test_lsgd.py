@@ -1,7 +1,6 @@
 """Tests of lsgd: against NumPy, with workers that are not finite, and of its errors."""
 
 import harness
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -37,16 +36,16 @@ SETTINGS = [
     (1, 1, (0.5, 0.5), (1, 2), 2),
     (3, 6, (1.0, 0.1), (3, 5), 4),
 ]
+# By default the two orders take turns.
+TAKE_TURNS = [(*settings, order) for settings, order in zip(SETTINGS, ORDERS * 3)]
 
 
 @pytest.mark.parametrize(
     "nodes, locals, pulls, periods, window, order",
-    [
-        # By default the two orders take turns.
-        pytest.param(*settings, order, marks=[pytest.mark.slow] * ((i + k) % 2))
-        for i, settings in enumerate(SETTINGS)
-        for k, order in enumerate(ORDERS)
-    ],
+    harness.slow_unless(
+        lambda *case: case in TAKE_TURNS,
+        [(*settings, order) for settings in SETTINGS for order in ORDERS],
+    ),
 )
 def test_against_numpy(nodes, locals, pulls, periods, window, order):
     workers = lj.Workers(nodes, locals)
@@ -151,21 +150,10 @@ def test_a_node_without_a_finite_worker_waits_for_the_global_leader():
 
 
 def test_bfloat16_parameters_travel_in_bfloat16():
-    workers = lj.Workers(2, 4)
     tx = optax.chain(optax.adam(0.1), lj.lsgd(0.2, 0.4, 1, 2))
-    x = workers.put({"h": jnp.ones((8, 3), jnp.bfloat16), "f": jnp.ones((8, 2))})
-
-    def step(x, state, loss):
-        u, state = tx.update(x, state, x, value=loss)
-        return lj.apply_updates(x, u), state
-
-    state = workers.map(tx.init)(x)
-    before = jax.tree.map(jax.typeof, state)
-    step = workers.map(step)
-    for _ in range(3):
-        x, state = step(x, state, workers.put(jnp.arange(8, dtype=jnp.bfloat16)))
+    x = {"h": jnp.ones((8, 3), jnp.bfloat16), "f": jnp.ones((8, 2))}
+    (x,), state = harness.train(tx, lj.Workers(2, 4), x, [x], [np.arange(8)])
     assert x["h"].dtype == jnp.bfloat16 and x["f"].dtype == jnp.float32
-    assert jax.tree.map(jax.typeof, state) == before
     assert lj.diagnostics(state)[0].payload == 3 * 2 + 2 * 4 + 4
 
 
@@ -202,14 +190,3 @@ def test_a_level_with_zero_pull_has_no_state():
 def test_invalid_settings_are_refused_by_the_factory(settings, message):
     with pytest.raises(ValueError, match=message):
         lj.lsgd(**settings)
-
-
-def test_update_needs_a_scalar_loss():
-    workers = lj.Workers(1, 2)
-    tx = lj.lsgd()
-    x = workers.put(jnp.ones((2, 3)))
-    state = workers.map(tx.init)(x)
-    with pytest.raises(ValueError, match="loss=loss"):
-        workers.map(lambda x, s: tx.update(x, s, x))(x, state)
-    with pytest.raises(ValueError, match=r"a scalar: .*got "):
-        workers.map(lambda x, s: tx.update(x, s, x, value=x))(x, state)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import after, around, train
 
 import lsgd_jax as lj
 
@@ -16,27 +17,24 @@ def best(keep, **options):
     return lj.leader(("node", "local"), keep=keep, **options)
 
 
-def run(method, x, batch, losses=None, steps=1, devices=1, around=False):
-    """The workers' x after some steps that do not move it, and the exchange's state.
+def run(method, x, batch, losses=None, steps=1, devices=1, **options):
+    """The workers' x after some steps that do not move it, and the last state.
 
     The loss of x on a worker's batch is (x - batch)²; losses: what the workers claim.
     """
-    workers = lj.Workers(1, len(x), devices=jax.devices()[:devices])
-    given = (x, batch, x if losses is None else losses)
-    x, batch, claims = workers.put(tuple(jnp.asarray(v, jnp.float32) for v in given))
-
-    def step(x, state, batch, claim):
-        value_fn = lambda x: (x - batch) ** 2
-        value = value_fn(x) if losses is None else claim
-        if around:
-            return method.step(x, state, loss=value, value_fn=value_fn)
-        u, state = method.update(0 * x, state, x, value=value, value_fn=value_fn)
-        return lj.apply_updates(x, u), state
-
-    state, step = workers.map(method.init)(x), workers.map(step)
-    for _ in range(steps):
-        x, state = step(x, state, batch, claims)
-    return np.asarray(x), state.exchange if around else state
+    x, batch = (np.asarray(v, np.float32) for v in (x, batch))
+    claims = (x - batch) ** 2 if losses is None else losses
+    seen, state = train(
+        method,
+        lj.Workers(1, len(x), devices=jax.devices()[:devices]),
+        x,
+        [batch] * steps,
+        [claims] * steps,
+        gradient=lambda x, batch: 0 * x,
+        extra=lambda x, batch: {"value_fn": lambda x: (x - batch) ** 2},
+        **options,
+    )
+    return seen[-1], state
 
 
 def pulled_to(rule, strength=1.0):
@@ -48,13 +46,15 @@ def pulled_to(rule, strength=1.0):
 X, BATCH, SCORES = [0, 1, 5, 2], [1, 2, 3, 4], [4, 4, 1, 1]
 
 
-@pytest.mark.parametrize("devices, around", [(1, False), (4, False), (4, True)])
-def test_a_worker_is_judged_on_the_batch_of_the_next_one(devices, around):
+@pytest.mark.parametrize("devices, outer", [(1, False), (4, False), (4, True)])
+def test_a_worker_is_judged_on_the_batch_of_the_next_one(devices, outer):
     method = lj.lsgd(0.5, 0.0, local_period=2, judged_by="peers")
-    method = lj.outer(method) if around else method
-    x, state = run(method, X, BATCH, steps=1, devices=devices, around=around)
+    options = {"devices": devices}
+    if outer:
+        method, options = around(lj.outer(method)), {"devices": devices, "apply": after}
+    x, state = run(method, X, BATCH, **options)
     assert x.tolist() == X and lj.diagnostics(state)[0].score.tolist() == [INF] * 4
-    x, state = run(method, X, BATCH, steps=2, devices=devices, around=around)
+    x, state = run(method, X, BATCH, steps=2, **options)
     (pull,) = lj.diagnostics(state)
     assert pull.leader.tolist() == [2] * 4 and pull.score.tolist() == SCORES
     assert x.tolist() == [2.5, 3, 5, 3.5]
@@ -104,30 +104,20 @@ def test_a_part_is_judged_within_all_parameters():
     """The judge keeps its own other leaf, and integers, which are never exchanged."""
     rule = lj.leader("local", judged_by="peers")
     tx = lj.exchange(lj.Pull(rule, 1.0, part=["a"]))
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     values = {"a": [1.0, 0.0], "b": [0.0, 3.0], "n": [2, 2]}
-    params = workers.put({k: jnp.asarray(v) for k, v in values.items()})
-
-    def step(params, state):
-        value_fn = lambda p: p["n"] * (p["a"] + p["b"])
-        still = jax.tree.map(jnp.zeros_like, params)
-        return tx.update(still, state, params, value=1.0, value_fn=value_fn)
-
-    _, state = workers.map(step)(params, workers.map(tx.init)(params))
+    params = {k: jnp.asarray(v) for k, v in values.items()}
+    still = jax.tree.map(jnp.zeros_like, params)
+    judge = lambda x, batch: {"value_fn": lambda p: p["n"] * (p["a"] + p["b"])}
+    _, state = train(tx, lj.Workers(1, 2), params, [still], extra=judge)
     assert lj.diagnostics(state)[0].score.tolist() == [2 * (1 + 3), 2 * (0 + 0)]
 
 
 def test_fields_of_the_optimizer_move_with_the_leader_that_peers_elect():
     base = optax.sgd(1.0, momentum=0.5)
     tx = lj.with_state(base, pulled_to(lj.leader("local", judged_by="peers")), "trace")
-    workers = lj.Workers(1, 2, devices=jax.devices()[:1])
-    x, grads = workers.put((jnp.array([5.0, 2.0]), jnp.array([1.0, 3.0])))
-
-    def step(x, state, g):
-        u, state = tx.update(g, state, x, value=1.0, value_fn=jnp.square)
-        return x + u, state
-
-    x, state = workers.map(step)(x, workers.map(tx.init)(x), grads)
+    x, grads = np.float32([5, 2]), np.float32([1, 3])
+    judge = lambda x, batch: {"value_fn": jnp.square}
+    (x,), state = train(tx, lj.Workers(1, 2), x, [grads], extra=judge)
     assert x.tolist() == [-1, -1]
     assert optax.tree.get(state, "trace").tolist() == [3, 3]
 

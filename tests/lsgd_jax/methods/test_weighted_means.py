@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import CASES_2026, as_rows, as_tree, inputs_2026, slow_unless, train_rows
+from harness import CASES_2026, after, around, inputs_2026, slow_unless, train_rows
 
 import lsgd_jax as lj
 
@@ -60,8 +60,8 @@ def test_oracle(name):
 # GRAWA
 
 
-def with_gradient(x, g):
-    return {"grad": g}
+def with_gradient(x, batch):
+    return {"grad": batch}
 
 
 @pytest.mark.parametrize("layerwise", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -82,25 +82,9 @@ def test_the_gradient_is_read_where_the_base_is_not_sgd(layerwise):
     expected = np.concatenate([w @ y[:, i] for w, i in zip(weights.T, leaves)])
     np.testing.assert_allclose(seen[0], np.tile(expected, (3, 1)), rtol=1e-4, atol=1e-5)
     assert np.abs(blind[0] - seen[0]).max() > 0.1
-    around = outer_run(base, lj.outer(method), start, gradients)
-    np.testing.assert_allclose(around, seen, rtol=1e-5, atol=2e-6)
-
-
-def outer_run(base, around, start, gradients):
-    workers = lj.Workers(1, len(start), devices=jax.devices()[:1])
-
-    def step(x, state, grads):
-        u, of_base = base.update(grads, state[0], x)
-        x, of_outer = around.step(optax.apply_updates(x, u), state[1], grad=grads)
-        return x, (of_base, of_outer)
-
-    x, seen = workers.put(as_tree(start)), []
-    state = workers.map(lambda x: (base.init(x), around.init(x)))(x)
-    step = workers.map(step)
-    for grads in gradients:
-        x, state = step(x, state, workers.put(as_tree(grads)))
-        seen.append(as_rows(x))
-    return np.stack(seen)
+    outer, grad = around(lj.outer(method), base), with_gradient
+    outside, _ = train_rows(outer, start, gradients, extra=grad, apply=after)
+    np.testing.assert_allclose(outside, seen, rtol=1e-5, atol=2e-6)
 
 
 def test_a_power_of_0_is_a_soft_pull_to_the_mean():
