@@ -70,15 +70,6 @@ def test_every_worker_knows_its_position(any_workers):
     np.testing.assert_array_equal(column, np.tile(ids.reshape(nodes, locals).T, (nodes, 1)))
 
 
-def test_map_is_the_function_of_each_worker(workers):
-    W = workers.num_workers
-    x, y = np.arange(2.0 * W).reshape(W, 2), np.arange(W) * 10.0
-    f = lambda x, y: {"sum": x.sum() + y, "x": x}
-    out = workers.map(f)(workers.put(x), workers.put(y))
-    np.testing.assert_allclose(out["sum"], x.sum(axis=1) + y)
-    np.testing.assert_allclose(out["x"], x)
-
-
 def test_shared_leaves_have_no_worker_axis_in_or_out(workers):
     def f(x, shared):
         assert isinstance(shared, lj.Shared) and shared.value["a"].shape == (3,)
@@ -235,18 +226,24 @@ def test_a_wrong_leading_axis_is_refused(bad):
         ({"nodes": 2, "locals": -1}, "`locals` must be a positive int, got locals=-1"),
         ({"nodes": 2.5}, "`nodes` must be a positive int, got nodes=2.5"),
         ({"nodes": True}, "`nodes` must be a positive int, got nodes=True"),
+        ({"inside": {"fsdp": 0}}, r"`inside\['fsdp'\]` must be a positive int"),
+        ({"nodes": 2, "locals": 1, "inside": {"fsdp": 16}}, "needs 16 devices, got 8"),
+        ({"inside": {"local": 2}}, "must be an identifier, and none of 'node'"),
+        ({"inside": {"a b": 2}}, "a name in `inside` must be an identifier"),
+        ({"inside": "fsdp=2"}, "`inside` must be a dict"),
+        (
+            {"nodes": 2, "locals": 4, "devices": jax.devices()[:3]},
+            "do not divide over the 3 devices given; 1, 2, 4, 8",
+        ),
+        (
+            {"nodes": 2, "locals": 1, "inside": {"fsdp": 3}, "devices": jax.devices()},
+            "3, 6 devices would fit",
+        ),
     ],
 )
-def test_bad_counts_are_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         lj.Workers(**arguments)
-
-
-def test_devices_that_do_not_divide_are_refused():
-    with pytest.raises(
-        ValueError, match="do not divide over the 3 devices given; 1, 2, 4, 8"
-    ):
-        lj.Workers(2, 4, devices=jax.devices()[:3])
 
 
 def test_workers_use_the_largest_grid_that_fits():
@@ -261,6 +258,10 @@ def test_workers_use_the_largest_grid_that_fits():
 def test_the_text_form_of_workers():
     assert repr(lj.Workers(2, 4, devices=jax.devices()[:4])) == (
         "Workers(nodes=2, locals=4) on 4 cpu devices (2 x 2), 2 workers per device"
+    )
+    assert repr(lj.Workers(2, inside={"fsdp": 2})) == (
+        "Workers(nodes=2, locals=2, inside={'fsdp': 2}) on 8 cpu devices (2 x 2 x 2), "
+        "1 worker per 2 devices"
     )
 
 
