@@ -239,7 +239,13 @@ FACTORIES = [
 
 def needed(factory):
     """Returns the arguments that have no default."""
-    return {"learning_rate": 0.1} if factory is lj.parle else {}
+    arguments = {
+        "parle": {"learning_rate": 0.1},
+        "leader": {"axes": "local"},
+        "scoping": {"initial": 0.1, "batches_per_epoch": 2},
+        "Pull": {"rule": lj.average(), "strength": 1.0},
+    }
+    return arguments.get(factory.__name__, {})
 
 
 WIRES = {

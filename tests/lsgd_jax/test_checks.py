@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-import lsgd_jax as lj
 from lsgd_jax._src import checks
 
 
@@ -66,8 +65,3 @@ def test_a_mesh_with_explicit_axes_is_refused_where_they_are_not_manual(manual):
         return
     with pytest.raises(ValueError, match="must be AxisType.Auto, but 'model' is Explicit"):
         trace(AxisType.Explicit)
-
-
-def test_an_invalid_outer_optimizer_is_refused():
-    with pytest.raises(ValueError, match="`outer` must be an optax .*got outer=0.7"):
-        lj.diloco(3, outer=0.7)  # type: ignore

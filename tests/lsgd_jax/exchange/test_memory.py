@@ -144,5 +144,3 @@ def test_a_backend_without_host_memory_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device])
     with pytest.raises(ValueError, match="`memory` must be 'device' on toy"):
         tx.init(jnp.ones(2))
-    with pytest.raises(ValueError, match="`memory` must be one of 'device', 'host'"):
-        lj.slowmo(memory="disk")

@@ -78,9 +78,6 @@ def test_empty_nodes_of_optax_stay_empty():
 @pytest.mark.parametrize(
     "part, message",
     [
-        ("head", "`part` must be a function"),
-        ([], "`part` must be a function"),
-        (0.5, "`part` must be a function"),
         (["tail"], "`part` must hold at least one leaf, .*'body/v', 'body/w', 'head'"),
         (lambda path: False, "`part` must hold at least one leaf"),
         ({"head": True}, "must have a bool for 'body/v'"),

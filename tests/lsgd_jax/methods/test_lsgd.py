@@ -163,30 +163,3 @@ def test_a_level_with_zero_pull_has_no_state():
     assert not workers.map(lj.lsgd(0.0, 0.0).init)(x).pulls
     (level,) = lj.diagnostics(workers.map(lj.lsgd(0.0, 0.5).init)(x))
     assert level.axes == ("node", "local")
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"local_pull": -0.1}, r"`local_pull` must be in \[0, 1\]"),
-        (
-            {"global_pull": 1.5},
-            r"`global_pull` must be in \[0, 1\] .*, got global_pull=1.5",
-        ),
-        ({"local_pull": float("nan")}, "`local_pull` must be in"),
-        ({"local_period": 0}, "`local_period` must be a positive int, got local_period=0"),
-        (
-            {"global_period": 2.5},
-            "`global_period` must be a positive int, got global_period=2.5",
-        ),
-        ({"loss_window": 0}, "`loss_window` must be a positive int, got loss_window=0"),
-        (
-            {"order": "both"},
-            "`order` must be one of 'adapt_then_combine', 'combine_then_adapt'",
-        ),
-        ({"local_proximal": 2}, "`local_proximal` must be in"),
-    ],
-)
-def test_invalid_settings_are_refused_by_the_factory(settings, message):
-    with pytest.raises(ValueError, match=message):
-        lj.lsgd(**settings)

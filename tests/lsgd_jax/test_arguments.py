@@ -1,0 +1,75 @@
+"""Invalid arguments: every public factory that takes an argument refuses them by name."""
+
+import inspect
+
+import pytest
+from harness import FACTORIES, needed
+
+import lsgd_jax as lj
+
+
+INF, NAN = float("inf"), float("nan")
+COUNT, FRACTION, NUMBER = "a positive int", r"in \[0, 1\]", "at least 0 and finite"
+COUNTS = (
+    "period local_period global_period sync_period batches_per_epoch loss_window window "
+    "keep until restart staleness iterations every fragments chunk"
+)
+FRACTIONS = (
+    "local_pull global_pull local_proximal global_proximal pull strength mixing beta decay "
+    "value fetch_probability send_probability noloco.alpha"
+)
+NUMBERS = (
+    "alpha slowmo.learning_rate parle.learning_rate outer_learning_rate anchor_pull "
+    "center_pull divergence_threshold gamma power initial largest noloco.beta"
+)
+# For each argument, of every factory or of a single one, invalid values and what the
+# message says after "must be".
+INVALID = {
+    **dict.fromkeys(COUNTS.split(), ([0, 2.5, True], COUNT)),
+    **dict.fromkeys(FRACTIONS.split(), ([-0.1, 1.5, NAN], FRACTION)),
+    **dict.fromkeys(NUMBERS.split(), ([-1, INF, NAN], NUMBER)),
+    "faulty": ([-1], COUNT),
+    "cut": ([-1, True], COUNT),
+    "offset": ([-1, 1], r"an int in \[0, 1\)"),
+    "delay": ([-1, 10**9], r"an int in \[0, "),
+    "warmup": ([1], "at least 2"),
+    "group_size": ([1, 3], "a power of two"),
+    "bits": ([9], "at most 8, got bits=9"),
+    "density": ([0.0], "above 0"),
+    "temperature": ([0, None], "positive"),
+    "threshold": ([-1], "positive"),
+    "clip": ([0], "positive"),
+    "weights": ([(0, 0), (1, -1)], "finite numbers"),
+    "guard": ([True], "a Guard or None"),
+    "outer": ([0.7], "an optax .*got outer=0.7"),
+    "part": (["head", [], 0.5], "a function"),
+    "wire": (["int9", "int8-up"], "one of .*'int4', .*, got wire='int"),
+    "merge": (["rda"], "one of 'mean', 'radial'"),
+    "aggregate": (["sum"], "one of 'mean', 'senders'"),
+    "judged_by": (["all"], "one of 'own', 'peers'"),
+    "late": (["drop"], "one of 'pull', 'shift'"),
+    "memory": (["disk"], "one of 'device', 'host'"),
+    "order": (["both"], "one of 'adapt_then_combine', 'combine_then_adapt'"),
+    "interpolation": (["nearest"], "one of"),
+    "check": (["never"], "one of"),
+}
+FACTORIES = [
+    *FACTORIES,
+    *(lj.allreduce, lj.cge, lj.geometric_median, lj.krum, lj.licm, lj.trimmed_mean),
+    *(lj.Guard, lj.Pull, lj.TopK, lj.leader, lj.scoping),
+]
+
+
+def rows():
+    for factory in FACTORIES:
+        for name in inspect.signature(factory).parameters:
+            full = f"{factory.__name__}.{name}"
+            if values_and_rule := INVALID.get(full, INVALID.get(name)):
+                yield pytest.param(factory, name, *values_and_rule, id=full)
+
+
+@pytest.mark.parametrize("factory, name, values, rule", list(rows()))
+def test_an_invalid_argument_is_refused_by_name(factory, name, values, rule):
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{name}` must be {rule}"):
+            factory(**{**needed(factory), name: value})
