@@ -278,11 +278,11 @@ METHODS |= {
 }
 
 
-def slow_unless(is_fast, cases):
-    """Cases of a parametrized test, slow except those for which `is_fast(*case)` holds."""
-    each = [case if isinstance(case, tuple) else (case,) for case in cases]
-    slow = lambda case: [] if is_fast(*case) else [pytest.mark.slow]
-    return [pytest.param(*case, marks=slow(case)) for case in each]
+def mostly_slow(cases, fast):
+    """Cases of a parametrized test, all of which but the fast ones are marked slow."""
+    values = lambda case: case if isinstance(case, tuple) else (case,)
+    slow = lambda case: [] if case in fast else [pytest.mark.slow]
+    return [pytest.param(*values(case), marks=slow(case)) for case in cases]
 
 
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, Run, exchanges, run_of, unguarded
-from jax.sharding import PartitionSpec as P
+from harness import METHODS, Run, exchanges, mostly_slow, run_of, unguarded
 
 import lsgd_jax as lj
-from lsgd_jax._src.workers.uniform import equations
 
 
 # By default only these methods are tested with a narrow wire format or as a variant
@@ -21,13 +19,8 @@ FAST_WIRES = ("lsgd+int8", "diloco+int4")
 COMPOSED = ("desloc",)  # of `with_state` and `average`, which have tests of their own
 
 
-def rows_of(names, fast=None):
-    if fast is None:
-        names = list(names)
-        fast = [name for name in names if "+" not in name and name not in COMPOSED]
-        fast += FAST_WIRES
-    marked = lambda name: pytest.param(name, marks=pytest.mark.slow)
-    return [name if name in fast else marked(name) for name in names]
+SHORT = [name for name in METHODS if "+" not in name and name not in COMPOSED]
+SHORT += FAST_WIRES
 
 
 def method_of(name):
@@ -40,12 +33,12 @@ def arrives_late(name):
     return method_of(name) in late or "+layers" in name
 
 
-every_method = pytest.mark.parametrize("name", rows_of(METHODS))
+every_method = pytest.mark.parametrize("name", mostly_slow(METHODS, fast=SHORT))
 # One of each kind of exchange. In long tests, all other methods are marked slow.
 KINDS = (
     "lsgd lsgd_streaming easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 )
-a_method_of_each_kind = pytest.mark.parametrize("name", rows_of(METHODS, fast=KINDS))
+a_method_of_each_kind = pytest.mark.parametrize("name", mostly_slow(METHODS, fast=KINDS))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 BAD = 1
 
@@ -54,33 +47,32 @@ def rows(tree, keep):
     return jax.tree.map(lambda x: np.asarray(x)[keep], tree)
 
 
+SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)
+
+
 @functools.cache
-def base_alone(W):
-    return Run(optax.sgd(0.1), 1, W, 1).train()[0]
+def base_alone(W, base=SGD):
+    return Run(base, 1, W, 1).train()[0]
 
 
-@pytest.mark.parametrize("name", rows_of(n for n, m in METHODS.items() if m.alone))
+@pytest.mark.parametrize(
+    "name", mostly_slow([n for n, m in METHODS.items() if m.alone], fast=SHORT)
+)
 def test_one_worker_is_the_base_optimizer(name):
     """With momentum, so that the gradients that the base optimizer sees must be unchanged.
 
     The tolerance is 1e-6, because XLA fuses the two programs differently.
     """
-    base = optax.sgd(0.1, momentum=0.9, nesterov=True)
-    run = Run(METHODS[name].chain(1, base), 1, 1, 1)
-    for a, b in zip(run.train()[0], momentum_alone()):
+    run = Run(METHODS[name].chain(1, MOMENTUM), 1, 1, 1)
+    for a, b in zip(run.train()[0], base_alone(1, MOMENTUM)):
         chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-@functools.cache
-def momentum_alone():
-    return Run(optax.sgd(0.1, momentum=0.9, nesterov=True), 1, 1, 1).train()[0]
 
 
 # The oracles of lsgd, easgd and pairwise averaging take turns on 8, 4, 2 and 1 devices.
 WITHOUT_TURNS = [name for name in KINDS if name not in ("lsgd", "easgd", "pairwise")]
 
 
-@pytest.mark.parametrize("name", rows_of(METHODS, fast=WITHOUT_TURNS))
+@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=WITHOUT_TURNS))
 def test_numbers_do_not_depend_on_the_devices(name):
     """One worker per device, against four workers per device with a split node axis."""
     one, other = (run_of(name, 4, 2, devices).trained[0] for devices in (8, 2))
@@ -121,9 +113,7 @@ def check_comes_together(name, seen):
 # By default `check="every_step"` without a guard is compiled for these methods only.
 FAST = ("lsgd", "diloco_streaming", "osgp_delayed")
 PULLS = [n for n, m in METHODS.items() if not m.first]
-slowly = lambda names: [
-    n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in names
-]
+a_pull_in_short = pytest.mark.parametrize("name", mostly_slow(PULLS, fast=FAST))
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
@@ -135,7 +125,7 @@ def test_a_non_finite_worker_harms_no_other_and_is_restored(name, lasting):
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["one_step", "forever"])
-@pytest.mark.parametrize("name", slowly(PULLS))
+@a_pull_in_short
 def test_checking_every_step_replaces_the_guards(name, lasting):
     check_one_bad_worker(unguarded(name), lasting)
 
@@ -178,7 +168,7 @@ def all_bad(run):
     return seen, state
 
 
-@pytest.mark.parametrize("name", rows_of(PULLS))
+@pytest.mark.parametrize("name", mostly_slow(PULLS, fast=SHORT))
 def test_workers_lose_a_step_that_is_finite_on_none(name):
     """Only targets in flight still move them."""
     seen, state = all_bad(run_of(name, 4, 2, 8))
@@ -188,7 +178,7 @@ def test_workers_lose_a_step_that_is_finite_on_none(name):
     assert np.abs(seen[4]["w"] - seen[2]["w"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", slowly(PULLS))
+@a_pull_in_short
 def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
     """A target in flight also restores a worker.
 
@@ -235,7 +225,7 @@ def test_bfloat16_parameters_stay_bfloat16(name):
     check_dtypes(run_of(name, 4, 2, 8), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("name", rows_of(METHODS, fast=[*KINDS, "parle", "lsgd+int8"]))
+@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=[*KINDS, "parle", "lsgd+int8"]))
 def test_every_method_is_traced_under_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
         check_dtypes(run_of(name, 4, 2, 8), jnp.float32)
@@ -268,56 +258,6 @@ def test_the_compiled_program_sends_the_reported_bytes_on_due_steps_only(name):
     said[-1] -= method.loops
     said += method.unsaid
     assert sorted(in_branches + [always] * (always > 0)) == sorted(said)
-
-
-@a_method_of_each_kind
-def test_predicates_of_communication_are_the_same_on_all_workers(name):
-    """By jax's types, which also prove that shared state is equal on all workers.
-
-    The types of gathered values do not prove this, so the state is left out of the check
-    for narrow wire formats and for rules that gather.
-    """
-    tx = METHODS[name].chain(8, optax.sgd(0.1))
-    run = run_of(name, 4, 2, 8)
-    axes = ("node", "local")
-    mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    is_shared = lambda node: isinstance(node, lj.Shared) and node.axes is None
-    params = run.workers.put(run.start)
-    state = run.workers.map(tx.init)(params)
-    specs = jax.tree.map(
-        lambda n: P() if is_shared(n) else P(axes), state, is_leaf=is_shared
-    )
-    one = lambda tree: jax.tree.map(
-        lambda n: n if is_shared(n) else n[0], tree, is_leaf=is_shared
-    )
-
-    stack = lambda tree: jax.tree.map(
-        lambda n: n if is_shared(n) else n[None], tree, is_leaf=is_shared
-    )
-
-    def update(params, state, value):
-        more = {"value": value[0], "value_fn": optax.tree.sum}
-        updates, state = tx.update(one(params), one(state), one(params), **more)
-        return stack((updates, state if proves_state else ()))
-
-    proves_state = name in KINDS and "+" not in name
-    after = specs if proves_state else ()
-    update = jax.shard_map(
-        update, mesh=mesh, in_specs=(P(axes), specs, P(axes)), out_specs=(P(axes), after)
-    )
-    program = jax.make_jaxpr(update)(params, state, jnp.ones(8))
-    decided = 0
-    for equation in equations(program.jaxpr):
-        if equation.primitive.name == "cond":
-            inside = {
-                inner.primitive.name
-                for branch in equation.params["branches"]
-                for inner in equations(branch.jaxpr)
-            }
-            if any(n.startswith(("psum", "ppermute", "all_gather")) for n in inside):
-                assert not equation.invars[0].aval.manual_axis_type.varying
-                decided += 1
-    assert decided > 0 or exchanges(run.text)[0] > 0
 
 
 @a_method_of_each_kind

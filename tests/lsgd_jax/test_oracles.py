@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import train
+from harness import mostly_slow, train
 
 import lsgd_jax as lj
 
@@ -40,15 +40,17 @@ def build(case):
     return optax.chain(base, getattr(lj, name)(**settings))
 
 
-# By default each oracle runs on one number of devices, and the numbers take turns.
-LAYOUTS = [
-    pytest.param(name, devices, marks=[pytest.mark.slow] * ((i + k) % 4 != 0))
-    for i, name in enumerate(CASES)
-    for k, devices in enumerate((8, 4, 2, 1))
-]
+DEVICES = (8, 4, 2, 1)
 
 
-@pytest.mark.parametrize("name, devices", LAYOUTS)
+@pytest.mark.parametrize(
+    "name, devices",
+    mostly_slow(
+        [(name, devices) for name in CASES for devices in DEVICES],
+        # By default each oracle runs on one number of devices, and the numbers take turns.
+        fast=[(name, DEVICES[-i % 4]) for i, name in enumerate(CASES)],
+    ),
+)
 def test_oracle(name, devices):
     case, oracle = CASES[name], np.load(FOLDER / f"{name}.npz")
     count = case["nodes"] * case["locals"]

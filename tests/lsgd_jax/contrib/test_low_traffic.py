@@ -10,7 +10,7 @@ from harness import (
     ORACLES_2026,
     Run,
     inputs_2026,
-    slow_unless,
+    mostly_slow,
     train,
     train_rows,
 )
@@ -41,10 +41,11 @@ def desloc(base, params, **moments):
 BUILD = {"sparseloco": sparseloco, "noloco": noloco, "desloc": desloc}
 CASES = [name for name, case in CASES_2026.items() if case["method"] in BUILD]
 # By default a worker alone and an odd number of workers.
-is_fast = lambda name: CASES_2026[name]["workers"] % 2 == 1
 
 
-@pytest.mark.parametrize("name", slow_unless(is_fast, CASES))
+@pytest.mark.parametrize(
+    "name", mostly_slow(CASES, fast=[x for x in CASES if CASES_2026[x]["workers"] % 2])
+)
 def test_oracle(name):
     case = CASES_2026[name]
     (base, options), W = case["base"], case["workers"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, after, around, slow_unless
+from harness import METHODS, after, around, mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -62,7 +62,7 @@ PAIRED = list(zip(KEPT, GRIDS))
 COMBINED = [(name, grid) for grid in GRIDS for name in KEPT]
 
 
-@pytest.mark.parametrize("name, grid", slow_unless(lambda *case: case in PAIRED, COMBINED))
+@pytest.mark.parametrize("name, grid", mostly_slow(COMBINED, fast=PAIRED))
 def test_trees_in_host_memory_give_the_same_numbers(name, grid):
     """Also after loading a state, which puts all of it on the devices."""
     method = METHODS[name].make(4)

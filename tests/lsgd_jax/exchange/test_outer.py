@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import GUARDED, METHODS, after, around, exchanges, run_of, slow_unless, train
+from harness import GUARDED, METHODS, after, around, exchanges, mostly_slow, run_of, train
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,7 +44,7 @@ def around_run(name, run):
     return run.workers.map(init), run.workers.map(step, donate=(0, 1))
 
 
-@pytest.mark.parametrize("name", slow_unless(FAST.__contains__, PULLS))
+@pytest.mark.parametrize("name", mostly_slow(PULLS, fast=FAST))
 def test_the_numbers_are_those_of_the_chain(name):
     """Also for a worker that is not finite on one step and is then restored."""
     run = run_of(name, 4, 2, 8)
@@ -219,7 +219,7 @@ QUICK.append(("chain", "easgd"))
 FACES = [(face, name) for face in ("outer", "chain") for name in ON_REPLICAS]
 
 
-@pytest.mark.parametrize("face, name", slow_unless(lambda *case: case in QUICK, FACES))
+@pytest.mark.parametrize("face, name", mostly_slow(FACES, fast=QUICK))
 def test_replicas_send_shards_and_only_when_due(name, face):
     mesh, method = mesh_of(), ON_REPLICAS[name]
     o = lj.outer(method)
@@ -266,9 +266,7 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-@pytest.mark.parametrize(
-    "name", slow_unless(lambda name: name == "lsgd", ("lsgd", "int8", "fragments"))
-)
+@pytest.mark.parametrize("name", mostly_slow(("lsgd", "int8", "fragments"), fast=["lsgd"]))
 def test_explicit_axes_give_the_numbers_of_automatic_ones(name):
     o = lj.outer(ON_REPLICAS[name])
     step = jax.jit(over_replicas(lambda p, s, loss: o.step(p, s, loss=loss)))

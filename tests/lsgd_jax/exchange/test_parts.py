@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, exchanged, needed, slow_unless, train
+from harness import FACTORIES, exchanged, mostly_slow, needed, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import parts
@@ -144,7 +144,7 @@ IN_FRAGMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "diloco", IN_FRAGMENTS))
+@pytest.mark.parametrize("name", mostly_slow(IN_FRAGMENTS, fast=["diloco"]))
 def test_stacked_layers_have_the_fragments_of_separate_layers(name):
     layers = functools.partial(IN_FRAGMENTS[name], part=["layers"])
     scanned, state = trained(layers(scan_axis=0), stacked=True)

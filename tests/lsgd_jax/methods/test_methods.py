@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import Run, aggregate, slow_unless
+from harness import Run, aggregate, mostly_slow
 
 import lsgd_jax as lj
 
@@ -99,9 +99,9 @@ def one_group(name, W):
 
 @pytest.mark.parametrize(
     "axes, devices",
-    slow_unless(
-        lambda axes, devices: (axes, devices) == ("local", 2),
+    mostly_slow(
         [(axes, devices) for axes in ("local", "node") for devices in (8, 2, 1)],
+        fast=[("local", 2)],
     ),
 )
 @pytest.mark.parametrize("name", GROUPED)

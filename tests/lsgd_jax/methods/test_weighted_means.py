@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import CASES_2026, after, around, inputs_2026, slow_unless, train_rows
+from harness import CASES_2026, after, around, inputs_2026, mostly_slow, train_rows
 
 import lsgd_jax as lj
 
@@ -47,7 +47,7 @@ def inputs(case):
 FAST = "mgrawa-4 lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3 decoupled_avg-3".split()
 
 
-@pytest.mark.parametrize("name", slow_unless(FAST.__contains__, CASES))
+@pytest.mark.parametrize("name", mostly_slow(CASES, fast=FAST))
 def test_oracle(name):
     case = CASES[name]
     start, gradients = inputs(case)

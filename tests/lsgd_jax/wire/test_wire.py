@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from harness import exchanged, exchanges, slow_unless, train
+from harness import exchanged, exchanges, mostly_slow, train
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -244,7 +244,7 @@ GOSSIP = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "sgp", GOSSIP))
+@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["sgp"]))
 def test_gossip_conserves_the_sum_in_spite_of_rounding(name):
     """Σ w x and Σ w over all workers, without gradients."""
     tx = GOSSIP[name](lj.Wire("int4", "stochastic", seed=3))
@@ -397,9 +397,7 @@ def test_resized_workers_keep_the_shared_reference_and_no_error():
 # Bytes that travel
 
 
-@pytest.mark.parametrize(
-    "name", slow_unless(lambda name: name == "lsgd", ("lsgd", "diloco", "sgp"))
-)
+@pytest.mark.parametrize("name", mostly_slow(("lsgd", "diloco", "sgp"), fast=["lsgd"]))
 def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     """Read from the operands of the collectives in the compiled program."""
     make = {

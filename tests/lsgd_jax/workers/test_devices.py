@@ -14,19 +14,13 @@ import lsgd_jax as lj
     "code, settings, expected",
     [
         ("import jax, lsgd_jax as lj; lj.emulate_devices(6)", {}, 6),
-        pytest.param(
-            *(
-                "import jax; jax.config.update('jax_num_cpu_devices', 6); "
-                "import lsgd_jax as lj; lj.tune_cpu()",
-                {},
-            ),
+        (
+            "import jax; jax.config.update('jax_num_cpu_devices', 6); "
+            "import lsgd_jax as lj; lj.tune_cpu()",
+            {},
             6,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            *("import jax, lsgd_jax as lj; lj.tune_cpu()", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
-            marks=pytest.mark.slow,
-        ),
+        ("import jax, lsgd_jax as lj; lj.tune_cpu()", {"JAX_NUM_CPU_DEVICES": "6"}, 6),
         (
             "import jax, lsgd_jax as lj; lj.tune_cpu()",
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=6"},

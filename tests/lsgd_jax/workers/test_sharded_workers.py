@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import slow_unless
+from harness import mostly_slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -91,7 +91,7 @@ QUICK = [("lsgd", GRIDS[0]), ("median", GRIDS[0])]
 COMBINED = [(method, grid) for method in METHODS for grid in GRIDS]
 
 
-@pytest.mark.parametrize("method, grid", slow_unless(lambda *case: case in QUICK, COMBINED))
+@pytest.mark.parametrize("method, grid", mostly_slow(COMBINED, fast=QUICK))
 def test_numbers_are_those_of_unsharded_workers(method, grid):
     nodes, locals, inside = grid
     sharded = lj.Workers(nodes, locals, inside={"fsdp": inside})
@@ -119,7 +119,7 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("method", slow_unless(lambda name: name == "diloco", NARROW))
+@pytest.mark.parametrize("method", mostly_slow(NARROW, fast=["diloco"]))
 def test_shards_travel_in_narrow_formats(method):
     """A shard consists of whole blocks of its leaf, so the numbers are the same."""
     specs = {"in": {"kernel": P("fsdp"), "bias": P("fsdp")}, "out": P("fsdp")}
@@ -135,7 +135,7 @@ def test_shards_travel_in_narrow_formats(method):
 MOVING = ("lsgd", "median", "diloco", "sgp")
 
 
-@pytest.mark.parametrize("method", slow_unless(MOVING[:2].__contains__, MOVING))
+@pytest.mark.parametrize("method", mostly_slow(MOVING, fast=MOVING[:2]))
 def test_an_exchange_moves_shards(method):
     """Collectives of the compiled step move shards, and none within a worker."""
     workers = lj.Workers(2, 2, inside={"fsdp": 2})
@@ -344,8 +344,9 @@ EXPLICIT = {
     "sgp": lambda: optax.chain(SGD, lj.sgp()),
     "median": lambda: optax.chain(lj.coordinate_median(), SGD),
 }
-# The number of axes of the workers on which a method is tested by default.
-AXES = {"lsgd": 2, "fragments": 1, "int8": 2, "median": 1}
+ONE, BOTH = ("replica",), ("replica", "data")
+# The axes of the workers on which a method is tested by default.
+QUICKLY = [("lsgd", BOTH), ("fragments", ONE), ("int8", BOTH), ("median", ONE)]
 
 
 def trained_on(kind, axes, tx, set_mesh=True):
@@ -364,14 +365,11 @@ def trained_on(kind, axes, tx, set_mesh=True):
 
 @pytest.mark.parametrize(
     "method, axes",
-    slow_unless(
-        lambda method, axes: len(axes) == AXES.get(method),
-        [(x, axes) for x in EXPLICIT for axes in [("replica",), ("replica", "data")]],
-    ),
+    mostly_slow([(x, axes) for x in EXPLICIT for axes in (ONE, BOTH)], fast=QUICKLY),
 )
 def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     """With and without the mesh as context. Counters of bytes are compared as well."""
-    tx, is_first = EXPLICIT[method](), axes == ("replica",)
+    tx, is_first = EXPLICIT[method](), axes == ONE
     expected = trained_on(AxisType.Auto, axes, tx)
     found = trained_on(AxisType.Explicit, axes, tx, set_mesh=is_first)
     close(found, expected, rtol=1e-5)
