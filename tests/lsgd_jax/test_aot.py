@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS
+from harness import METHODS, mostly_slow
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -255,41 +255,35 @@ def test_a_step_of_ones_own_is_reported_in_all_its_stages():
 
 
 @pytest.mark.parametrize(
-    "make, error, message",
+    "make, message",
     [
-        (
-            lambda: aot.tpu("v9:2x2"),
-            ValueError,
-            "one of v5e, v5p, v6e, tpu7x, got 'v9:2x2'",
-        ),
-        (lambda: aot.tpu("v5e"), ValueError, "`topology` must be a generation and a shape"),
-        (
-            lambda: aot.tpu("v5e:2x2", slices=0),
-            ValueError,
-            "`slices` must be a positive int",
-        ),
-        (
-            lambda: aot.gpu("h101"),
-            ValueError,
-            "`kind` must be one of a100, h100, h200, b200",
-        ),
-        (lambda: aot.gpu("h100", each=0), ValueError, "`each` must be a positive int"),
-        (lambda: aot.tpu("v5e:2x2"), ImportError, r'pip install "lsgd_jax\[tpu\]"'),
-        (lambda: aot.gpu("h100"), ImportError, r'pip install "lsgd_jax\[gpu-compile\]"'),
-        (lambda: priced().pod.mesh(a=3), ValueError, "multiply to 4 devices, got a=3"),
-        (lambda: priced().at(0), ValueError, "`bandwidth` must be above 0"),
+        (lambda: aot.tpu("v9:2x2"), "one of v5e, v5p, v6e, tpu7x, got 'v9:2x2'"),
+        (lambda: aot.tpu("v5e"), "`topology` must be a generation and a shape"),
+        (lambda: aot.tpu("v5e:2x2", slices=0), "`slices` must be a positive int"),
+        (lambda: aot.gpu("h101"), "`kind` must be one of a100, h100, h200, b200"),
+        (lambda: aot.gpu("h100", each=0), "`each` must be a positive int"),
+        (lambda: priced().pod.mesh(a=3), "multiply to 4 devices, got a=3"),
+        (lambda: priced().at(0), "`bandwidth` must be above 0"),
         (
             lambda: aot.report(lj.Workers(1, 2), *step_of(None), BATCH, optax.sgd(0.1)),
-            ValueError,
             "`method` must be a method that pulls",
         ),
     ],
 )
-def test_errors(make, error, message, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(error, match=message) as caught:
+def test_invalid_arguments_are_refused_in_one_line(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make, extra",
+    [(lambda: aot.tpu("v5e:2x2"), "tpu"), (lambda: aot.gpu("h100"), "gpu-compile")],
+)
+def test_a_missing_compiler_is_named(make, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf'pip install "lsgd_jax\[{extra}\]"'):
+        make()
 
 
 def test_settings_of_libtpu_are_left_alone_on_machines_with_a_tpu(monkeypatch):
@@ -481,18 +475,26 @@ FORMS = {
     "workers-gpu": (on_workers, "gpu", 1),
     "replicas-gpu": (on_replicas, "gpu", 4),
 }
+PULLS = [name for name, method in METHODS.items() if exchange_in(method, 2) is not None]
+CASES = [
+    (form, name)
+    for form, (make, *_) in FORMS.items()
+    for name in (METHODS if make is on_workers else PULLS)
+]
 # The stage in .ci/run compiles each method once per form; other wire formats are slow.
 WIRES = {"lsgd+int8", "local_sgd+stochastic", "diloco+int8", "easgd+bfloat16", "sgp+int4"}
 
 
-def rows(names):
-    """Cases of a parametrized test; most wire formats are marked slow."""
-    slow = lambda n: re.search(r"\+(bfloat16|int8|int4|stochastic)", n) and n not in WIRES
-    mark = lambda n: (pytest.mark.slow,) if slow(n) else ()
-    return [pytest.param(name, marks=mark(name), id=name) for name in names]
+def is_short(form, name):
+    wire = re.search(r"\+(bfloat16|int8|int4|stochastic)", name)
+    return form != "replicas-gpu" and (wire is None or name in WIRES)
 
 
-def check(name, form):
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "form, name", mostly_slow(CASES, fast=[case for case in CASES if is_short(*case)])
+)
+def test_a_method_on_a_pod(form, name):
     make, kind, shards = FORMS[form]
     W, unit = 8 // shards, cluster(kind).unit
     method = METHODS[name]
@@ -540,29 +542,6 @@ def test_on_two_levels_only_a_share_of_a_node_crosses(kind):
     crossing = lambda name: max(x.across for x in on_workers(kind, name).values())
     exact, one_level, two_levels = map(crossing, names)
     assert two_levels <= 0.3 * exact and two_levels <= 0.5 * one_level
-
-
-PULLS = [name for name, method in METHODS.items() if exchange_in(method, 2) is not None]
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("name", rows(METHODS))
-@pytest.mark.parametrize("form", ["workers-tpu", "workers-gpu"])
-def test_methods_as_workers(name, form):
-    check(name, form)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("name", rows(PULLS))
-def test_methods_around_a_step_under_vmap(name):
-    check(name, "replicas-tpu")
-
-
-@pytest.mark.aot
-@pytest.mark.slow
-@pytest.mark.parametrize("name", rows(PULLS))
-def test_methods_around_a_step_under_vmap_on_gpus(name):
-    check(name, "replicas-gpu")
 
 
 @pytest.mark.aot

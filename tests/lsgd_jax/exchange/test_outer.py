@@ -180,29 +180,6 @@ def sharded(mesh, seed=0):
 over_replicas = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="replica")
 
 
-@pytest.mark.parametrize("set_mesh", [True, False])
-def test_diloco_of_replicas_is_its_formula(set_mesh):
-    """Like MaxText: a vmap over replicas, beside fsdp and tensor axes."""
-    mesh, rate = mesh_of(), 0.7
-    o = lj.outer(lj.diloco(2, optax.sgd(rate, 0.9, nesterov=True)))
-    params = {name: jnp.broadcast_to(x[:1], x.shape) for name, x in sharded(mesh).items()}
-    anchor = {name: np.asarray(x[0]) for name, x in params.items()}
-    trace = {name: np.zeros_like(x) for name, x in anchor.items()}
-    step = jax.jit(over_replicas(lambda p, s, m: o.step(jax.tree.map(jnp.add, p, m), s)))
-    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        state, moves = jax.jit(over_replicas(o.init))(params), []
-        for t in range(4):
-            moves.append(sharded(mesh, seed=t + 1))
-            params, state = step(params, state, moves[-1])
-    for name in anchor:
-        for block in (moves[:2], moves[2:]):
-            y = anchor[name] + sum(np.asarray(m[name]) for m in block)
-            delta = anchor[name] - y.mean(axis=0)
-            trace[name] = delta + 0.9 * trace[name]
-            anchor[name] = anchor[name] - rate * (delta + 0.9 * trace[name])
-        close(params[name], np.stack([anchor[name]] * 2), atol=1e-5)
-
-
 ON_REPLICAS = {
     "diloco": lj.diloco(2),
     "lsgd": lj.lsgd(0.1, 0.2, 2, 4),
@@ -266,24 +243,39 @@ def test_a_state_from_outside_continues_in_a_vmap_and_is_read(make):
     close(center, x["w"].mean(axis=0) if expected is None else expected)
 
 
-@pytest.mark.parametrize("name", mostly_slow(("lsgd", "int8", "fragments"), fast=["lsgd"]))
-def test_explicit_axes_give_the_numbers_of_automatic_ones(name):
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(("diloco", "lsgd", "int8", "fragments"), fast=("diloco", "lsgd")),
+)
+def test_replicas_under_a_vmap_compute_what_workers_do(name):
+    """Like MaxText: beside fsdp and tensor axes, with and without the mesh as context."""
     o = lj.outer(ON_REPLICAS[name])
-    step = jax.jit(over_replicas(lambda p, s, loss: o.step(p, s, loss=loss)))
-    found = []
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        with jax.set_mesh(mesh_of(kind)):
-            before = params = sharded(mesh_of(kind))
-            loss = jax.device_put(
-                np.float32([2, 1]), NamedSharding(mesh_of(kind), P("replica"))
-            )
-            state = jax.jit(over_replicas(o.init))(params)
-            for _ in range(4):
-                params, state = step(params, state, loss)
+
+    def step(params, state, move, loss):
+        return o.step(jax.tree.map(jnp.add, params, move), state, loss=loss)
+
+    def trained(mesh, over, context):
+        rows = NamedSharding(mesh, P("replica"))
+        with context:
+            params = before = sharded(mesh)
+            loss = jax.device_put(np.float32([2, 1]), rows)
+            state, of_all = over(o.init)(params), over(step)
+            for t in range(4):
+                params, state = of_all(params, state, sharded(mesh, seed=t + 1), loss)
         for name, x in before.items():
             assert params[name].sharding.is_equivalent_to(x.sharding, x.ndim)
-        found.append(jax.device_get((params, state)))
-    jax.tree.map(close, *found)
+        return jax.device_get((params, state))
+
+    workers, no_mesh = lj.Workers(mesh=mesh_of(), axes="replica"), contextlib.nullcontext()
+    expected, _ = trained(workers.mesh, workers.map, no_mesh)
+    under_vmap, states = lambda f: jax.jit(over_replicas(f)), []
+    for kind, has_mesh in ((AxisType.Auto, 1), (AxisType.Auto, 0), (AxisType.Explicit, 1)):
+        mesh = mesh_of(kind)
+        found = trained(mesh, under_vmap, jax.set_mesh(mesh) if has_mesh else no_mesh)
+        jax.tree.map(close, found[0], expected)
+        states.append(found[1])
+    for state in states[1:]:
+        jax.tree.map(close, state, states[0])
 
 
 @pytest.mark.parametrize("due", [None, False])
