@@ -288,16 +288,6 @@ def mostly_slow(cases, fast):
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 
-def given(x, batch):
-    """The gradient of `train` where the batches are gradients."""
-    return batch
-
-
-def nothing(x, batch):
-    """The more arguments of `tx.update` in `train`."""
-    return {}
-
-
 def train(
     tx,
     workers,
@@ -305,15 +295,15 @@ def train(
     batches,
     losses=None,
     apply=lj.apply_updates,
-    gradient=given,
-    extra=nothing,
+    gradient=lambda x, batch: batch,
+    extra=lambda x, batch: {},
     state=None,
 ):
     """Returns the parameters on the host after every step, and the last state.
 
-    batches: [W, ...] for each step. losses: [W] for each step; 1 by default. gradient: a
-    worker's parameters and batch -> its gradient. extra: the same -> more arguments of
-    `tx.update`. state: the state to continue from.
+    batches: [W, ...] for each step, by default the gradients. losses: [W] for each step,
+    by default 1. gradient: a worker's parameters and batch -> its gradient. extra: the same
+    -> more arguments of `tx.update`. state: the state to continue from.
     """
 
     def step(x, state, batch, loss):
@@ -372,8 +362,6 @@ def aggregate(tx, rows, devices=1):
 ORACLES_2026 = json.loads(
     (pathlib.Path(__file__).parent / "oracles/methods_2026.json").read_text()
 )
-
-
 CASES_2026 = {f"{case['name']}-{case['workers']}": case for case in ORACLES_2026["cases"]}
 
 
