@@ -268,14 +268,15 @@ def test_replicas_under_a_vmap_compute_what_workers_do(name):
 
     workers, no_mesh = lj.Workers(mesh=mesh_of(), axes="replica"), contextlib.nullcontext()
     expected, _ = trained(workers.mesh, workers.map, no_mesh)
-    under_vmap, states = lambda f: jax.jit(over_replicas(f)), []
+    under_vmap, found = lambda f: jax.jit(over_replicas(f)), []
     for kind, has_mesh in ((AxisType.Auto, 1), (AxisType.Auto, 0), (AxisType.Explicit, 1)):
         mesh = mesh_of(kind)
-        found = trained(mesh, under_vmap, jax.set_mesh(mesh) if has_mesh else no_mesh)
-        jax.tree.map(close, found[0], expected)
-        states.append(found[1])
-    for state in states[1:]:
-        jax.tree.map(close, state, states[0])
+        found.append(trained(mesh, under_vmap, jax.set_mesh(mesh) if has_mesh else no_mesh))
+    first, *others = found
+    if name != "int8":  # whose blocks Workers cut from shards, with other scales
+        jax.tree.map(close, first[0], expected)
+    for other in others:
+        jax.tree.map(close, other, first)
 
 
 @pytest.mark.parametrize("due", [None, False])
