@@ -6,140 +6,101 @@ import pytest
 import tiny
 
 from train import plan
-from train.plan import ALL, INSIDE, Link, Setting
 
 
-LINK = Link(latency=0.01, rate=1e7, workers=4)  # 4 MB take 0.41 s
-FAST = Link(latency=0.001, rate=1e9, workers=4)
-STEP, PAYLOAD = 0.1, 4_000_000
-
-
-def proposals(share, links, **changes):
-    """Proposals by method and wire format."""
-    found = Setting(STEP, PAYLOAD, links)._replace(**changes).proposals(share)
-    return {(x.options.split()[1], x.options.split()[-1]): x for x in found}
-
-
-def test_seconds_of_an_exchange():
-    assert LINK.seconds("leader", PAYLOAD) == pytest.approx(0.02 + 0.4)
-    assert LINK.seconds("mean", PAYLOAD) == pytest.approx(0.01 + 0.4)
-    # A million int8 values and 3,906.25 scales of 4 bytes: 1.015625 MB in two messages.
-    assert LINK.seconds("leader", PAYLOAD, "int8") == pytest.approx(0.03 + 0.1015625)
-    # A mean takes two rounds of messages, a gather from one other worker a single one.
-    assert LINK.seconds("mean", PAYLOAD, "int8") == pytest.approx(0.04 + 0.1015625)
-    two = LINK._replace(workers=2)
-    assert two.seconds("mean", PAYLOAD, "int4") == pytest.approx(0.02 + 0.0515625)
-
-
-def test_measured_pulls_replace_computed_ones():
-    link = LINK._replace(measured={("leader", "int8"): 0.3})
-    assert link.seconds("leader", PAYLOAD) == LINK.seconds("leader", PAYLOAD)
-    found = proposals(0.25, {ALL: link})["lsgd", "int8"]
-    assert found.exchanges == ((0.3, 16),)
-
-
-@pytest.mark.parametrize(
-    "exchange, expected", [(1e-6, 1), (0.005, 1), (0.0051, 2), (0.3, 64), (5.0, 1024)]
+PROPOSAL = re.compile(
+    r" *([\d.]+) %, pauses of ([\d.]+) ms \(delay (\d+): ([\d.]+) %\): --method (\w+) "
+    r"--method\.(?:local-)?period (\d+) --method\.(?:global-period|fragments) (\d+) "
+    r"--method\.wire (\w+)"
 )
-def test_the_period_is_the_smallest_power_of_two_within_the_share(exchange, expected):
-    link = LINK._replace(measured={("leader", "float32"): exchange})
-    share = 0.05 / 1.05  # 0.05 of a step
-    assert proposals(share, {ALL: link})["lsgd", "float32"].period == expected
+# A step takes 100 ms, the parameters 400 ms, and each message 10 ms more.
+STEP = "--step-ms 100 --parameter-mb 4 --latency-ms 10"
+NODES = f"{STEP} --mbit 120 --workers.nodes 4 --workers.locals 1"
+ONE_NODE = f"{STEP} --mbit 120 --workers.nodes 1 --workers.locals 4"
+TWO = f"{STEP} --mbit 80 --workers.nodes 2 --workers.locals 1"
 
 
-def test_lsgd_with_two_levels():
-    """Pulls take 6 ms and 420 ms. A quarter of the time is 33 ms per step."""
-    found = proposals(0.25, {INSIDE: FAST, ALL: LINK})["lsgd", "float32"]
-    # Each level gets 16.7 ms: 420 / 16.7 = 25.2, and the local period is 1.
-    assert found.options == (
-        "--method lsgd --method.local-period 1 --method.global-period 32 "
-        "--method.wire float32"
-    )
-    assert found.share() == pytest.approx(0.019125 / 0.119125)  # 6 ms + 420 ms / 32
-    assert found.pause == pytest.approx(0.426) and found.delay == 0  # a period of one step
-    turned = proposals(0.25, {INSIDE: LINK, ALL: FAST})["lsgd", "float32"]
-    # The outer period is not shorter.
-    assert [every for _, every in turned.exchanges] == [32, 32]
+@pytest.fixture
+def planned(capsys, monkeypatch):
+    """Plans for the digits. Returns the proposals by method and wire, and the output.
 
-
-def test_lsgd_with_one_level_has_a_delay_that_hides_the_exchange():
-    found = proposals(0.25, {ALL: LINK})["lsgd", "float32"]
-    assert (found.period, found.delay) == (16, 5)  # 12.6 -> 16; 4.2 -> 5
-    assert found.share() == pytest.approx(0.02625 / 0.12625) and found.share(5) == 0
-    words = "--method lsgd --method.local-period {0} --method.global-period {0} "
-    assert found.options == f"{words.format(16)}--method.wire float32"
-    # One node has both pulls: 25.2 -> 32.
-    inside = proposals(0.25, {INSIDE: LINK})["lsgd", "float32"]
-    assert inside.options == f"{words.format(32)}--method.wire float32"
-    assert [every for _, every in inside.exchanges] == [32, 32]
-    # 420 ms every second step: a delay of one step hides 100 ms of them.
-    found = proposals(0.75, {ALL: LINK})["lsgd", "float32"]
-    assert (found.period, found.delay) == (2, 1)
-    assert found.share(1) == pytest.approx(0.16 / 0.26)
-
-
-def test_latency_limits_the_fragments_of_diloco():
-    """410 ms in 4 fragments: 3 more latencies of 10 ms fit into 41 ms, but 7 do not."""
-    found = proposals(0.1, {ALL: LINK})["diloco", "float32"]
-    assert "--method.period 64 --method.fragments 4 " in found.options  # 440 / 11.1 = 39.6
-    assert found.exchanges == ((pytest.approx(0.11), 16),)
-    assert found.delay == 2 and found.share(2) == 0
-    found = proposals(0.1, {ALL: LINK}, leaves=3)
-    assert "fragments 2" in found["diloco", "float32"].options
-
-
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.3])
-def test_no_proposal_exceeds_the_share(share):
-    found = proposals(share, {INSIDE: FAST, ALL: LINK})
-    assert len(found) == 6
-    for proposal in found.values():
-        assert 0 < proposal.share() <= share + 1e-9
-        assert proposal.share(proposal.delay) <= proposal.share()
-
-
-@pytest.mark.parametrize(
-    "pulls",
-    [
-        {("leader", "float32"): 0.25, ("mean", "float32"): 0.5},
-        pytest.param(None, marks=pytest.mark.slow),
-    ],
-    ids=["given pulls", "measured pulls"],
-)
-def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys, pulls):
-    monkeypatch.chdir(tmp_path)
-    if pulls is not None:
-        monkeypatch.setattr(plan, "pull_seconds", lambda *_: pulls)
-        # Three exchanges, each of the payload and of one number, and a step.
-        times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.1, 0.1])
-        monkeypatch.setattr(plan, "_median", lambda *_: next(times))
-        monkeypatch.setattr(plan, "STEPS", 1)
+    The numbers of a proposal are the share in %, the pause in ms, the delay and the share
+    in % that it leaves; then the local and the global period, or the period and fragments.
+    """
     tiny.install(tiny.Wide, set=monkeypatch.setattr)
-    options = "--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1".split()
-    assert plan.main(["digits", *options]) == 0
-    output = capsys.readouterr().out
-    assert "parameters: 0.3 MB" in output  # 76,810 of float32
-    assert all(name in output for name in (INSIDE, plan.ACROSS, ALL))
-    assert re.search(r"--method.local-period \d+ --method.global-period \d+", output)
-    assert "settings that wait at most 10 % of the time" in output
-    assert output.count("--method lsgd") == output.count("--method diloco") == 3
-    if pulls is not None:
-        assert "a step without exchanges: 100.0 ms" in output
-        assert re.search(r"across nodes +│ 300.00 +│ 1 +│ 200.00", output)
-        assert "would take 6.00 times as long" in output  # an exchange of all workers
-        assert "pauses of 500.0 ms" in output  # a leader in the node, then one of all
-    assert not list(tmp_path.iterdir())
+
+    def planned(options):
+        assert plan.main(["digits", *options.split()]) == 0
+        output, found = capsys.readouterr().out, {}
+        lines = [line for line in output.splitlines() if "--method" in line]
+        for line in lines:
+            match = PROPOSAL.fullmatch(line)
+            found[match.group(5, 8)] = [float(x) for x in match.group(1, 2, 3, 4, 6, 7)]
+        assert len(found) == len(lines) == 6
+        return found, output
+
+    return planned
 
 
-def test_given_values_are_not_measured(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "options, method, wire, expected",
+    [
+        # Workers may wait 33.3 ms per step. Election and pull take 10 + 410 ms: 12.6 steps,
+        # rounded up to a power of two. A delay of 4.2 steps hides them.
+        (f"{NODES} --share 0.25", "lsgd", "float32", [20.8, 420, 5, 0, 16, 16]),
+        # A million int8 values and 3,906.25 scales of 4 bytes take 101.5625 ms.
+        (f"{NODES} --share 0.25", "lsgd", "int8", [24.8, 131.6, 2, 0, 4, 4]),
+        # 410 ms in 4 fragments: 3 more latencies fit into 41 ms, but 7 do not.
+        (f"{NODES} --share 0.1", "diloco", "float32", [6.4, 110, 2, 0, 64, 4]),
+        # A mean in few bits takes two rounds of two messages, between two workers only one.
+        (f"{NODES} --share 0.25", "diloco", "int8", [15, 141.6, 2, 0, 8, 1]),
+        (f"{TWO} --share 0.25", "diloco", "int4", [15.2, 71.6, 1, 0, 4, 1]),
+        # 420 ms every second step: a delay of one step hides 100 ms of them.
+        (f"{NODES} --share 0.75", "lsgd", "float32", [67.7, 420, 1, 61.5, 2, 2]),
+        # One node has both pulls.
+        (f"{ONE_NODE} --share 0.25", "lsgd", "float32", [20.8, 840, 9, 0, 32, 32]),
+    ],
+)
+def test_proposals_for_given_values(options, method, wire, expected, planned, monkeypatch):
     monkeypatch.setattr(plan, "measure", None)
-    options = "--step-ms 100 --parameter-mb 4 --mbit 120 --latency-ms 10 --share 0.25"
-    grid = "--workers.nodes 4 --workers.locals 1"
-    assert plan.main(f"digits {options} {grid}".split()) == 0
-    output = capsys.readouterr().out
-    # As above: 0.42 s every 16 steps.
-    found = "20.8 %, pauses of 420.0 ms (delay 5: 0.0 %): --method lsgd "
-    periods = "--method.local-period 16 --method.global-period 16 "
-    assert f"{found}{periods}--method.wire float32" in output
+    assert planned(options)[0][method, wire] == expected
+
+
+@pytest.mark.parametrize(
+    "inside, everywhere, expected",
+    [
+        # Each level gets 16.7 ms: 0.36 and 25.2 steps. A period of one step has no delay.
+        (0.006, 0.42, [16.1, 426, 0, 16.1, 1, 32]),
+        # The outer period is not shorter.
+        (0.42, 0.006, [11.7, 426, 5, 0, 32, 32]),
+    ],
+)
+def test_proposals_for_measured_values(inside, everywhere, expected, planned, monkeypatch):
+    pulls = {("local",): {("leader", "float32"): inside}}
+    of_all = {("leader", "float32"): everywhere, ("mean", "float32"): 0.409}
+    monkeypatch.setattr(plan, "pull_seconds", lambda *given: pulls.get(given[2], of_all))
+    # Three exchanges, each of the parameters and of one number, and a step.
+    times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.001, 0.1])
+    monkeypatch.setattr(plan, "_median", lambda *_: next(times))
+    monkeypatch.setattr(plan, "STEPS", 1)
+    grid = "--workers.nodes 2 --workers.locals 2"
+    found, output = planned(f"{grid} --batch-size 4 --share 0.25")
+    assert found["lsgd", "float32"] == expected
+    # The four leaves limit the number of fragments.
+    assert found["diloco", "float32"] == [20.5, 103, 2, 0, 16, 4]
+    # 76,810 of float32.
+    assert "parameters: 0.3 MB; a step without exchanges: 100.0 ms" in output
+    assert re.search(r"across nodes +│ 300.00 +│ 1 +│ 200.00", output)
+    assert "would take 6.00 times as long" in output  # an exchange of all workers
+    assert "settings that wait at most 25 % of the time" in output
+
+
+@pytest.mark.slow
+def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, planned):
+    monkeypatch.chdir(tmp_path)
+    _, output = planned("--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1")
+    assert all(name in output for name in ("inside the node", "across nodes", "all worke"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +108,6 @@ def test_given_values_are_not_measured(monkeypatch, capsys):
     [
         ("", "experiment must be given"),
         ("digits --share 1.5", "`share` must be in (0, 1), got share=1.5"),
-        ("cifar10-cnn7", "`data.dir` must name the folder"),
         ("digits --mbit 100", "`mbit` and `latency_ms` must be given together"),
         ("digits --step-ms 0", "`step_ms` must be above 0, got step_ms=0"),
     ],
