@@ -2,13 +2,12 @@
 
 import csv
 import json
-import math
 
 import pytest
 import tiny
 
 from train import cli, compare, settings
-from train.metrics import log, measures
+from train.metrics import log
 
 
 OPTIONS = (
@@ -17,111 +16,125 @@ OPTIONS = (
 ).split()
 
 
-def command(out, *methods, seeds=1):
-    return ["digits", "--methods", ",".join(methods), "--seeds", str(seeds), "--out", out]
+def command(out, *methods, seeds=1, experiment="digits"):
+    methods = ",".join(methods)
+    return [experiment, f"--methods={methods}", f"--seeds={seeds}", f"--out={out}"]
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    tiny.install(set=monkeypatch.setattr)
+def begin(out, name, seed=0, options=(), experiment="digits"):
+    """Makes the folder of a run that has begun, and returns it."""
+    folder = out / f"{name}-{seed}"
+    folder.mkdir()
+    config = cli.parse([experiment, "--method", name, "--seed", str(seed), *options])
+    settings.write(config, folder / "config.json")
+    return folder
+
+
+def end(folder, *tests, step=6, **values):
+    """Writes the metrics of a run that was tested at steps 3 and 6 and then ended."""
+    events = [{"kind": "test", "step": 3 * i, **test} for i, test in enumerate(tests, 1)]
+    events.append({"kind": "end", "step": step, **values})
+    lines = (json.dumps(event | {"seconds": 1}) for event in events)
+    (folder / log.METRICS).write_text("\n".join(lines))
+
+
+def table(out):
+    """The rows of compare.csv by method."""
+    rows = csv.DictReader((out / "compare.csv").read_text().splitlines())
+    return {row["method"]: row for row in rows}
 
 
 @pytest.mark.slow
-def test_a_comparison_with_a_diverged_run_and_its_resumption(quick, tmp_path, capsys):
-    out = tmp_path / "out"
-    variants = ["--variant", "often=--method easgd --method.period 2"]
-    variants += ["--variant", "wild=--method easgd --optimizer.learning-rate 1e38"]
-    options = [*variants, *OPTIONS, "--stop-after-nonfinite", "2"]
-    assert compare.main([*command(str(out), "allreduce"), *options]) == 1
-    printed, errors = capsys.readouterr()
-    table = (out / "compare.md").read_text()
-    assert printed.endswith(table) and table.count("\n") == 5
-    assert errors == "error: diverged: wild-0\n"
-    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert settings.read(out / "often-0" / "config.json").method.period == 2
-    rows = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
-    assert [row["method"] for row in rows] == ["allreduce", "often", "wild"]
-    assert rows[2]["test error, %"] == "diverged"
-    for row, exchanges in zip(rows, (6, 3)):
-        last = log.read(out / f"{row['method']}-0")["test"][-1]
+def test_a_comparison_and_its_resumption(tmp_path, monkeypatch):
+    tiny.install(set=monkeypatch.setattr)
+    options = ["--variant", "often=--method easgd --method.period 2", *OPTIONS]
+    assert compare.main([*command(tmp_path, "allreduce"), *options]) == 0
+    for name, exchanges in {"allreduce": 6, "often": 3}.items():
+        last, row = log.read(tmp_path / f"{name}-0")["test"][-1], table(tmp_path)[name]
         assert row["test error, %"] == f"{last['center_error']:.2f}"
         assert row["MB sent per worker"] == f"{last['bytes_sent'] / 1e6:.1f}"
         assert row["peak MB in a step"] == f"{last['bytes_sent'] / 1e6 / exchanges:.3g}"
-    *tests, wild = json.loads((out / "compare.json").read_text())
-    assert [(x["method"], x["steps"]) for x in tests] == [
-        ("allreduce", [3, 6]),
-        ("often", [3, 6]),
-    ]
-    assert wild["values"][-1] is None and wild["steps"][-1] < 6
 
     # With another method, runs that have ended are not trained again, and a run that was
     # killed before its first step is resumed.
-    begun = out / "independent-0"
-    begun.mkdir()
-    arguments = ["digits", "--method", "independent", "--run-dir", str(begun), *OPTIONS]
-    settings.write(cli.parse(arguments), begun / "config.json")
-    assert compare.main([*command(str(out), "allreduce", "independent"), *options]) == 1
-    for name in ("allreduce", "often", "wild", "independent"):
-        assert len(log.read(out / f"{name}-0")["start"]) == 1
+    begin(tmp_path, "independent", options=OPTIONS)
+    assert compare.main([*command(tmp_path, "allreduce", "independent"), *options]) == 0
+    for name in ("allreduce", "often", "independent"):
+        assert len(log.read(tmp_path / f"{name}-0")["start"]) == 1
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_resumed(tmp_path):
-    line = [*command(str(tmp_path), "easgd", seeds=2), *OPTIONS]
-    configs, _ = compare.parse(line)
-    assert [config.resume for config in configs.values()] == [False, False]
-    folder = tmp_path / "easgd-1"
-    folder.mkdir()
-    settings.write(configs["easgd", 1], folder / "config.json")
-    configs, _ = compare.parse(line)
-    assert [config.resume for config in configs.values()] == [False, True]
+    line = [*command(tmp_path, "easgd", seeds=2), *OPTIONS]
+    resumed = lambda: [config.resume for config in compare.parse(line)[0].values()]
+    assert resumed() == [False, False]
+    begin(tmp_path, "easgd", 1, OPTIONS)
+    assert resumed() == [False, True]
 
 
-def test_a_method_that_never_exchanged_is_marked():
-    sent = lambda megabytes: compare.Curve([9], [1.0], [megabytes], [4.0])
-    (row,) = compare.summarize({("diloco", 0): sent(0.0), ("diloco", 1): sent(8.0)})
-    assert "never" not in row["MB sent per worker"]
-    (row,) = compare.summarize({("diloco", 0): sent(0.0)})
-    assert row["MB sent per worker"] == "0.0, never exchanged"
+def test_the_results_of_runs_that_have_ended(tmp_path, monkeypatch, capsys):
+    def test(error, megabytes, loss=1.0):
+        return {"center_error": error, "center_loss": loss, "bytes_sent": 1e6 * megabytes}
 
-
-def test_a_run_whose_last_loss_is_not_finite_has_diverged(tmp_path):
-    """A short run ends before it is stopped, and the error of a NaN is a number."""
-    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 90.0}
-    lines = [test | {"center_loss": 2.0}, test | {"step": 6, "center_loss": None}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    curve = compare.read(tmp_path)
-    assert curve.diverged and curve.values == [90.0, math.inf] and curve.steps == [3, 6]
-
-
-def test_a_run_that_ends_far_above_its_best_has_diverged(tmp_path):
-    test = {"kind": "test", "step": 3, "seconds": 1, "bytes_sent": 0, "center_error": 2.0}
-    end = {"kind": "end", "step": 6, "seconds": 2, "far_above_best": True}
-    for more, diverged in ([], True), ([test | {"step": 9}], False):  # it was resumed
-        lines = [test, test | {"step": 6, "center_error": 80.0}, end, *more]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        assert compare.read(tmp_path).diverged == diverged
-
-
-def test_the_figure_tells_methods_seeds_and_diverged_runs_apart(tmp_path, monkeypatch):
+    runs = {
+        "lsgd": ([test(9, 0), test(5, 0)], [test(3, 4), test(4, 8)]),
+        "diloco": [[test(8, 0), test(7, 0)]] * 2,
+        # The error of a nan is a number.
+        "easgd": ([test(9, 0.1), test(90, 0.2, None)], [test(9, 20), test(8, 40)]),
+        "sgp": [[test(2, 1), test(80, 2)]] * 2,
+        "grawa": [[test(9, 1)]] * 2,
+    }
+    ends = {("sgp", 0): {"far_above_best": True}}
+    ends["grawa", 0] = ends["grawa", 1] = {"stopped_by": "nonfinite", "step": 5}
+    ends["sgp", 1] = {"far_above_best": True, "step": 3}  # it was resumed
+    for name, seeds in runs.items():
+        for seed, tests in enumerate(seeds):
+            folder = begin(tmp_path, name, seed, ["--steps", "6"])
+            end(folder, *tests, **ends.get((name, seed), {}))
     drawn = []
-    monkeypatch.setattr(compare.plt, "close", drawn.append)
-    run = lambda sent, *values: compare.Curve([1, 2], [1.0, 2.0], [sent, 2 * sent], values)
-    curves = {("a", 0): run(0.5, 90, 5), ("a", 1): run(0.5, 80, 4), ("b", 0): run(40, 9, 8)}
-    curves["c", 0] = run(0.0, math.inf, math.inf)
-    compare.draw(curves, tmp_path / "compare.png")
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    assert compare.main([*command(tmp_path, *runs, seeds=2), "--steps", "6"]) == 1
+    printed, errors = capsys.readouterr()
+    assert errors == "error: diverged: easgd-0, sgp-0, grawa-0, grawa-1\n"
+    assert printed == (tmp_path / "compare.md").read_text() and printed.count("\n") == 7
+    assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    rows = table(tmp_path)
+    assert list(rows) == list(runs) and rows["lsgd"]["seeds"] == "2"
+    assert rows["lsgd"]["test error, %"] == "4.50 ± 0.71"
+    assert rows["lsgd"]["lowest, %"] == "4.00 ± 1.41"
+    assert rows["lsgd"]["MB sent per worker"] == "4.0 ± 5.7"
+    assert rows["lsgd"]["peak MB in a step"] == "–"  # a run of an older version
+    assert rows["diloco"]["MB sent per worker"] == "0.0 ± 0.0, never exchanged"
+    assert rows["easgd"]["test error, %"] == "1 of 2 diverged"
+    found = json.loads((tmp_path / "compare.json").read_text())
+    values = {(x["method"], x["seed"]): (x["steps"], x["values"]) for x in found}
+    assert values["easgd", 0] == ([3, 6], [9, None])
+    assert values["grawa", 1] == ([3, 5], [9, None])
+
     (figure,) = drawn
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["a", "b", "c (× diverged)"]
+    mark = " (× diverged)"
+    assert labels == ["lsgd", "diloco", f"easgd{mark}", f"sgp{mark}", f"grawa{mark}"]
     first, second, *_ = figure.axes[0].lines
     assert first.get_color() == second.get_color()
     assert first.get_linestyle() != second.get_linestyle()
     ticks = [float(x.get_text()) for x in figure.axes[2].get_xticklabels()]
-    assert [x for x in ticks if x <= 80] == [0, 0.1, 1, 10]
+    assert [x for x in ticks if x <= 40] == [0, 0.1, 1, 10]
+
+
+def test_a_row_of_runs_on_text(tmp_path):
+    for seed, losses in enumerate([(2.0, 1.5), (1.4, 1.9)]):
+        folder = begin(tmp_path, "lsgd", seed, ["--steps", "6"], "text")
+        end(folder, *({"center_loss": loss, "bytes_sent": 0} for loss in losses))
+    line = [*command(tmp_path, "lsgd", seeds=2, experiment="text"), "--steps", "6"]
+    assert compare.main(line) == 0
+    row = table(tmp_path)["lsgd"]
+    assert row["validation loss, nats"] == "1.7000 ± 0.2828"
+    assert row["lowest, nats"] == "1.4500 ± 0.0707"
 
 
 def test_methods_and_variants_have_the_same_seeds_and_budget(tmp_path):
     variants = ["--variant", "a=--method slowmo --method.beta 0.7", "--variant", "b="]
-    arguments = [*command(str(tmp_path), "slowmo", seeds=2), *variants, "--steps", "9"]
+    arguments = [*command(tmp_path, "slowmo", seeds=2), *variants, "--steps", "9"]
     configs, _ = compare.parse(arguments)
     assert list(configs) == [
         (name, seed) for name in ("slowmo", "a", "b") for seed in (0, 1)
@@ -134,30 +147,17 @@ def test_methods_and_variants_have_the_same_seeds_and_budget(tmp_path):
     assert configs["b", 0].method.name == "lsgd"
 
 
-def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, capsys):
+def test_runs_that_began_with_other_workers_are_not_compared(tmp_path, refusal):
     """Such runs could be resumed, but with another budget."""
-    (config,) = compare.parse(command(str(tmp_path), "lsgd"))[0].values()
-    (tmp_path / "lsgd-0" / "checkpoints").mkdir(parents=True)
-    settings.write(config, tmp_path / "lsgd-0" / "config.json")
-    assert list(compare.parse(command(str(tmp_path), "lsgd"))[0]) == [("lsgd", 0)]
-    assert compare.main([*command(str(tmp_path), "lsgd"), "--workers.nodes", "1"]) == 2
+    begin(tmp_path, "lsgd")
+    assert list(compare.parse(command(tmp_path, "lsgd"))[0]) == [("lsgd", 0)]
     message = "another configuration: workers.nodes: the run has 2, the command says 1"
-    assert message in capsys.readouterr().err
-
-
-def test_a_row_of_runs_on_text():
-    run = lambda *values: compare.Curve(
-        [1, 2], [1.0, 2.0], [2.0, 4.0], values, measures.LOSS
-    )
-    curves = {("lsgd", 0): run(2.0, 1.5), ("lsgd", 1): run(1.4, 1.9)}
-    (row,) = compare.summarize(curves)
-    assert row["validation loss, nats"] == "1.7000 ± 0.2828" and row["seeds"] == 2
-    assert row["lowest, nats"] == "1.4500 ± 0.0707"
-    assert row["peak MB in a step"] == "–"  # a run of an older version
+    line = [*command(tmp_path, "lsgd"), "--workers.nodes", "1"]
+    assert message in refusal(compare.main, line)
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])
-def test_an_impossible_folder_is_refused_in_one_line(quick, tmp_path, capsys, name):
+def test_an_impossible_folder_is_refused_in_one_line(tmp_path, capsys, name):
     (tmp_path / "file").touch()
     status = compare.main(["digits", "--methods=lsgd", "--out", str(tmp_path / name)])
     assert status in (1, 2)
