@@ -184,11 +184,15 @@ class Trainers:
         return [process.returncode for process in self._processes]
 
 
+def events(run_dir, kind):
+    """The events of a kind in a run's metrics so far."""
+    exists = (run_dir / "metrics.jsonl").exists()
+    return records.read(run_dir).get(kind, []) if exists else []
+
+
 def reported(run_dir):
     """The last step in a run's metrics, or 0."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return 0
-    return max([e["step"] for e in records.read(run_dir).get("train", [])], default=0)
+    return max([event["step"] for event in events(run_dir, "train")], default=0)
 
 
 def checkpoints(run_dir):

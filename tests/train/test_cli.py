@@ -2,15 +2,12 @@
 
 import dataclasses
 import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import tiny
+from trainers import FOR_EVER, TINY, Trainers, checkpoints, reported
 
 import lsgd_jax as lj
 from train import cli, settings
@@ -20,34 +17,7 @@ from train.task import methods
 from train.task.methods import METHODS
 
 
-ROOT = pathlib.Path(__file__).parents[2]
 QUICK = "digits --workers.nodes 1 --workers.locals 2 --batch-size 8 --log-every 2".split()
-LIMIT_S = 240
-
-TINY = "import tiny; tiny.install(); "
-RUN = "import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)"
-
-
-def start(folder, *options, before=TINY):
-    """Starts python -m train digits in a new process, after a line of Python."""
-    command = [sys.executable, "-c", before + RUN, *QUICK, "--run-dir", str(folder)]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [*command, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-    )
-
-
-def end(process):
-    """Returns the output of a process, which must end within a limit."""
-    try:
-        return process.communicate(timeout=LIMIT_S)[0]
-    finally:
-        process.kill()
-
 
 NETWORKS = (
     "digits-cnn, digits-bn, cnn7, resnet20, vgg16, resnet50, transformer, encoder-decoder"
@@ -56,7 +26,6 @@ WRONG = [  # a command line, and a part of the message
     ("", "expected one of cifar10-cnn7, cifar10-resnet20,"),
     ("digts", "got 'digts'; did you mean digits?; see python -m train --help"),
     ("digits --stepz 3", "option --stepz; did you mean --steps?; see python -m train digi"),
-    ("digits --metod easgd", "unrecognized option --metod; did you mean --method?; see"),
     ("digits --nonsense", "option --nonsense; see python -m train digits --help"),
     ("digits and more", "unrecognized argument and; see python -m train digits --help"),
     ("digits --steps", "--steps needs a value; see python -m train digits --help"),
@@ -68,12 +37,8 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method=easgd --method.local-pull 0", "train digits --method easgd --help"),
     ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
     ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
-    ("digits --momentum 0.5", "--momentum; did you mean --optimizer.momentum?; see python"),
     ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
     # One setting.
-    ("digits --steps 0", "`steps` must be a positive int, got steps=0"),
-    ("digits --steps -5", "`steps` must be a positive int, got steps=-5"),
-    ("digits --run-dir=", "`run_dir` must be a path, not empty, got run_dir="),
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
     ("digits --method.local-pull 7", "`local_pull` must be in [0, 1]"),
@@ -233,11 +198,8 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
         assert (config.optimizer.clip, config.run_dir, config.resume) == (1, None, False)
     file.write_text('{"optimizer": {"name": "adamw"}, "steps": 7, "workers.locals": 1}')
     config = cli.parse(["digits", f"--config={file}", "--steps", "8"])
-    assert (config.optimizer.learning_rate, config.steps, config.workers.locals) == (
-        1e-3,
-        8,
-        1,
-    )
+    assert (config.optimizer.learning_rate, config.steps) == (1e-3, 8)
+    assert config.workers.locals == 1
 
 
 @pytest.mark.parametrize(
@@ -246,8 +208,6 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
         ('{"optimizer": {"momentun": 0.9}}', "there is no setting optimizer.momentun; did"),
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
-        ("[]", "config.json cannot be read: it is no JSON object"),
-        ("{", "config.json cannot be read: line 1 is no JSON; is"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(text, message, refusal, tmp_path):
@@ -268,18 +228,15 @@ def test_a_file_goes_with_resuming(tmp_path):
 
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     folder = tmp_path / "run"
-    process = start(folder, "--steps", "1000000")
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT_S
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output = end(process)
-    assert process.returncode == 130, output
-    assert f"to resume: python -m train digits --run-dir {folder} --resume" in output
-    (step,) = (int(path.name) for path in (folder / "checkpoints").iterdir())
-    assert f"stopped at step {step} after" in output and ", saved;" in output
+    arguments = [*QUICK, *FOR_EVER, "--run-dir", str(folder)]
+    with Trainers(tmp_path / "printed", arguments, [([], {})], before=TINY) as trainer:
+        trainer.until(lambda: reported(folder))
+        trainer.send(signal.SIGINT, 0)
+        assert trainer.end() == [130], trainer.printed(0)
+    (step,) = checkpoints(folder)
+    assert f"stopped at step {step} after" in trainer.last_line(0)
+    again = f", saved; to resume: python -m train digits --run-dir {folder} --resume"
+    assert again in trainer.last_line(0)
 
 
 def test_resuming_reports_edited_settings_and_finished_runs(tmp_path, monkeypatch, capsys):
