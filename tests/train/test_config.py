@@ -1,8 +1,8 @@
 """The configuration: files, checks, differences, run folders."""
 
 import dataclasses
+import itertools
 import json
-import random
 import re
 import typing
 
@@ -31,13 +31,11 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("", "line 1 is no JSON; is the file cut off"),
         ("{", "line 1 is no JSON; is the file cut off"),
         ("[" * 100_000, "its values are nested too deep"),
         ("[]", "it is no JSON object"),
         ('{"name": "digits"}', "its run is in format 1, .* resumes format 2"),
         ('{"format": 2, "name": "x"}', "read: model is missing"),
-        ('{"format": 2}', "read: name is missing"),
     ],
 )
 def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
@@ -47,64 +45,58 @@ def test_a_file_without_a_configuration_is_refused(text, reason, tmp_path):
     assert "\n" not in str(seen.value)
 
 
+@pytest.fixture
+def read_edited(tmp_path):
+    """Reads a configuration in whose file a value was edited."""
+    path = tmp_path / "config.json"
+    settings.write(digits.CONFIG, path)
+    text = path.read_text()
+
+    def read_edited(field, value):
+        values = group = json.loads(text)
+        *groups, name = field.split(".")
+        for each in groups:
+            group = group[each]
+        group[name] = value
+        path.write_text(json.dumps(values))
+        return settings.read(path)
+
+    return read_edited
+
+
 @pytest.mark.parametrize(
     "field, value, reason",
     [
-        ("foo", 1, "there is no setting foo"),
         ("optimizer.momentun", 0, "optimizer.momentun; did you mean optimizer.momentum?"),
         ("method", None, "method.name is missing"),
-        ("method.name", "eagsd", "got method='eagsd'; did you mean easgd?"),
         ("method.name", [], "`method` must be one of lsgd"),
-        ("method.period", "4", "there is no setting method.period"),
         ("method.local_period", "4", 'local_period` must be of type int, got .*="4"'),
-        ("optimizer", [], "there is no setting optimizer"),
         ("optimizer.nesterov", 1, "`optimizer.nesterov` must be of type bool, got"),
         ("optimizer.momentum", "x", r"`optimizer.momentum` must be of type float \| None"),
         ("optimizer.betas", [0.9], r"must be of type tuple\[float, float\] \| None"),
         ("workers.inside", [3], r"`workers.inside` must be of type tuple\[str, ...\], got"),
-        ("data.files", None, "`data.files` must be of type tuple"),
         ("model", "vgg", "`model` must be of type Literal.*'vgg16'.*, got model=\"vgg\""),
         ("steps", True, "`steps` must be of type int, got steps=true"),
         ("seed", -1, r"`seed` must be in \[0, 2\*\*32\), got seed=-1"),
     ],
 )
-def test_an_edited_setting_is_named(field, value, reason, tmp_path):
-    path = tmp_path / "config.json"
-    settings.write(digits.CONFIG, path)
-    values = group = json.loads(path.read_text())
-    *groups, name = field.split(".")
-    for each in groups:
-        group = group[each]
-    group[name] = value
-    path.write_text(json.dumps(values))
+def test_an_edited_setting_is_named(field, value, reason, read_edited):
     with pytest.raises(ValueError, match=f"config.json cannot be read: .*{reason}"):
-        settings.read(path)
+        read_edited(field, value)
 
 
-def test_any_edited_file_is_read_or_refused_in_one_line(tmp_path):
-    """Edits change the value of a setting or a group, rename it, or remove it."""
-    path, random_ = tmp_path / "config.json", random.Random(0)
-    configs = [config for _, config in cli.experiments().values()]
-    values = None, True, 0, -1, 1.5, 10**400, float("inf"), "", "x", [], [1], ["a"], {}
+def test_any_edited_value_is_read_or_refused_in_one_line(read_edited):
+    values = None, 1.5, 10**400, float("inf"), "x", [], ["a"], {}
+    written = configuration.fields(digits.CONFIG).keys() - configuration.DISTRIBUTED
+    edits = list(itertools.product([*written, "method", "optimizer"], values))
     refused = 0
-    for _ in range(300):
-        path.unlink(missing_ok=True)
-        settings.write(random_.choice(configs), path)
-        edited = json.loads(path.read_text())
-        group = random_.choice([x for x in edited.values() if isinstance(x, dict)])
-        group = random_.choice([group, edited])
-        name = random_.choice(list(group))
-        old = group.pop(name)
-        rename, keep = random_.choice([(False, True), (True, True), (False, False)])
-        if keep:
-            group[name + "_" * rename] = old if rename else random_.choice(values)
-        path.write_text(json.dumps(edited))
+    for field, value in edits:
         try:
-            settings.read(path)
+            read_edited(field, value)
         except ValueError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert 100 < refused < 300
+    assert len(edits) / 2 < refused < len(edits)
 
 
 INF, NAN = float("inf"), float("nan")
@@ -181,18 +173,9 @@ def test_only_length_reports_and_workers_may_change():
     workers = configuration.WorkersConfig(nodes=3, locals=5)
     others = dataclasses.replace(old, workers=workers)
     assert settings.differences(old, others) == []
-    free = configuration.FREE_ON_RESUME - configuration.WORKERS
-    assert len(settings.differences(old, others, free)) == 2
     data = dataclasses.replace(old.data, shard=True)
     other = dataclasses.replace(old, data=data, batch_size=7)
     assert len(settings.differences(old, other)) == 2
-
-
-def test_new_run_folders_are_unique(tmp_path):
-    config = dataclasses.replace(digits.CONFIG, runs=str(tmp_path))
-    first, second = (run_folder.create(config, Session()) for _ in range(2))
-    assert first != second and first.parent == second.parent == tmp_path
-    assert run_folder.newest(str(tmp_path), "digits") == second
 
 
 @pytest.mark.parametrize(
