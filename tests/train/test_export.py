@@ -15,9 +15,7 @@ import train
 from train.export import main
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    tiny.install(share=True, set=monkeypatch.setattr)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,6 @@ from train.run.open import open_run
 from train.task.experiment import Task
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Small networks; equal experiments are compiled once."""
-    tiny.install(share=True, set=monkeypatch.setattr)
-
-
 @pytest.fixture(scope="package")
 def traces():
     """Tasks of traced training steps. A compilation traces the step twice."""

@@ -23,17 +23,14 @@ from train.run.open import open_run
 from train.task import methods
 
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 LSGD = methods.make("async-lsgd", local_period=2, global_period=4, loss_window=3)
 CONFIG = dataclasses.replace(
     tiny.SMALL, method=LSGD, steps=12, log_every=4, test_every=4, checkpoint_every=6
 )
-DRAW = loop.draw  # which the fixture below replaces
+DRAW = loop.draw  # which the fixture `quick` replaces
 SLOW = [1.0, 1.0, 3.0, 1.0]  # seconds of a step of each worker
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    tiny.install(share=True, set=monkeypatch.setattr)
 
 
 def run_of(folder, monkeypatch, engine=None, **changes):
@@ -234,8 +231,6 @@ def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(
             found = asynchronous.from_checkpoint(again, folder, index)
             for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
                 np.testing.assert_array_equal(a, b)
-        run.metrics.close()
-        run.lock.release()
 
 
 def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsys):
@@ -258,8 +253,6 @@ def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsy
     assert "worker 0 has taken no step for 30 s; it is started again after 300 s" in line
     assert told(531, 3, 11, 11, 0) == told(532, 4, 11, 11, 0) == []
     assert len(told(563, 4, 12, 12, 0)) == 1
-    run.metrics.close()
-    run.lock.release()
 
 
 def test_a_worker_that_does_not_answer_is_named(tmp_path, monkeypatch, capsys):
@@ -293,5 +286,3 @@ def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
     left = 7 if answers else 0  # no state is known but the first
     assert (run.step, int(run.state.step.value)) == (left, left)
     assert run.state.engine.count.tolist() == [left] * 4
-    run.metrics.close()
-    run.lock.release()
