@@ -33,16 +33,6 @@ def center(run):
 # Files
 
 
-def test_the_result_is_the_last_test(finished):
-    _, result = finished
-    assert (result.step, result.stopped_by, result.saved) == (12, None, True)
-    last = log.read(result.folder)["test"][-1]
-    assert last["step"] == 12
-    tested = result.tested
-    assert last["center_error"] == tested.center["error"]
-    assert last["best_error"] == tested.best["error"]
-
-
 def test_compilation_is_no_training_time(opened, trained, monkeypatch):
     """By a clock that advances by 7 s in each step; the first one compiles."""
     clock = itertools.count(0, 7)
@@ -62,7 +52,10 @@ def test_compilation_is_no_training_time(opened, trained, monkeypatch):
 
 def test_metrics_hold_all_intervals_elections_and_tests(finished):
     _, result = finished
-    events = log.read(result.folder)
+    assert (result.step, result.stopped_by, result.saved) == (12, None, True)
+    events, tested = log.read(result.folder), result.tested
+    assert events["test"][-1]["center_error"] == tested.center["error"]
+    assert events["test"][-1]["best_error"] == tested.best["error"]
     assert [event["step"] for event in events["train"]] == [4, 8, 12]
     assert [event["step"] for event in events["test"]] == [6, 12]
     by_level = lambda level: [
@@ -97,26 +90,17 @@ def test_distances_are_measured_on_both_sides_of_an_exchange(opened, tmp_path):
     ]
 
 
-def test_bytes_sent_are_exchanges_times_parameters(finished):
-    run, result = finished
-    numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
-    exchanges = 12 // 2 + 12 // 4
-    assert log.read(result.folder)["train"][-1]["bytes_sent"] == exchanges * 4 * (
-        numbers + 1
-    )
-
-
-def test_steps_without_a_pull_communicate_nothing(finished):
+def test_only_steps_with_a_pull_communicate(finished):
     """In the compiled step, collectives occur only in the branches of the two pulls."""
-    run, _ = finished
+    run, result = finished
     experiment = run.experiment
     arguments = experiment.init(), experiment.data, experiment.batch(0)
-    always, when_due = exchanges(
-        experiment.step.lower(*arguments, phase=None).compile().as_text()
-    )
+    lowered = experiment.step.lower(*arguments, phase=None)
+    always, when_due = exchanges(lowered.compile().as_text())
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
-    assert always == 0
-    assert when_due == [4 * (numbers + 1)] * 2
+    assert always == 0 and when_due == [4 * (numbers + 1)] * 2
+    sent = log.read(result.folder)["train"][-1]["bytes_sent"]
+    assert sent == (12 // 2 + 12 // 4) * 4 * (numbers + 1)
 
 
 def test_a_program_for_each_phase_computes_the_same(finished, opened):
@@ -133,31 +117,6 @@ def test_a_program_for_each_phase_computes_the_same(finished, opened):
         assert (always > 0, when_due) == (sent, [])
 
 
-def test_testing_does_not_change_the_training_state(finished):
-    run, _ = finished
-    before = tiny.leaves(run.state)
-    run.experiment.test_center(run.state)
-    run.experiment.test_worker(run.state, 3)
-    after = tiny.leaves(run.state)
-    for name in before:
-        np.testing.assert_array_equal(before[name], after[name])
-
-
-def test_every_test_image_counts_once(finished):
-    """The error computed in batches over workers is that of the whole test set."""
-    run, _ = finished
-    experiment = run.experiment
-    batches = experiment.forward.source.test_batches
-    assert sum(int(valid.sum()) for *_, valid in batches) == 360
-    params = jax.tree.map(lambda x: x[3], run.state.params)
-    images = np.concatenate([np.asarray(i)[np.asarray(v)] for i, _, v in batches])
-    labels = np.concatenate([np.asarray(k)[np.asarray(v)] for _, k, v in batches])
-    x = experiment.forward.transforms.test(jnp.asarray(images))
-    logits = experiment.forward.model.apply({"params": params}, x, False)
-    error = 100 * np.mean(np.argmax(logits, axis=1) != labels)
-    assert experiment.test_worker(run.state, 3)["error"] == pytest.approx(error)
-
-
 def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
     run, _ = finished
     assert traces.count(run.experiment.task) == 2
@@ -170,18 +129,23 @@ def test_the_step_compiles_once_and_its_buffers_are_donated(finished, traces):
 # Stopping
 
 
+def signaled(run, step, number=signal.SIGINT):
+    """A change of a run that sends a signal after a step."""
+
+    def change(*after):
+        if run.step == step:
+            signal.raise_signal(number)
+        return after
+
+    return change
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_stopped_by_a_signal_resumes_bit_identically(
     number, finished, opened, trained, traces, capsys
 ):
     run = opened()
-
-    def interrupted(*after):
-        if run.step == 4:
-            signal.raise_signal(number)
-        return after
-
-    result = trained(run, interrupted)
+    result = trained(run, signaled(run, 4, number))
     assert (result.step, result.stopped_by, result.saved) == (5, number, True)
     printed = capsys.readouterr().out
     assert printed.startswith("Workers(") and "stopped at step 5 after" in printed
@@ -205,13 +169,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_identically(
 
 def test_ctrl_c_during_compilation_is_answered(opened, trained, capsys):
     run = opened()
-
-    def interrupted(*after):
-        if run.step == 0:
-            signal.raise_signal(signal.SIGINT)
-        return after
-
-    assert trained(run, interrupted).step == 1
+    assert trained(run, signaled(run, 0)).step == 1
     said = "\nCtrl-C: the run saves and ends when step 1 has been compiled\n"
     assert said in capsys.readouterr().out
 
@@ -338,13 +296,7 @@ def test_the_best_checkpoint_survives_a_stop_and_a_resumption(
 ):
     found_by_tests(monkeypatch, [5.0, 5.0, 9.0, 9.0, 7.0, 7.0, 8.0, 8.0, 6.0, 6.0])
     run = opened(test_every=3, checkpoint_every=20, keep_checkpoints=1)
-
-    def stopped(*after):
-        if run.step == 7:
-            signal.raise_signal(signal.SIGTERM)
-        return after
-
-    trained(run, stopped)
+    trained(run, signaled(run, 7))
     assert checkpoints.steps_in(run.folder / "checkpoints") == [3, 8]
     said = "; the best checkpoint is of step 3 (5.00 %), the last of step 8, saved; to res"
     assert said in capsys.readouterr().out
