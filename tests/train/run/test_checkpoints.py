@@ -1,6 +1,7 @@
 """Checkpoints of a few arrays."""
 
 import gc
+import re
 import resource
 import threading
 import time
@@ -28,11 +29,15 @@ def warnings():
 
 
 @pytest.fixture
-def opened(tmp_path, warnings):
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def opened(folder, warnings):
     """Opens the checkpoints in a folder."""
 
     def opened(keep=2):
-        folder = tmp_path / "checkpoints"
         return Checkpoints(folder, keep, warnings.append, Session())
 
     return opened
@@ -50,29 +55,14 @@ def assert_restored(checkpoint, step):
     np.testing.assert_array_equal(restored["x"], expected["x"])
     assert isinstance(restored["x"], jax.Array)
     assert isinstance(restored["host"], np.ndarray) and (restored["host"] == step).all()
-    assert (
-        jax.random.key_data(restored["key"]) == jax.random.key_data(expected["key"])
-    ).all()
-
-
-def truncate(folder, step):
-    """Removes the checksums of a checkpoint and truncates its arrays."""
-    (folder / str(step) / checksums.CHECKSUMS).unlink()
-    for path in (folder / str(step) / "state").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[:10])
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+    assert (restored["key"] == expected["key"]).all()
 
 
 def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
+def test_the_latest_ones_are_kept_and_restored(opened, folder, warnings):
     checkpoints = opened()
     assert checkpoints.restore_latest(lambda notes: state(0)) is None
     save(checkpoints, 2, 4, 6)
@@ -82,35 +72,33 @@ def test_the_latest_ones_are_kept_and_restored(opened, tmp_path, warnings):
     assert not again.save(5, state(5), {})  # a resumed run would not find it
     late = "the checkpoint of step 5 was not written: the one of step 6 is later"
     assert again.close() and warnings == [late]
-    folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
-    assert latest_notes(folder) == {"seconds": 3.0} and notes_of(folder, 5) == {}
+    assert latest_notes(folder) == {"seconds": 3.0}
+    assert latest_notes(folder / "none") == notes_of(folder, 5) == {}
 
 
-def test_a_checkpoint_without_checksums_is_read_and_named(opened, tmp_path, warnings):
+def test_a_checkpoint_without_checksums_is_read_and_named(opened, folder, warnings):
     save(opened(), 2)
-    (tmp_path / "checkpoints" / "2" / checksums.CHECKSUMS).unlink()
+    (folder / "2" / checksums.CHECKSUMS).unlink()
     assert_restored(opened().restore_latest(lambda notes: state(0)), 2)
     (said,) = warnings
     assert said.startswith("the checkpoint of step 2 has no sha256.json: it is of an earl")
 
 
-def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, tmp_path):
+def test_the_latest_checkpoint_with_finite_losses_is_kept(opened, folder):
     """In addition to the latest ones, which are kept anyway."""
-    folder, kept = tmp_path / "checkpoints", []
-    checkpoints = opened()
+    checkpoints, kept = opened(), []
     for step, finite in [(1, True), (2, True), (3, False), (4, False), (5, False)]:
-        assert (
-            checkpoints.save(step, state(step), {"finite": finite}) and checkpoints.wait()
-        )
-        kept.append(sorted(int(path.name) for path in folder.iterdir()))
+        assert checkpoints.save(step, state(step), {"finite": finite})
+        assert checkpoints.wait()
+        kept.append(steps_in(folder))
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
     assert checkpoints.latest_finite() == 2 and checkpoints.close()
     again = opened()
     assert again.latest_finite() == 2
     for step in (6, 7):
         assert again.save(step, state(step), {"finite": True})
-    assert again.close() and steps_in(tmp_path / "checkpoints") == [6, 7]
+    assert again.close() and steps_in(folder) == [6, 7]
 
 
 def saved(checkpoints, step, tested, state=state):
@@ -118,9 +106,8 @@ def saved(checkpoints, step, tested, state=state):
     return checkpoints.save(step, state(step), notes) and checkpoints.wait()
 
 
-def test_the_best_checkpoint_is_kept(opened, tmp_path):
-    folder, kept = tmp_path / "checkpoints", []
-    checkpoints = opened()
+def test_the_best_checkpoint_is_kept(opened, folder):
+    checkpoints, kept = opened(), []
     for step, tested in [(1, 5.0), (2, 3.0), (3, None), (4, 3.0), (5, 4.0), (6, 9.0)]:
         assert saved(checkpoints, step, tested)
         kept.append(steps_in(folder))
@@ -132,9 +119,9 @@ def test_the_best_checkpoint_is_kept(opened, tmp_path):
     assert saved(again, 8, 2.0) and steps_in(folder) == [7, 8] and again.close()
 
 
-def test_a_kill_while_a_better_checkpoint_is_written_loses_none(opened, tmp_path):
+def test_a_kill_while_a_better_checkpoint_is_written_loses_none(opened, folder):
     """No earlier checkpoint is removed before the new one has its name."""
-    folder, checkpoints = tmp_path / "checkpoints", opened(keep=1)
+    checkpoints = opened(keep=1)
     assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
     seen, write = [], checksums.write
 
@@ -148,38 +135,77 @@ def test_a_kill_while_a_better_checkpoint_is_written_loses_none(opened, tmp_path
     assert seen == [[1, 2]] and steps_in(folder) == [3] and checkpoints.close()
 
 
-def arrays(folder, step):
-    """The largest file of a checkpoint."""
-    every = (folder / str(step)).rglob("d/*")
-    return max(every, key=lambda path: path.stat().st_size)
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
 
 
+def flip_arrays(folder):
+    flip_a_bit(max(folder.rglob("d/*"), key=lambda path: path.stat().st_size))
+
+
+def flip_notes(folder):
+    flip_a_bit(folder / "notes" / "metadata")
+
+
+def truncate(folder):
+    (folder / checksums.CHECKSUMS).unlink()
+    for path in (folder / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:10])
+
+
+def replace_notes(text):
+    def replace(folder):
+        (folder / checksums.CHECKSUMS).unlink()
+        (folder / "notes" / "metadata").write_bytes(text)
+
+    return replace
+
+
+# Orbax leaves coroutines behind when a restore fails; they complain when collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "file", [arrays, lambda folder, step: folder / str(step) / "notes" / "metadata"]
+    "damage, reason, seconds",
+    [
+        (flip_arrays, r"state/.*d/\w+ is not as it was written", 5),
+        (flip_notes, "notes/metadata is not as it was written", 4.5),
+        (truncate, "OUT_OF_RANGE: .*", 5),
+        *(
+            (replace_notes(text), r"its notes are incomplete .KeyError.'seconds'..", 4.5)
+            for text in (b"{}", b"[]", b"7", b"\xff")
+        ),
+    ],
 )
-def test_after_a_changed_byte_the_checkpoint_before_is_restored(
-    file, opened, tmp_path, warnings, capfd
+def test_after_damage_the_checkpoint_before_is_restored(
+    damage, reason, seconds, opened, folder, warnings, capfd
 ):
-    folder = tmp_path / "checkpoints"
-    save(opened(), 2, 4)
-    flip_a_bit(file(folder, 4))
-    assert notes_of(folder, 4) == {} or "metadata" not in str(file(folder, 4))
+    save(opened(), 9, 10)
+    damage(folder / "10")
+    assert latest_notes(folder) == {"seconds": seconds}
     again = opened()
-    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
-    save(again, 4)  # and damaged a second time
-    flip_a_bit(file(folder, 4))
-    again = opened()
-    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
+    like = lambda notes: state(0) if notes["seconds"] else None
+    assert_restored(again.restore_latest(like), 9)
     again.close()
-    assert (
-        folder / "unreadable-4-2"
-    ).is_dir() and "aside as unreadable-4-2" in warnings.pop()
-    name = file(folder / "unreadable-4", "").relative_to(folder / "unreadable-4")
-    assert warnings == [
-        f"the checkpoint of step 4 cannot be read: {name} is not as it was written; it is "
-        "set aside as unreadable-4"
-    ]
+    (warning,) = warnings
+    message = f"the checkpoint of step 10 cannot be read: {reason}; it is set aside as "
+    assert re.fullmatch(f"{message}unreadable-10", warning)
+    assert (folder / "unreadable-10").is_dir() and steps_in(folder) == [9]
     assert capfd.readouterr() == ("", "")
+    gc.collect()
+
+
+def test_after_damage_of_all_checkpoints_there_is_none_to_resume(
+    opened, folder, tmp_path, warnings
+):
+    for name in ("unreadable-4", "unreadable-4-2"):
+        save(opened(), 4)
+        flip_notes(folder / "4")
+        again = opened()
+        with pytest.raises(ValueError, match=f"{tmp_path} holds no checkpoint that can be"):
+            again.restore_latest(lambda notes: state(0))
+        again.close()
+        assert (folder / name).is_dir() and warnings.pop().endswith(f"aside as {name}")
 
 
 @pytest.mark.parametrize(
@@ -211,24 +237,6 @@ def test_a_checkpoint_of_another_state_is_refused_and_left_alone(
     assert files(tmp_path) == before and warnings == []
 
 
-@pytest.mark.parametrize("notes", [b"{}", b"[]", b"7", b"\xff"])
-def test_after_incomplete_notes_the_checkpoint_before_is_restored(
-    notes, opened, tmp_path, warnings
-):
-    folder = tmp_path / "checkpoints"
-    save(opened(), 2, 4)
-    (folder / "4" / checksums.CHECKSUMS).unlink()
-    (folder / "4" / "notes" / "metadata").write_bytes(notes)
-    again = opened()
-    like = lambda notes: state(0) if notes["seconds"] else None
-    assert_restored(again.restore_latest(like), 2)
-    again.close()
-    (warning,) = warnings
-    assert (
-        "step 4 cannot be read: its notes are incomplete (KeyError('seconds'))" in warning
-    )
-
-
 def test_an_undamaged_checkpoint_that_fails_to_restore_is_not_moved(
     opened, tmp_path, warnings, monkeypatch
 ):
@@ -245,37 +253,13 @@ def test_an_undamaged_checkpoint_that_fails_to_restore_is_not_moved(
     assert files(tmp_path) == before and warnings == []
 
 
-def test_a_partial_checkpoint_of_a_killed_run_is_removed(opened, tmp_path):
+def test_a_partial_checkpoint_of_a_killed_run_is_removed(opened, folder):
     save(opened(), 2)
-    left = tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp" / "state"
+    left = folder / "4.orbax-checkpoint-tmp" / "state"
     left.mkdir(parents=True)
     again = opened()
-    assert not left.parent.exists() and steps_in(tmp_path / "checkpoints") == [2]
+    assert not left.parent.exists() and steps_in(folder) == [2]
     again.close()
-
-
-# Orbax leaves coroutines behind when a restore fails; they complain when collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_unreadable_checkpoint_is_set_aside(opened, tmp_path, warnings):
-    folder = tmp_path / "checkpoints"
-    save(opened(), 2, 4)
-    truncate(folder, 4)
-    again = opened()
-    assert_restored(again.restore_latest(lambda notes: state(0)), 2)
-    (warning,) = warnings
-    assert warning.startswith("the checkpoint of step 4 cannot be read: OUT_OF_RANGE: ")
-    assert warning.endswith("; it is set aside as unreadable-4")
-    assert (folder / "unreadable-4").exists() and not (folder / "4").exists()
-    again.close()
-
-    truncate(folder, 2)
-    again = opened()
-    with pytest.raises(
-        ValueError, match=f"{tmp_path} holds no checkpoint that can be read"
-    ):
-        again.restore_latest(lambda notes: state(0))
-    again.close()
-    gc.collect()
 
 
 def alive():
@@ -293,17 +277,16 @@ def have_ended(but):
 
 
 def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
-    opened, tmp_path, warnings, monkeypatch, capfd
+    opened, folder, tmp_path, warnings, monkeypatch, capfd
 ):
     """Here Orbax itself finds out."""
     monkeypatch.setattr(module, "_obstacle", lambda folder, needed: "")
     checkpoints, before = opened(), alive()
-    folder = tmp_path / "checkpoints"
     folder.rename(tmp_path / "moved")
     folder.write_text("in the way")
     for step in (2, 4):
         assert not checkpoints.save(step, state(step), {})
-    assert checkpoints.close() and steps_in(tmp_path / "checkpoints") == []
+    assert checkpoints.close() and steps_in(folder) == []
     assert have_ended(but=before)
     assert len(warnings) == 2
     assert warnings[1].startswith("the checkpoint of step 4 was not written: [Errno ")
@@ -313,11 +296,11 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_thread(
 
 # Orbax leaves coroutines behind when a write fails; they complain when collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_disk_that_becomes_full_while_writing(opened, tmp_path, warnings):
+def test_a_disk_that_becomes_full_while_writing(opened, folder, warnings):
     """Simulated by a limit of 20 kB for each file. A better checkpoint replaces none."""
     noise = np.random.default_rng(0).bytes(200_000)
     large = {"x": np.frombuffer(noise, np.uint8)}
-    folder, checkpoints, before = tmp_path / "checkpoints", opened(keep=1), alive()
+    checkpoints, before = opened(keep=1), alive()
     assert saved(checkpoints, 1, 3.0) and saved(checkpoints, 2, 5.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -336,13 +319,13 @@ def test_a_disk_that_becomes_full_while_writing(opened, tmp_path, warnings):
     assert steps_in(folder) == [1, 4] and have_ended(but=before)
 
 
-def test_a_missing_checkpoint_folder_is_created_again(opened, tmp_path):
-    checkpoints, folder = opened(), tmp_path / "checkpoints"
+def test_a_missing_checkpoint_folder_is_created_again(opened, folder, tmp_path):
+    checkpoints = opened()
     assert checkpoints.save(2, state(2), {}) and checkpoints.wait()
     folder.rename(tmp_path / "moved")
     for step in (4, 6, 8):  # 4 is removed, and 2 would be
         assert checkpoints.save(step, state(step), {}) and checkpoints.wait()
-    assert checkpoints.close() and steps_in(tmp_path / "checkpoints") == [6, 8]
+    assert checkpoints.close() and steps_in(folder) == [6, 8]
 
 
 def test_a_failure_of_orbax_while_closing_does_not_fail_the_run(opened, monkeypatch):

@@ -97,14 +97,3 @@ def test_a_grid_that_the_method_does_not_allow(method, options, message, tmp_pat
     (folder / "checkpoints").mkdir(parents=True)
     settings.write(config, folder / "config.json")
     assert message in refusal(main, resume(folder, "--workers.nodes", "1", *options))
-
-
-def test_the_latest_readable_notes_are_found(tmp_path):
-    assert latest_notes(tmp_path / "no") == {}
-    texts = {"9": '{"a": 9}', "10": '{"a": 10}', "11": "{", "12.tmp": "{}"}
-    for step, text in texts.items():
-        notes = tmp_path / step / "notes" / "metadata"
-        notes.parent.mkdir(parents=True)
-        notes.write_text(text)
-    (tmp_path / "unreadable-13").mkdir()
-    assert latest_notes(tmp_path) == {"a": 10}
