@@ -40,8 +40,3 @@ def test_truncated_and_missing_files_are_detected(folder):
 def test_damaged_checksums_are_detected(folder, content):
     (folder / checksums.CHECKSUMS).write_bytes(content)
     assert checksums.CHECKSUMS in checksums.damage(folder)
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_checksums(folder):
-    (folder / checksums.CHECKSUMS).unlink()
-    assert checksums.damage(folder) == "" and not checksums.are_there(folder)

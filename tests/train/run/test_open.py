@@ -18,7 +18,6 @@ from train.metrics import log
 from train.run.lock import RunLock
 from train.run.loop import train
 from train.run.open import open_run
-from train.task import methods
 from train.task.experiment import Experiment
 
 
@@ -26,13 +25,6 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 # Resuming
-
-
-def test_resuming_a_finished_run_tests_it_again(copied, finished):
-    run = open_run(copied)
-    result = train(run)
-    assert result.step == 12 and result.tested == finished[1].tested
-    tiny.assert_equal_to_the_bit(finished[0].state, run.state)
 
 
 def test_a_run_folder_of_version_0_1_is_refused(copied, tmp_path, refusal, capsys):
@@ -118,16 +110,10 @@ def test_data_can_be_split_between_the_workers():
     [
         ({"batch_size": 2000}, "`batch_size` must be at most 1437"),
         (
-            {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 25)},
-            "`batch_size` must be at most 7, the number of training examples per worker",
-        ),
-        (
             {"data": DataConfig("digits", shard=True), "workers": WorkersConfig(8, 250)},
             "`batch_size` must be at most 0, the number of training examples per worker",
         ),
         ({"model": "cnn7"}, "`model` must fit the data: 'cnn7' takes 28 x 28 images"),
-        ({"method": methods.make("lsgd", local_pull=3)}, "`local_pull` must be in"),
-        ({"data": DataConfig("cifar10")}, "`data.dir` must name the folder"),
         ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
     ],
 )
