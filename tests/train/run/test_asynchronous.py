@@ -19,33 +19,39 @@ from train.config import WorkersConfig
 from train.metrics import log
 from train.run import asynchronous, loop
 from train.run.loop import train
-from train.run.open import open_run
 from train.task import methods
 
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 LSGD = methods.make("async-lsgd", local_period=2, global_period=4, loss_window=3)
-CONFIG = dataclasses.replace(
-    tiny.SMALL, method=LSGD, steps=12, log_every=4, test_every=4, checkpoint_every=6
-)
+ASYNCHRONOUS = {"method": LSGD, "test_every": 4}
 DRAW = loop.draw  # which the fixture `quick` replaces
-SLOW = [1.0, 1.0, 3.0, 1.0]  # seconds of a step of each worker
+SLOW = {"step_seconds": [1.0, 1.0, 3.0, 1.0]}
+EVEN = {"step_seconds": 1.0}
 
 
-def run_of(folder, monkeypatch, engine=None, **changes):
-    """A run under simulated time: (run, result)."""
-    simulated_engine.install(monkeypatch.setattr, **{"step_seconds": SLOW} | (engine or {}))
-    config = dataclasses.replace(CONFIG, run_dir=str(folder), **changes)
-    run = open_run(config)
-    return run, train(run)
+@pytest.fixture
+def opened(opened):
+    """Opens a run of asynchronous workers with some settings changed."""
+    return lambda **changes: opened(**ASYNCHRONOUS | changes)
 
 
-def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(
-    tmp_path, monkeypatch
-):
+@pytest.fixture
+def ran(opened, monkeypatch):
+    """Takes the steps of a run under simulated time: (run, result)."""
+
+    def ran(engine, **changes):
+        simulated_engine.install(monkeypatch.setattr, **engine)
+        run = opened(**changes)
+        return run, train(run)
+
+    return ran
+
+
+def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(ran, monkeypatch):
     monkeypatch.setattr(loop, "draw", DRAW)
-    run, result = run_of(tmp_path / "run", monkeypatch)
+    run, result = ran(SLOW)
     assert (result.step, result.stopped_by, result.saved) == (12, None, True)
     names = {path.name for path in result.folder.iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "tensorboard", "training.png"}
@@ -68,57 +74,53 @@ def test_a_run_writes_the_usual_files_and_the_progress_of_each_worker(
     jax.tree.map(np.testing.assert_allclose, loaded, expected)
 
 
-def test_a_run_stopped_by_a_signal_resumes(tmp_path, monkeypatch, capsys):
+def test_a_run_stopped_by_a_signal_resumes(ran, capsys):
     def signaled(status, remote):
         if sum(report.steps for report in status.reports.values()) == 28:
             signal.raise_signal(signal.SIGTERM)
 
-    folder = tmp_path / "run"
-    run, result = run_of(folder, monkeypatch, {"befalls": signaled})
+    run, result = ran(SLOW | {"befalls": signaled})
     assert (result.stopped_by, result.saved) == (signal.SIGTERM, True) and result.step < 12
     counts = np.asarray(run.state.engine.count)
     assert "; to resume: python -m train digits --run-dir" in capsys.readouterr().out
 
-    again, result = run_of(folder, monkeypatch, resume=True)
+    again, result = ran(SLOW, resume=True)
     assert (result.step, result.stopped_by) == (12, None)
-    steps = log.read(folder)["pace"][-1]["steps"]
+    events = log.read(result.folder)
+    steps = events["pace"][-1]["steps"]
     assert sum(steps) == 48 and (np.array(steps) > counts).sum() >= 3
-    assert log.read(folder)["test"][-1]["center_error"] < 50
+    assert events["test"][-1]["center_error"] < 50
 
 
-def test_the_start_of_the_processes_is_no_time_of_training(tmp_path, monkeypatch):
+def test_the_start_of_the_processes_is_no_time_of_training(ran):
     def signaled(status, remote):
         if not remote.stopped:
             time.sleep(1)
             signal.raise_signal(signal.SIGTERM)
 
-    engine = {"befalls": signaled, "look": 1}
-    run, result = run_of(tmp_path / "run", monkeypatch, engine)
+    run, result = ran(SLOW | {"befalls": signaled, "look": 1})
     assert result.stopped_by == signal.SIGTERM and run.stopwatch.compile_seconds > 1
     assert result.seconds < 1
 
 
 @pytest.mark.slow
-def test_workers_resume_from_exactly_what_was_saved(tmp_path, monkeypatch):
+def test_workers_resume_from_exactly_what_was_saved(ran, tmp_path):
     """At equal pace, a resumed run is bit-identical to an uninterrupted one."""
     method = methods.make("overlapped-lsgd", 0.1, 0.1, 2, 4, 3, delay=0)
-    stop = dict(steps=6, test_every=12, checkpoint_every=12)
-    engine = {"step_seconds": 1.0}
-    folder = tmp_path / "stopped"
-    run_of(folder, monkeypatch, engine, method=method, **stop)
-    longer = stop | {"steps": 12}
-    resumed, _ = run_of(folder, monkeypatch, engine, method=method, **longer, resume=True)
-    whole, _ = run_of(tmp_path / "whole", monkeypatch, engine, method=method, **longer)
+    settings = dict(method=method, test_every=12, checkpoint_every=12)
+    ran(EVEN, **settings, steps=6)
+    resumed, _ = ran(EVEN, **settings, resume=True)
+    whole, _ = ran(EVEN, **settings, run_dir=str(tmp_path / "whole"))
     for a, b in zip(*(jax.tree.leaves(run.state.params) for run in (resumed, whole))):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_failed_worker_is_named_and_the_others_continue(tmp_path, monkeypatch, capsys):
+def test_a_failed_worker_is_named_and_the_others_continue(ran, capsys):
     def lost(status, remote):
         if status.reports[0].steps >= 4 and 1 in status.present:
             remote.lose(1)
 
-    run, result = run_of(tmp_path / "run", monkeypatch, {"befalls": lost})
+    run, result = ran(SLOW | {"befalls": lost})
     assert (result.step, result.saved) == (12, True)
     assert "warning: worker 1 is down at its step" in capsys.readouterr().out
     last = log.read(result.folder)["pace"][-1]
@@ -130,13 +132,12 @@ def test_a_failed_worker_is_named_and_the_others_continue(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "name", [name for name, x in methods.METHODS.items() if x.is_asynchronous]
 )
-def test_every_method_trains_and_resumes_with_other_workers(name, tmp_path, monkeypatch):
+def test_every_method_trains_and_resumes_with_other_workers(name, ran):
     small = {"period": 4, "local_period": 2, "global_period": 4, "delay": 1}
     small |= {"local_steps": 4, "sync_period": 4}
     fields = methods.find(name).__dataclass_fields__
     method = methods.make(name, **{k: x for k, x in small.items() if k in fields})
-    slow = {"step_seconds": [1.0] * 4 if name.startswith("overlapped") else SLOW}
-    run, result = run_of(tmp_path / "run", monkeypatch, slow, method=method)
+    run, result = ran(EVEN if name.startswith("overlapped") else SLOW, method=method)
     assert (result.step, result.saved, result.stopped_by) == (12, True, None)
     assert result.tested.center["error"] < 70
     like = run.experiment.init()
@@ -144,9 +145,8 @@ def test_every_method_trains_and_resumes_with_other_workers(name, tmp_path, monk
     shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
     assert shapes(like) == shapes(run.state)
 
-    grid, even = WorkersConfig(1, 2), {"step_seconds": 1.0}
-    changes = dict(method=method, workers=grid, steps=24, resume=True)
-    run, result = run_of(tmp_path / "run", monkeypatch, even, **changes)
+    changes = dict(method=method, workers=WorkersConfig(1, 2), steps=24, resume=True)
+    run, result = ran(EVEN, **changes)
     assert (result.step, result.saved) == (24, True)
     assert result.tested.center["error"] < 20
     (event,) = log.read(result.folder)["resized"]
@@ -154,10 +154,9 @@ def test_every_method_trains_and_resumes_with_other_workers(name, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_nonfinite_losses_stop_the_run(tmp_path, monkeypatch, capsys):
+def test_nonfinite_losses_stop_the_run(ran, capsys):
     rate = dataclasses.replace(tiny.SMALL.optimizer, learning_rate=1e38)
-    changes = dict(optimizer=rate, stop_after_nonfinite=3)
-    _, result = run_of(tmp_path / "run", monkeypatch, **changes)
+    _, result = ran(SLOW, optimizer=rate, stop_after_nonfinite=3)
     assert result.stopped_by == "nonfinite" and result.step < 12 and result.saved
     assert "no worker had a finite loss for 3 steps" in capsys.readouterr().out
 
@@ -168,8 +167,9 @@ def test_a_failure_of_the_engine_is_reported_in_one_line(tmp_path, monkeypatch, 
 
     simulated_engine.install(monkeypatch.setattr)
     monkeypatch.setattr(asynchronous.engine(), "run", fails)
-    monkeypatch.setattr(cli, "parse", lambda _: dataclasses.replace(CONFIG, run_dir=folder))
-    folder = str(tmp_path / "run")
+    changes = ASYNCHRONOUS | {"run_dir": str(tmp_path / "run")}
+    config = dataclasses.replace(tiny.SMALL, **changes)
+    monkeypatch.setattr(cli, "parse", lambda _: config)
     assert main([]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: worker 1 was lost 4 times in a row; to resume later: ")
@@ -183,7 +183,7 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path, monkeypatch, caps
     assert not folder.exists()
 
 
-def test_the_last_known_state_of_a_hanging_worker_is_saved(tmp_path, monkeypatch):
+def test_the_last_known_state_of_a_hanging_worker_is_saved(ran):
     """If the run is stopped meanwhile, the worker keeps its own state, not a peer's."""
 
     def hangs(status, remote):
@@ -191,53 +191,42 @@ def test_the_last_known_state_of_a_hanging_worker_is_saved(tmp_path, monkeypatch
             remote.lose(1)
             signal.raise_signal(signal.SIGTERM)
 
-    run, result = run_of(tmp_path / "run", monkeypatch, {"befalls": hangs})
+    run, result = ran(SLOW | {"befalls": hangs})
     assert (result.stopped_by, result.saved) == (signal.SIGTERM, True)
     rows = np.asarray(jax.tree.leaves(run.state.params)[-1])
     assert not any(np.array_equal(rows[1], rows[i]) for i in (0, 2, 3))
 
 
-def test_a_run_without_remaining_steps_has_not_diverged(tmp_path, monkeypatch):
+def test_a_run_without_remaining_steps_has_not_diverged(ran):
     """The only worker has taken all its steps, so its loss is unknown, not nan."""
 
     def signaled(status, remote):
         if sum(report.steps for report in status.reports.values()) >= 44:
             signal.raise_signal(signal.SIGTERM)
 
-    folder, grid = tmp_path / "run", WorkersConfig(1, 1)
-    _, result = run_of(folder, monkeypatch, {"befalls": signaled})
+    _, result = ran(SLOW | {"befalls": signaled})
     assert result.step < 12
-    run, result = run_of(
-        folder, monkeypatch, {"step_seconds": 1.0}, workers=grid, resume=True
-    )
+    run, result = ran(EVEN, workers=WorkersConfig(1, 1), resume=True)
     assert run.state.engine.count.tolist()[0] >= 12  # no step was left
     assert result.is_good and result.tested.is_finite and result.step == 12
-    assert all(event["loss"] is not None for event in log.read(folder)["train"])
+    assert all(event["loss"] is not None for event in log.read(result.folder)["train"])
 
 
-def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(
-    tmp_path, monkeypatch
-):
+def test_workers_that_are_all_lost_find_the_checkpoint_of_another_grid(ran, opened):
     """Each gets the state with which resuming the run by hand would begin."""
-    folder = tmp_path / "run"
-    run_of(folder, monkeypatch, steps=6)
+    _, result = ran(SLOW, steps=6)
     for grid in (WorkersConfig(2, 2), WorkersConfig(1, 2)):
-        again = dataclasses.replace(
-            CONFIG, run_dir=str(folder), workers=grid, resume=True, steps=6
-        )
-        run = open_run(again)
-        expected = run.experiment.apart(run.state)
-        for index, state in enumerate(expected):
-            found = asynchronous.from_checkpoint(again, folder, index)
+        run = opened(workers=grid, resume=True, steps=6)
+        for index, state in enumerate(run.experiment.apart(run.state)):
+            found = asynchronous.from_checkpoint(run.config, result.folder, index)
             for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
                 np.testing.assert_array_equal(a, b)
 
 
-def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsys):
+def test_a_worker_that_takes_no_steps_is_named_once(opened, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(asynchronous.time, "monotonic", lambda: now[0])
-    settings = {"log_every": 100, "test_every": 100, "checkpoint_every": 100, "steps": 90}
-    run = open_run(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run"), **settings))
+    run = opened(log_every=100, test_every=100, checkpoint_every=100, steps=90)
     follower = asynchronous.Follower(run, run.experiment)
     remote = SimpleNamespace(ended={})
 
@@ -255,20 +244,20 @@ def test_a_worker_that_takes_no_steps_is_named_once(tmp_path, monkeypatch, capsy
     assert len(told(563, 4, 12, 12, 0)) == 1
 
 
-def test_a_worker_that_does_not_answer_is_named(tmp_path, monkeypatch, capsys):
+def test_a_worker_that_does_not_answer_is_named(ran, monkeypatch, capsys):
     states = simulated_engine.Remote.states
     silent = lambda self, own=True: [*states(self)[:2], None, *states(self)[3:]]
     monkeypatch.setattr(simulated_engine.Remote, "states", silent)
-    run_of(tmp_path / "run", monkeypatch, {"step_seconds": 1.0})
+    ran(EVEN)
     said = "worker 2 does not answer: the best worker's state stands for its own"
     assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_stop_after_the_loss_of_all_workers_saves_the_steps_that_are_left(
-    answers, tmp_path
+    answers, opened
 ):
-    run = open_run(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))
+    run = opened()
     first = run.experiment.apart(run.state)
     follower = asynchronous.Follower(run, run.experiment)
     status = lambda n: Status(

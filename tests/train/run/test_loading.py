@@ -107,7 +107,3 @@ def test_without_data_workers_are_saved_and_the_center_is_not(opened, monkeypatc
     refused("step 0 cannot be read: it holds no center, only workers", run.folder)
     loaded = train.load(run.folder, worker=1)
     assert loaded.variables.keys() == {"params", "batch_stats"} and loaded.tested is None
-
-
-def test_a_run_whose_first_save_failed_has_no_checkpoint(opened):
-    refused("holds no checkpoint yet", opened().folder)

@@ -81,12 +81,11 @@ def test_a_folder_that_exists_is_never_overwritten(finished):
     assert before == {path: path.stat().st_mtime_ns for path in result.folder.rglob("*")}
 
 
-def test_a_run_survives_a_full_standard_output_and_records_it(tmp_path, monkeypatch):
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"))
+def test_a_run_survives_a_full_standard_output_and_records_it(opened, monkeypatch):
     with open("/dev/full", "wb", buffering=0) as full:
         screen = io.TextIOWrapper(full, write_through=True)
         monkeypatch.setattr("sys.stdout", Lasting(screen, "standard output"))
-        result = train(open_run(config))
+        result = train(opened())
     assert result.step == 12 and result.saved
     (warning,) = log.read(result.folder)["warning"]
     assert warning["text"].startswith("standard output cannot be written any more: [Errno")
@@ -117,26 +116,18 @@ def test_data_can_be_split_between_the_workers():
         ({"data": DataConfig("cifar10", dir="/no/such")}, "/no/such does not exist"),
     ],
 )
-def test_a_refused_configuration_leaves_no_folder(tmp_path, changes, message):
-    config = dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run"), **changes)
+def test_a_refused_configuration_leaves_no_folder(opened, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        open_run(config)
+        opened(**changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_no_event_is_written_to_a_folder_taken_over_by_another_run(tmp_path, monkeypatch):
-    class TakenOver(Exception):
-        pass
+def test_no_event_is_written_to_a_folder_taken_over_by_another_run(opened, monkeypatch):
+    def exits(lock):
+        raise SystemExit
 
-    def check(lock):
-        if taken:
-            raise TakenOver
-
-    taken = []
-    monkeypatch.setattr(RunLock, "check", check)
-    run = open_run(dataclasses.replace(tiny.SMALL, run_dir=str(tmp_path / "run")))
-    taken.append(True)
-    with pytest.raises(TakenOver):
+    monkeypatch.setattr(RunLock, "check", exits)
+    run = opened()
+    with pytest.raises(SystemExit):
         run.write("train", loss=1.0)
     assert not (run.folder / log.METRICS).exists()
-    run.lock.release()

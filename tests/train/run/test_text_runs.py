@@ -80,15 +80,13 @@ def test_a_trained_model_continues_a_prompt(finished, refusal, capsys):
     cold = ["--prompt", "abcd e", "--length", "9", "--temperature", "0.01"]
     assert sample.main([folder, *cold]) == 0
     assert capsys.readouterr().out == "abcd efgh ijkl.\n"
-    assert "has 17 characters, and not 'x', 'z'" in refusal(
-        sample.main, [folder, "--prompt", "zax"]
-    )
-    assert "`temperature` must be positive" in refusal(
-        sample.main, [folder, "--temperature", "0"]
-    )
-    assert "`beam` is for runs on translation" in refusal(
-        sample.main, [folder, "--beam", "2"]
-    )
+    refused = {
+        "--prompt zax": "has 17 characters, and not 'x', 'z'",
+        "--temperature 0": "`temperature` must be positive",
+        "--beam 2": "`beam` is for runs on translation",
+    }
+    for options, message in refused.items():
+        assert message in refusal(sample.main, [folder, *options.split()])
     with pytest.raises(ValueError, match="needs a run on translation, not on text"):
         trainer.load(folder).translate(["abcd"])
 
