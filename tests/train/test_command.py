@@ -44,6 +44,13 @@ def run(folder, redirected, leaves_files=True):
     )
 
 
+def python(*arguments, **variables):
+    """Runs Python with more environment variables; returns the completed process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     "redirected, why",
     [
@@ -92,13 +99,8 @@ if __name__ == "__main__":
     (tmp_path / "m.py").write_text(script)
     start = ["-m", "m"] if how == "module" else ["-c", script]
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    ended = subprocess.run(
-        [sys.executable, *start, "--run-dir", "é"],
-        cwd=tmp_path,
-        env=os.environ | plain | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    plain["PYTHONPATH"] = f"{ROOT}{os.pathsep}{tmp_path}"
+    ended = python(*start, "--run-dir", "é", **plain)
     assert (ended.stdout, ended.stderr) == (r"['--run-dir', '\xe9']" + "\n", "")
 
 
@@ -121,23 +123,13 @@ def test_a_stream_that_recovers_is_used_again():
 
 
 def test_an_environment_that_jax_rejects_is_refused_in_one_line():
-    ended = subprocess.run(
-        [sys.executable, "-m", "train", "digits"],
-        env=os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "bogus"},
-        capture_output=True,
-        text=True,
-    )
+    ended = python("-m", "train", "digits", JAX_DEFAULT_MATMUL_PRECISION="bogus")
     line = 'error: Invalid value "bogus" for JAX flag jax_default_matmul_precision\n'
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 
 @pytest.mark.slow
 def test_a_run_without_docstrings_and_with_debug_nans(tmp_path):
-    command = [sys.executable, "-OO", "-m", "train", "digits", "--steps", "20"]
-    ended = subprocess.run(
-        [*command, "--run-dir", str(tmp_path / "run")],
-        env=os.environ | {"JAX_DEBUG_NANS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = ["-OO", "-m", "train", "digits", "--steps", "20"]
+    ended = python(*command, "--run-dir", str(tmp_path / "run"), JAX_DEBUG_NANS="1")
     assert (ended.returncode, ended.stderr) == (0, "")
