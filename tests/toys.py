@@ -1,5 +1,6 @@
 """A small task for asynchronous workers: worker i is drawn to a place of its own."""
 
+import collections
 import dataclasses
 
 import jax
@@ -85,6 +86,12 @@ def resting(apart=1.0):
     return Training(init, _still)
 
 
+def moving(start, update):
+    """Worker i moves by `update(x, i)` in every step, always with loss 1."""
+    step = jax.jit(lambda x, s, i, t: (update(x, i), s, i, jnp.float32(1)))
+    return Training(lambda i: (start, (), jnp.int32(i)), step)
+
+
 def broken(training, i, steps, value=jnp.nan):
     """The same, but that worker i's update is not finite at some of its steps."""
 
@@ -126,9 +133,20 @@ def stacked(workers):
     return np.stack([worker.vector() for worker in workers])
 
 
-def positions(workers):
-    """Where each worker is along one of the parameters; it starts at 0, see `resting`."""
-    return [worker.vector()[-1].item() for worker in workers]
+def position(worker):
+    """Where a worker is along one of the parameters; it starts at 0, see `resting`."""
+    return worker.vector()[-1].item()
+
+
+def noting(value):
+    """An `observe` that notes a value of a worker after each step, and its notes."""
+    seen = collections.defaultdict(list)
+    return lambda worker: seen[worker.index].append(value(worker)), seen
+
+
+def clock(worker):
+    """The seconds since the run began, and the worker's steps."""
+    return worker.transport.now(), worker.count
 
 
 def simulate(training, method, nodes, locals, steps, seconds=(), latency=0.0, **options):

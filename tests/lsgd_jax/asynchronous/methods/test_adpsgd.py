@@ -20,8 +20,7 @@ def test_the_sum_is_conserved_and_workers_converge(monkeypatch, workers, latency
 
 def test_workers_move_half_the_way_and_keep_steps_taken_meanwhile():
     """By hand: two workers, a gradient of 1 per step, the answer two steps late."""
-    push = lambda x, s, i, t: (jax.tree.map(lambda x: x * 0 - 1, x), s, i, 1.0)
-    task = toys.resting(apart=0.0)._replace(step=push)
+    task = toys.moving(toys.start(), lambda x, i: jax.tree.map(lambda x: x * 0 - 1, x))
     ended = toys.simulate(task, ADPSGD(), 1, 2, 4, [1, 1.1], latency=0.75)
-    assert sum(toys.positions(ended)) == -8
+    assert sum(map(toys.position, ended)) == -8
     assert ended[0].report.staleness == 2

@@ -11,7 +11,6 @@ import pytest
 import toys
 
 import lsgd_jax as lj
-from lsgd_jax._src.asynchronous.engine.worker import Training
 from lsgd_jax._src.asynchronous.methods import decoupled
 from lsgd_jax._src.asynchronous.methods.decoupled import DecoupledDiLoCoWorker
 from lsgd_jax._src.asynchronous.simulated.simulator import SimulatedTransport
@@ -59,13 +58,8 @@ def test_tensors_whose_directions_cancel_take_the_mean():
 def test_tensors_named_by_averaged_take_the_weighted_mean():
     """Embeddings, by hand: two workers move at right angles."""
     apart = jnp.asarray([[3.0, 0.0], [0.0, 4.0]])
-
-    @jax.jit
-    def step(x, s, i, t):
-        return jax.tree.map(lambda x: apart[i], x), s, i, jnp.float32(1)
-
     start = {"body": jnp.zeros(2), "embedding": jnp.zeros(2)}
-    task = Training(lambda i: (start, (), jnp.int32(i)), step)
+    task = toys.moving(start, lambda x, i: jax.tree.map(lambda _: apart[i], x))
     method = DecoupledDiLoCo(
         1, 1.0, 0.0, fragments=1, quorum=2, averaged=lambda path: path == "embedding"
     )
@@ -79,30 +73,17 @@ def test_tensors_named_by_averaged_take_the_weighted_mean():
     np.testing.assert_allclose(anchors[2], [radial, radial, 1.5, 2.0], rtol=1e-6)
 
 
-def moving(*updates):
-    """Worker i moves by a constant in every step."""
-
-    @jax.jit
-    def step(x, s, i, t):
-        return {"x": jnp.full([2], jnp.asarray(updates)[i])}, s, i, jnp.float32(1)
-
-    return Training(lambda i: ({"x": jnp.zeros(2)}, (), jnp.int32(i)), step)
-
-
 def test_a_slow_worker_answers_with_its_steps_and_is_weighed_by_tokens_and_steps():
     method = DecoupledDiLoCo(
         4, 1.0, 0.0, fragments=1, quorum=2, merge="mean", tokens=(1, 3)
     )
-    anchors = {}
-
-    def note(worker):
-        anchors[worker.index] = toys.vector(worker.method.outers[0].anchor)
-
-    toys.simulate(moving(1.0, 8.0), method, 1, 2, 5, [1, 2.1], observe=note)
+    task = toys.moving(jnp.zeros(2), lambda x, i: jnp.array([[1.0] * 2, [8.0] * 2])[i])
+    found = toys.simulate(task, method, 1, 2, 5, [1, 2.1])
+    anchor = toys.vector(found[0].method.outers[0].anchor)
     # Four steps of 1 token and one of 3, whose second step is not over.
     w = np.array([4 * 4 / 4, 3 * 3 / 1])
     expected = (w @ [4 * 1.0, 1 * 8.0]) / w.sum()
-    np.testing.assert_allclose(anchors[0], [expected] * 2, rtol=1e-6)
+    np.testing.assert_allclose(anchor, [expected] * 2, rtol=1e-6)
 
 
 def test_answers_that_are_late_for_a_turn_are_ignored(monkeypatch):

@@ -115,29 +115,18 @@ def test_slow_workers_take_fewer_local_steps_so_that_all_come_at_the_same_time()
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("failed", [0, 1])
-def test_the_anchor_survives_a_failure_and_a_restarted_worker_takes_it_over(
-    together, failed
-):
+def test_the_anchor_survives_a_failure_and_is_taken_over(together, failed):
     outers = {}
 
     def note(worker):
         state = worker.method.state()
-        outers.setdefault(int(state["turn"]), {})[worker.index] = toys.vector(
-            state["outers"]
-        )
+        turn = outers.setdefault(int(state["turn"]), {})
+        turn[worker.index] = toys.vector(state["outers"])
 
-    found = toys.simulate(
-        toys.training(),
-        DiLoCo(4, learning_rate=0.3, momentum=0.3, together=together),
-        1,
-        3,
-        30,
-        [1, 1.1, 1.2],
-        drops={failed: 10.5},
-        joins={failed: 20},
-        timeout=3,
-        observe=note,
-    )
+    method = DiLoCo(4, learning_rate=0.3, momentum=0.3, together=together)
+    away = dict(drops={failed: 10.5}, joins={failed: 20}, timeout=3)
+    seconds = [1, 1.1, 1.2]
+    found = toys.simulate(toys.training(), method, 1, 3, 30, seconds, observe=note, **away)
     turns = [anchor(worker)[0] for worker in found]
     assert min(turns) > 6 and max(turns) - min(turns) <= 3
     for each in outers.values():

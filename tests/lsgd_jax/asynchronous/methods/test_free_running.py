@@ -70,12 +70,6 @@ def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method, inde
 @all_methods
 @pytest.mark.parametrize("failed", [0, 1])
 def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, failed):
-    seen = []
-
-    def note(worker):
-        if worker.index == failed:
-            seen.append((worker.transport.now(), worker.count))
-
     options = dict(timeout=TIMEOUT, drops={failed: 10.5}, seconds=[1, 1.1, 1.2, 1.3])
     rest = toys.simulate(toys.training(), method, 1, 4, 30, **options)
     rest = [worker for worker in rest if worker.index != failed]
@@ -85,10 +79,10 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert max(worker.report.waited for worker in rest) < 20
     assert np.isfinite(toys.stacked(rest)).all()
 
-    workers = toys.simulate(
-        toys.training(), method, 1, 4, 30, joins={failed: 20.0}, observe=note, **options
-    )
-    counts = [count for now, count in seen if now > 20]
+    options |= {"joins": {failed: 20.0}}
+    note, seen = toys.noting(toys.clock)
+    workers = toys.simulate(toys.training(), method, 1, 4, 30, observe=note, **options)
+    counts = [count for now, count in seen[failed] if now > 20]
     assert counts[0] > 11  # it continues from a peer, not from where it had failed
     assert abs(sum(worker.count for worker in workers) - 4 * 30) <= 11
     assert np.isfinite(toys.stacked(workers)).all()
@@ -127,9 +121,8 @@ def test_equal_workers_do_not_move_when_snapshots_are_rounded(name):
 @pytest.mark.parametrize("delay, wire", [(0, "float32"), (4, "float32"), (0, "int8")])
 def test_an_anchor_that_is_not_finite_is_reported_as_divergence(delay, wire):
     """The losses and parameters of the workers themselves stay finite."""
-    up = lambda x, s, i, t: (jax.tree.map(lambda x: x * 0 + 8, x), s, i, 1.0)
     method = DiLoCo(4, learning_rate=3e38, delay=delay, wire=wire)
-    task = toys.resting(apart=0.0)._replace(step=up)
+    task = toys.moving(toys.start(), lambda x, i: jax.tree.map(lambda x: x * 0 + 8, x))
     for worker in toys.simulate(task, method, 1, 2, 40, [1, 1.1]):
         assert worker.loss == 1 and np.isfinite(worker.vector()).all()
         assert np.isnan(worker.report.loss) and worker.report.score == np.inf

@@ -17,8 +17,7 @@ def apart(monkeypatch):
 
 def test_workers_are_pulled_to_the_leaders_of_their_node_and_of_all():
     """By hand: nodes (0, 1), (2, 3), worker i at i with loss 1 + i: 0 and 2 lead."""
-    seen = {i: [] for i in range(4)}
-    note = lambda worker: seen[worker.index].append(toys.positions([worker])[0])
+    note, seen = toys.noting(toys.position)
     toys.simulate(toys.resting(), FOLLOW, 2, 2, 8, [1, 1.01, 1.02, 1.03], observe=note)
     path = {i: list(dict.fromkeys(seen[i])) for i in seen}
     assert path[0] == [0.0]  # the leader of all is not moved
@@ -32,8 +31,8 @@ def test_workers_are_pulled_to_the_leaders_of_their_node_and_of_all():
 
 def test_a_worker_is_pulled_to_a_late_snapshot_as_it_was():
     workers = toys.simulate(toys.resting(), FOLLOW, 1, 2, 12, [1, 1.01], latency=0.45)
-    assert workers[1].report.staleness == 1 and toys.positions(workers)[0] == 0
-    assert 0 < toys.positions(workers)[1] < 0.5
+    assert workers[1].report.staleness == 1 and toys.position(workers[0]) == 0
+    assert 0 < toys.position(workers[1]) < 0.5
 
 
 @pytest.mark.parametrize("how", [{"drops": {0: 3.5}}, {"hangs": {0: 3.5}}])
@@ -41,6 +40,6 @@ def test_a_leader_that_fails_or_hangs_leads_no_more(how):
     options = dict(timeout=2, **how)
     workers = toys.simulate(toys.resting(), FOLLOW, 1, 3, 40, [1, 1.1, 1.2], **options)
     # The next best leads then: the others meet where it is, not where worker 0 was.
-    first, second = toys.positions(workers)[1:]
+    first, second = map(toys.position, workers[1:])
     assert second == pytest.approx(first, abs=0.02) and first > 0.1
     assert max(worker.report.longest for worker in workers[1:]) < 0.1

@@ -29,14 +29,10 @@ TURNS = graph.from_edges([[(0, 1), (0, 2), (2, 3)], [(1, 0), (3, 2), (3, 1)]])
     ids=["sgp", "ring", "star", "directed", "rounds", "stale"],
 )
 def test_it_equals_lock_step(method, in_lock_step, workers, latency):
-    found = {}
-
-    def note(worker):
-        found[worker.index, worker.count] = worker.vector()
-
+    note, seen = toys.noting(lambda worker: worker.vector())
     toys.simulate(toys.training(), method, 1, workers, 10, latency=latency, observe=note)
     expected = toys.in_lock_step(in_lock_step, 1, workers, 10)
-    last = np.stack([found[i, 10] for i in range(workers)])
+    last = np.stack([seen[i][-1] for i in range(workers)])
     np.testing.assert_allclose(last, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -71,7 +67,7 @@ def test_nothing_is_lost_and_neighbors_stay_together(
         toys.resting(), method, 1, 4, 60, seconds, latency=0.3, observe=note
     )
     weights = np.array([worker.method.weight for worker in workers])
-    x = np.array(toys.positions(workers))
+    x = np.array([toys.position(worker) for worker in workers])
     np.testing.assert_allclose(weights.sum(), 4, rtol=1e-6)
     np.testing.assert_allclose(weights @ x, 0 + 1 + 2 + 3, rtol=1e-5)
     np.testing.assert_allclose(x, 1.5, rtol=1e-3 if wire == "float32" else 0.03)
@@ -89,16 +85,11 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(wire):
         assert worker.report.waited < 100 * behind + 2.0
     np.testing.assert_allclose([worker.method.weight for worker in rest], 1, rtol=0.1)
 
-    seen = []
-
-    def note(worker):
-        if worker.index == 1:
-            seen.append((worker.transport.now(), worker.count))
-
+    note, seen = toys.noting(toys.clock)
     workers = toys.simulate(
         toys.training(), method, 1, 4, 60, joins={1: 30.0}, observe=note, **options
     )
-    after = [count for now, count in seen if now > 30]
+    after = [count for now, count in seen[1] if now > 30]
     assert after[0] > 11 and after[-1] == 60
     assert np.isfinite(toys.stacked(workers)).all()
     assert max(worker.report.longest for worker in workers) <= 2 * 2.0 + 0.1

@@ -14,14 +14,9 @@ def apart(monkeypatch):
 
 def moved(method, steps=1):
     """Positions of two workers, from 0 and 1 with losses 1 and 2, after some steps."""
-    found = {}
-
-    def note(worker):
-        if worker.count == steps:
-            found[worker.index] = toys.positions([worker])[0]
-
+    note, seen = toys.noting(toys.position)
     toys.simulate(toys.resting(), method, 1, 2, steps + 3, [1, 1.1], observe=note)
-    return [found[0], found[1]]
+    return [seen[i][steps - 1] for i in range(2)]
 
 
 def test_the_weight_follows_the_interpolation():

@@ -13,18 +13,16 @@ from lsgd_jax._src.asynchronous.methods.messages import Agreement, alone
 from lsgd_jax._src.asynchronous.methods.program import speaks
 from lsgd_jax._src.exchange import kernel
 from lsgd_jax._src.wire.packing import PACKED_BELOW
-from lsgd_jax.asynchronous import Pulls, Speeds, Training, UnreachableError, simulator
+from lsgd_jax.asynchronous import Pulls, Training, UnreachableError
 
 
 LEVELS = dict(local_pull=0.3, global_pull=0.2, local_period=2, global_period=4)
 SPREAD = Pulls(lj.lsgd(**LEVELS), budget=True)
-SECONDS = Speeds(step=1.0)
 
 
 def run(method, nodes=2, locals=2, steps=10, training=None, **options):
-    options.setdefault("speeds", SECONDS)
     training = toys.training() if training is None else training
-    return simulator.run(training, method, nodes, locals, steps, **options).workers
+    return toys.simulate(training, method, nodes, locals, steps, **options)
 
 
 def test_one_method_trains_models_of_several_shapes():
@@ -46,28 +44,25 @@ ROWS = [
     if not (row.first or row.around or row.lock_step or name.endswith("_across"))
 ]
 QUICK = ("lsgd", "diloco_streaming", "diloco+int8", "wagma+stochastic")
+MADE = {name: METHODS[name].make(4) for name in ROWS}
+MADE["late shift"] = lj.lsgd(0.3, 0.2, 4, 8, 2, delay=2, late="shift")
+# All rounds of a graph are one program: its permutations are a part of the message.
+MADE["many rounds"] = lj.dpsgd(topology=lj.topology.matchings(8, rounds=6))
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
+    "name", [toys.slow(n) if n in {*ROWS} - {*QUICK} else n for n in MADE]
 )
 def test_every_method_equals_lock_step(name):
     """Also with rounding, as no difference is near a bound between two codes here."""
-    method = METHODS[name].make(4)
-    expected = toys.in_lock_step(method, 2, 2, steps=10)
-    methods = [Pulls(method)]
+    grid = (2, 4) if name == "many rounds" else (2, 2)
+    expected = toys.in_lock_step(MADE[name], *grid, steps=10)
+    methods = [Pulls(MADE[name])]
     if name in ("lsgd", "lsgd+int8"):
-        methods.append(Pulls(method, budget=True))
+        methods.append(Pulls(MADE[name], budget=True))
     for asynchronous in methods:
-        found = toys.stacked(run(asynchronous))
+        found = toys.stacked(run(asynchronous, *grid))
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
-
-
-def test_a_late_shift_equals_lock_step():
-    method = lj.lsgd(0.3, 0.2, 4, 8, 2, delay=2, late="shift")
-    expected = toys.in_lock_step(method, 2, 2, steps=10)
-    found = toys.stacked(run(Pulls(method)))
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -88,8 +83,7 @@ def test_fast_workers_take_more_of_a_budget_which_is_spent_exactly():
         if status is not None and status.number > len(barriers):
             barriers.append(status.taken)
 
-    slow = Speeds(step=1.0, slow={2: 1.7, 3: 9.0})
-    workers = run(method, steps=20, speeds=slow, observe=note)
+    workers = run(method, steps=20, seconds=[1, 1, 1.7, 9], observe=note)
     assert sum(worker.count for worker in workers) == 4 * 20
     assert workers[0].count > 2 * workers[3].count
     assert max(worker.report.longest for worker in workers) <= 9  # one step of the slowest
@@ -108,13 +102,11 @@ def test_a_worker_that_starts_again_takes_over_and_no_step_counts_twice():
 
 @pytest.mark.parametrize("method", [Pulls(lj.dpsgd()), Pulls(lj.local_sgd(2))])
 def test_a_worker_that_comes_too_late_in_lock_step_takes_over_from_another(method):
-    seen = []
-    observe = lambda worker: seen.append(worker.count) if worker.index == 3 else None
-    workers = run(
-        method, steps=50, drops={3: 6.5}, joins={3: 30.0}, timeout=4, observe=observe
-    )
+    note, seen = toys.noting(lambda worker: worker.count)
+    away = dict(drops={3: 6.5}, joins={3: 30.0}, timeout=4)
+    workers = run(method, steps=50, observe=note, **away)
     assert [worker.count for worker in workers] == [50] * 4
-    assert max(np.diff(seen)) > 5  # it has skipped the steps in between
+    assert max(np.diff(seen[3])) > 5  # it has skipped the steps in between
     assert max(worker.report.longest for worker in workers[:3]) <= 4
 
 
@@ -148,15 +140,6 @@ def test_a_narrow_agreement_is_one_message_whatever_it_gathers(leaves):
     traced = Agreement(pull, size=2, grid=(1, 2)).send.trace(*given)
     messages = [equation for equation in traced.jaxpr.eqns if speaks(equation)]
     assert [message.params["kind"] for message in messages] == ["gather"]
-
-
-def test_many_rounds_of_a_graph_are_one_program():
-    """Its permutations are a part of the message."""
-    graph = lj.topology.matchings(8, rounds=6)
-    method = lj.dpsgd(topology=graph)
-    found = toys.stacked(run(Pulls(method), 2, 4, steps=6))
-    expected = toys.in_lock_step(method, 2, 4, steps=6)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_a_worker_that_is_left_behind_again_and_again_ends_the_run():

@@ -13,16 +13,11 @@ NEVER = 1000
 
 def after(steps, method, workers, seconds):
     """Positions of all after some own steps that add 8 each, from 0, 1, 2, …."""
-    found = {}
-
-    def note(worker):
-        if worker.count == steps:
-            found[worker.index] = toys.positions([worker])[0]
-
+    note, seen = toys.noting(toys.position)
     up = lambda x, s, i, t: ({k: jnp.full_like(v, 8.0) for k, v in x.items()}, s, i, 1.0)
     task = toys.resting()._replace(step=up)
     toys.simulate(task, method, 1, workers, 6, seconds, observe=note)
-    return [found[i] for i in sorted(found)]
+    return [seen[i][steps - 1] for i in range(workers)]
 
 
 def test_the_first_member_makes_the_mean_and_a_late_one_adds_its_parameters(monkeypatch):
@@ -39,22 +34,17 @@ def test_the_first_member_makes_the_mean_and_a_late_one_adds_its_parameters(monk
 
 
 def test_the_mean_of_all_makes_workers_equal_and_bounds_staleness():
-    stale = []
-    found = toys.simulate(
-        toys.training(),
-        WAGMA(2, sync_period=5),
-        2,
-        2,
-        10,
-        [1, 1.01, 1.02, 3],
-        observe=lambda worker: stale.append(worker.report.staleness),
-    )
+    note, stale = toys.noting(lambda worker: worker.report.staleness)
+    method, seconds = WAGMA(2, sync_period=5), [1, 1.01, 1.02, 3]
+    found = toys.simulate(toys.training(), method, 2, 2, 10, seconds, observe=note)
     assert sum(worker.count for worker in found) == 40
     assert found[0].count > 2 * found[3].count
     assert [worker.method.state()["rounds"] for worker in found] == [2] * 4
     # It ends with the second mean of all.
     assert np.ptp(toys.stacked(found), axis=0).max() == 0
-    assert 2 <= max(stale) <= 4 * 5  # all steps between two means
+    assert (
+        2 <= max(max(each) for each in stale.values()) <= 4 * 5
+    )  # all steps between two means
 
 
 def test_the_mean_of_all_waits_for_a_slow_worker_until_the_timeout():
@@ -78,9 +68,7 @@ def test_small_steps_are_not_lost_to_rounding_at_unequal_speeds(format, seconds)
     """One parameter moves 64 times as fast as all others of its block."""
     slow = 1 / 16 / {"int8": 127, "int4": 7}[format]
     by = jnp.full([256], -slow).at[0].set(-64 * slow)
-    task = toys.Training(
-        lambda i: ({"x": jnp.ones([256])}, (), i), lambda x, s, i, t: ({"x": by}, s, i, 1.0)
-    )
+    task = toys.moving(jnp.ones([256]), lambda x, i: by)
 
     def fallen(wire):
         method = WAGMA(2, sync_period=8, wire=wire)
