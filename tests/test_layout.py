@@ -1,6 +1,7 @@
 """Rules for all files: imports lead downwards, and every thing has one name."""
 
 import ast
+import graphlib
 import pathlib
 import re
 
@@ -108,6 +109,17 @@ def test_each_layer_of_the_library_imports_only_lower_ones(path):
 
     own = layer(name_of(path))
     assert not [m for m in imported(path) if m.startswith("lsgd_jax.") and layer(m) > own]
+
+
+def test_no_import_leads_in_a_circle():
+    """Imports under `if TYPE_CHECKING` and inside functions count as well."""
+    files = {name_of(path): path for path in CODE}
+
+    def module(name):
+        return name if name in files else name.rpartition(".")[0]
+
+    imports = {name: set(map(module, imported(path))) for name, path in files.items()}
+    graphlib.TopologicalSorter(imports).prepare()  # its error names the circle
 
 
 def test_no_module_state_is_rebound_in_the_trainer():
