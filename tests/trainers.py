@@ -130,17 +130,19 @@ class Trainers:
       each: (options, variables) of each process.
       cache: see `environment`.
       before: see `environment`.
+      program: what each process runs in place of the trainer.
     """
 
-    def __init__(self, folder, arguments, each, cache=None, before=""):
+    def __init__(self, folder, arguments, each, cache=None, before="", program=None):
+        program = program or [[sys.executable, "-m", "train"]] * len(each)
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [folder / f"{i}.txt" for i in range(len(each))]
         self._processes = []
-        for file, (options, variables) in zip(self._files, each):
+        for run, file, (options, variables) in zip(program, self._files, each):
             with open(file, "w") as output:
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "train", *arguments, *options],
+                        [*run, *arguments, *options],
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         env=environment(cache, before, **(PROXIES | variables)),

@@ -4,11 +4,13 @@ import functools
 
 import pytest
 from trainers import (
+    END,
     HEARTBEAT_S,
     SLOWLY,
     SMALL,
     TINY,
     Trainers,
+    assert_equal_to_the_bit,
     by_options,
     numbers,
     train_here,
@@ -51,3 +53,17 @@ def start(tmp_path, cache):
     yield start
     for trainers in started:
         trainers.__exit__()
+
+
+@pytest.fixture
+def check_resumed(start, undisturbed, tmp_path):
+    """Resumes the run, which must end bit-identical to an undisturbed one."""
+
+    def check_resumed(count, *options, steps=END, by=by_options):
+        options = ["--resume", "--steps", str(steps), *options]
+        trainers = start(count, *options, by=by, before="")
+        assert trainers.end() == [0] * count, trainers.printed(0)
+        assert_equal_to_the_bit(numbers(tmp_path / "run", steps), undisturbed(steps))
+        return trainers
+
+    return check_resumed

@@ -64,7 +64,7 @@ def test_sigterm_to_one_process_stops_all(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_random_processes_are_killed_repeatedly(start, undisturbed, tmp_path):
+def test_random_processes_are_killed_repeatedly(start, check_resumed, tmp_path):
     """kill -9 at random steps; the run ends bit-identical to an undisturbed one."""
     run, chance, kills = tmp_path / "run", random.Random(0), 5
     for kill in range(kills):
@@ -75,12 +75,9 @@ def test_random_processes_are_killed_repeatedly(start, undisturbed, tmp_path):
         trainers.send(signal.SIGKILL, lost)
         assert_told(trainers, lost, run)
     last = max(checkpoints(run))
-    steps = last + 10
-    trainers = start(4, "--resume", "--steps", str(steps), before="")
-    assert trainers.end() == [0, 0, 0, 0], trainers.printed(0)
+    check_resumed(4, steps=last + 10)
     begins = [event["step"] for event in records.read(run)["start"]]
     assert begins[-1] == last and len(begins) == kills + 1
-    assert_equal_to_the_bit(numbers(run, steps), undisturbed(steps))
 
 
 @pytest.mark.slow
@@ -101,7 +98,7 @@ def test_a_process_that_crashes_says_why_and_ends_the_others(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, tmp_path):
+def test_process_0_is_killed_while_a_checkpoint_is_written(start, check_resumed, tmp_path):
     """The run resumes from the checkpoint before."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER)
@@ -112,15 +109,12 @@ def test_process_0_is_killed_while_a_checkpoint_is_written(start, undisturbed, t
     (torn,) = unfinished()
     before = checkpoints(run)
     assert int(torn.name.partition(".")[0]) not in before
-    trainers = start(2, "--resume", "--steps", str(END), before="")
-    assert trainers.end() == [0, 0], trainers.printed(0)
-    assert "cannot be read" not in trainers.printed(0)
+    assert "cannot be read" not in check_resumed(2).printed(0)
     assert [event["step"] for event in records.read(run)["start"]] == [0, max(before)]
-    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
 @pytest.mark.slow
-def test_a_paused_process_is_waited_for(start, undisturbed, tmp_path):
+def test_a_paused_process_is_waited_for(start, check_resumed, tmp_path):
     """Started by Slurm, resumed by Open MPI."""
     run = tmp_path / "run"
     trainers = start(2, *FOR_EVER, by=by_slurm)
@@ -136,10 +130,7 @@ def test_a_paused_process_is_waited_for(start, undisturbed, tmp_path):
     trainers.send(signal.SIGTERM, 1)
     assert trainers.end(limit=60) == [0, 0], trainers.printed(0)
     assert_all_saved(trainers, run)
-    rest = ["--resume", "--steps", str(END)]
-    trainers = start(2, *rest, by=by_open_mpi_5, before="")
-    assert trainers.end() == [0, 0], trainers.printed(0)
-    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+    check_resumed(2, by=by_open_mpi_5)
 
 
 @pytest.mark.slow
@@ -162,7 +153,7 @@ def fill(disk, leave):
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_only_checkpoints(start, undisturbed, tmp_path):
+def test_a_full_disk_loses_only_checkpoints(start, check_resumed, tmp_path):
     """Training continues. The last complete checkpoint resumes on another disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     disk.mkdir()
@@ -180,19 +171,15 @@ def test_a_full_disk_loses_only_checkpoints(start, undisturbed, tmp_path):
         for i, name in enumerate(["warning: ", "process 1: warning: "]):
             assert f"\n{name}the checkpoint of step " in trainers.printed(i)
             assert " was not written: " in trainers.printed(i)
-        assert "test error" in trainers.last_line(
-            0
-        ) and "after 32 steps" in trainers.last_line(0)
+        last = trainers.last_line(0)
+        assert "test error" in last and "after 32 steps" in last
         whole = checkpoints(run)
         assert whole and whole == list(range(4, 4 * len(whole) + 1, 4)) and max(whole) < 32
         run.unlink()
         shutil.copytree(disk / "run", run)
     finally:
         subprocess.run(["umount", "-l", str(disk)])
-    rest = ["--resume", "--steps", str(END), "--checkpoint-every", str(END)]
-    trainers = start(2, *rest, before="")
-    assert trainers.end() == [0, 0], trainers.printed(0)
-    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
+    check_resumed(2, "--checkpoint-every", str(END))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,11 @@ import pytest
 import tiny
 from images import make_folder
 from processes import jobs
-from trainers import environment, free_port
+from trainers import Trainers, free_port
 
 import lsgd_jax as lj
 from train.cluster.session import Session
 from train.run.open import open_run
-
-
-LIMIT_S = 300
 
 
 def run(job, folder, count, before=lambda i: [], cache=None):
@@ -27,29 +25,15 @@ def run(job, folder, count, before=lambda i: [], cache=None):
 
     before: process -> a command that runs the process. cache: see `environment`.
     """
-    script = pathlib.Path(__file__).with_name("jobs.py")
-    rest = [str(script), job, str(folder), str(free_port()), str(count)]
-    processes = [
-        subprocess.Popen(
-            [*before(i), sys.executable, *rest, str(i)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(cache, PJRT_NPROC="16"),
-        )
-        for i in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    answers = []
-    for process, output in zip(processes, outputs):
-        assert process.returncode == 0, output
-        (line,) = [x for x in output.splitlines() if x.startswith("ANSWER ")]
-        answers.append(json.loads(line.removeprefix("ANSWER ")))
-    return answers, outputs
+    script = str(pathlib.Path(__file__).with_name("jobs.py"))
+    program = [[*before(i), sys.executable, script] for i in range(count)]
+    arguments = [job, str(folder), str(free_port()), str(count)]
+    each = [([str(i)], {"PJRT_NPROC": "16"}) for i in range(count)]
+    with Trainers(folder / "printed", arguments, each, cache, program=program) as started:
+        assert started.end() == [0] * count, started.printed(0)
+        outputs = [started.printed(i) for i in range(count)]
+    answers = [re.findall("^ANSWER (.*)$", output, re.MULTILINE) for output in outputs]
+    return [json.loads(answer) for (answer,) in answers], outputs
 
 
 # The library
