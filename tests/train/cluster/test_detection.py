@@ -20,6 +20,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+IN_A_BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8",
     "OMPI_COMM_WORLD_RANK": "5",
@@ -43,25 +44,16 @@ def plain_host(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks 1 inside a larger job
-        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_SIZE": "1", "PMI_RANK": "0"},
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a pod of no indexed Job
-        {"TPU_WORKER_HOSTNAMES": "localhost"},
-        ADDRESS,
-    ],
-)
-def test_a_process_that_is_alone(environ):
-    assert detect(DistributedConfig(), environ) is None
-
-
-@pytest.mark.parametrize(
     "environ, started",
     [
+        ({}, None),
+        (IN_A_BATCH_SCRIPT, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # srun --ntasks 1 in a larger job
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of no indexed Job
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        (ADDRESS, None),
         (SLURM, Started("Slurm", {}, 1, 4)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Started("Slurm", {}, 1, 3)),
         (SLURM | MPICH, Started("Slurm", {}, 1, 4)),  # srun --mpi=pmi2
@@ -73,6 +65,7 @@ def test_a_process_that_is_alone(environ):
     ],
 )
 def test_jax_detects_the_missing_arguments(environ, started):
+    """None: the process is alone."""
     assert detect(DistributedConfig(), environ) == started
     assert detect(DistributedConfig(cluster="none"), environ) is None
 

@@ -73,10 +73,8 @@ def cropped(path, worker, step, place):
 
 
 def assert_equal(some, others):
-    some, others = jax.tree.leaves(some), jax.tree.leaves(others)
-    assert len(some) == len(others) > 0
-    for one, other in zip(some, others):
-        np.testing.assert_array_equal(one, other)
+    assert len(some) > 0
+    jax.tree.map(np.testing.assert_array_equal, some, others)
 
 
 @pytest.fixture
@@ -220,16 +218,6 @@ def test_a_broken_image_is_replaced_by_one_of_the_same_worker(copied, read):
     assert len(said) == 1
 
 
-def test_a_broken_test_image_does_not_count(copied):
-    (copied / "val" / "bee" / "1.JPEG").write_bytes(b"")
-    said = []
-    reader = make_stream(copied, warn=said.append)
-    for _ in range(2):
-        valid = np.concatenate([valid.ravel() for *_, valid in reader.test_batches])
-        assert valid.tolist() == [True] * 4 + [False] + [True] * 4 + [False] * 7
-    assert len(said) == 1 and "val/bee/1.JPEG is left out" in said[0]
-
-
 def test_the_number_of_reported_files_is_limited(copied, monkeypatch):
     monkeypatch.setattr(stream, "MOST_NAMED", 3)
     for path in (copied / "train" / "ant").iterdir():
@@ -263,9 +251,8 @@ def test_a_memory_error_is_not_blamed_on_the_files(folder, monkeypatch):
 # Bounds and the end
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_reading_ahead_is_bounded(folder, ahead, read):
-    reader = make_stream(folder, ahead=ahead)
+def test_reading_ahead_is_bounded(folder, read):
+    reader = make_stream(folder, ahead=3)
     read.clear()
 
     def check(expected):
@@ -279,8 +266,8 @@ def test_reading_ahead_is_bounded(folder, ahead, read):
         check(0)
         for taken in (1, 2, 3):
             next(batches)
-            # Two more batches are on the devices, and `ahead` are decoded.
-            check((taken + 2 + ahead) * 4 * BATCH)
+            # Two more batches are on the devices, and three are decoded.
+            check((taken + 2 + 3) * 4 * BATCH)
         assert 0 < len(readers()) <= THREADS + 1
 
 

@@ -65,22 +65,6 @@ def test_without_wandb_one_line_says_how_to_install_it(refusal, monkeypatch):
     assert 'pip install "lsgd_jax[wandb]"' in refusal(main, [*COMMAND, "run"])
 
 
-def test_a_tracker_that_fails_does_not_stop_the_others(tmp_path):
-    class Fails:
-        def write(self, *event):
-            raise OSError("the disk is full")
-
-        close = write
-
-    said, written = [], []
-    other = SimpleNamespace(write=written.append, close=lambda: None)
-    writer = log.MetricsLog(tmp_path, said.append, others=(Fails(), other))
-    writer.write("train", 1, 0.5, loss=0.25)
-    assert [event["loss"] for event in written] == [0.25] and not writer.is_whole
-    writer.close()
-    assert len(log.read(tmp_path)["train"]) == len(said) == 1
-
-
 def test_a_line_that_a_full_disk_cut_off_does_not_swallow_the_next(tmp_path):
     path = tmp_path / "metrics.jsonl"
     event = lambda step: {"kind": "train", "step": step, "seconds": 0.5, "loss": 0.25}

@@ -67,15 +67,11 @@ def test_statistics_never_influence_the_parameters(trained):
     jax.tree.map(close, averaged, reestimated)
 
 
-def test_only_averaged_statistics_are_equal_after_an_exchange(trained):
-    apart = lambda policy: float(lj.consensus_distance(trained[policy][1].stats))
-    assert apart("reestimate") > 1e-3
-    assert apart("average") < 1e-6  # the last step had a pull
-
-
 def test_averaged_statistics_are_the_mean_of_kept_ones(trained):
     """Averaging commutes with the running mean, which is linear, for equal inputs."""
     kept, averaged = (trained[x][1].stats for x in ("reestimate", "average"))
+    assert float(lj.consensus_distance(kept)) > 1e-3
+    assert float(lj.consensus_distance(averaged)) < 1e-6  # the last step had a pull
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(averaged)):
         np.testing.assert_allclose(a.mean(axis=0), b[0], rtol=1e-4, atol=1e-5)
 

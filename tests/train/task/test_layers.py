@@ -98,36 +98,33 @@ def plainly(x, kernel):
 
 
 @pytest.mark.parametrize(
-    ("images", "kernel"),
+    ("images", "kernel", "dtype"),
     [
-        ((3, 7, 6, 2), (3, 2, 2, 5)),
-        ((1, 4, 4, 3), (4, 4, 3, 2)),  # one pixel is left
-        ((2, 5, 5, 1), (1, 1, 1, 4)),
+        ((3, 7, 6, 2), (3, 2, 2, 5), "float32"),
+        ((1, 4, 4, 3), (4, 4, 3, 2), "float32"),  # one pixel is left
+        ((2, 5, 5, 1), (1, 1, 1, 4), "float32"),
+        ((2, 6, 6, 3), (3, 3, 3, 2), "bfloat16"),
     ],
 )
-def test_a_convolution_and_its_gradients(images, kernel):
+def test_a_convolution_of_several_workers_and_its_gradients(images, kernel, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
-    x, k = jax.random.normal(keys[0], images), jax.random.normal(keys[1], kernel)
-    g = jax.random.normal(keys[2], jax.eval_shape(plainly, x, k).shape)
+    draw = lambda key, shape: jax.random.normal(key, (4, *shape)).astype(dtype)
+    x, k = draw(keys[0], images), draw(keys[1], kernel)
+    g = draw(keys[2], jax.eval_shape(plainly, x[0], k[0]).shape)
 
-    def results(convolution, x, k, g):
-        y, pull_back = jax.vjp(convolution, x, k)
-        return y, *pull_back(g)
+    def results(convolution):
+        def of_worker(x, k, g):
+            y, pull_back = jax.vjp(convolution, x, k)
+            return y, *pull_back(g)
 
-    run = jax.jit(results, static_argnums=0)
-    for found, wanted in zip(run(layers.valid, x, k, g), run(plainly, x, k, g)):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        return jax.jit(jax.vmap(of_worker))(x, k, g)
 
-
-def test_a_convolution_of_several_workers_in_bfloat16():
-    x = jax.random.normal(jax.random.key(0), (4, 2, 6, 6, 3)).astype(jnp.bfloat16)
-    k = jax.random.normal(jax.random.key(1), (4, 3, 3, 3, 2)).astype(jnp.bfloat16)
-    gradient = lambda f: jax.jit(jax.vmap(jax.grad(lambda x, k: f(x, k).sum())))(x, k)
-    found, wanted = gradient(layers.valid), gradient(plainly)
-    assert found.dtype == jnp.bfloat16
-    found, wanted = (x.astype(jnp.float32) for x in (found, wanted))
-    # Our gradient adds three rounded sums; XLA rounds once.
-    np.testing.assert_allclose(found, wanted, rtol=0.03, atol=0.1)
+    # In bfloat16 our gradient adds three rounded sums; XLA rounds once.
+    rtol, atol = (1e-5, 1e-5) if dtype == "float32" else (0.03, 0.1)
+    for found, wanted in zip(results(layers.valid), results(plainly)):
+        assert found.dtype == wanted.dtype == dtype
+        found, wanted = (x.astype(jnp.float32) for x in (found, wanted))
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol)
 
 
 def test_a_convolution_as_a_layer():

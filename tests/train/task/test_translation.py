@@ -73,13 +73,6 @@ def test_a_greedy_translation_takes_the_most_likely_token_each_time(network, lik
         assert result.tolist() == expected.tolist()
 
 
-def test_padding_changes_no_translation(network):
-    model, variables = network
-    alone = translator(model, beam=2)(variables, SOURCES[1:, :2])
-    together = translator(model, beam=2)(variables, SOURCES)
-    np.testing.assert_array_equal(alone[0], together[1])
-
-
 def test_smoothed_labels_by_hand():
     p = np.array([0.5, 0.3, 0.2])
     logits = jnp.log(jnp.asarray(p)) + 7.0
