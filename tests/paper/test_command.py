@@ -1,8 +1,5 @@
 """python -m paper: names, wrong usage, folders."""
 
-import sys
-import types
-
 import pytest
 
 from paper import __main__ as paper
@@ -62,10 +59,3 @@ def test_every_run_gets_a_new_folder_by_default(tmp_path, monkeypatch):
     folders = sorted((tmp_path / "runs").iterdir())
     assert len(folders) == 2
     assert all(path.name.startswith("paper-theory-") for path in folders)
-
-
-def test_one_line_registers_an_experiment(monkeypatch):
-    module = types.SimpleNamespace(__doc__="Something else.", main=lambda given: len(given))
-    monkeypatch.setitem(sys.modules, "somewhere", module)
-    monkeypatch.setitem(paper.EXPERIMENTS, "other", "somewhere")
-    assert paper.main(["other", "--a", "--b"]) == 2

@@ -109,10 +109,6 @@ def test_a_large_pull_turns_few_steps_to_newtons_direction():
     assert share(x, h, 1.0) < 0.4
 
 
-def test_round_robin():
-    assert all_hold(round_robin.check(grid=31, workers=4))
-
-
 def test_a_round_by_hand():
     rng = np.random.default_rng(0)
     eta, alpha, x, c = 0.3, 0.2, rng.standard_normal(3), rng.standard_normal()
@@ -126,7 +122,7 @@ def test_a_round_by_hand():
 def test_the_command(tmp_path, capsys, monkeypatch):
     for name, sizes in (
         ("stationary-points", {"landscapes": 20, "steps": 2500}),
-        ("round-robin", {"grid": 31, "workers": 3}),
+        ("round-robin", {"grid": 31, "workers": 4}),
     ):
         small = functools.partial(theory.CHECKS[name], **sizes)
         monkeypatch.setitem(theory.CHECKS, name, small)

@@ -30,7 +30,7 @@ def run(job, folder, count, before=lambda i: [], cache=None):
     arguments = [job, str(folder), str(free_port()), str(count)]
     each = [([str(i)], {"PJRT_NPROC": "16"}) for i in range(count)]
     with Trainers(folder / "printed", arguments, each, cache, program=program) as started:
-        assert started.end() == [0] * count, started.printed(0)
+        assert started.end(limit=300) == [0] * count, started.printed(0)
         outputs = [started.printed(i) for i in range(count)]
     answers = [re.findall("^ANSWER (.*)$", output, re.MULTILINE) for output in outputs]
     return [json.loads(answer) for (answer,) in answers], outputs

@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from landscapes import QUICK, SMALL, but, contents, draw
+from toys import slow
 
 from paper.landscape import loss, trajectory
 from paper.landscape.cli import Options
@@ -145,33 +146,18 @@ def test_pulls_on_the_trajectory(saved):
     assert node.steps.tolist() == [8, 10, 12] and everyone.steps.tolist() == [8, 12]
 
 
+FROM_THE_START = "and the start of training, along random direction 0"
+
+
 @pytest.mark.parametrize(
-    "method, count, retrace, through, marks",
+    "method, count, through, marks",
     [
-        (
-            methods.make("easgd", period=2),
-            3,
-            True,
-            "worker 2, the center and worker 0 (best)",
-            3,
-        ),
-        pytest.param(
-            methods.make("allreduce"),
-            *(3, True),
-            "worker 2 and the start of training, along random direction 0",
-            3,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            methods.make("independent"),
-            *(1, False),
-            "worker 0 and the start of training, along random direction 0",
-            2,
-            marks=pytest.mark.slow,
-        ),
+        (methods.make("easgd", period=2), 3, "worker 2, the center and worker 0 (best)", 3),
+        slow(methods.make("allreduce"), 3, f"worker 2 {FROM_THE_START}", 3),
+        slow(methods.make("independent"), 1, f"worker 0 {FROM_THE_START}", 2),
     ],
 )
-def test_methods_without_leaders(method, count, retrace, through, marks):
+def test_methods_without_leaders(method, count, through, marks):
     """Draws the landscape after three steps, without a run folder."""
     grid = WorkersConfig(nodes=1, locals=count)
     config = dataclasses.replace(SMALL, method=method, workers=grid)
@@ -189,9 +175,9 @@ def test_methods_without_leaders(method, count, retrace, through, marks):
         _began=grid,
     )
     lines = []
-    options = Options(pathlib.Path("nowhere"), **QUICK, path_steps=9 if retrace else 0)
+    options = Options(pathlib.Path("nowhere"), **QUICK, path_steps=9 if count > 1 else 0)
     result = compute_landscape(case, options, lines.append)
     assert not any("warning" in line for line in lines)
     assert f"the plane through {through}" in result.title
     assert len(result.marks) == marks and np.isfinite(result.maps[0].loss).all()
-    assert result.steps.tolist() == ([0, 1, 2, 3] if retrace else [3])
+    assert result.steps.tolist() == ([0, 1, 2, 3] if count > 1 else [3])
