@@ -63,14 +63,10 @@ def test_tensors_named_by_averaged_take_the_weighted_mean():
     method = DecoupledDiLoCo(
         1, 1.0, 0.0, fragments=1, quorum=2, averaged=lambda path: path == "embedding"
     )
-    anchors = {}
-
-    def note(worker):
-        anchors[worker.count] = toys.vector(worker.method.outers[0].anchor)
-
+    note, anchors = toys.noting(lambda worker: toys.vector(worker.method.outers[0].anchor))
     toys.simulate(task, method, 1, 2, 3, observe=note)
     radial = 3.5 / 2**0.5
-    np.testing.assert_allclose(anchors[2], [radial, radial, 1.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(anchors[0][1], [radial, radial, 1.5, 2.0], rtol=1e-6)
 
 
 def test_a_slow_worker_answers_with_its_steps_and_is_weighed_by_tokens_and_steps():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,23 +130,10 @@ def test_a_peer_that_has_left_does_not_stop_the_other_one(pair):
     assert found == [2, 0, 0, 0, 0, 0]  # what had arrived before, and nothing more
 
 
-class FakeActor:
-    """A mailbox's actor, whose answer to `moved` is a future that the test sets."""
-
-    def __init__(self):
-        self.answer, self.moved = concurrent.futures.Future(), self
-        self.calls = 0
-
-    def remote(self):
-        self.calls += 1
-        return self
-
-    def future(self):
-        return self.answer
-
-
 def test_a_program_whose_own_mailbox_hangs_or_dies_goes_on():
-    actor, position = FakeActor(), GridPosition(1, 1, 2)
+    late, dead = concurrent.futures.Future(), concurrent.futures.Future()
+    actor, position = Mock(), GridPosition(1, 1, 2)
+    actor.moved.remote.return_value.future.side_effect = [late, dead]
     given = "run", position, 0.05, Mailbox("float32", 1), time.time()
     transport = JoinedTransport(actor, *given)
     with Peer(ADPSGD(), transport, lambda: None) as peer:
@@ -156,11 +144,10 @@ def test_a_program_whose_own_mailbox_hangs_or_dies_goes_on():
 
         assert moved() == [1, 1, 1] and moved() == [1, 1, 1]  # waits for the timeout only
         by = on_host({**place(0.0), "w": jnp.float32([1, 2, 3])})
-        actor.answer.set_result(buffered(by))  # late
-        assert moved() == [2, 3, 4] and actor.calls == 1
-        actor.answer = concurrent.futures.Future()
-        actor.answer.set_exception(ray.exceptions.ActorDiedError())
-        assert moved() == [1, 1, 1] and actor.calls == 2
+        late.set_result(buffered(by))
+        assert moved() == [2, 3, 4] and actor.moved.remote.call_count == 1
+        dead.set_exception(ray.exceptions.ActorDiedError())
+        assert moved() == [1, 1, 1] and actor.moved.remote.call_count == 2
 
 
 def test_wrong_use_is_refused(pair):
