@@ -23,6 +23,8 @@ class Rows(NamedTuple):
     block: int
     runs: list[tuple[int, int]]
 
+    along = -1
+
     @classmethod
     def of(cls, packing: Packing, b: int, block: int) -> "Rows":
         """The blocks of a buffer; leaves without a gap between them form one run."""
@@ -40,11 +42,12 @@ class Rows(NamedTuple):
 
     def blocks(self, x: Array) -> Array:
         """The blocks of a buffer, [n, block]."""
-        return rows_of(x, self.block)
+        flat = x.ravel()
+        return jnp.pad(flat, (0, -flat.size % self.block)).reshape(-1, self.block)
 
     def array(self, blocks: Array) -> Array:
         """The buffer of the blocks."""
-        return array_of(blocks, self.shape)
+        return blocks.ravel()[: math.prod(self.shape)].reshape(self.shape)
 
     def sent(self, codes: Array) -> Array:
         """The codes of the blocks that travel, [width]."""
@@ -55,11 +58,11 @@ class Rows(NamedTuple):
         """The inverse of `sent`, with zeros in the gaps."""
         ends = np.cumsum([size for _, size in self.runs])
         runs = [codes[end - size : end] for (_, size), end in zip(self.runs, ends)]
-        return rows_of(joined(runs, self.block), self.block)
+        return joined(runs, self.block).reshape(-1, self.block)
 
 
 class Along(NamedTuple):
-    """Blocks along one axis of an array that may be sharded, which is not flattened.
+    """Blocks along one axis of an array, which is not flattened; further axes may lead.
 
     Attributes:
       shape: of the array.
@@ -72,11 +75,15 @@ class Along(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], block: int) -> "Along":
+    def of(cls, shape: tuple[int, ...], block: int, end: int | None = None) -> "Along":
         """The first axis with the largest blocks, of at most `block` elements.
 
         Blocks divide the axis. Cut along the last one, XLA for TPUs would lay the array out
         anew in float32, because its tiles are 128 elements wide.
+
+        Args:
+          shape, block: see above.
+          end: the axis at which the search ends. Defaults to the end of the shape.
 
         >>> Along.of((6, 300), 256)
         Along(shape=(6, 300), axis=1, block=150)
@@ -87,21 +94,29 @@ class Along(NamedTuple):
         def largest(n: int) -> int:
             return max(b for b in range(1, min(n, block) + 1) if n % b == 0)
 
-        sizes = list(map(largest, shape))
+        sizes = list(map(largest, shape[:end]))
         return cls(shape, sizes.index(max(sizes)), max(sizes))
 
     @property
+    def along(self) -> int:
+        """The axis of the blocks' elements, counted from the last one."""
+        return self.axis - len(self.shape)
+
+    @property
     def width(self) -> int:
-        """The number of codes along the last axis."""
+        """The number of codes along that axis."""
         return self.block
 
     def blocks(self, x: Array) -> Array:
-        """The blocks of the array, [..., block]."""
-        return jnp.moveaxis(x.reshape(self._cut), self.axis + 1, -1)
+        """The array with its axis cut in two: [..., n, block, ...]."""
+        shape, axis = self.shape, self.axis
+        leading, cut = x.shape[: x.ndim - len(shape)], (-1, self.block)
+        return x.reshape(*leading, *shape[:axis], *cut, *shape[axis + 1 :])
 
     def array(self, blocks: Array) -> Array:
         """The array of the blocks."""
-        return jnp.moveaxis(blocks, -1, self.axis + 1).reshape(self.shape)
+        leading = blocks.shape[: blocks.ndim - len(self.shape) - 1]
+        return blocks.reshape(*leading, *self.shape)
 
     def sent(self, codes: Array) -> Array:
         """All codes."""
@@ -109,23 +124,19 @@ class Along(NamedTuple):
 
     arrived = sent
 
-    @property
-    def _cut(self) -> tuple[int, ...]:
-        shape, axis = self.shape, self.axis
-        cut = shape[axis] // self.block, self.block
-        return *shape[:axis], *cut, *shape[axis + 1 :]
-
 
 class Elements(NamedTuple):
-    """An array that may be sharded, in a format without scales: it stays as it is.
+    """An array that stays as it is, in a format without scales.
 
-    Cut along an axis, XLA would gather its shards.
+    Cut along an axis, XLA would gather the shards of an array that may be sharded.
 
     Attributes:
       shape: of the array.
     """
 
     shape: tuple[int, ...]
+
+    along = -1
 
     @property
     def width(self) -> int:
@@ -140,14 +151,3 @@ class Elements(NamedTuple):
 
 
 Layout = Rows | Along | Elements
-
-
-def array_of(rows: Array, shape: tuple[int, ...]) -> Array:
-    """The array of that shape of which `rows_of` made the rows."""
-    return rows.ravel()[: math.prod(shape)].reshape(shape)
-
-
-def rows_of(x: Array, block: int, parts: int = 1) -> Array:
-    """x in rows of one block, with zeros behind its end: a multiple of `parts` rows."""
-    flat = x.ravel()
-    return jnp.pad(flat, (0, -flat.size % (block * parts))).reshape(-1, block)

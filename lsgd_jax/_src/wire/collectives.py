@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as Spec
 from lsgd_jax._src.layouts import may_be_sharded, shard_by_shard
 from lsgd_jax._src.shared import WORKER_AXES, named
 from lsgd_jax._src.trees import Tree, widen
-from lsgd_jax._src.wire.packing import Packing, cut, uncut
+from lsgd_jax._src.wire.packing import Cut, Packing
 
 
 Permutation = Sequence[tuple[int, int]] | Array
@@ -166,10 +166,11 @@ class MeshChannel:
     def _through_all(self, x: Array, sources: Array) -> Array:
         if not x.size:
             return x
-        parts = self.transpose(cut(x, self.size))
+        cut = Cut.of(x.shape, self.size)
+        parts = self.transpose(cut.rows(x))
         has_source = sources.reshape(-1, *(1,) * (parts.ndim - 1)) >= 0
         onward = jnp.where(has_source, parts[sources], 0)
-        return uncut(self.transpose(onward), x.shape)
+        return cut.array(self.transpose(onward))
 
     def switch(self, r: Array, branches: Sequence[Callable], operand: Any) -> Any:
         """`lax.switch`."""

@@ -27,11 +27,10 @@ from lsgd_jax._src.layouts import (
 from lsgd_jax._src.shared import Axes, Shared
 from lsgd_jax._src.trees import Tree, is_float, widened
 from lsgd_jax._src.wire import narrow_sums
-from lsgd_jax._src.wire.blocks import array_of, rows_of
 from lsgd_jax._src.wire.codec import Codec, Message, draws, is_coded
 from lsgd_jax._src.wire.collectives import Permutation
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.packing import Packing
+from lsgd_jax._src.wire.packing import Cut, Packing, is_large
 from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire
 
@@ -285,22 +284,27 @@ class EncodedGroup(Group):
         the node's sum, and its error.
         """
         inside, (coded, plain) = self._inside, (owed[: codec.coded], owed[codec.coded :])
-        blocks = [rows_of(x, self._wire.block, inside.size) for x in coded]
-        parts = list(map(inside.scatter, blocks))
+        cuts = [self._cut_inside(x.shape) for x in coded]
+        parts = [inside.scatter(cut.rows(x))[0] for cut, x in zip(cuts, coded)]
         across = Codec(parts, self._wire, codec.shards[: codec.coded])
         sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
 
-        def in_place(blocks: Array, part: Array) -> Array:
-            nothing, start = jnp.zeros(blocks.shape, part.dtype), inside.index * len(part)
-            return lax.dynamic_update_slice_in_dim(nothing, part, start, 0)
+        def in_place(part: Array) -> Array:
+            nothing = jnp.zeros([inside.size, *part.shape], part.dtype)
+            return lax.dynamic_update_index_in_dim(nothing, part, inside.index, 0)
 
-        sums = map(inside.gather, across.unpack(sums))
-        e = map(in_place, blocks, across.unpack(e))
-        like_coded = lambda found: list(map(array_of, found, [x.shape for x in coded]))
+        whole = lambda rows: [cut.array(found) for cut, found in zip(cuts, rows)]
+        sums = whole(map(inside.gather, across.unpack(sums)))
+        e = whole(map(in_place, across.unpack(e)))
         exact = list(map(self.add, plain))
         count = self.add(where.astype(jnp.float32))
-        sums, e = like_coded(sums) + exact, like_coded(e) + list(map(jnp.zeros_like, plain))
-        return sums, e, count
+        return sums + exact, e + list(map(jnp.zeros_like, plain)), count
+
+    def _cut_inside(self, shape: tuple[int, ...]) -> Cut:
+        """How a buffer is cut among the workers of a node; small ones between blocks."""
+        if is_large(shape) and len(shape) > 1:
+            return Cut.of(shape, self._inside.size)
+        return Cut.flat(shape, self._inside.size, self._wire.block)
 
     def _gathered_sums(
         self, sent: Message, where: Array, read: Callable[[Message], Tree]

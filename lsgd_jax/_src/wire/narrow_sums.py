@@ -1,8 +1,8 @@
 """Sums of encoded buffers whose cost does not grow with the number of workers.
 
-The blocks of each buffer are cut into W shares of equal size. A worker sends each share of
-its message to the share's owner (all-to-all), adds up the W messages of its own share in
-float32, encodes the sum, and sends it to all workers (all-gather):
+Each buffer is cut into W shares of equal size. A worker sends each share of its message to
+the share's owner (all-to-all), adds up the W messages of its own share in float32, encodes
+the sum, and sends it to all workers (all-gather):
 
     worker i sends Q(x_i);  the owner of a share sends Q(Σ_i Q(x_i)), which all workers take
 
@@ -10,7 +10,6 @@ The error of the first rounding belongs to its worker, and that of the second to
 of the share: Σ_i x_i = sum + Σ_i error_i.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,18 +18,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lsgd_jax._src.trees import finite_part
-from lsgd_jax._src.wire.blocks import array_of, rows_of
+from lsgd_jax._src.wire.blocks import Layout
 from lsgd_jax._src.wire.codec import folded
-from lsgd_jax._src.wire.wire import (
-    Coded,
-    Wire,
-    block_nbytes,
-    dequantized,
-    noise,
-    packed,
-    quantized,
-    unpacked,
-)
+from lsgd_jax._src.wire.packing import Cut, is_large
+from lsgd_jax._src.wire.wire import Wire, block_nbytes
 
 
 # A gather of so many bytes takes no longer than the second round of messages.
@@ -70,45 +61,46 @@ def add_up(
       (sums, errors): the sums in float32, the same bits on all workers; this worker's
       errors, of its message and of the sum of its share.
     """
-    size, me, block = group.size, group.index, wire.block
-    blocks = [rows_of(x.astype(jnp.float32), block, size) for x in buffers]
-    counts = [len(x) // size for x in blocks]  # of a share
-    sent = [quantized(x, wire, noise(x.shape, wire, key)) for x, key in zip(blocks, keys)]
-    left = [x - dequantized(coded) for x, coded in zip(blocks, sent)]
+    size, me = group.size, group.index
+    cuts, layouts = zip(*(shares(x.shape, size, wire) for x in buffers))
+    encode = lambda arrays, keys: list(map(wire.encode, arrays, layouts, keys))
+    decode = lambda messages: list(map(wire.decode, messages, layouts))
 
-    def travels(coded: Coded) -> Coded:
-        return Coded(packed(coded.codes, wire), coded.scales)
+    rows = [cut.rows(x.astype(jnp.float32)) for cut, x in zip(cuts, buffers)]
+    sent = encode(rows, keys)
+    left = map(jnp.subtract, rows, decode(sent))
+    arrived = jax.tree.map(group.transpose, sent)
 
-    def arrives(coded: Coded) -> Array:
-        return dequantized(Coded(unpacked(coded.codes, wire, block), coded.scales))
-
-    by_owner = lambda rows: rows.reshape(size, -1, *rows.shape[1:])
-    joined = lambda *rows: jnp.concatenate(list(map(by_owner, rows)), axis=1)
-    shares = jax.tree.map(joined, *map(travels, sent))
-    arrived = jax.tree.map(group.transpose, shares)
-
-    def add(i: Array, total: Array) -> Array:
+    def add(i: Array, totals: list[Array]) -> list[Array]:
         row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return total + arrives(jax.tree.map(row, arrived))
+        return list(map(jnp.add, totals, decode(jax.tree.map(row, arrived))))
 
-    nothing = jnp.zeros([sum(counts), block], jnp.float32)
-    total = finite_part(lax.fori_loop(0, size, add, nothing))
-    drawn = zip(counts, [key for key in keys if key is not None])
-    again = [noise((n, block), wire, folded(key, 1)) for n, key in drawn]
-    coded = quantized(total, wire, jnp.concatenate(again) if again else None)
-    error = total - dequantized(coded)
-    rows = jax.tree.map(group.gather, travels(coded))
+    nothing = [jnp.zeros(x.shape[1:], jnp.float32) for x in rows]
+    totals = list(map(finite_part, lax.fori_loop(0, size, add, nothing)))
+    coded = encode(totals, [None if key is None else folded(key, 1) for key in keys])
+    errors = map(jnp.subtract, totals, decode(coded))
 
-    def sum_of(x: Array, count: int, end: int) -> Array:
-        cut = lambda rows: rows[:, end - count : end].reshape(-1, *rows.shape[2:])
-        return array_of(arrives(jax.tree.map(cut, rows)), x.shape)
+    def add_own(left: Array, error: Array) -> Array:
+        own = lax.dynamic_index_in_dim(left, me, keepdims=False) + error
+        return lax.dynamic_update_index_in_dim(left, own, me, 0)
 
-    def error_of(x: Array, left: Array, count: int, end: int) -> Array:
-        own = lax.dynamic_slice_in_dim(left, me * count, count) + error[end - count : end]
-        left = lax.dynamic_update_slice_in_dim(left, own, me * count, 0)
-        return array_of(left, x.shape)
+    whole = lambda rows: [cut.array(found) for cut, found in zip(cuts, rows)]
+    sums = decode(jax.tree.map(group.gather, coded))
+    return whole(sums), whole(map(add_own, left, errors))
 
-    ends = list(itertools.accumulate(counts))
-    sums = map(sum_of, buffers, counts, ends)
-    errors = map(error_of, buffers, left, counts, ends)
-    return list(sums), list(errors)
+
+def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layout]:
+    """How a buffer is cut into a share for each worker, and a share into blocks.
+
+    A large leaf keeps its shape if it can. Flattened, XLA for TPUs would lay it out anew.
+
+    >>> import lsgd_jax as lj
+    >>> cut, layout = shares((4096, 512), 8, lj.Wire("int8"))
+    >>> cut.part, layout
+    ((512, 512), Along(shape=(512, 512), axis=0, block=256))
+    """
+    cut = Cut.of(shape, workers)
+    if is_large(shape) and (layout := wire.along_leading(cut.part)):
+        return cut, layout
+    cut = Cut.flat(shape, workers, wire.block)
+    return cut, wire.along(cut.part)

@@ -7,7 +7,7 @@ operation on a tree. Both are cheaper on a few buffers.
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class Packing:
         buffers: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
             group = groups[i] if groups else None
-            stays = leaf.size > PACKED_BELOW or (self.keeps_shapes and leaf.ndim)
+            stays = is_large(leaf.shape) or (self.keeps_shapes and leaf.ndim)
             alone = i if stays else None
             buffers.setdefault((leaf.dtype, group, alone), []).append(i)
         is_last = lambda members: not (groups and groups[members[0]])
@@ -130,28 +130,63 @@ def _run(buffer: Array, start: Any, size: int) -> Array:
     return lax.dynamic_slice(buffer, [start], [size], allow_negative_indices=False)
 
 
-def cut(x: Array, parts: int) -> Array:
-    """x in equal parts, [parts, ...], with zeros at the end if it does not divide.
+def is_large(shape: tuple[int, ...]) -> bool:
+    """Whether a leaf is so large that it is never joined with others."""
+    return math.prod(shape) > PACKED_BELOW
 
-    >>> cut(jnp.ones(3), 2)
+
+class Cut(NamedTuple):
+    """How an array is cut into equal parts: along an axis, or flat with zeros at the end.
+
+    Flattening would copy the array on accelerators, and so would a cut along the last axis.
+
+    Attributes:
+      shape: of the array.
+      parts: their number.
+      axis: the axis that is cut; None: the array is flattened.
+      part: the shape of a part.
+
+    >>> x = jnp.ones(3)
+    >>> cut = Cut.of(x.shape, 2)
+    >>> cut.rows(x)
     Array([[1., 1.],
            [1., 0.]], dtype=float32)
-    """
-    if _divides(x.shape, parts):  # flattening would copy the array on accelerators
-        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
-    return jnp.pad(x.ravel(), (0, -x.size % parts)).reshape(parts, -1)
-
-
-def uncut(rows: Array, shape: tuple[int, ...]) -> Array:
-    """The array of that shape of which `cut` made the rows.
-
-    >>> uncut(cut(jnp.ones(3), 2), (3,))
+    >>> cut.array(cut.rows(x))
     Array([1., 1., 1.], dtype=float32)
+    >>> Cut.of((3, 4, 5), 2).part
+    (3, 2, 5)
     """
-    if _divides(shape, len(rows)):
-        return rows.reshape(shape)
-    return rows.ravel()[: math.prod(shape)].reshape(shape)
 
+    shape: tuple[int, ...]
+    parts: int
+    axis: int | None
+    part: tuple[int, ...]
 
-def _divides(shape: tuple[int, ...], parts: int) -> bool:
-    return bool(shape) and shape[0] % parts == 0
+    @classmethod
+    def of(cls, shape: tuple[int, ...], parts: int) -> "Cut":
+        """Along the first axis before the last that can be cut, otherwise flat."""
+        for axis, n in enumerate(shape[:-1]):
+            if n % parts == 0:
+                part = *shape[:axis], n // parts, *shape[axis + 1 :]
+                return cls(shape, parts, axis, part)
+        return cls.flat(shape, parts)
+
+    @classmethod
+    def flat(cls, shape: tuple[int, ...], parts: int, block: int = 1) -> "Cut":
+        """Of the flattened array, each part a multiple of `block` elements."""
+        blocks = -(-math.prod(shape) // (block * parts))
+        return cls(shape, parts, None, (blocks * block,))
+
+    def rows(self, x: Array) -> Array:
+        """The parts of an array, [parts, ...]."""
+        if self.axis is None:
+            missing = self.parts * self.part[0] - x.size
+            return jnp.pad(x.ravel(), (0, missing)).reshape(self.parts, -1)
+        before, after = self.part[: self.axis], self.part[self.axis :]
+        return jnp.moveaxis(x.reshape(*before, self.parts, *after), self.axis, 0)
+
+    def array(self, rows: Array) -> Array:
+        """The array of its parts."""
+        if self.axis is None:
+            return rows.ravel()[: math.prod(self.shape)].reshape(self.shape)
+        return jnp.moveaxis(rows, 0, self.axis).reshape(self.shape)

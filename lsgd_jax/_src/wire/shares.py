@@ -12,7 +12,7 @@ from typing import Any
 from jax import Array
 
 from lsgd_jax._src.trees import Tree
-from lsgd_jax._src.wire.packing import Packing, cut, uncut
+from lsgd_jax._src.wire.packing import Cut, Packing
 
 
 class Shares:
@@ -50,9 +50,9 @@ class Shares:
     def _rows(self, x: Array) -> Array:
         if not x.size:
             return self._group.gather(x)
-        return self._group.transpose(cut(x, self._group.size))
+        return self._group.transpose(Cut.of(x.shape, self._group.size).rows(x))
 
     def _join(self, share: Array, shape: tuple[int, ...]) -> Array:
         if not self._is_cut or not share.size:
             return share
-        return uncut(self._group.gather(share), shape)
+        return Cut.of(shape, self._group.size).array(self._group.gather(share))

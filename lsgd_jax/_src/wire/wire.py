@@ -12,7 +12,7 @@ from lsgd_jax._src.checks import check_fraction, check_option, check_positive_in
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import finite_part
 from lsgd_jax._src.wire.blocks import Along, Elements, Layout, Rows
-from lsgd_jax._src.wire.packing import Packing
+from lsgd_jax._src.wire.packing import Packing, is_large
 from lsgd_jax._src.wire.top_k import TopK
 
 
@@ -35,7 +35,9 @@ class Wire:
       Q(x)_k = s \, c_k, \qquad L = 127 \text{ or } 7
 
     so that :math:`|Q(x)_k - x_k| \le s / 2` (rounded to nearest). A leaf never shares a
-    block with another one. Numbers that are not finite count as 0. 'bfloat16' has no
+    block with another one. A block lies in the flattened leaf. In a leaf of more than
+    131,072 elements it lies along an axis before the last one, if this axis can be cut into
+    blocks of b / 2 to b elements. Numbers that are not finite count as 0. 'bfloat16' has no
     scales. Leaves of one element, of integers and of bools travel as they are. `TopK` is a
     format that sends only the largest entries.
 
@@ -109,9 +111,14 @@ class Wire:
         return self.format != "float32"
 
     @property
+    def has_scales(self) -> bool:
+        """Whether the elements of a block share a scale."""
+        return self.format in LEVELS
+
+    @property
     def align(self) -> int:
         """Leaves that share a buffer begin at multiples of this."""
-        return self.block if self.format in LEVELS else 1
+        return self.block if self.has_scales else 1
 
     def beside(self, leaf: Array) -> bool:
         """Leaves with equal values may share a buffer: all of them."""
@@ -119,10 +126,27 @@ class Wire:
 
     def layout(self, packing: Packing, b: int) -> Layout:
         """How the elements of a buffer fall into blocks."""
-        if not packing.keeps_shapes:
-            return Rows.of(packing, b, self.block)
         shape = packing.shape(b)
-        return Along.of(shape, self.block) if self.format in LEVELS else Elements(shape)
+        if packing.keeps_shapes:
+            return self.along(shape)
+        leading = self.along_leading(shape) if is_large(shape) else None
+        return leading or Rows.of(packing, b, self.block)
+
+    def along(self, shape: tuple[int, ...]) -> Along | Elements:
+        """The blocks of an array that keeps its shape."""
+        return Along.of(shape, self.block) if self.has_scales else Elements(shape)
+
+    def along_leading(self, shape: tuple[int, ...]) -> Along | Elements | None:
+        """The blocks of an array that keeps its shape, along an axis before the last.
+
+        None without such an axis, and where blocks of half the size would not divide it.
+        """
+        if len(shape) == 1:
+            return None
+        if not self.has_scales:
+            return Elements(shape)
+        along = Along.of(shape, self.block, end=-1)
+        return along if 2 * along.block >= self.block else None
 
     def encode(self, x: Array, layout: Layout, key: Array | None = None) -> "Coded":
         """Encodes a buffer of floats.
@@ -133,13 +157,14 @@ class Wire:
           key: random key for stochastic rounding; None rounds to nearest.
         """
         blocks = layout.blocks(finite_part(x.astype(jnp.float32)))
-        codes, scales = quantized(blocks, self, noise(blocks.shape, self, key))
-        return Coded(packed(layout.sent(codes), self), scales)
+        added = noise(blocks.shape, self, key)
+        codes, scales = quantized(blocks, self, added, layout.along)
+        return Coded(packed(layout.sent(codes), self, layout.along), scales)
 
     def decode(self, message: "Coded", layout: Layout) -> Array:
         """Decodes the message of a buffer x: Q(x) in float32."""
-        codes = layout.arrived(unpacked(message.codes, self, layout.width))
-        return layout.array(dequantized(Coded(codes, message.scales)))
+        codes = layout.arrived(unpacked(message.codes, self, layout.width, layout.along))
+        return layout.array(dequantized(Coded(codes, message.scales), layout.along))
 
 
 class Coded(NamedTuple):
@@ -156,7 +181,7 @@ class Coded(NamedTuple):
     scales: Array | None
 
 
-# Blocks [..., b]: their elements along the last axis
+# Blocks [..., b, ...]: their elements lie along one axis, by default the last one
 
 
 def noise(shape: tuple[int, ...], wire: Wire, key: Array | None) -> Any:
@@ -168,8 +193,10 @@ def noise(shape: tuple[int, ...], wire: Wire, key: Array | None) -> Any:
     return jax.random.uniform(key, shape)
 
 
-def quantized(blocks: Array, wire: Wire, noise: Array | None = None) -> Coded:
-    """Rounds finite blocks, each by itself: codes [..., b], not packed, and scales [...].
+def quantized(
+    blocks: Array, wire: Wire, noise: Array | None = None, axis: int = -1
+) -> Coded:
+    """Rounds finite blocks, each by itself: codes like them, not packed, and their scales.
 
     >>> import jax.numpy as jnp
     >>> coded = quantized(jnp.array([[0.5, -1.0], [1.0, 2.0]]), Wire("int8"))
@@ -179,13 +206,13 @@ def quantized(blocks: Array, wire: Wire, noise: Array | None = None) -> Coded:
     if wire.format == "bfloat16":
         return Coded(_to_words(blocks, noise), None)
     levels = LEVELS[wire.format]
-    scales = jnp.abs(blocks).max(axis=-1) / levels
-    steps = blocks / jnp.where(scales > 0, scales, 1)[..., None]
+    scales = jnp.abs(blocks).max(axis) / levels
+    steps = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)
     steps = jnp.round(steps) if noise is None else jnp.floor(steps + noise)
     return Coded(jnp.clip(steps, -levels, levels).astype(jnp.int8), scales)
 
 
-def dequantized(coded: Coded) -> Array:
+def dequantized(coded: Coded, axis: int = -1) -> Array:
     """The blocks that arrive, in float32, of codes that are not packed.
 
     >>> import jax.numpy as jnp
@@ -195,7 +222,7 @@ def dequantized(coded: Coded) -> Array:
     codes, scales = coded
     if scales is None:
         return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
-    return codes.astype(jnp.float32) * scales[..., None]
+    return codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)
 
 
 def block_nbytes(wire: Wire) -> int:
@@ -208,24 +235,26 @@ def block_nbytes(wire: Wire) -> int:
     return {"bfloat16": 2 * b, "int8": b + 4, "int4": -(-b // 2) + 4}[wire.format]
 
 
-def packed(codes: Array, wire: Wire) -> Array:
+def packed(codes: Array, wire: Wire, axis: int = -1) -> Array:
     """Codes as they travel: with 'int4' two to a byte, otherwise as they are.
 
-    The first half of the last axis fills the lower four bits, the second the upper ones.
+    The first half of the axis fills the lower four bits, the second the upper ones.
     """
     if wire.format != "int4":
         return codes
-    missing = [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)]
+    missing = [(0, 0)] * codes.ndim
+    missing[axis] = (0, codes.shape[axis] % 2)
     nibbles = jnp.pad(codes, missing).astype(jnp.uint8) & 15
-    first, second = jnp.split(nibbles, 2, -1)
+    first, second = jnp.split(nibbles, 2, axis)
     return first | second << 4
 
 
-def unpacked(codes: Array, wire: Wire, width: int) -> Array:
-    """The inverse of `packed`, for a last axis of `width` codes."""
+def unpacked(codes: Array, wire: Wire, width: int, axis: int = -1) -> Array:
+    """The inverse of `packed`, for an axis of `width` codes."""
     if wire.format != "int4":
         return codes
-    nibbles = jnp.concatenate([codes & 15, codes >> 4], -1)[..., :width]
+    nibbles = jnp.concatenate([codes & 15, codes >> 4], axis)
+    nibbles = lax.slice_in_dim(nibbles, 0, width, axis=axis)
     return (nibbles ^ 8).astype(jnp.int8) - 8
 
 
