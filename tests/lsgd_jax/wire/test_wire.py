@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
 from lsgd_jax._src.layouts import on_one_device
-from lsgd_jax._src.wire import narrow_sums
+from lsgd_jax._src.wire import narrow_sums, packing
 from lsgd_jax._src.wire.codec import Codec
 from lsgd_jax._src.wire.wire import LEVELS
 
@@ -190,6 +190,7 @@ def test_lsgd_and_diloco_by_hand(format):
     close(state.pulls[0].wire.error, e)
 
 
+@pytest.mark.parametrize("columns", [None, 5])
 @pytest.mark.parametrize(
     "format, nodes, locals, devices, across",
     [
@@ -201,10 +202,19 @@ def test_lsgd_and_diloco_by_hand(format):
         pytest.param("int4", 4, 2, 2, "node", marks=pytest.mark.slow),
     ],
 )
-def test_means_by_shares_by_hand(format, nodes, locals, devices, across, monkeypatch):
-    """Both errors are fed back, and a worker that is not finite still owns its share."""
+def test_means_by_shares_by_hand(
+    format, nodes, locals, devices, across, columns, monkeypatch
+):
+    """Both errors are fed back, and a worker that is not finite still owns its share.
+
+    A flat leaf, and one that keeps its shape, whose blocks lie along its columns.
+    """
     monkeypatch.setattr(narrow_sums, "SMALL", 0)
     block, W, rng = 8, nodes * locals, np.random.default_rng(0)
+    shape = (37 * block + 5,)
+    if columns is not None:
+        monkeypatch.setattr(packing, "PACKED_BELOW", 0)
+        shape = (2 * W * block, columns)
     Q = functools.partial(reference.rounded, levels=LEVELS[format], block=block)
     shares = functools.partial(reference.sum_of_shares, Q=Q, block=block)
     add_up = shares if nodes != 2 else functools.partial(reference.sum_of_messages, Q=Q)
@@ -212,8 +222,8 @@ def test_means_by_shares_by_hand(format, nodes, locals, devices, across, monkeyp
         expected = shares
     else:
         expected = lambda owed: reference.sum_on_two_levels(owed, nodes, add_up, block)
-    start = rng.normal(size=(W, 37 * block + 5)).astype(np.float32)
-    steps = rng.normal(size=(4, W, start.shape[1])).astype(np.float32)
+    start = rng.normal(size=(W, *shape)).astype(np.float32)
+    steps = rng.normal(size=(4, W, *shape)).astype(np.float32)
     losses = rng.uniform(size=(4, W)).astype(np.float32)
     losses[1, 1] = np.nan
 
@@ -223,12 +233,24 @@ def test_means_by_shares_by_hand(format, nodes, locals, devices, across, monkeyp
     seen, state = train(tx, workers, start, steps, losses)
     a, e, x = start.mean(axis=0), 0, start
     for t in range(4):
-        owed = np.where(np.isfinite(losses[t])[:, None], x + steps[t] - a + e, 0)
-        total, e = expected(owed)
+        is_finite = np.isfinite(losses[t]).reshape(-1, *[1] * len(shape))
+        owed = np.where(is_finite, x + steps[t] - a + e, 0)
+        total, e = in_turn(expected, owed, block)
         a = a + 0.5 * total / np.isfinite(losses[t]).sum()
         x = np.stack([a] * W)
         close(seen[t], x)
     close(state.pulls[0].wire.error, e, atol=W * 1e-6)
+
+
+def in_turn(add_up, owed, block):
+    """add_up of flat rows, in which the elements of a block follow each other."""
+    if owed.ndim == 2:
+        return add_up(owed)
+    W, n, columns = owed.shape
+    rows = owed.reshape(W, n // block, block, columns).swapaxes(2, 3).reshape(W, -1)
+    back = lambda x: x.reshape(-1, n // block, columns, block).swapaxes(2, 3)
+    total, e = add_up(rows)
+    return back(total).reshape(n, columns), back(e).reshape(owed.shape)
 
 
 UNEVEN = [[(i, (i + 1) % 8) for i in range(8)] + [(0, 4), (0, 2)]]
@@ -410,7 +432,7 @@ def test_large_leaves_take_a_quarter_and_an_eighth_of_the_bytes(name):
     sent = {}
     for wire in ("float32", "bfloat16", "int8", "int4"):
         tx, workers = make(wire), lj.Workers(1, 4)
-        shapes = {"w": (4, 100, 600), "b": (4, 600), "n": (4,)}
+        shapes = {"w": (4, 1024, 200), "b": (4, 600), "n": (4,)}
         x = jax.tree.map(jnp.ones, shapes, is_leaf=lambda s: isinstance(s, tuple))
         x = workers.put(x)
         state = workers.map(tx.init)(x)
