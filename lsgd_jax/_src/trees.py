@@ -95,7 +95,9 @@ def where_finite(tested: Array, x: Array, other: Array | float) -> Array:
     """x where `tested` is finite, the scalar `other` elsewhere, in the dtype of x."""
     if not jnp.issubdtype(tested.dtype, jnp.inexact):
         return x
-    return lax.select(lax.is_finite(tested), x, lax.full(x.shape, other, x.dtype))
+    is_complex = jnp.issubdtype(tested.dtype, jnp.complexfloating)
+    is_finite = jnp.isfinite(tested) if is_complex else lax.is_finite(tested)
+    return lax.select(is_finite, x, lax.full(x.shape, other, x.dtype))
 
 
 def finite_part(x: Array) -> Array:

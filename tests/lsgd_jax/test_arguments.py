@@ -19,8 +19,9 @@ FRACTIONS = (
     "value fetch_probability send_probability noloco.alpha"
 )
 NUMBERS = (
-    "alpha slowmo.learning_rate parle.learning_rate outer_learning_rate anchor_pull "
-    "center_pull divergence_threshold gamma power initial largest noloco.beta"
+    "alpha slowmo.learning_rate parle.learning_rate sparse_diloco.learning_rate "
+    "outer_learning_rate anchor_pull center_pull divergence_threshold gamma power initial "
+    "largest noloco.beta"
 )
 # For each argument, of every factory or of a single one, invalid values and what the
 # message says after "must be".

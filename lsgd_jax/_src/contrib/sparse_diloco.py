@@ -5,6 +5,7 @@ from typing import Unpack
 import optax
 
 from lsgd_jax._src.by_value import by_value
+from lsgd_jax._src.checks import check_not_negative
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
 from lsgd_jax._src.methods.averaging import diloco
@@ -67,8 +68,8 @@ def sparse_diloco(
       and e by every worker, in float32 at least.
 
     Raises:
-      ValueError: a period below 1, numbers of the message as for `TopK`, fragments and a
-        delay as for `diloco`.
+      ValueError: a period below 1, a learning rate that is negative or not finite, numbers
+        of the message as for `TopK`, fragments and a delay as for `diloco`.
 
     Reference: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025,
     arXiv:2508.15706. The equation is that of a write-up; top-k and Q are those of the
@@ -77,6 +78,8 @@ def sparse_diloco(
     >>> import optax, lsgd_jax as lj
     >>> tx = optax.chain(optax.adamw(1e-3), lj.contrib.sparse_diloco(period=30))
     """
+    if not callable(learning_rate):
+        check_not_negative("learning_rate", learning_rate)
     options["wire"] = TopK(
         density=density,
         chunk=chunk,

@@ -38,8 +38,9 @@ class Codec:
 
     >>> import lsgd_jax as lj
     >>> codec = Codec(jnp.zeros(3), lj.Wire("int8"))
-    >>> message, error = codec.encode(jnp.array([0.5, -1.0, 0.1]), error=jnp.zeros(3))
-    >>> bool(jnp.allclose(codec.decode(message) + error, jnp.array([0.5, -1.0, 0.1])))
+    >>> x = jnp.array([0.5, -1.0, 0.1])
+    >>> message = codec.encode(x)
+    >>> bool(jnp.allclose(codec.decode(message) + codec.error(x, message), x))
     True
     """
 
@@ -63,25 +64,19 @@ class Codec:
         self._layouts = [wire.layout(self._packing, b) for b in range(self.coded)]
         self.pack, self.unpack = self._packing.pack, self._packing.unpack
 
-    def encode(
-        self, tree: Tree, error: Tree | None = None, key: Array | None = None
-    ) -> tuple[Message, Tree | None]:
-        """Returns the message for a tree, and its quantization error.
+    def encode(self, tree: Tree, key: Array | None = None) -> Message:
+        """The message for a tree.
 
         Args:
           tree: arrays of floats count as 0 where they are not finite.
-          error: the quantization error of earlier messages, which is added to the tree.
-            None: no error is kept.
           key: random key for stochastic rounding.
         """
-        owed = self.pack(tree)
-        if error is not None:
-            owed = [widened(x) + e for x, e in zip(owed, self.pack(error))]
-        message = self.encode_buffers(owed, key)
-        if error is None:
-            return message, None
-        left = map(jnp.subtract, owed, self.decode_buffers(message))
-        return message, self.unpack(list(left))
+        return self.encode_buffers(self.pack(tree), key)
+
+    def error(self, tree: Tree, message: Message) -> Tree:
+        """The quantization error of a tree's message, in float32 where it was rounded."""
+        arrived = self.decode_buffers(message)
+        return self.unpack([widened(x) - q for x, q in zip(self.pack(tree), arrived)])
 
     def decode(self, message: Message) -> Tree:
         """The tree that arrives, in float32 where it was rounded."""

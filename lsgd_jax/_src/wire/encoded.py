@@ -165,7 +165,7 @@ class EncodedGroup(Group):
             return super().permute(tree, permutation, turn)
 
         def send(codec: Codec, t: Array, tree: Tree) -> Tree:
-            message, _ = codec.encode(tree, key=self._key(t, turn))
+            message = codec.encode(tree, self._key(t, turn))
             return codec.decode(self._permuted(message, permutation))
 
         return self._on_shards(send, tree)
@@ -176,7 +176,7 @@ class EncodedGroup(Group):
             return None
 
         def error(codec: Codec, t: Array, tree: Tree) -> Tree | None:
-            return codec.encode(tree, trees.zeros(tree), self._key(t, turn))[1]
+            return codec.error(tree, codec.encode(tree, self._key(t, turn)))
 
         return self._on_shards(error, tree)
 

@@ -65,8 +65,9 @@ def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
     with pytest.raises(ValueError, match=r"must be of float16, .* got .* at \['z'\]"):
         exchanged(lj.local_sgd(2), workers, x)
     tx = lj.exchange(lj.Pull(lj.average(), 1.0, part=lambda path: path == "w"))
-    (moved,), _ = train(tx, workers, x, [x], apply=lambda x, u: u)
+    (moved,), _ = train(tx, workers, x, [x])
     assert moved["z"].dtype == dtype
+    np.testing.assert_array_equal(moved["z"], 2 * x["z"])
 
 
 @pytest.mark.parametrize(

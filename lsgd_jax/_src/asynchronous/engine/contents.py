@@ -177,7 +177,7 @@ def nbytes(content: Any) -> int:
 def _encode(wire: Wire, tree: Tree, turn: Any, index: Any) -> Any:
     key = None if wire.rounding == "nearest" else draws(wire, turn, index)
     with on_one_device():
-        return Codec(tree, wire).encode(tree, key=key)[0]
+        return Codec(tree, wire).encode(tree, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
