@@ -146,7 +146,7 @@ def compiled(
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
     place = Shapes(workers.num_workers)
     task = Task(config, None, place, lambda text: print(text, file=sys.stderr), Session())
-    source, tx = task.forward.source, task.tx
+    source = task.forward.source
     batch = source.data, next(iter(source.batches(range(1))))
 
     def init() -> tuple:
@@ -154,13 +154,11 @@ def compiled(
         start = task.forward.init(key)
         params = start.pop("params")
         step = lj.Shared(jnp.zeros([], jnp.int32))
-        return tuple(TrainState(params, start, tx.init(params), key, step))
+        return tuple(TrainState(params, start, task.tx.init(params), key, step))
 
-    def train_step(*carry: Any, **phase: Any) -> tuple:
+    def train_step(*carry: Any, phase: lj.Phase | None = None) -> tuple:
         *state, (data, batch) = carry
-        update = lambda *args, **named: tx.update(*args, **{**named, **phase})
-        task.tx = tx._replace(update=update)
-        after, loss = task.step(TrainState(*state), data, batch)
+        after, loss = task.step(TrainState(*state), data, batch, phase)
         return (*after, loss)
 
     return lj.aot.report(

@@ -1,46 +1,36 @@
 """Bytes that a worker sends at each step, computed from the schedules of its pulls."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import lsgd_jax as lj
 
 
-class Schedule(NamedTuple):
-    """The schedule of a pull; a list in metrics.jsonl.
+def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[tuple[int, ...]]:
+    """The schedule of each pull after the latest step: (every, sends_at, payload, count).
 
-    Attributes:
-      every, sends_at: the pull sends at t ≡ sends_at (mod every).
-      payload: bytes that each worker sends at such a step.
-      exchanges: number of such steps at which it has sent, counted from the first.
+    Each worker sends `payload` bytes at steps t ≡ sends_at (mod every). `count` is the
+    number of such steps so far.
     """
-
-    every: int
-    sends_at: int
-    payload: int
-    exchanges: int
-
-
-def schedules(diagnostics: Iterable[lj.Diagnostics]) -> list[Schedule]:
-    """The schedule of each pull, from the diagnostics after the latest step."""
-    return [
-        Schedule(pull.period, pull.sends_at, pull.payload, pull.exchanges)
-        for pull in diagnostics
-    ]
+    return [(x.period, x.sends_at, x.payload, x.exchanges) for x in diagnostics]
 
 
 def per_step(pulls: Iterable[Sequence[int]], steps: int) -> np.ndarray:
     """Bytes that each worker has sent at step 1, 2, …, summed over the pulls.
 
+    Args:
+      pulls: see `schedules`.
+      steps: the number of steps.
+
     >>> per_step([(3, 0, 80, 2), (2, 1, 5, 3)], steps=7).tolist()
     [5, 0, 85, 0, 5, 80, 0]
     """
     sent = np.zeros(steps + 1, np.int64)
-    for every, sends_at, payload, exchanges in pulls:
+    for every, sends_at, payload, count in pulls:
         first = sends_at or every
-        sent[first::every][:exchanges] += payload
+        sent[first::every][:count] += payload
     return sent[1:]
 
 
