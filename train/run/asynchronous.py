@@ -90,10 +90,9 @@ def from_checkpoint(config: Config, folder: pathlib.Path, index: int) -> State |
         with contextlib.suppress(OSError, ValueError):  # damaged
             experiment = AsynchronousExperiment(config)
             fresh: Any = experiment.init()
-            workers = experiment.workers
-            found = read(checkpoints, step, resharding.target(fresh, workers))
-            state: Any = resharding.adapted(found, fresh, workers).state
-            return experiment.apart(state)[index]
+            this = functools.partial(read, checkpoints, step)
+            restored: Any = resharding.restore(this, fresh, experiment.workers)
+            return experiment.apart(restored.state)[index]
     return None
 
 

@@ -240,7 +240,7 @@ def starting_point(
 ) -> Restored:
     """Returns the latest checkpoint if the run is resumed, otherwise the fresh state."""
     if config.resume:
-        restored = resharding.restore(checkpoints, fresh, experiment.workers)
+        restored = resharding.restore(checkpoints.restore_latest, fresh, experiment.workers)
         if restored is not None:
             if restored.recent.nonfinite_steps >= config.stop_after_nonfinite:
                 restored.recent.nonfinite_steps = 0  # it was resumed deliberately

@@ -56,7 +56,7 @@ from numpy.typing import ArrayLike
 import lsgd_jax as lj
 from train.config import WorkersConfig
 from train.metrics.recent import RecentLosses
-from train.run.checkpoints import Checkpoint, Checkpoints
+from train.run.checkpoints import Checkpoint
 from train.task.state import TrainState
 
 
@@ -101,33 +101,24 @@ class Restored(NamedTuple):
     resizing: Resizing | None
 
 
+Like = Callable[[dict[str, Any]], Any]  # notes of a checkpoint -> a state of its shapes
+
+
 def restore(
-    checkpoints: Checkpoints, fresh: TrainState, workers: lj.Workers
+    read: Callable[[Like], Checkpoint | None], fresh: TrainState, workers: lj.Workers
 ) -> Restored | None:
-    """Restores the latest checkpoint that can be read, for these workers; None if none is.
+    """Restores a checkpoint for these workers; None if there is none.
 
     If its grid is the same, the state is bit-identical and placed as before. Otherwise
     every process reads it into host memory and keeps the rows that its workers need.
 
     Args:
-      checkpoints: the checkpoints of the run.
+      read: reads the checkpoint, such as `Checkpoints.restore_latest`.
       fresh: a state of these workers before the first step.
       workers: the grid.
 
     Raises:
       ValueError: the method cannot continue with other workers.
-    """
-    read = checkpoints.restore_latest(target(fresh, workers))
-    return None if read is None else adapted(read, fresh, workers)
-
-
-def target(
-    fresh: TrainState, workers: lj.Workers
-) -> Callable[[dict[str, Any]], TrainState]:
-    """Returns what a checkpoint is read into, given its notes.
-
-    Args:
-      fresh, workers: see `restore`.
     """
     new = WorkersConfig(workers.nodes, workers.locals)
 
@@ -135,21 +126,11 @@ def target(
         old = _grid(notes)
         return fresh if old == new else like(fresh, old)
 
-    return like_saved
-
-
-def adapted(read: Checkpoint, fresh: TrainState, workers: lj.Workers) -> Restored:
-    """Returns a checkpoint that was read into `target` as the state of these workers.
-
-    Args:
-      read: the checkpoint.
-      fresh, workers: see `restore`.
-
-    Raises:
-      ValueError: the method cannot continue with other workers.
-    """
-    step, state, notes = read
-    new, old = WorkersConfig(workers.nodes, workers.locals), _grid(notes)
+    found = read(like_saved)
+    if found is None:
+        return None
+    step, state, notes = found
+    old = _grid(notes)
     recent = np.array([np.inf if x is None else x for x in notes["recent_losses"]])
     seconds = notes["seconds"], notes.get("compile_seconds", 0.0)
     if old == new:

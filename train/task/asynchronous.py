@@ -66,13 +66,7 @@ def training(
         return task, Batches(task.forward.source)
 
     task, _ = task_of(0)
-    keys, learn = task.keys(), jax.jit(task.learn)
-
-    @functools.cache
-    def start() -> tuple[Any, Any, Any]:
-        stats = task.first_variables()
-        params = stats.pop("params")
-        return params, jax.jit(task.tx.init)(params), stats
+    keys, learn, start = task.keys(), jax.jit(task.learn), functools.cache(task.start)
 
     def init(index: int) -> tuple[Any, Any, Own]:
         task_of(index)
@@ -191,16 +185,13 @@ class AsynchronousExperiment(BaseExperiment):
     def _first(self) -> State:
         """The initial state of a worker. Building it also checks the method."""
         grid, steps = self._config.workers, self._config.steps
-        stats = self.task.first_variables()
-        params = stats.pop("params")
-        begin = lambda i: (params, self.task.tx.init(params), Own(i, stats))
-        nothing: Any = None  # no step is taken here
+        params, opt_state, stats = self.task.start()
+        no_step: Any = None  # is taken here
+        training = lj.asynchronous.Training(
+            lambda i: (params, opt_state, Own(i, stats)), no_step
+        )
         first = lj.asynchronous.simulator.first_worker(
-            lj.asynchronous.Training(begin, nothing),
-            self.method,
-            grid.nodes,
-            grid.locals,
-            steps,
+            training, self.method, grid.nodes, grid.locals, steps
         )
         return first.state(own=True)
 

@@ -92,6 +92,12 @@ class Task:
         options = {"xla_backend_optimization_level": 0} if on_cpu else {}
         return jax.jit(init, compiler_options=options)()
 
+    def start(self) -> tuple[Any, Any, Any]:
+        """The start of a worker without a grid: (params, opt_state, batch statistics)."""
+        stats = self.first_variables()
+        params = stats.pop("params")
+        return params, jax.jit(self.tx.init)(params), stats
+
     def keys(self) -> Array:
         """A random key for each worker, [W]."""
         grid = self._config.workers

@@ -162,7 +162,7 @@ class Toy:
 
     def restore(self, folder):
         checkpoints = Checkpoints(folder, 3, pytest.fail, Session())
-        restored = resharding.restore(checkpoints, self.fresh, self.workers)
+        restored = resharding.restore(checkpoints.restore_latest, self.fresh, self.workers)
         assert checkpoints.close()
         return restored
 
