@@ -12,6 +12,7 @@ The exit status is 1 if a program does not fit into the memory of a device.
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 import sys
@@ -20,7 +21,6 @@ from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
 import lsgd_jax as lj
@@ -29,6 +29,7 @@ from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config
 from train.task import inside
+from train.task.asynchronous import Place
 from train.task.experiment import Task
 from train.task.state import TrainState
 
@@ -104,23 +105,11 @@ class Options(Cluster):
     figure: pathlib.Path | None = None
 
 
-class Shapes:
-    """Takes the place of `lj.Workers` for data of which only one worker's shapes matter."""
-
-    def __init__(self, num_workers: int):
-        self.num_workers, self.owned = num_workers, range(1)
-
-    def put_owned(self, rows: Any) -> Any:
-        """The shapes of one worker's row."""
-        return jax.tree.map(lambda x: _shape(x, np.shape(x)[1:]), rows)
-
-    def share(self, tree: Any) -> lj.Shared:
-        """The shapes of a tree that all workers read."""
-        return lj.Shared(jax.tree.map(lambda x: _shape(x, np.shape(x)), tree))
-
-
-def _shape(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
+def task_of(config: Config, warn: Callable[[str], None]) -> Task:
+    """The training of one worker, with the shapes of its data in place of the data."""
+    shapes = functools.partial(jax.eval_shape, lambda tree: tree)
+    place = Place(0, config.workers.nodes * config.workers.locals, {}, put=shapes)
+    return Task(config, None, place, warn, Session())
 
 
 def compiled(
@@ -144,8 +133,7 @@ def compiled(
     axes, locals = config.workers.axes, config.workers.locals
     mesh = pod.mesh(node=pod.groups, local=locals, **axes)
     workers = lj.Workers(mesh=mesh, axes=("node", "local"))
-    place = Shapes(workers.num_workers)
-    task = Task(config, None, place, lambda text: print(text, file=sys.stderr), Session())
+    task = task_of(config, warn=lambda text: print(text, file=sys.stderr))
     source = task.forward.source
     batch = source.data, next(iter(source.batches(range(1))))
 
@@ -192,8 +180,7 @@ def on(config: Config, pod: lj.aot.Pod) -> Config:
 
 def parameters(config: Config) -> list[jax.ShapeDtypeStruct]:
     """The shapes of a worker's parameters."""
-    workers = config.workers.nodes * config.workers.locals
-    task = Task(config, None, Shapes(workers), lambda text: None, Session())
+    task = task_of(config, warn=lambda text: None)
     start = jax.eval_shape(lambda: task.forward.init(jax.random.key(config.seed)))
     return jax.tree.leaves(start["params"])
 

@@ -58,10 +58,12 @@ def training(
     dataset = load_dataset(config)
     placed: dict[tuple, Any] = {}
     grid = config.workers
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    put = functools.partial(jax.device_put, device=whole)
 
     @functools.cache
     def task_of(index: int) -> tuple[Task, "Batches"]:
-        place = Place(index, grid.nodes * grid.locals, placed, mesh)
+        place = Place(index, grid.nodes * grid.locals, placed, put)
         task = Task(config, dataset, place, warn, Session())
         return task, Batches(task.forward.source)
 
@@ -103,7 +105,7 @@ class Place:
       index: the worker.
       num_workers: W.
       placed: the data that all workers of the process share, by their host arrays.
-      mesh: the worker's devices. Defaults to one device.
+      put: puts a tree on the worker's devices. Defaults to one device.
 
     >>> place = Place(2, num_workers=4, placed={})
     >>> place.owned, place.put_owned(jnp.ones((1, 3))).shape
@@ -115,11 +117,10 @@ class Place:
         index: int,
         num_workers: int,
         placed: dict[tuple, Any],
-        mesh: Mesh | None = None,
+        put: Callable[[Any], Any] = jax.device_put,
     ):
         self.owned, self.num_workers = range(index, index + 1), num_workers
-        self._placed = placed
-        self._on = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._placed, self._put = placed, put
 
     def share(self, tree: Any) -> lj.Shared:
         """Puts a tree on the device, once for all workers of the process."""
@@ -131,11 +132,6 @@ class Place:
     def put_owned(self, rows: Any) -> Any:
         """Puts the worker's rows [1, ...] on the device, without their leading axis."""
         return self._put(jax.tree.map(lambda x: x[0], rows))
-
-    def _put(self, tree: Any) -> Any:
-        """Puts a tree on the device, or whole on each of several devices."""
-        put = functools.partial(jax.tree.map, jnp.asarray)
-        return put(tree) if self._on is None else jax.device_put(tree, self._on)
 
 
 class Batches:
