@@ -160,11 +160,10 @@ def seconds_to(error, begun, owns):
 
 def simulated(method, options):
     """Returns the simulated steps per second of all workers."""
-    params, ends = start(), [[] for _ in range(WORKERS)]
+    ends = [[] for _ in range(WORKERS)]
     bandwidth = 0.94 * bits_of(options.rate) / 8 if options.rate else math.inf
-    still = lambda x, state, own, t: (jax.tree.map(jnp.zeros_like, x), (), (), 0.0)
     at.simulator.run(
-        at.Training(lambda i: (params, (), ()), jax.jit(still)),
+        small.still(start()),
         method,
         nodes=WORKERS,
         locals=1,

@@ -26,8 +26,8 @@ import pathlib
 import statistics
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from small_networks import still
 from usage import head, parser, row
 
 import lsgd_jax as lj
@@ -107,14 +107,7 @@ def planned(run):
     return seconds, 1 - plan.Proposal("", run.period, every, here.step).share()
 
 
-@jax.jit
-def _still(params, state, own, t):
-    return jnp.zeros_like(params), state, own, 1.0 + 0.0 * t
-
-
-STILL = lj.asynchronous.Training(
-    lambda i: (jnp.zeros(PARAMETERS // SMALLER), (), ()), _still
-)
+STILL = still(jnp.zeros(PARAMETERS // SMALLER))
 
 
 def simulated(run, slower=1.0):

@@ -20,7 +20,6 @@ method and number of workers; those that it has already are not compiled again:
 Prints a Markdown table for each platform, with across / temporaries / seconds.
 """
 
-import argparse
 import csv
 import dataclasses
 import functools
@@ -33,6 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import usage
 
 import lsgd_jax as lj
 from lsgd_jax import aot
@@ -188,8 +188,8 @@ def compile_all(cases: list[Case], path: pathlib.Path, rows: dict[Case, dict[str
             file.flush()
 
 
-def table(rows: dict[Case, dict[str, str]]) -> str:
-    """Methods down, numbers of workers across."""
+def print_table(rows: dict[Case, dict[str, str]]) -> None:
+    """Prints a table: methods down, numbers of workers across."""
     counts = sorted({case.W for case in rows})
     each = {(case.method, case.W): numbers for case, numbers in rows.items()}
 
@@ -200,29 +200,27 @@ def table(rows: dict[Case, dict[str, str]]) -> str:
         across, more, seconds = (float(found[x]) for x in NUMBERS[1:4])
         return f"{across:.2f} / {more:.1f} / {seconds:.0f}"
 
-    lines = [["method", *(f"W = {W}" for W in counts)], ["---"] * (1 + len(counts))]
+    usage.head("method", *(f"W = {W}" for W in counts))
     for method in dict.fromkeys(case.method for case in rows):
-        lines.append([method, *(cell(method, W) for W in counts)])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        usage.row(method, *(cell(method, W) for W in counts))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, nargs="+", choices=SLICES, default=SLICES)
-    both = ("tpu", "gpu")
-    parser.add_argument("--platform", nargs="+", choices=both, default=both)
-    parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
-    forms = ("chain", "outer")
-    parser.add_argument("--form", choices=forms, default="chain")
-    parser.add_argument("--scale", type=int, default=1)
-    parser.add_argument("--csv", type=pathlib.Path, default=pathlib.Path("pods.csv"))
-    options = parser.parse_args()
+    words, both = usage.parser(__doc__), ("tpu", "gpu")
+    words.add_argument("--workers", type=int, nargs="+", choices=SLICES, default=SLICES)
+    words.add_argument("--platform", nargs="+", choices=both, default=both)
+    words.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
+    words.add_argument("--form", choices=("chain", "outer"), default="chain")
+    words.add_argument("--scale", type=int, default=1)
+    words.add_argument("--csv", type=pathlib.Path, default=pathlib.Path("pods.csv"))
+    options = words.parse_args()
     rows, kind = read(options.csv), (options.form, options.scale)
     names = itertools.product(options.platform, options.workers, options.method)
     compile_all([Case(*each, *kind) for each in names], options.csv, rows)
     for platform in options.platform:
         here = {x: n for x, n in rows.items() if (x.platform, *x[3:]) == (platform, *kind)}
-        print(f"\n{platform}\n\n{table(here)}")
+        print(f"\n{platform}\n")
+        print_table(here)
 
 
 if __name__ == "__main__":

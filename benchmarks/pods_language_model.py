@@ -9,13 +9,11 @@ slice or host is one worker, sharded over its devices (fsdp). Needs the extras `
 and public figures of the chips. They are not measured. Prints a Markdown table.
 """
 
-import argparse
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
+from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import aot
@@ -137,7 +135,7 @@ def compiled(size: str, cluster: str, name: str) -> tuple[aot.Report, float]:
     return report, share if method is None else share / PERIOD
 
 
-def row(size: str, cluster: str, name: str) -> list[str]:
+def cells_of(size: str, cluster: str, name: str) -> list[str]:
     report, share = compiled(size, cluster, name)
     (program,) = report.programs
     cells = [size, cluster, name]
@@ -171,18 +169,16 @@ HEADER = (
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, action="append")
-    parser.add_argument("--cluster", choices=CLUSTERS, action="append")
-    parser.add_argument("--method", choices=METHODS, action="append")
-    options = parser.parse_args()
-    line = lambda cells: print("| " + " | ".join(cells) + " |", flush=True)
-    line(HEADER)
-    line(["---"] * len(HEADER))
+    words = parser(__doc__)
+    words.add_argument("--size", choices=SIZES, action="append")
+    words.add_argument("--cluster", choices=CLUSTERS, action="append")
+    words.add_argument("--method", choices=METHODS, action="append")
+    options = words.parse_args()
+    head(*HEADER)
     for cluster in options.cluster or CLUSTERS:
         for size in options.size or SIZES:
             for name in options.method or METHODS:
-                line(functools.partial(row, size, cluster)(name))
+                row(*cells_of(size, cluster, name))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from limited_hosts import add_options, join, limited_hosts
+from small_networks import still
 from usage import parser
 
 import lsgd_jax as lj
@@ -69,12 +70,11 @@ class Timed:
 
 def simulated(config: Config, step: float, link: plan.Link, params: Any) -> float:
     """Returns the share of time that workers wait in the simulator."""
-    still = jax.jit(lambda x, state, own, t: (jax.tree.map(jnp.zeros_like, x), (), (), 0.0))
     # In an all-reduce a worker sends 2 (W - 1) / W times its parameters, in 2 log W rounds.
     bandwidth = link.rate * 2 * (PROCESSES - 1) / PROCESSES
     network = lj.asynchronous.Network(bandwidth, link.latency / 2 / math.log2(PROCESSES))
     found = lj.asynchronous.simulator.run(
-        lj.asynchronous.Training(lambda i: (params, (), ()), still),
+        still(params),
         simulate.method(config),
         PROCESSES,
         1,

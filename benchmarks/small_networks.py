@@ -234,6 +234,16 @@ def trainer(
     return train
 
 
+def still(params: Any) -> lj.asynchronous.Training:
+    """Returns asynchronous workers whose steps do not move these parameters."""
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, own: Any, t: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params), opt_state, own, 0.0
+
+    return lj.asynchronous.Training(lambda i: (params, (), ()), step)
+
+
 # Sweeps
 
 

@@ -48,6 +48,7 @@ import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
 from train.compare import spread
 from train.metrics import tables
+from train.plots import plt, save, subplots
 
 
 BATCH = 32
@@ -62,30 +63,26 @@ class Entry(NamedTuple):
     """A method.
 
     Attributes:
-      make: makes it for a number of workers.
+      method: as the simulator runs it.
       period: steps after which a worker's progress is in what it has sent.
       collectives: whether it runs as a synchronous program.
     """
 
-    make: Callable[[int], at.Method]
+    method: at.Method
     period: int = PERIOD
     collectives: bool = False
 
 
-def pulls(exchange: lj.Exchange) -> Callable[[int], at.Method]:
-    return lambda workers: at.Pulls(exchange)
-
-
 METHODS = {
-    "no communication": Entry(pulls(lj.local_sgd(10**6)), 1),
-    "all-reduce": Entry(pulls(lj.local_sgd(1)), 1, True),
-    "lsgd": Entry(pulls(lj.lsgd(0.0, 0.1, PERIOD, PERIOD)), PERIOD, True),
-    "diloco": Entry(pulls(lj.diloco(PERIOD)), PERIOD, True),
-    "overlapped-diloco": Entry(pulls(lj.diloco(PERIOD, delay=DELAY))),
-    "async-lsgd": Entry(lambda workers: at.LSGD(0.0, 0.1, PERIOD, PERIOD)),
-    "async-adpsgd": Entry(lambda workers: at.ADPSGD(), 1),
-    "async-diloco": Entry(lambda workers: at.DiLoCo(PERIOD)),
-    "decoupled-diloco": Entry(lambda workers: at.DecoupledDiLoCo(PERIOD)),
+    "no communication": Entry(at.Pulls(lj.local_sgd(10**6)), 1),
+    "all-reduce": Entry(at.Pulls(lj.local_sgd(1)), 1, True),
+    "lsgd": Entry(at.Pulls(lj.lsgd(0.0, 0.1, PERIOD, PERIOD)), PERIOD, True),
+    "diloco": Entry(at.Pulls(lj.diloco(PERIOD)), PERIOD, True),
+    "overlapped-diloco": Entry(at.Pulls(lj.diloco(PERIOD, delay=DELAY))),
+    "async-lsgd": Entry(at.LSGD(0.0, 0.1, PERIOD, PERIOD)),
+    "async-adpsgd": Entry(at.ADPSGD(), 1),
+    "async-diloco": Entry(at.DiLoCo(PERIOD)),
+    "decoupled-diloco": Entry(at.DecoupledDiLoCo(PERIOD)),
 }
 
 
@@ -237,7 +234,7 @@ def measure(
     ideal = seconds / STEP
     outcome = at.simulator.run(
         training(rate, seed, workers),
-        entry.make(workers),
+        entry.method,
         nodes=workers,
         locals=1,
         steps=100 * round(ideal),
@@ -289,12 +286,8 @@ def row(runs: Sequence[Run], error: float) -> dict[str, str]:
 
 def draw(found: dict, scenarios: Sequence[str], path: pathlib.Path) -> None:
     """Draws the test errors over seconds and over MB, a column per scenario."""
-    from matplotlib import pyplot as plt
-
     size, columns = (4 * len(scenarios), 7), len(scenarios)
-    figure, axes = plt.subplots(
-        2, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = subplots(2, columns, figsize=size, sharey=True, squeeze=False)
     colors = dict(zip(METHODS, ["black", *plt.get_cmap("tab10").colors]))
     for scenario, (above, below) in zip(scenarios, axes.T):
         for name, each in found.items():
@@ -308,13 +301,11 @@ def draw(found: dict, scenarios: Sequence[str], path: pathlib.Path) -> None:
             below.loglog(mean("megabytes"), mean("errors"), **style)
         above.set(title=scenario, xlabel="simulated seconds")
         below.set(xlabel="MB sent per worker", xlim=(0.02, None))
-        above.grid(alpha=0.3, which="both")
-        below.grid(alpha=0.3, which="both")
     for left in axes[:, 0]:
         left.set_ylabel("test error of the mean, %")
     named = axes[0, 0].get_legend_handles_labels()
     figure.legend(*named, loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def main(arguments: list[str]) -> int:

@@ -29,6 +29,7 @@ from usage import add_torch, head, one_line_errors, parser, row
 
 from train import compilation_cache, settings
 from train.config import Config
+from train.plots import plt, save, subplots
 from train.run import folder
 
 
@@ -164,9 +165,7 @@ def main():
 
 def draw(found, mbits, path):
     """Draws the seconds to the error over the rate, for each method that reaches it."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = subplots(figsize=(8, 5))
     colors = plt.get_cmap("tab20").colors
     for label, color in zip(next(iter(found.values())), colors):
         shown = {"color": color, "label": label, "marker": "o"}
@@ -176,9 +175,8 @@ def draw(found, mbits, path):
             axes.loglog(mbits.values(), seconds, style, **shown)
     axes.set_xlabel("what a host sends at most, Mbit/s")
     axes.set_ylabel("seconds to the error")
-    axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 if __name__ == "__main__":
