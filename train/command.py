@@ -4,13 +4,14 @@ A command that trains for days must survive that its terminal is closed or a dis
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from train.cluster.exit_status import SIGNALED, STOPPED
+from train.cluster.exit_status import SIGNALED, STOPPED, WRONG_USAGE
 from train.cluster.output import python_only
 
 
@@ -99,6 +100,26 @@ def run(main: Callable[[list[str]], int], leaves_files: bool = False) -> int:
             return SIGNALED + signal.SIGPIPE
         print(f"error: {error}", file=sys.stderr)
         return STOPPED
+
+
+def with_status(main: Callable[..., int]) -> Callable[..., int]:
+    """Makes a command end with one line and a status where it cannot do its work.
+
+    2: wrong usage or a missing package. 1: a file cannot be read or written.
+    """
+
+    @functools.wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except BrokenPipeError:
+            raise  # `run` is silent about it
+        except (OSError, ValueError, ImportError) as error:
+            sys.stdout.flush()  # so that this line is the last one, also in a file of both
+            print(f"error: {error}", file=sys.stderr)
+            return STOPPED if isinstance(error, OSError) else WRONG_USAGE
+
+    return run
 
 
 def tell_of_lost_output(tell: Callable[[str], None]) -> None:

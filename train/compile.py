@@ -25,7 +25,7 @@ import tyro
 
 import lsgd_jax as lj
 from train import cli, command
-from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.exit_status import STOPPED, SUCCESS
 from train.cluster.session import Session
 from train.config import Config
 from train.task import inside
@@ -185,19 +185,17 @@ def parameters(config: Config) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(start["params"])
 
 
+@command.with_status
 def main(arguments: Sequence[str]) -> int:
     """Compiles and prints.
 
     Returns:
       The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
     """
-    try:
-        options, config = parse(Options, arguments, __doc__)
-        report = compiled(config, options.pod(), options.gbit / 8 * 1e9)
-        if options.figure is not None:
-            report.figure(options.figure)
-    except (ValueError, ImportError) as error:
-        return Session().leave(WRONG_USAGE, str(error))
+    options, config = parse(Options, arguments, __doc__)
+    report = compiled(config, options.pod(), options.gbit / 8 * 1e9)
+    if options.figure is not None:
+        report.figure(options.figure)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
     print(report)

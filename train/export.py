@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 
 import lsgd_jax as lj
 from train import cli, command
-from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
+from train.cluster.exit_status import SUCCESS
 from train.config import fields
 from train.data.text import Vocabulary
 from train.data.translation import Subwords
@@ -103,13 +103,10 @@ def _pixels(loaded: Loaded) -> dict[str, Any]:
     return {"shape": list(black.shape), "dtype": "float32", **colors}
 
 
+@command.with_status
 def main(arguments: Sequence[str]) -> int:
     """Exports a model. Returns the exit status: 0, 1 (not written) or 2 (wrong usage)."""
-    try:
-        cli.run(export, arguments, "python -m train.export", description=__doc__)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return STOPPED if isinstance(error, OSError) else WRONG_USAGE
+    cli.run(export, arguments, "python -m train.export", description=__doc__)
     return SUCCESS
 
 

@@ -14,7 +14,7 @@ import tyro
 
 import lsgd_jax as lj
 from train import cli, command
-from train.cluster.exit_status import SUCCESS, WRONG_USAGE
+from train.cluster.exit_status import SUCCESS
 from train.data.translation import Subwords
 from train.metrics.progress import printable
 from train.run.loading import Which, load
@@ -60,13 +60,10 @@ def sample(
     return prompt + written(*network, prompt, length, key, temperature)
 
 
+@command.with_status
 def main(arguments: Sequence[str]) -> int:
     """Prints a sample. Returns the exit status: 0 or 2 (wrong usage)."""
-    try:
-        text = cli.run(sample, arguments, "python -m train.sample", description=__doc__)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_USAGE
+    text = cli.run(sample, arguments, "python -m train.sample", description=__doc__)
     print(printable(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
     return SUCCESS
 

@@ -28,8 +28,7 @@ import tyro
 
 import lsgd_jax as lj
 from train import cli, command, compilation_cache
-from train.cluster.exit_status import STOPPED, SUCCESS, WRONG_USAGE
-from train.cluster.session import Session
+from train.cluster.exit_status import SUCCESS
 from train.config import Config, WorkersConfig
 from train.metrics import measures, tables
 from train.plots import plain_numbers, save, subplots, whole_numbers
@@ -363,10 +362,13 @@ def _binned(run: Recorded) -> tuple[np.ndarray, np.ndarray]:
     return edges[1:][count > 0], total[count > 0] / count[count > 0]
 
 
-def run(
-    options: Options, configs: dict[str, Config], console: rich.console.Console
-) -> None:
-    """Simulates all methods, and prints and writes the results."""
+@command.with_status
+def main(arguments: Sequence[str]) -> int:
+    """Simulates. Returns the exit status: 0, 1 (stopped by an error) or 2 (wrong usage)."""
+    lj.tune_cpu()  # before jax uses a device
+    options, configs = parse(arguments)
+    compilation_cache.use(say=True)
+    console = rich.console.Console(highlight=False, soft_wrap=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(configs.values()))
@@ -382,18 +384,6 @@ def run(
     if options.out is not None:
         write(options, runs, options.out)
         console.print(f"written: {options.out / OUTPUT[-1]} and the numbers beside it")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Simulates. Returns the exit status: 0, 1 (stopped by an error) or 2 (wrong usage)."""
-    lj.tune_cpu()  # before jax uses a device
-    try:
-        options, configs = parse(arguments)
-        compilation_cache.use(say=True)
-        run(options, configs, rich.console.Console(highlight=False, soft_wrap=True))
-    except (OSError, ValueError, ImportError) as error:
-        status = STOPPED if isinstance(error, OSError) else WRONG_USAGE
-        return Session().leave(status, str(error))
     return SUCCESS
 
 

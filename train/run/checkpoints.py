@@ -236,7 +236,7 @@ class Checkpoints:
 
     def best(self) -> Best | None:
         """Returns the checkpoint with the best test, or None if none was tested."""
-        return best_in(self._folder, self._policy)
+        return self._policy.best(steps_in(self._folder))
 
     def restore_latest(self, like: Callable[[dict[str, Any]], Any]) -> Checkpoint | None:
         """Restores the latest checkpoint that can be read; None if there is none.
@@ -289,11 +289,6 @@ class Checkpoints:
 def steps_in(folder: pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, sorted."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
-
-
-def best_in(folder: pathlib.Path, policy: BestAndFinite | None = None) -> Best | None:
-    """The checkpoint in a folder with the best test, or None if none was tested."""
-    return (policy or BestAndFinite(folder)).best(steps_in(folder))
 
 
 def read(

@@ -13,7 +13,7 @@ import lsgd_jax as lj
 from train import settings
 from train.config import Config
 from train.data.translation import Subwords
-from train.run.checkpoints import Unreadable, best_in, notes_of, read_model, steps_in
+from train.run.checkpoints import BestAndFinite, Unreadable, notes_of, read_model, steps_in
 from train.run.folder import CHECKPOINTS, CONFIG
 from train.task import datasets, models
 from train.task.datasets import VOCABULARIES, Vocabulary
@@ -126,7 +126,7 @@ def _step(folder: pathlib.Path, which: Which | int) -> int:
         return which
     if which not in ("best", "last"):
         raise ValueError(f"`which` must be best, last or a step, got {which=}")
-    best = best_in(folder / CHECKPOINTS) if which == "best" else None
+    best = BestAndFinite(folder / CHECKPOINTS).best(steps) if which == "best" else None
     return steps[-1] if best is None else best.step
 
 
