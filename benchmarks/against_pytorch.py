@@ -34,7 +34,6 @@ from jax import lax
 from side_by_side import Step, in_turns, on_random_images, ratios
 from usage import (
     add_torch,
-    free_port,
     head,
     median,
     one_line_errors,
@@ -44,6 +43,7 @@ from usage import (
 
 import lsgd_jax as lj
 from train.config import WorkersConfig
+from train.launch import free_port
 from train.task import layers
 
 

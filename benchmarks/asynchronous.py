@@ -25,7 +25,6 @@ import argparse
 import functools
 import math
 import os
-import signal
 import statistics
 import sys
 import time
@@ -238,7 +237,6 @@ def main():
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if not options.rate or options.address:
         return compare(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     with (
         limited_hosts(WORKERS, options.rate) as hosts,
         ray_on(hosts, options.store) as address,

@@ -28,11 +28,12 @@ import optax
 from against_pytorch import CORES, Peers
 from gpu import NEVER, Pulling, sizes_of
 from side_by_side import in_turns, on_random_images, ratios
-from usage import free_port, head, median, parser, row
+from usage import head, median, parser, row
 
 import lsgd_jax as lj
 from configs.cifar10_cnn7 import CONFIG
 from train.config import WorkersConfig
+from train.launch import free_port
 from train.task import methods
 
 

@@ -37,9 +37,10 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from side_by_side import Step, in_turns, ratios
-from usage import free_port, head, parser, row
+from usage import head, parser, row
 
 import lsgd_jax as lj
+from train.launch import free_port
 from train.task.transformer import Transformer
 
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,7 @@ def limited_hosts(count: int, rate: str) -> Iterator[Hosts]:
     if os.getuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("error: limited hosts need Linux, root, and iproute2", file=sys.stderr)
         sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     hosts, bridge = Hosts([f"lsgd{TAG}-{i}" for i in range(count)]), f"lsgd{TAG}"
     folders = [pathlib.Path("/etc/netns") / name for name in hosts.names]
     # The bucket must hold what the link sends between two ticks of the kernel's clock.

@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import math
-import signal
 import sys
 import time
 from typing import Any
@@ -137,7 +136,6 @@ def main() -> None:
     options = words.parse_args()
     if options.worker is not None:
         return work(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     with limited_hosts(PROCESSES, options.rate) as hosts:
         with hosts.run_again() as processes:
             failed = [process.wait() for process in processes]

@@ -17,7 +17,6 @@ time_to_error.png, the seconds over the rate, into RACES.
 import json
 import math
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
@@ -143,7 +142,6 @@ def main():
         )
     if options.worker is not None:
         return work(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down
     out = pathlib.Path(options.races)
     with one_line_errors():
         limited = {rate: bits_of(rate) / 1e6 for rate in options.rates if rate != "none"}

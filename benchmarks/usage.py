@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import socket
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,13 +30,6 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def free_port() -> int:
-    """Returns a port of this machine that is free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def row(*cells: object) -> None:
