@@ -1,6 +1,5 @@
 """Opening a run: everything that training needs, before the first step."""
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from train.run import folder as run_folder
 from train.run import resharding
 from train.run.checkpoints import Checkpoints
 from train.run.lock import RunLock
-from train.run.resharding import Resizing, Restored
+from train.run.resharding import Restored
 from train.run.result import Tested, where
 from train.run.stopwatch import Pace, Stopwatch
 from train.task.asynchronous import AsynchronousExperiment
@@ -33,49 +32,66 @@ from train.task.experiment import BaseExperiment, Experiment
 MANY = 128  # workers per process above which placing them takes a while
 
 
-@dataclasses.dataclass
 class Run:
-    """An open run. Training changes only `state`, `step` and the last four attributes.
+    """An open run. Training changes only `state`, `step` and the last three attributes.
 
-    Attributes:
+    Args:
       config: the configuration.
       session: this process among the processes of the run.
       experiment: the configuration, built.
       folder: the run folder.
+      start: the starting point.
+      checkpoints: the checkpoints in the run folder.
+      metrics: the log of metrics in the run folder.
+      progress: messages and progress on the screen.
+      lock: holds the run folder; None in all processes but the main one.
+
+    Attributes:
       state: the training state after `step` steps, see `train.task.state`.
       step: steps taken.
       resizing: how the grid of workers has changed, or None.
-      checkpoints: the checkpoints in the run folder.
       stopwatch: seconds of training; started with it.
       pace: steps per second.
-      metrics: the log of metrics in the run folder.
       buffer: measurements that are not in the log yet.
-      progress: messages and progress on the screen.
       stop_signals: Ctrl-C and SIGTERM.
-      lock: holds the run folder; None in all processes but the main one.
       lowest: the first measure of the best test that has a checkpoint, otherwise inf.
       last_test: the step of the latest test of this session and its result, or None.
       center: the center of the current state, if `find_center` has computed it.
     """
 
-    config: Config
-    session: Session
-    experiment: BaseExperiment
-    folder: pathlib.Path
-    state: Any
-    step: int
-    resizing: Resizing | None
-    checkpoints: Checkpoints
-    stopwatch: Stopwatch
-    pace: Pace
-    metrics: MetricsLog
-    buffer: MetricsBuffer
-    progress: Progress
-    stop_signals: StopSignals
-    lock: RunLock | None
-    lowest: float
-    last_test: tuple[int, Tested] | None = None
-    center: dict[str, Any] | None = None
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        experiment: BaseExperiment,
+        folder: pathlib.Path,
+        start: Restored,
+        checkpoints: Checkpoints,
+        metrics: MetricsLog,
+        progress: Progress,
+        lock: RunLock | None,
+    ):
+        self.config, self.session, self.experiment = config, session, experiment
+        self.folder, self.checkpoints, self.metrics = folder, checkpoints, metrics
+        self.progress, self.lock = progress, lock
+        self.state: Any = start.state
+        self.step, self.resizing = start.step, start.resizing
+        self.stopwatch = Stopwatch(start.seconds, start.compile_seconds)
+        every = config.log_every
+        self.pace = Pace(at_least=every // 2)
+        self.buffer = MetricsBuffer(
+            experiment.workers,
+            start.state.opt_state,
+            start.recent,
+            start.step,
+            start.losses,
+            closes=lambda step: min(-(-step // every) * every, config.steps),
+        )
+        self.stop_signals = StopSignals(session)
+        best = lambda: "inf" if (x := checkpoints.best()) is None else repr(x.value)
+        self.lowest = float(session.of_main(best))
+        self.last_test: tuple[int, Tested] | None = None
+        self.center: dict[str, Any] | None = None
 
     def find_center(self) -> dict[str, Any]:
         """The variables of the center, computed once for a test and a checkpoint.
@@ -155,43 +171,17 @@ def open_run(config: Config, session: Session | None = None) -> Run:
             f"{start.step} steps have been taken already, more than --steps "
             f"{config.steps}: the run takes no more"
         )
-    others, every = [], config.log_every
+    others = []
     if config.wandb is not None and session.is_main:
         own = config.wandb, folder, fields(config)
         others.append(trackers.WeightsAndBiases(*own, progress.warn_here))
+    metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, others)
     run = Run(
-        config=config,
-        session=session,
-        experiment=experiment,
-        folder=folder,
-        state=start.state,
-        step=start.step,
-        resizing=start.resizing,
-        checkpoints=checkpoints,
-        stopwatch=Stopwatch(start.seconds, start.compile_seconds),
-        pace=Pace(at_least=config.log_every // 2),
-        metrics=MetricsLog(folder, progress.warn_here, session.is_main, check, others),
-        buffer=MetricsBuffer(
-            experiment.workers,
-            start.state.opt_state,
-            start.recent,
-            start.step,
-            start.losses,
-            closes=lambda step: min(-(-step // every) * every, config.steps),
-        ),
-        progress=progress,
-        stop_signals=StopSignals(session),
-        lock=lock,
-        lowest=float(session.of_main(lambda: _lowest(checkpoints))),
+        config, session, experiment, folder, start, checkpoints, metrics, progress, lock
     )
     session.where = lambda: where(config, folder, run.step)
     tell_of_lost_output(lambda text: run.write("warning", text=text))
     return run
-
-
-def _lowest(checkpoints: Checkpoints) -> str:
-    best = checkpoints.best()
-    return "inf" if best is None else repr(best.value)
 
 
 def hold(folder: pathlib.Path, session: Session, progress: Progress) -> RunLock | None:
