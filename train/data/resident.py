@@ -29,6 +29,7 @@ class Resident:
       data: the training examples on the devices: each worker's own part, or all of them in
         a `Shared`.
       test_batches: all test examples: (images, labels, whether one counts) [W, b, ...].
+      steps_per_epoch: number of steps in which a worker sees its examples once.
       most_in_flight: number of steps that may be in flight. They need little memory, but a
         request to stop the run waits for them.
     """
@@ -44,6 +45,7 @@ class Resident:
         test_batch: int,
     ):
         self._sampler, self._workers = sampler, workers
+        self.steps_per_epoch = sampler.steps_per_epoch
         train = tuple(dataset.train)
         if parts is None:
             self.data = workers.share(train)

@@ -51,6 +51,7 @@ class Stream:
 
     Attributes:
       data: (), because nothing stays on the devices.
+      steps_per_epoch: number of steps in which a worker sees its examples once.
       most_in_flight: number of steps that may be in flight; each keeps its batch.
 
     Raises:
@@ -75,6 +76,7 @@ class Stream:
         same_everywhere: Callable[[str], bool] = lambda text: True,
     ):
         self._folder, self._sampler, self._workers = folder, sampler, workers
+        self.steps_per_epoch = sampler.steps_per_epoch
         self._parts, self._seed = parts, seed
         self._threads, self._ahead, self._warn = threads, ahead, warn
         self._lock = threading.Lock()

@@ -257,7 +257,7 @@ class BaseExperiment(abc.ABC):
           params: the parameters of the model.
           stats: statistics of the right shapes.
         """
-        count = min(REESTIMATE_BATCHES, self.forward.steps_per_epoch)
+        count = min(REESTIMATE_BATCHES, self.forward.source.steps_per_epoch)
         keys = self.workers.put(self.task.keys())
         shared, add = lj.Shared((params, stats)), self.backlog().add
         seen = [

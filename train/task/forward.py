@@ -18,7 +18,6 @@ class Forward(Protocol):
       source: the source of batches: a `Resident`, a `Stream` or `Windows`.
       sizes: sizes of the data by name, such as the number of training images.
       guess: the first measure of a test's result for a model that guesses uniformly.
-      steps_per_epoch: number of steps in which a worker sees about as much data as it has.
       kept: contents of the files in the run folder that describe the data, by name. A run
         resumes only with the same contents.
     """
@@ -27,7 +26,6 @@ class Forward(Protocol):
     source: Any
     sizes: dict[str, int]
     guess: float
-    steps_per_epoch: int
     kept: dict[str, str]
 
     def init(self, key: Array) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class ImageForward(Forward):
             "classes": data.num_classes,
         }
         self.guess = 100 * (1 - 1 / data.num_classes)
-        self.steps_per_epoch, self.kept = sampler.steps_per_epoch, {}
+        self.kept = {}
 
     def init(self, key: Array) -> dict[str, Any]:
         return dict(self.model.init(key, self._example, train=False))

@@ -44,8 +44,6 @@ class TextForward(Forward):
             "vocabulary": size,
         }
         self.guess = math.log(size)
-        tokens = config.batch_size * data.context
-        self.steps_per_epoch = max(1, self.source.size // tokens)
         self.kept = {VOCABULARY: self.vocabulary.to_json(text_sha256=text.sha256)}
 
     def init(self, key: Array) -> dict[str, Any]:

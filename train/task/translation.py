@@ -52,7 +52,6 @@ class TranslationForward(Forward):
             "vocabulary": size,
         }
         self.guess = math.log(size)
-        self.steps_per_epoch = sampler.steps_per_epoch
         self.kept = {VOCABULARY: self.vocabulary.to_json(text_sha256=data.sha256)}
         if not is_installed("sacrebleu"):
             warn(f"without BLEU, because sacrebleu {INSTALL}")
