@@ -321,8 +321,9 @@ LIMITS = {
     # Leaves are cut into chunks of 4 entries in this table.
     r"workers.* (sparse_diloco|sparta)": (10.0, 1.3, 120),
     # All rounds of a graph count, of which a step takes one.
-    rf"workers.* ({GRAPHS}|noloco)": (7.5, 2.0, 60),
-    r"workers.* (desloc|post_local_sgd|diloco.radial|lsgd_by_peers|wagma)": (8.0, 1.1, 60),
+    rf"workers.* ({GRAPHS}|noloco)(\+.*)?": (7.5, 2.0, 60),
+    r"workers.* (desloc|post_local_sgd|diloco.radial|lsgd_by_peers)": (8.0, 1.1, 60),
+    r"workers.* wagma.*": (8.0, 1.1, 60),
     # Each device works on 1/W of the coordinates of all workers.
     r"workers.* (coordinate_median|licm|robust.*|cge.*)": (4.0, 1.1, 60),
     r"workers.* .*(streaming|layers)": (4.0, 1.1, 120),
