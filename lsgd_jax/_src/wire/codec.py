@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from lsgd_jax._src.trees import Tree, is_float, widened
+from lsgd_jax._src.trees import Tree, finite_part, is_float, widened
 from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire
@@ -86,8 +86,9 @@ class Codec:
 
     def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
         """The message for the buffers."""
-        coded = enumerate(zip(buffers, self._layouts))
-        sent = [self._wire.encode(x, where, self.key(key, b)) for b, (x, where) in coded]
+        coded = list(map(finite_part, buffers[: self.coded]))
+        keys = [self.key(key, b) for b in range(self.coded)]
+        sent = list(map(self._wire.encode, coded, self._layouts, keys))
         return sent + buffers[self.coded :]
 
     def decode_buffers(self, message: Message) -> list[Array]:

@@ -271,9 +271,11 @@ class EncodedGroup(Group):
         """By shares; the error of the sum of a share is its owner's."""
         coded, plain = owed[: codec.coded], owed[codec.coded :]
         keys = [codec.key(key, b) for b in range(codec.coded)]
-        sums, e = narrow_sums.add_up(coded, keys, self._wire, self._across)
+        add_up = lambda x, key: narrow_sums.add_up(x, key, self._wire, self._across)
+        found = list(map(add_up, coded, keys))
         exact, count = self._gathered_sums(plain, where, lambda sent: sent)
-        return sums + exact, e + list(map(jnp.zeros_like, plain)), count
+        sums = [total for total, _ in found] + exact
+        return sums, [e for _, e in found] + list(map(jnp.zeros_like, plain)), count
 
     def _sums_on_two_levels(
         self, add_up: Callable, codec: Codec, owed: list[Array], where: Array, key: Any

@@ -46,47 +46,39 @@ def pays(sizes: Sequence[int], wire: Wire, workers: int) -> bool:
     return workers * message > max(2 * padded, SMALL)
 
 
-def add_up(
-    buffers: Sequence[Array], keys: Sequence[Array | None], wire: Wire, group: Any
-) -> tuple[list[Array], list[Array]]:
-    """Sums over all workers, of float buffers of any shapes.
+def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, Array]:
+    """Sums a buffer over all workers.
 
     Args:
-      buffers: finite; 0 for a worker that does not take part.
-      keys: for each buffer a random key, None to round to nearest.
+      x: finite floats of any shape; 0 for a worker that does not take part.
+      key: a random key, None to round to nearest.
       wire: a format of integers, or 'bfloat16'.
       group: the `Group` of the workers.
 
     Returns:
-      (sums, errors): the sums in float32, the same bits on all workers; this worker's
-      errors, of its message and of the sum of its share.
+      (sum, error): the sum in float32, the same bits on all workers; this worker's error,
+      of its message and of the sum of its share.
     """
-    size, me = group.size, group.index
-    cuts, layouts = zip(*(shares(x.shape, size, wire) for x in buffers))
-    encode = lambda arrays, keys: list(map(wire.encode, arrays, layouts, keys))
-    decode = lambda messages: list(map(wire.decode, messages, layouts))
+    cut, layout = shares(x.shape, group.size, wire)
+    decode = lambda message: wire.decode(message, layout)
 
-    rows = [cut.rows(x.astype(jnp.float32)) for cut, x in zip(cuts, buffers)]
-    sent = encode(rows, keys)
-    left = map(jnp.subtract, rows, decode(sent))
+    rows = cut.rows(x.astype(jnp.float32))
+    sent = wire.encode(rows, layout, key)
+    left = rows - decode(sent)
     arrived = jax.tree.map(group.transpose, sent)
 
-    def add(i: Array, totals: list[Array]) -> list[Array]:
+    def add(i: Array, total: Array) -> Array:
         row = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
-        return list(map(jnp.add, totals, decode(jax.tree.map(row, arrived))))
+        return total + decode(jax.tree.map(row, arrived))
 
-    nothing = [jnp.zeros(x.shape[1:], jnp.float32) for x in rows]
-    totals = list(map(finite_part, lax.fori_loop(0, size, add, nothing)))
-    coded = encode(totals, [None if key is None else folded(key, 1) for key in keys])
-    errors = map(jnp.subtract, totals, decode(coded))
-
-    def add_own(left: Array, error: Array) -> Array:
-        own = lax.dynamic_index_in_dim(left, me, keepdims=False) + error
-        return lax.dynamic_update_index_in_dim(left, own, me, 0)
-
-    whole = lambda rows: [cut.array(found) for cut, found in zip(cuts, rows)]
+    nothing = jnp.zeros(rows.shape[1:], jnp.float32)
+    total = finite_part(lax.fori_loop(0, group.size, add, nothing))
+    coded = wire.encode(total, layout, None if key is None else folded(key, 1))
+    own = lax.dynamic_index_in_dim(left, group.index, keepdims=False)
+    own = own + total - decode(coded)
+    errors = lax.dynamic_update_index_in_dim(left, own, group.index, 0)
     sums = decode(jax.tree.map(group.gather, coded))
-    return whole(sums), whole(map(add_own, left, errors))
+    return cut.array(sums), cut.array(errors)
 
 
 def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layout]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
-from lsgd_jax._src.trees import finite_part, widened
+from lsgd_jax._src.trees import widened
 from lsgd_jax._src.wire.packing import Packing
 
 
@@ -85,11 +85,11 @@ class TopK:
         return Chunks(shape, leaves, chunk, kept, chunks * kept + min(kept, rest))
 
     def encode(self, x: Array, chunks: "Chunks", key: Array | None = None) -> "Entries":
-        """Encodes a buffer of floats, leaf by leaf."""
+        """Encodes a buffer of finite floats, leaf by leaf."""
         del key
 
         def leaf(flat: Array) -> Entries:
-            flat, indices = finite_part(widened(flat)), None
+            flat, indices = widened(flat), None
             if chunks.count < flat.size:
                 # Behind the end of the leaf nothing is large enough to be sent.
                 gap = -flat.size % chunks.chunk

@@ -10,7 +10,6 @@ from jax import Array, lax
 
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.shared import Axes
-from lsgd_jax._src.trees import finite_part
 from lsgd_jax._src.wire.blocks import Along, Elements, Layout, Rows
 from lsgd_jax._src.wire.packing import Packing, is_large
 from lsgd_jax._src.wire.top_k import TopK
@@ -149,14 +148,14 @@ class Wire:
         return along if 2 * along.block >= self.block else None
 
     def encode(self, x: Array, layout: Layout, key: Array | None = None) -> "Coded":
-        """Encodes a buffer of floats.
+        """Encodes a buffer of finite floats.
 
         Args:
           x: the buffer.
           layout: its blocks.
           key: random key for stochastic rounding; None rounds to nearest.
         """
-        blocks = layout.blocks(finite_part(x.astype(jnp.float32)))
+        blocks = layout.blocks(x.astype(jnp.float32))
         added = noise(blocks.shape, self, key)
         codes, scales = quantized(blocks, self, added, layout.along)
         return Coded(packed(layout.sent(codes), self, layout.along), scales)
