@@ -134,13 +134,16 @@ def draw_nodes(axes, title, groups, color):
     axes.axis("off")
 
 
-def draw_leaders(axes):
-    """Left the pulls inside the nodes, right those of all workers."""
-    near, far = axes
-    draw_nodes(near, "every 4 steps: to the best of the node", GROUPS, COLORS[2])
-    draw_nodes(far, "every 16 steps: to the best of all", {3: range(8)}, "#C05000")
-    near.text(1.95, -0.68, "number: loss of a worker", ha="center", fontsize=11)
-    far.text(1.95, -0.68, "star: the lowest loss", ha="center", fontsize=11)
+def draw_near(axes):
+    """The pulls inside the nodes."""
+    draw_nodes(axes, "every 4 steps: to the best of the node", GROUPS, COLORS[2])
+    axes.text(1.95, -0.68, "number: loss of a worker", ha="center", fontsize=11)
+
+
+def draw_far(axes):
+    """The pulls of all workers."""
+    draw_nodes(axes, "every 16 steps: to the best of all", {3: range(8)}, "#C05000")
+    axes.text(1.95, -0.68, "star: the lowest loss", ha="center", fontsize=11)
 
 
 def draw_star(middle, title, style="<|-|>"):
@@ -365,14 +368,17 @@ def draw_families():
 
 def draw_lsgd():
     """Which worker is pulled to which, and below it the parameters of four workers."""
-    figure, axes = plt.subplots(1, 2, figsize=(8.4, 2.7))
-    draw_leaders(axes)
-    figure.subplots_adjust(0, 0, 1, 0.9, wspace=0.02)
-    save(figure, "leaders")
+    # Two pictures stand side by side, or below each other on a phone.
+    for name, draw in (("leader_of_node", draw_near), ("leader_of_all", draw_far)):
+        figure, axes = plt.subplots(figsize=(4.2, 2.7))
+        draw(axes)
+        figure.subplots_adjust(0, 0, 1, 0.9)
+        save(figure, name)
 
     figure = plt.figure(figsize=(8.4, 5.2))
     grid = figure.add_gridspec(2, 2, height_ratios=[1, 0.8], hspace=0.25, wspace=0.02)
-    draw_leaders([figure.add_subplot(grid[0, i]) for i in range(2)])
+    draw_near(figure.add_subplot(grid[0, 0]))
+    draw_far(figure.add_subplot(grid[0, 1]))
     curves = figure.add_subplot(grid[1, :])
     method = lj.lsgd(0.3, 0.3, local_period=4, global_period=16)
     path, states = trained(optax.chain(optax.sgd(RATE), method), gradients())
