@@ -57,9 +57,11 @@ def is_key(x):
         # The best two of each node; the best four of one node, two of which must move.
         ((2, 4), (2, 2), [9, 1, 8, 2, 7, 3, 6, 4], [1, 3, 5, 7]),
         ((2, 4), (2, 2), [1, 3, 2, 4, 9, 8, 7, 6], [0, 2, 1, 3]),
+        ((1, 4), (1, 1), [4, 3, 1, 2], [2]),
         # More: copies of the node's leader; in a new node, of the leader of all.
         ((1, 4), (2, 4), [4, 3, 1, 2], [0, 1, 2, 3, 2, 2, 2, 2]),
         ((2, 2), (2, 3), [4, 3, 1, 2], [0, 1, 1, 2, 3, 2]),
+        ((1, 1), (1, 4), [5], [0, 0, 0, 0]),
         # Odd: every worker that fits stays; the last place is a copy of the leader.
         ((2, 4), (3, 3), [1, 2, 3, 4, 0, 5, 6, 7], [0, 1, 2, 4, 5, 6, 3, 7, 4]),
         ((3, 1), (1, 5), [2, 0, 1], [0, 1, 2, 1, 1]),
