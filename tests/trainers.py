@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import psutil
 import pytest
 import tiny
 
@@ -159,6 +160,11 @@ class Trainers:
 
     def send(self, number, process):
         self._processes[process].send_signal(number)
+
+    def started(self):
+        """The processes that the trainers have started so far, such as those of Ray."""
+        each = [psutil.Process(process.pid) for process in self._processes]
+        return [child for parent in each for child in parent.children(recursive=True)]
 
     def printed(self, process):
         return self._files[process].read_text()

@@ -174,7 +174,7 @@ def test_kill_9_of_a_part_of_ray_ends_the_command_in_one_line(part, tmp_path):
     is_part = lambda x: part in f"{x.name()} {x.cmdline()[0]}"
     with Trainers(tmp_path / "out", arguments, [([], {})], before=TINY) as driver:
         driver.until(lambda: list((run / "checkpoints").glob("[1-9]*[0-9]")))
-        everything = psutil.Process().children(recursive=True)
+        everything = driver.started()
         (victim,) = [x for x in everything if is_part(x)]
         victim.kill()
         assert driver.end() == [LOST], driver.printed(0)

@@ -24,7 +24,7 @@ def test_a_run_survives_a_killed_worker_and_resumes_after_a_stop(tmp_path):
     paces = lambda: events(tmp_path / "run", "pace")
     with start(tmp_path, "--steps", "100000", "--workers.inside", "fsdp=2") as trainer:
         trainer.until(lambda: len(paces()) > 2)
-        everything = psutil.Process().children(recursive=True)
+        everything = trainer.started()
         of_ray = [x for x in everything if "ray::WorkerActor" in x.cmdline()[0]]
         of_ray[0].kill()
         trainer.until(lambda: len(paces()[-1]["present"]) == 2)
