@@ -246,7 +246,7 @@ SCENARIOS: dict[str, Callable[[Task, int], Setting]] = {
 
 # Results
 
-# Of each method, scenario and seed: 'center', 'best worker' and the last 'rates'.
+# 'center', 'best worker' and the last 'rates' by method, scenario and seed.
 Results = dict[str, dict[str, list[dict[str, Any]]]]
 
 

@@ -307,7 +307,7 @@ class Experiment(BaseExperiment):
         return self._config.method.exchanges(rate)
 
     def phase(self, step: int) -> lj.Phase | None:
-        """What the method does at a step, from 1; None if one program serves all steps."""
+        """The phase of a step, from 1; None if one program serves all steps."""
         is_static = self._config.static_phases
         if is_static is None:
             # On CPUs a program for each phase costs more to compile than it saves.

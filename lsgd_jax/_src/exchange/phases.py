@@ -16,7 +16,7 @@ from lsgd_jax._src.exchange.kernel import Pull
 
 
 class Phase(NamedTuple):
-    """What the pulls of a method do at a step, by their indices; hashable.
+    """The pulls of a method that act at a step, by their indices; hashable.
 
     Attributes:
       sends: the pulls that communicate: those with a delay at the start of the step, about

@@ -30,7 +30,7 @@ from lsgd_jax._src.wire import narrow_sums
 from lsgd_jax._src.wire.codec import Codec, Message, draws, is_coded
 from lsgd_jax._src.wire.collectives import Permutation
 from lsgd_jax._src.wire.group import Group
-from lsgd_jax._src.wire.packing import Cut, Packing, is_large
+from lsgd_jax._src.wire.packing import Packing
 from lsgd_jax._src.wire.top_k import TopK
 from lsgd_jax._src.wire.wire import Wire
 
@@ -73,7 +73,7 @@ class WireState(NamedTuple):
         return WireState(reference, nothing(self.error))
 
 
-# Of each buffer the sum of all messages, and this worker's error; the number of workers.
+# The sums of all messages and this worker's errors, by buffer; the number of workers.
 Sums = tuple[list[Array], list[Array], Array]
 
 
@@ -286,7 +286,7 @@ class EncodedGroup(Group):
         the node's sum, and its error.
         """
         inside, (coded, plain) = self._inside, (owed[: codec.coded], owed[codec.coded :])
-        cuts = [self._cut_inside(x.shape) for x in coded]
+        cuts = [self._wire.cut(x.shape, inside.size) for x in coded]
         parts = [inside.scatter(cut.rows(x))[0] for cut, x in zip(cuts, coded)]
         across = Codec(parts, self._wire, codec.shards[: codec.coded])
         sums, e, _ = add_up(across, across.pack(parts), jnp.asarray(True), key)
@@ -301,12 +301,6 @@ class EncodedGroup(Group):
         exact = list(map(self.add, plain))
         count = self.add(where.astype(jnp.float32))
         return sums + exact, e + list(map(jnp.zeros_like, plain)), count
-
-    def _cut_inside(self, shape: tuple[int, ...]) -> Cut:
-        """How a buffer is cut among the workers of a node; small ones between blocks."""
-        if is_large(shape) and len(shape) > 1:
-            return Cut.of(shape, self._inside.size)
-        return Cut.flat(shape, self._inside.size, self._wire.block)
 
     def _gathered_sums(
         self, sent: Message, where: Array, read: Callable[[Message], Tree]

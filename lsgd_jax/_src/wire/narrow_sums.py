@@ -20,7 +20,7 @@ from jax import Array, lax
 from lsgd_jax._src.trees import finite_part
 from lsgd_jax._src.wire.blocks import Layout
 from lsgd_jax._src.wire.codec import folded
-from lsgd_jax._src.wire.packing import Cut, is_large
+from lsgd_jax._src.wire.packing import Cut
 from lsgd_jax._src.wire.wire import Wire, block_nbytes
 
 
@@ -84,15 +84,15 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
 def shares(shape: tuple[int, ...], workers: int, wire: Wire) -> tuple[Cut, Layout]:
     """How a buffer is cut into a share for each worker, and a share into blocks.
 
-    A large leaf keeps its shape if it can. Flattened, XLA for TPUs would lay it out anew.
+    Shares of a large leaf that are too small for blocks along an axis are flat.
 
     >>> import lsgd_jax as lj
     >>> cut, layout = shares((4096, 512), 8, lj.Wire("int8"))
     >>> cut.part, layout
     ((512, 512), Along(shape=(512, 512), axis=0, block=256))
     """
-    cut = Cut.of(shape, workers)
-    if is_large(shape) and (layout := wire.along_leading(cut.part)):
+    cut = wire.cut(shape, workers)
+    if (layout := wire.along_leading(cut.part)) is not None:
         return cut, layout
     cut = Cut.flat(shape, workers, wire.block)
     return cut, wire.along(cut.part)

@@ -173,7 +173,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def flat(cls, shape: tuple[int, ...], parts: int, block: int = 1) -> "Cut":
-        """Of the flattened array, each part a multiple of `block` elements."""
+        """Flat parts, each a multiple of `block` elements."""
         blocks = -(-math.prod(shape) // (block * parts))
         return cls(shape, parts, None, (blocks * block,))
 

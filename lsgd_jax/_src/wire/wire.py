@@ -11,7 +11,7 @@ from jax import Array, lax
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.wire.blocks import Along, Elements, Layout, Rows
-from lsgd_jax._src.wire.packing import Packing, is_large
+from lsgd_jax._src.wire.packing import Cut, Packing, is_large
 from lsgd_jax._src.wire.top_k import TopK
 
 
@@ -147,6 +147,15 @@ class Wire:
         along = Along.of(shape, self.block, end=-1)
         return along if 2 * along.block >= self.block else None
 
+    def cut(self, shape: tuple[int, ...], parts: int) -> Cut:
+        """How a buffer is cut into parts: a large leaf along an axis, others into blocks.
+
+        Flattened, XLA for TPUs would lay a large leaf out anew.
+        """
+        if is_large(shape) and len(shape) > 1:
+            return Cut.of(shape, parts)
+        return Cut.flat(shape, parts, self.block)
+
     def encode(self, x: Array, layout: Layout, key: Array | None = None) -> "Coded":
         """Encodes a buffer of finite floats.
 
@@ -184,7 +193,7 @@ class Coded(NamedTuple):
 
 
 def noise(shape: tuple[int, ...], wire: Wire, key: Array | None) -> Any:
-    """What stochastic rounding adds to blocks of that shape; None rounds to nearest."""
+    """The noise of stochastic rounding for blocks of a shape; None rounds to nearest."""
     if key is None:
         return None
     if wire.format == "bfloat16":

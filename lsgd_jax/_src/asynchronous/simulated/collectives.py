@@ -19,7 +19,7 @@ from lsgd_jax._src.asynchronous.engine.transport import Transport, retrieved
 
 @dataclasses.dataclass
 class Meeting:
-    """What each member has brought to a collective, and the call of its result."""
+    """The contributions to a collective by member, and the call of its result."""
 
     brought: dict[int, Any] = dataclasses.field(default_factory=dict)
     result: asyncio.Future | None = None
