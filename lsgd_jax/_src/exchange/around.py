@@ -107,12 +107,9 @@ class Around:
         if self._loss is None or callable(self._loss):
             return self._loss and self._loss(results)
         path, state = _path(self._loss), at(results, place)
-        others = [child for _, child in _children(results) if child is not state]
-        if (
-            len(others) == 1
-            and isinstance(path[0], str)
-            and getattr(others[0], "shape", None) == ()
-        ):
+        others = [x for _, x in _children(results) if place and x is not state]
+        is_lone = len(others) == 1 and getattr(others[0], "shape", None) == ()
+        if is_lone and isinstance(path[0], str):
             return others[0]  # the only scalar needs no name
         for tree in (results, *others):
             try:
