@@ -215,6 +215,11 @@ def parts_of(axis: str) -> tuple[str, str, str]:
     return axis, DEVICE.format(axis), SLOT.format(axis)
 
 
+def unsplit(name: str) -> str:
+    """The name of the axis of which a bound name may be a part."""
+    return name.removesuffix(DEVICE.format("")).removesuffix(SLOT.format(""))
+
+
 def is_bound(name: str) -> bool:
     """Whether an axis name is bound in the function that is being traced."""
     try:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src import layouts
 from lsgd_jax._src.explicit import explicit_axes
-from lsgd_jax._src.shared import WORKER_AXES, check_rows, naming, one_worker, shared_flags
+from lsgd_jax._src.shared import check_rows, naming, one_worker, shared_flags
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.workers import uniform
 from lsgd_jax._src.workers.device_grid import Slots, leading_axis_over
@@ -64,13 +65,9 @@ class Grid(NamedTuple):
         return one.update(sharding=sharding)
 
     @property
-    def of_workers(self) -> AbstractMesh:
-        """A mesh like this one, with one device for every worker."""
-        if self.names:
-            return self.mesh.abstract_mesh
-        names = (*WORKER_AXES, *self.inside)
-        sizes = (self.nodes, self.locals, *self.inside.values())
-        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    def sizes(self) -> dict[str, int]:
+        """The names and sizes of the axes of workers, on the mesh and vmapped."""
+        return {name: self.mesh.shape[name] for name in self.axes} | dict(self.slots)
 
     def check(self, tree: Tree) -> None:
         """Raises ValueError unless all leaves but shared ones have a leading axis of W."""
@@ -100,13 +97,11 @@ def compiled(
             one = structure.unflatten(map(grid.typed, jax.tree.leaves(one), leaves, flags))
             shardings = ()
         found = layouts.Layouts(one, map(grid.spec_of, shardings, flags))
-        flat = lambda *leaves: jax.tree.leaves(call(*structure.unflatten(leaves)))
         with layouts.known(found), naming(grid.names):
-            workers = tuple(grid.names.values()) or WORKER_AXES
-            outputs = uniform.trace(call, one, grid.of_workers, workers)
+            traced, outputs = _trace(call, one, grid)
             nothing = [None] * len(jax.tree.leaves(outputs))
             specs = nothing if grid.is_explicit else found.of_leaves(outputs)
-            spmd = _spmd(flat, grid, flags, shared_flags(outputs), specs)
+            spmd = _spmd(traced, grid, flags, shared_flags(outputs), specs)
             return jax.tree.unflatten(jax.tree.structure(outputs), spmd(*leaves))
 
     @functools.lru_cache
@@ -116,6 +111,54 @@ def compiled(
 
     tells = grid.is_explicit or not grid.inside
     return jitted(()) if tells else _PerSharding(fn, jitted, static)
+
+
+def _trace(
+    fn: Callable, args: Sequence[Tree], grid: Grid
+) -> tuple[Callable[..., list[Any]], Tree]:
+    """Traces the function of one worker, once, and checks that it cannot hang.
+
+    A function may keep arrays of its first trace, as lazily built layers do. Therefore its
+    jaxpr runs on the devices, and the function itself is not called again.
+
+    Args:
+      fn: the function, written for one worker.
+      args: trees of one worker's values: anything with a shape, a dtype and a weak type.
+      grid: the positions of the workers.
+
+    Returns:
+      A function (arrays) -> arrays that evaluates the jaxpr inside a `jax.shard_map` and
+      `jax.vmap`s with the axes of the grid, and the tree of its results, of
+      `jax.ShapeDtypeStruct`.
+    """
+    one = jax.shard_map(
+        fn,
+        mesh=grid.mesh,
+        in_specs=Spec(),
+        out_specs=Spec(),
+        axis_names=set(grid.axes),
+        check_vma=False,
+    )
+    traced, outputs = jax.make_jaxpr(one, axis_env=grid.slots, return_shape=True)(*args)
+    uniform.check(traced.jaxpr, args, outputs, grid.sizes)
+    (mapped,) = traced.eqns
+    body = jaxpr_as_fun(ClosedJaxpr(mapped.params["jaxpr"], ()))
+
+    def run(*leaves: Any) -> list[Any]:
+        names = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
+        values = dict(zip(names, (*traced.consts, *leaves)))
+        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+        return list(map(_as_array, body(*map(read, mapped.invars)), types))
+
+    types = jax.tree.leaves(outputs)
+    return run, outputs
+
+
+def _as_array(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The result of a jaxpr, which may be a literal, as an array."""
+    if isinstance(x, jax.Array):
+        return x
+    return jnp.asarray(x, None if like.weak_type else like.dtype)
 
 
 def _check_context(mesh: Mesh) -> None:

@@ -3,9 +3,9 @@
 A branch that only some workers take must not contain collectives: the workers in it would
 wait for the others forever. And a `Shared` must be equal on all workers, because it is
 stored once. jax checks neither (`Workers` compiles with ``check_vma=False``, and the types
-that this option checks ignore the predicate of a `cond`). So `Workers.map` traces the
-function for one worker and walks over its jaxpr once. For every value it computes the
-worker axes over which the value may differ:
+that this option checks ignore the predicate of a `cond`). So `Workers.map` walks once over
+the jaxpr of one worker. For every value it computes the worker axes over which the value
+may differ:
 
 - an argument differs over all axes, a `Shared` argument over the axes that it does not
   name, and a constant over none;
@@ -23,16 +23,17 @@ counts or hyperparameters differ, and that branch on them around an exchange, st
 predicate computed from gradients, parameters, a loss or random keys is found.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import AbstractMesh, PartitionSpec
 
-from lsgd_jax._src.shared import Shared, named
+from lsgd_jax._src.shared import Shared
 from lsgd_jax._src.trees import Tree
+from lsgd_jax._src.wire.collectives import parts_of, unsplit
 
 
 Axes = frozenset[str]
@@ -51,49 +52,37 @@ UNIFYING = {
 # These name axes but send nothing.
 SILENT = {"axis_index", "pvary"}
 
+DIVERGE = {"branch": "take different branches", "loop": "take more rounds than others"}
 
-def trace(
-    fn: Callable,
-    args: Sequence[Tree],
-    mesh: AbstractMesh,
-    workers: Sequence[str],
-) -> Tree:
-    """Traces the function of one worker, and checks that it cannot hang.
+
+def check(
+    jaxpr: Jaxpr, args: Sequence[Tree], outputs: Tree, axes: Mapping[str, int]
+) -> None:
+    """Checks that a function of one worker cannot hang, and that each `Shared` is equal.
 
     Args:
-      fn: the function, written for one worker.
-      args: trees of one worker's values: anything with a shape, a dtype and a weak type.
-      mesh: one device for each worker along the axes of workers, and automatic axes.
-      workers: the names of the axes of workers.
-
-    Returns:
-      The tree that fn returns, of `jax.ShapeDtypeStruct`.
+      jaxpr: the function, traced for one worker.
+      args: the trees of its arguments: anything with a shape and a dtype.
+      outputs: the tree that it returns.
+      axes: the names and sizes of the axes of workers, on the mesh and vmapped.
 
     Raises:
-      ValueError: a branch that may differ between workers that meet in one of its
+      ValueError: a branch or a loop that may differ between workers that meet in one of its
         collectives, or a `Shared` that may differ over an axis that it names.
     """
-    one = jax.shard_map(
-        fn,
-        mesh=mesh,
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        axis_names=set(workers),
-        check_vma=False,
-    )
-    traced, outputs = jax.make_jaxpr(one, return_shape=True)(*args)
-    axes = frozenset(name for name in workers if mesh.shape[name] > 1)
-    inputs = [_of_argument(*leaf, axes) for leaf in _claims(args, axes)]
-    results = _Analysis(axes).outputs(traced.jaxpr, inputs)
-    for (path, _, claim), found in zip(_claims(outputs, axes), results):
+    names = frozenset(name for name, size in axes.items() if size > 1)
+    inputs = [_of_argument(*leaf, names) for leaf in _claims(args, names)]
+    results = _Analysis(names).outputs(jaxpr, inputs)
+    for (path, _, claim), found in zip(_claims(outputs, names), results):
         if not found <= claim:
             raise ValueError(
                 f"the value in the `Shared` at {path} may differ between workers along "
                 f"{_quoted(found - claim)}: compute it from values that are equal on them "
                 "(other `Shared` values, or the result of a collective such as `psum`), or "
-                "return it outside of `Shared`"
+                "return it outside of `Shared`; a program that puts the state of a step "
+                "back on some workers, as loss scaling does, takes `lj.around(step, "
+                "method)`, which keeps the method's state out of that"
             )
-    return outputs
 
 
 def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any, Axes]]:
@@ -104,7 +93,8 @@ def _claims(tree: Tree, axes: Axes, start: str = "") -> Iterator[tuple[str, Any,
     for keys, node in nodes:
         path = start + jax.tree_util.keystr(keys)
         if isinstance(node, Shared):
-            equal = axes if node.axes is None else frozenset(map(named, node.axes))
+            named = axes if node.axes is None else chain(*map(parts_of, node.axes))
+            equal = frozenset(named)
             yield from _claims(node.value, axes - equal, path + ".value")
         else:
             yield path, node, axes
@@ -162,7 +152,7 @@ class _Analysis:
     def _cond(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
         predicate, *operands = operands
         branches = jaxprs_of(eqn)
-        self._check(predicate, branches)
+        self._check("branch", predicate, branches)
         results = [self.outputs(branch, operands) for branch in branches]
         return [predicate.union(*each) for each in zip(*results)]
 
@@ -178,7 +168,7 @@ class _Analysis:
             (predicate,) = self.outputs(condition, of_condition + carry)
             after = self.outputs(body, of_body + carry)
             carry = [x.union(y, predicate) for x, y in zip(carry, after)]
-        self._check(predicate, [condition, body])
+        self._check("loop", predicate, [condition, body])
         return carry
 
     def _scan(self, eqn: Any, operands: list[Axes]) -> list[Axes]:
@@ -196,16 +186,16 @@ class _Analysis:
             carry = [x | y for x, y in zip(carry, after)]
         return carry + after[len(carry) :]
 
-    def _check(self, predicate: Axes, bodies: Sequence[Jaxpr]) -> None:
+    def _check(self, kind: str, predicate: Axes, bodies: Sequence[Jaxpr]) -> None:
         """Raises ValueError if workers can diverge at a predicate before collectives."""
         connected = frozenset().union(*map(self._connects, bodies))
         if predicate & connected:
             raise ValueError(
-                "a branch that depends on a worker's own values contains collectives along "
-                f"{_quoted(predicate & connected)}: workers that take different branches "
+                f"a {kind} that depends on a worker's own values contains collectives "
+                f"along {_quoted(predicate & connected)}: workers that {DIVERGE[kind]} "
                 "would wait for each other forever; put wrappers such as "
                 "`apply_if_finite` around the base optimizer, not around the exchange, and "
-                "branch on values that are equal on all workers"
+                f"let values that are equal on all workers decide about the {kind}"
             )
 
     def _connects(self, jaxpr: Jaxpr) -> Axes:
@@ -264,4 +254,5 @@ def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def _quoted(axes: Axes) -> str:
-    return " and ".join(map(repr, sorted(axes, reverse=True)))
+    """The axes by their names outside of `Workers`, which may split them."""
+    return " and ".join(map(repr, sorted(set(map(unsplit, axes)), reverse=True)))

@@ -165,7 +165,7 @@ def test_replicate_and_random_keys(workers):
     both = keys, workers.share(jax.random.key(2))
     for _ in range(3):
         both = pass_on(*both)
-    assert len(traces) == 2  # one compilation
+    assert len(traces) == 1
 
 
 def test_put_owned_takes_the_rows_of_this_process():
