@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from lsgd_jax._src.layouts import Layouts, known
+from lsgd_jax._src.layouts import Layouts, known, over
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,12 +40,14 @@ def with_automatic_axes(fn: F) -> F:
         arrays = [isinstance(x, jax.Array) for x in leaves]
         specs = [jax.typeof(x).sharding.spec if a else None for x, a in zip(leaves, arrays)]
         each_argument = (*args, *(named[name] for name in sorted(named)))
-        layouts = Layouts(each_argument, specs)
+        typed = Layouts(each_argument, specs)
+        divided = [s if s is None else over(s, mesh.shape) for s in specs]
+        layouts = Layouts(each_argument, divided)
 
         def inside(x: Any) -> Any:
             if isinstance(x, jax.Array):
                 return _retyped(x, Spec())
-            return _with_explicit_axes(x, mesh, layouts) if callable(x) else x
+            return _with_explicit_axes(x, mesh, typed) if callable(x) else x
 
         def flat(given: list[Any]) -> list[Any]:
             nonlocal structure
@@ -59,7 +61,7 @@ def with_automatic_axes(fn: F) -> F:
                 outputs = fn(*args, **named)
             results, structure = jax.tree.flatten(outputs)
             with jax.sharding.use_abstract_mesh(mesh):
-                return list(map(_retyped, results, layouts.of_leaves(outputs)))
+                return list(map(_retyped, results, typed.of_leaves(outputs)))
 
         structure: Any = None
         given = [x for x, a in zip(leaves, arrays) if a]

@@ -28,20 +28,24 @@ from lsgd_jax._src.shared import one_worker, shared_flags
 
 
 Tree = Any
-Specs = Any  # a prefix tree of PartitionSpec, or a function (path, leaf) -> PartitionSpec
+Specs = Any  # a prefix tree of specs or of `NamedSharding`s, or (path, leaf) -> spec
 
 
 # Specs that a user gives
 
 
-def spread(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> list[Spec]:
+def spread(
+    specs: Specs, tree: Tree, sizes: Mapping[str, int], workers: Sequence[str] = ()
+) -> list[Spec]:
     """Returns one spec for every leaf of one worker's tree.
 
     Args:
-      specs: a prefix tree of `PartitionSpec`s, or a function of a leaf's path ('a/b') and
-        the leaf. None: nothing is sharded.
+      specs: a prefix tree of `PartitionSpec`s or `NamedSharding`s, or a function of a
+        leaf's path ('a/b') and the leaf. None: nothing is sharded.
       tree: of `jax.ShapeDtypeStruct`.
       sizes: the axes inside a worker and their sizes.
+      workers: the axes of the workers, over which a `NamedSharding` may shard, too; they
+        are dropped.
 
     Raises:
       ValueError: a spec that names another axis, is longer than the shape of its leaf, or
@@ -54,6 +58,8 @@ def spread(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> list[Spec]:
     else:
         each = _broadcast(specs, tree)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    own = dict.fromkeys(workers, 1)
+    each = [over(x.spec, own) if isinstance(x, NamedSharding) else x for x in each]
     for (path, leaf), spec in zip(leaves, each):
         try:
             sharding = NamedSharding(mesh, spec)
@@ -68,8 +74,21 @@ def spread(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> list[Spec]:
     return each
 
 
+def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """Returns the spec without the axes of size 1, over which nothing is divided.
+
+    >>> over(Spec(("fsdp", "tensor"), "tensor"), {"fsdp": 4, "tensor": 1}) == Spec("fsdp")
+    True
+    """
+    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+    left = [tuple(name for name in part if sizes.get(name) != 1) for part in parts]
+    while left and not left[-1]:
+        left.pop()
+    return Spec(*(part if len(part) > 1 else part[0] if part else None for part in left))
+
+
 def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
-    is_spec = lambda x: x is None or isinstance(x, Spec)
+    is_spec = lambda x: x is None or isinstance(x, Spec | NamedSharding)
     try:
         each = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
@@ -129,7 +148,10 @@ def following(placed: Tree) -> Callable[[str, Any], Spec]:
     True
     """
     rows = [0 if shared else 1 for shared in shared_flags(placed)]
-    own = [Spec(*x.sharding.spec[n:]) for x, n in zip(jax.tree.leaves(placed), rows)]
+    own = [
+        over(Spec(*x.sharding.spec[n:]), x.sharding.mesh.shape)
+        for x, n in zip(jax.tree.leaves(placed), rows)
+    ]
     layouts = Layouts((one_worker(placed),), own)
 
     def spec(path: str, leaf: Any) -> Spec:

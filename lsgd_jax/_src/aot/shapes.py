@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from lsgd_jax._src.layouts import following, spread
@@ -45,15 +44,12 @@ def batch_of(workers: Workers, batch: Tree, specs: Any) -> Tree:
 
 def placed(workers: Workers, tree: Tree, specs: Any) -> Tree:
     """Shapes [W, ...] with the sharding that `Workers.put` gives arrays."""
-    leading = workers.sharding.spec or Spec(None)
+    grid = workers._grid
 
     def shape(x: Any, is_shared: bool, spec: Spec) -> jax.ShapeDtypeStruct:
-        whole = Spec(*spec) if is_shared else Spec(*leading, *spec)
-        if not is_shared and not spec:
-            whole = workers.sharding.spec
-        sharding = NamedSharding(workers.mesh, whole)
+        sharding = grid.sharding(spec, is_shared)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     leaves, structure = jax.tree.flatten(tree)
-    each = spread(specs, one_worker(tree), workers.inside)
+    each = spread(specs, one_worker(tree), workers.inside, grid.axes)
     return structure.unflatten(map(shape, leaves, shared_flags(tree), each))

@@ -43,6 +43,8 @@ class Grid(NamedTuple):
     def sharding(self, spec: Spec | None = None, shared: bool = False) -> NamedSharding:
         """The sharding of leaves [W, ...], or of shared ones [...], by their own `spec`."""
         own, leading = spec or Spec(), leading_axis_over(self.mesh, self.axes)
+        if not self.is_explicit:  # as XLA returns it
+            own = layouts.over(own, self.inside)
         if not shared:
             own = Spec(*(leading or (None,)), *own) if own else leading
         return NamedSharding(self.mesh, own)
@@ -78,7 +80,7 @@ class Grid(NamedTuple):
         """The spec in a worker of an array with that sharding; None on another mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        return Spec(*sharding.spec[0 if shared else 1 :])
+        return layouts.over(Spec(*sharding.spec[0 if shared else 1 :]), self.inside)
 
 
 def compiled(

@@ -171,9 +171,10 @@ class Workers:
           specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
             own axes (``P(None, "fsdp")`` for a leaf of shape [W, a, b]), a prefix tree of
             such specs, or a function of (path, leaf) with the path written 'dense/kernel'
-            and the leaf of one worker, such as `largest_dimension`. None: not sharded. The
-            results of mapped functions follow: an optimizer's moments get the layout of
-            the parameters.
+            and the leaf of one worker, such as `largest_dimension`. A program's own
+            `NamedSharding`s of one replica may stand in place of specs: the axes of the
+            workers in them are dropped. None: not sharded. The results of mapped functions
+            follow: an optimizer's moments get the layout of the parameters.
 
         Returns:
           The same tree, placed on the devices in buffers of its own.
@@ -319,7 +320,8 @@ class Workers:
 
         check_numbers(tree)
         leaves, treedef = jax.tree.flatten(tree)
-        each = spread(specs, one_worker(tree, leading_axes), self.inside)
+        one = one_worker(tree, leading_axes)
+        each = spread(specs, one, self.inside, self._grid.axes)
         return treedef.unflatten(map(place_leaf, leaves, shared_flags(tree), each))
 
 

@@ -375,6 +375,40 @@ def test_explicit_axes_give_the_numbers_of_automatic_ones(method, axes):
     close(found, expected, rtol=1e-5)
 
 
+# On explicit axes a bias is added to a product only if their types agree.
+ONES = {
+    "in": {"kernel": P("tensor", "fsdp"), "bias": P("fsdp")},
+    "out": P("fsdp", "tensor"),
+}
+KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+WITH_ONES = [(method, kind) for method in METHODS | EXPLICIT for kind in KINDS]
+QUICKLY = [("lsgd", "inside"), ("diloco", "automatic"), ("int8", "explicit")]
+
+
+@pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))
+def test_axes_of_size_1_change_nothing(method, kind):
+    """Specs may name them, and are those of the program, with the axis of the workers."""
+    tx, without = (METHODS | EXPLICIT)[method](), lj.Workers(2, 1, inside={"fsdp": 4})
+    if kind == "inside":
+        workers, specs = lj.Workers(2, 1, inside={"fsdp": 4, "tensor": 1}), ONES
+    else:
+        types = (KINDS[kind],) * 3
+        mesh = jax.make_mesh((2, 4, 1), ("data", "fsdp", "tensor"), axis_types=types)
+        workers = lj.Workers(mesh=mesh, axes="data")
+        program = ONES | {"out": P(("data", "fsdp"), "tensor")}
+        specs = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), program)
+
+    def product(a, b, spec):
+        how = {"out_sharding": spec} if kind == "explicit" else {}
+        return jnp.einsum("ij,jk->ik", a, b, **how)
+
+    params, state = trained(workers, tx, specs, step=step_of(tx, product))
+    expected, expected_state = trained(without, tx)
+    close(params, expected, rtol=1e-5)
+    close(lj.diagnostics(state), lj.diagnostics(expected_state))
+    assert params["out"]["kernel"].addressable_shards[0].data.shape == (1, 4, 4)
+
+
 def test_functions_of_a_worker_see_explicit_types():
     workers = lj.Workers(mesh=user_mesh(AxisType.Explicit), axes="replica")
     x = workers.put({"w": np.arange(32.0).reshape(2, 2, 8), "n": np.arange(2)}, SPREAD)
