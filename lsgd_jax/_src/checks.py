@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -52,6 +53,27 @@ def check_period(name: str, value: Any, period: int) -> None:
     """Raises ValueError unless the value is an int in [0, period)."""
     if not 0 <= _int(value) < period:
         raise ValueError(f"`{name}` must be an int in [0, {period}), got {name}={value!r}")
+
+
+def check_axes(axes: Any) -> None:
+    """Raises ValueError unless the value is a name of a mesh axis, or a tuple of names."""
+    names = axes if isinstance(axes, tuple | list) else (axes,)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"`axes` must be a name of a mesh axis, or a tuple of names, got {axes=}"
+        )
+
+
+def check_step_count(count: Any) -> None:
+    """Raises ValueError if the step count of a state is stacked over workers."""
+    if jnp.ndim(count):
+        raise ValueError(
+            "`state` must be that of one worker, but its `count`, which stands in a "
+            f"`Shared`, has the shape {jnp.shape(count)}: `flax.jax_utils.replicate`, "
+            "`jnp.stack` and `jax.vmap` add an axis of workers, which a `Shared` does not "
+            "have under `Workers`; make the state by `workers.map(tx.init)(params)`, or "
+            "make that of one worker and call `workers.replicate(state)`"
+        )
 
 
 def check_same_tree(name: str, tree: Any, like: Any) -> None:

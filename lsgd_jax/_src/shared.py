@@ -97,6 +97,12 @@ def one_worker(tree: Tree, leading_axes: int = 1) -> Tree:
 def check_numbers(tree: Tree) -> None:
     """Raises ValueError for a leaf that is neither an array nor a number."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Ref):
+            raise ValueError(
+                "every leaf must be an array or a number, got a jax.Ref at "
+                f"{jax.tree_util.keystr(path) or 'the top'}: pass its value, ref[...], and "
+                "return the new value"
+            )
         if not hasattr(leaf, "dtype") and np.asarray(leaf).dtype.kind not in "biufc":
             raise ValueError(
                 f"every leaf must be an array or a number, got {leaf!r} at "
@@ -107,6 +113,7 @@ def check_numbers(tree: Tree) -> None:
 
 def check_rows(tree: Tree, rows: int, whose: str) -> None:
     """Raises ValueError unless every leaf that is not shared has a leading axis of rows."""
+    check_numbers(tree)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), shared in zip(leaves, shared_flags(tree)):
         if not shared and np.shape(leaf)[:1] != (rows,):

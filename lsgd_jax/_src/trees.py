@@ -110,7 +110,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Adds updates to parameters, and lets an exchange replace those that are not finite.
 
     x ← x + u where x is finite, and x ← u elsewhere. On finite parameters this agrees with
-    `optax.apply_updates`, which elsewhere gives nan + u = nan.
+    `optax.apply_updates`, which elsewhere gives nan + u = nan. Leaves of integers are added
+    as integers, so that an update of 0.0 leaves each of them bit-identical; optax adds them
+    as floats, of which float32 holds integers up to 2²⁴ only. Random keys do not change.
 
     Args:
       params: parameters x, any shapes and dtypes.
@@ -124,7 +126,19 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> lj.apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
     [1.5, 2.0]
     """
-    return jax.tree.map(lambda x, u: (finite_part(x) + u).astype(x.dtype), params, updates)
+    return jax.tree.map(_updated, params, updates)
+
+
+def _updated(x: Array, u: Array) -> Array:
+    """x + u in the dtype of x, or u where x is not finite."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or u.dtype == jax.dtypes.float0:
+        return x  # keys have no sum, and `jax.grad` gives integers no gradient
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return (x + finite_part(u).astype(x.dtype)).astype(x.dtype)
+    # jax promotes no float of 8 bits by itself.
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x)
+    wide = finite_part(x).astype(u.dtype) if narrow else finite_part(x)
+    return (wide + u).astype(x.dtype)
 
 
 def all_finite(tree: Tree) -> Array:

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.checks import check_axes, check_step_count
 from lsgd_jax._src.exchange.branch import cond, unbatched
 from lsgd_jax._src.exchange.placement import misplaced, sample_after, unknown
 from lsgd_jax._src.exchange.traffic import Traffic
@@ -65,6 +66,9 @@ def aggregate(
     Returns:
       A gradient transformation for one worker. Its state is an `AggregateState`.
 
+    Raises:
+      ValueError: axes that are no names; in `update`, a state stacked over workers.
+
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
     >>> first = lambda group, g, own, finite: (group.broadcast(g, 0), own)
@@ -74,6 +78,8 @@ def aggregate(
     >>> follow(workers.put(jnp.array([1.0, 2.0]))).tolist()
     [1.0, 1.0]
     """
+
+    check_axes(axes)
 
     def init(params: Tree) -> Any:
         return AggregateState(
@@ -88,6 +94,7 @@ def aggregate(
     def update(updates, state, params=None, **extra_args) -> Any:
         del extra_args
         count = state.count.value
+        check_step_count(count)
 
         def communicate(g, own, traffic):
             finite, group = trees.all_finite(g), Group(axes)

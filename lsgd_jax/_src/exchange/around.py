@@ -8,7 +8,7 @@ puts them back.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -245,9 +245,8 @@ def _path(place: Path) -> tuple[Key, ...]:
 def _lens(params: Path | Lens) -> Lens:
     """The functions that take the parameters out of a state, and put them back."""
     if isinstance(params, tuple) and any(map(callable, params)):
-        get, set_ = params
-        return get, set_
-    path = _path(params)
+        return cast(Lens, params)
+    path = _path(cast(Path, params))
     return lambda state: at(state, path), lambda state, value: put(state, path, value)
 
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
-from lsgd_jax._src.checks import check_option
+from lsgd_jax._src.checks import check_axes, check_option
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
@@ -68,6 +68,9 @@ class Rule(ByValue):
         y to the loss on this worker's batch, a float scalar. `update` then needs one.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
+
+    Raises:
+      ValueError: axes that are no names.
     """
 
     axes: Axes
@@ -77,6 +80,9 @@ class Rule(ByValue):
     keeps: tuple[Kept, ...] | None = None
     reads_x: bool = True
     reads: tuple[Read, ...] = ()
+
+    def __post_init__(self):
+        check_axes(self.axes)
 
 
 @by_value

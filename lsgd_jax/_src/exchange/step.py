@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import are_equal
+from lsgd_jax._src.checks import check_step_count
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.branch import any_of, cond, unbatched
 from lsgd_jax._src.exchange.kernel import Pull, PullState
@@ -64,6 +65,7 @@ class Step:
         self, pulls: Sequence[Pull], state: ExchangeState, plan: Plan, extras: Extras
     ):
         count = state.count.value
+        check_step_count(count)
         self.t = jnp.asarray(optax.safe_increment(count))
         # The same t for branches and what stands in them; see `unbatched`.
         self._common = jnp.asarray(optax.safe_increment(unbatched(count)))

@@ -13,7 +13,12 @@ from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
-from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
+from lsgd_jax._src.checks import (
+    check_axes,
+    check_fraction,
+    check_option,
+    check_positive_int,
+)
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
@@ -161,7 +166,7 @@ def lsgd(
     order: Order = "adapt_then_combine",
     local_proximal: float = 0.0,
     global_proximal: float = 0.0,
-    axes: tuple[str, str] = ("node", "local"),
+    axes: Axes = ("node", "local"),
     judged_by: JudgedBy = "own",
     **options: Unpack[PullOptions],
 ) -> Exchange:
@@ -204,7 +209,8 @@ def lsgd(
       global_proximal: p_G. If it is not 0, every step also pulls towards the parameters
         that the leader of all had when it was elected, y ← y - (p_G / τ_G) (y - x̃), before
         the local pull. Keeps a copy of the parameters.
-      axes: the mesh axes over nodes and over the workers of a node.
+      axes: the mesh axes over nodes and over the workers of a node. One axis is one node of
+        all workers, whose leader is the leader of all.
       judged_by: whose losses elect the leader: each worker's 'own', or those that its
         'peers' measure, which needs ``value_fn=`` in `update` (see `leader`).
       **options: see `PullOptions`.
@@ -216,7 +222,7 @@ def lsgd(
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
         divide a period or are more than the leaves, a delay of τ / F or more, an unknown
-        order or judge, axes that are not two.
+        order or judge, axes that are not one or two names.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -227,10 +233,12 @@ def lsgd(
     ... )
     """
     check_positive_int("loss_window", loss_window)
-    if isinstance(axes, str) or len(axes) != 2:
-        raise ValueError(f"`axes` must be two mesh axes, (node, local), got {axes=}")
+    check_axes(axes)
+    names = (axes,) if isinstance(axes, str) else axes
+    if len(names) not in (1, 2):
+        raise ValueError(f"`axes` must be one or two mesh axes, (node, local), got {axes=}")
     levels = (
-        ("local", axes[1], local_pull, local_period, local_proximal),
+        ("local", names[-1], local_pull, local_period, local_proximal),
         ("global", axes, global_pull, global_period, global_proximal),
     )
     pulls = []

@@ -49,10 +49,7 @@ class MeshChannel:
             if not known and axis in WORKER_AXES and any_bound(WORKER_AXES):
                 continue  # under a vmap over 'node' alone, 'local' has one worker
             if not known:
-                raise NameError(
-                    f"no axis {axis!r} here: call this inside `Workers.map` (or "
-                    f"`jax.shard_map`) on a mesh with an axis {axis!r}"
-                )
+                raise NameError(_not_bound(axis))
             found += known
         return tuple(name for name in found if lax.axis_size(name) > 1)
 
@@ -232,6 +229,34 @@ def is_bound(name: str) -> bool:
 def any_bound(axes: Sequence[str]) -> bool:
     """Whether at least one of the axes is bound here, split or not."""
     return any(map(is_bound, itertools.chain(*map(parts_of, axes))))
+
+
+def _not_bound(axis: str) -> str:
+    """The message about an axis that is not bound here: the axes that are, and the way."""
+    names = [name for name in _bound_axes() if isinstance(name, str)]
+    if names:
+        bound = " and ".join(map(repr, names))
+        return (
+            f"no axis {axis!r} here, where {bound} {'are' if names[1:] else 'is'} bound: "
+            f"name the axes of the workers in the method's `axes=`, such as "
+            f"axes={names[0]!r}"
+        )
+    return (
+        f"no axis {axis!r} here, because no axis is bound: a `jax.jit` binds none, with or "
+        "without shardings; run the function of one worker under `lj.Workers(...).map`, on "
+        "a mesh of your own under `lj.Workers(mesh=mesh, axes=...).map`, or in a "
+        f"`jax.shard_map`, `jax.vmap` or `jax.pmap` with an axis of the name {axis!r}"
+    )
+
+
+def _bound_axes() -> tuple[Any, ...]:
+    """The names of all bound axes, for messages; jax has no public function for them."""
+    try:
+        from jax._src.core import get_axis_env
+
+        return tuple(get_axis_env().axis_names())
+    except (ImportError, AttributeError):
+        return ()
 
 
 # Permutations

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from lsgd_jax._src.exchange.diagnostics import states_of
 from lsgd_jax._src.exchange.memory import to_device
 from lsgd_jax._src.explicit import with_automatic_axes
-from lsgd_jax._src.shared import WORKER_AXES, is_shared
-from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.shared import WORKER_AXES, is_shared, shared_flags
+from lsgd_jax._src.trees import Tree, finite_part, widened
 from lsgd_jax._src.wire.collectives import any_bound
 
 
@@ -161,6 +161,62 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
     total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
     distance = total / count / norm
     return jnp.where(total == 0, 0, distance).astype(jnp.float32)
+
+
+ROUNDINGS = 4  # x + u may round differently on each worker
+
+
+def check_workers_agree(tree: Tree) -> None:
+    """Raises ValueError if workers differ, for a program that keeps one worker's values.
+
+    Call it before ``flax.jax_utils.unreplicate(params)`` or ``params[0]``. Workers agree
+    only behind an exchange that pulls with strength 1. Between exchanges a checkpoint of
+    one worker loses all others.
+
+    Args:
+      tree: leaves [W, ...], such as the workers' parameters; a `Shared` is not looked at.
+
+    Raises:
+      ValueError: a leaf of floats whose rows differ by more than rounding, or another leaf
+        whose rows differ.
+
+    >>> import lsgd_jax as lj
+    >>> import jax.numpy as jnp
+    >>> lj.checks.check_workers_agree({"w": jnp.ones([2, 3])})
+    >>> lj.checks.check_workers_agree({"w": jnp.array([1.0, 1.5])})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+      ...
+    ValueError: workers differ at ['w'], worker 1 from worker 0 by 0.5: ...
+    """
+    _check_outside("check_workers_agree")
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for path, leaf, shared in zip(paths, jax.tree.leaves(tree), shared_flags(tree)):
+        if shared or not leaf.size:
+            continue
+        gaps, slack = jax.device_get(_gaps_to_the_first(leaf))
+        if (wrong := ~(gaps <= slack)).any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"workers differ at {jax.tree_util.keystr(path) or 'the top'}, worker {i} "
+                f"from worker 0 by {gaps[i]:g}: between exchanges every worker has its own "
+                "values, so keep the rows of all workers, or, for a model only, "
+                "`lj.center(params, opt_state)`"
+            )
+
+
+@jax.jit
+@with_automatic_axes
+def _gaps_to_the_first(x: Array) -> tuple[Array, Array]:
+    """The largest |x_i - x_0| of each worker, float [W], and what rounding may explain."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    same = (x == x[:1]) | ((x != x) & (x[:1] != x[:1]))  # nan agrees with nan
+    if not _has_mean(x):
+        return (~same).astype(jnp.float32).max(axis=_own_axes(x)), jnp.float32(0)
+    apart = jnp.abs(widened(x) - widened(x[:1]))
+    largest = jnp.abs(finite_part(widened(x))).max()
+    slack = ROUNDINGS * jnp.finfo(x.dtype).eps * largest
+    return jnp.where(same, 0, apart).max(axis=_own_axes(x)), slack
 
 
 def center(params: Tree, opt_state: Tree) -> Tree:

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.jax_utils
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -236,6 +237,16 @@ def test_resize_discards_messages_in_flight():
     ("build", "message"),
     [
         (lambda: lj.exchange(check="never"), "`check` must be one of"),
+        (
+            lambda: lj.lsgd(axes=((), "node")),
+            r"`axes` must be a name .* got axes=\(\(\), 'no",
+        ),
+        (lambda: lj.lsgd(axes=("a", "b", "c")), "`axes` must be one or two mesh axes"),
+        (
+            lambda: lj.average(axes=(("a", "b"), "c")),
+            "`axes` must be a name of a mesh axis",
+        ),
+        (lambda: lj.allreduce(axes=3), "or a tuple of names, got axes=3"),
         (lambda: lj.fragment(2, 2), r"`index` must be an int in \[0, 2\)"),
         (lambda: lj.diloco(7, fragments=2), "`fragments` must divide the period"),
         (lambda: lj.diloco(8, fragments=2, delay=4), r"`delay` must be an int in \[0, 4\)"),
@@ -250,6 +261,60 @@ def test_resize_discards_messages_in_flight():
 def test_refuses(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+HABITS = {
+    "flax": lambda init, x: flax.jax_utils.replicate(init(x[0]), jax.devices()[:2]),
+    "vmap": lambda init, x: jax.vmap(init)(x),
+    "stack": lambda init, x: jax.tree.map(lambda *row: jnp.stack(row), *map(init, x)),
+    "put": lambda init, x: pair().put(jax.vmap(init)(x)),
+}
+FORMS = {
+    "chain": lambda: optax.chain(optax.sgd(0.1), lj.local_sgd(2)),
+    "every step": lambda: lj.easgd(0.1, 1),
+    "aggregation": lambda: lj.allreduce(),
+    "outer": lambda: lj.outer(lj.local_sgd(2)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_state_that_is_stacked_over_workers_is_refused_with_the_way_out(habit, form):
+    tx, workers, x = FORMS[form](), pair(), jnp.arange(6.0).reshape(2, 3)
+    state = HABITS[habit](tx.init, x)
+
+    def step(x, state):
+        return tx.step(x, state) if form == "outer" else tx.update(x, state, x)
+
+    with pytest.raises(
+        ValueError, match=r"count.* has the shape \(2,\).*workers.replicate"
+    ):
+        workers.map(step)(x, state)
+    workers.map(step)(x, workers.replicate(tx.init(x[0])))
+
+
+def test_an_axis_that_is_not_bound_is_named_with_those_that_are():
+    tx, x = lj.local_sgd(1), jnp.ones([2, 3])
+    step = lambda x: tx.update(x, tx.init(x), x)[0]
+    with pytest.raises(
+        NameError, match="'node' here, where 'batch' is bound: .*axes='batch'"
+    ):
+        jax.pmap(step, axis_name="batch")(x)
+    with pytest.raises(NameError, match="where 'a' and 'b' are bound"):
+        jax.vmap(jax.vmap(step, axis_name="b"), axis_name="a")(x[None])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    with pytest.raises(
+        NameError, match="a `jax.jit` binds none, with or without shardings"
+    ):
+        jax.jit(step, in_shardings=rows)(x)
+
+
+def test_arrays_must_stand_in_place_of_references():
+    ref = jax.new_ref(jnp.zeros(2))
+    for call in (pair().map(lambda x: x[...]), pair().put, pair().replicate):
+        with pytest.raises(ValueError, match="got a jax.Ref at .*: pass its value"):
+            call({"a": ref})
 
 
 def test_a_state_of_other_fields_is_not_relabeled():

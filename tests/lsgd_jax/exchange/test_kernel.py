@@ -52,6 +52,38 @@ def test_the_parameters_alone_decide_which_leaves_are_exchanged():
     assert moved["n"].dtype == jnp.int32
 
 
+COUNTS = {
+    **{name: np.iinfo(name).max - 1 for name in ("int8", "uint16", "int32", "uint32")},
+    **dict(bool=True, int4=5, float8_e4m3fn=0.875, complex64=1 + 2j),
+}
+
+
+# Made by an optimizer, by `jax.grad` of integers, and of the dtype of the leaf.
+@pytest.mark.parametrize("u", [jnp.float32(0), np.zeros((), jax.dtypes.float0), None])
+@pytest.mark.parametrize("dtype", [*COUNTS, "key"])
+def test_leaves_that_are_not_exchanged_leave_as_they_came(dtype, u):
+    """On due steps and others."""
+    leaf = jax.random.key(3) if dtype == "key" else jnp.array(COUNTS[dtype], dtype)
+    if u is None:
+        u = jnp.float32(0) if dtype == "key" else jnp.zeros([], dtype)
+    params = {"other": leaf, "w": jnp.ones(3)}
+    tx = lj.local_sgd(2, axes=(), part=["w"])
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update({"other": u, "w": jnp.ones(3)}, state, params)
+        params = lj.apply_updates(params, updates)
+    assert params["other"].dtype == leaf.dtype and bool(params["other"] == leaf)
+    assert params["w"].tolist() == [4, 4, 4]
+
+
+def test_integers_are_updated_as_integers():
+    """`optax.apply_updates` adds them as floats: 2^24 + 1 becomes 2^24."""
+    x = {"n": jnp.int32(2**24 + 1), "nan": jnp.int32(5)}
+    u = {"n": jnp.float32(2), "nan": jnp.float32(jnp.nan)}
+    after = lj.apply_updates(x, u)
+    assert after == {"n": 2**24 + 3, "nan": 5}
+
+
 def test_trees_without_floats_and_empty_leaves_pass_unchanged():
     tx = lj.exchange(lj.Pull(lj.average(), 1.0))
     for params in ({}, {"n": np.zeros((2,), np.int32)}, {"w": np.zeros((2, 0, 3))}):

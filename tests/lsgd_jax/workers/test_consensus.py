@@ -1,10 +1,12 @@
 """Tests of consensus, consensus_distance and center on stacked trees."""
 
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lsgd_jax as lj
@@ -53,6 +55,54 @@ def test_consensus_distance_of_equal_workers_is_zero_even_at_the_origin():
 def test_consensus_distance_ignores_workers_that_are_not_finite():
     x = jnp.array([[1.0, 0.0], [3.0, 0.0], [jnp.inf, 0.0]])
     assert float(lj.consensus_distance(x)) == 0.5
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (
+            [[1.0, 2.0], [1.0, 2.5]],
+            "workers differ at ['w'], worker 1 from worker 0 by 0.5",
+        ),
+        ([[1.0, jnp.nan], [1.0, 2.0]], "worker 1 from worker 0 by nan"),
+        ([[1.0, jnp.inf], [1.0, 2.0]], "worker 1 from worker 0 by inf"),
+        (np.array([[2**24], [2**24 + 1]]), "worker 1 from worker 0 by 1"),
+        ([[True], [False]], "worker 1 from worker 0 by 1"),
+        (jax.random.split(jax.random.key(0)), "worker 1 from worker 0 by 1"),
+        ([[1.0, jnp.nan], [1.0 + 1e-7, jnp.nan]], None),
+        (jnp.ones([3, 0]), None),
+    ],
+)
+def test_workers_that_differ_are_noticed_before_one_of_them_is_kept(rows, message):
+    tree = {"t": lj.Shared(jnp.arange(2)), "w": jnp.asarray(rows)}
+    if message is None:
+        lj.checks.check_workers_agree(tree)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lj.checks.check_workers_agree(tree)
+
+
+def test_workers_agree_only_behind_a_pull_of_strength_1():
+    """Under `pmap`, and on explicit axes; momenta stay with their worker."""
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), lj.local_sgd(2, axes="batch"))
+    mesh = jax.make_mesh((4, 2), ("batch", "fsdp"))
+    x = jnp.arange(16.0).reshape(4, 4)
+
+    def step(x, state):
+        updates, state = tx.update(x, state, x)
+        return lj.apply_updates(x, updates), state
+
+    for map in (
+        lambda f: jax.pmap(f, axis_name="batch"),
+        lj.Workers(mesh=mesh, axes="batch").map,
+    ):
+        after, state = map(step)(x, map(tx.init)(x))
+        with pytest.raises(ValueError, match="`lj.center.params, opt_state.`"):
+            lj.checks.check_workers_agree(after)
+        after, state = map(step)(after, state)
+        lj.checks.check_workers_agree(after)
+        with pytest.raises(ValueError, match="worker 1 from worker 0"):
+            lj.checks.check_workers_agree(state)
 
 
 def test_center_prefers_the_center_of_the_method():

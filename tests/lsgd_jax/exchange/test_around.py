@@ -1,0 +1,208 @@
+"""around: the step of a program, with its state in many forms, and a method around it."""
+
+import dataclasses
+import functools
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import lsgd_jax as lj
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+BASE = optax.sgd(0.1, momentum=0.9)
+LSGD = lj.lsgd(0.3, 0.2, 2, 4, loss_window=1)
+START = {"w": np.array([1.0, -2.0, 0.5], np.float32)}
+
+
+class Program(NamedTuple):
+    params: typing.Any
+    opt_state: typing.Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    model: typing.Any
+    opt_state: typing.Any
+
+
+def updated(params, opt_state, goal):
+    """A step of SGD towards the goal, by hand: (params, opt_state, loss)."""
+    loss = jnp.square(params["w"] - goal).sum()
+    grads = {"w": 2 * (params["w"] - goal)}
+    updates, opt_state = BASE.update(grads, opt_state, params)
+    return lj.apply_updates(params, updates), opt_state, loss
+
+
+def train_state(state, goal):
+    loss, grads = jax.value_and_grad(lambda w: jnp.square(w - goal).sum())(
+        state.params["w"]
+    )
+    return state.apply_gradients(grads={"w": grads}), {"loss": loss}
+
+
+def record(state, goal):
+    params, opt_state, loss = updated(state.model["params"], state.opt_state, goal)
+    return Record({"params": params}, opt_state), {"metrics": {"mse": loss}}
+
+
+def named(state, goal):
+    *after, loss = updated(*state, goal)
+    return {"goal": goal, "loss": loss, "state": Program(*after)}
+
+
+def pair(state, goal):
+    *after, loss = updated(*state, goal)
+    return loss, tuple(after)
+
+
+def alone(state, goal):
+    return Program(*updated(*state, goal)[:2])
+
+
+def bare(params, goal):
+    """Without momentum, so that the parameters are all of its state."""
+    grads = 2 * (params["w"] - goal)
+    loss = jnp.square(params["w"] - goal).sum()
+    return {"w": params["w"] - 0.1 * grads}, loss, goal.sum()
+
+
+opt_state = BASE.init(START)
+# The step, its first state, the options of `around`, and the parameters in the state.
+PROGRAMS = {
+    "TrainState": (
+        train_state,
+        TrainState.create(apply_fn=None, params=START, tx=BASE),
+        {},
+        lambda state: state.params,
+    ),
+    "dataclass": (
+        record,
+        Record({"params": START}, opt_state),
+        {"params": ("model", "params"), "loss": ("metrics", "mse")},
+        lambda state: state.model["params"],
+    ),
+    "dict of results": (named, Program(START, opt_state), {}, lambda state: state[0]),
+    "tuple": (pair, (START, opt_state), {"params": 0}, lambda state: state[0]),
+    "getter and setter": (
+        pair,
+        (START, opt_state),
+        {
+            "params": (lambda s: s[0], lambda s, params: (params, s[1])),
+            "loss": lambda results: results[0],
+            "result": 1,
+        },
+        lambda state: state[0],
+    ),
+    "state alone": (
+        alone,
+        Program(START, opt_state),
+        {"loss": None},
+        lambda state: state.params,
+    ),
+    "a scalar of another name": (
+        pair,
+        (START, opt_state),
+        {"params": 0, "loss": "mse", "result": 1},
+        lambda state: state[0],
+    ),
+    "parameters alone": (bare, START, {"params": (), "loss": 1}, lambda state: state),
+}
+
+
+@pytest.mark.parametrize(
+    "name, by_phase", [*((name, False) for name in PROGRAMS), ("TrainState", True)]
+)
+def test_the_numbers_are_those_of_the_chain(name, by_phase):
+    step, start, options, params_of = PROGRAMS[name]
+    method = LSGD if options.get("loss", "") is not None else lj.local_sgd(2)
+    base = optax.sgd(0.1) if name == "parameters alone" else BASE
+    workers, tx = lj.Workers(2, 2), optax.chain(base, method)
+    train = lj.around(step, method, **options)
+    mapped = workers.map(train, donate=0, static="phase")
+    state = workers.map(train.init)(workers.replicate(start))
+    goals = np.random.default_rng(0).normal(size=(5, 4, 3)).astype(np.float32)
+
+    def chained(params, opt_state, goal):
+        loss = jnp.square(params["w"] - goal).sum()
+        grads = {"w": 2 * (params["w"] - goal)}
+        updates, opt_state = tx.update(grads, opt_state, params, loss=loss)
+        return lj.apply_updates(params, updates), opt_state
+
+    x = workers.replicate(START)
+    x_state = workers.map(tx.init)(x)
+    for t, goal in enumerate(map(workers.put, goals), start=1):
+        phase = train.outer.phase(t) if by_phase else None
+        results = mapped(state, goal, phase=phase)
+        is_ours = lambda node: isinstance(node, lj.AroundState)
+        (state,) = filter(is_ours, jax.tree.leaves(results, is_leaf=is_ours))
+        x, x_state = workers.map(chained)(x, x_state, goal)
+    close(params_of(state.state)["w"], x["w"])
+    assert mapped._cache_size() == (len(train.outer.phases()) if by_phase else 1)
+    for mine, other in zip(lj.diagnostics(state), lj.diagnostics(x_state), strict=True):
+        assert mine.bytes_sent == other.bytes_sent > 0 and not mine.misplaced.any()
+
+
+def test_a_step_keeps_its_name_its_arguments_and_its_static_ones():
+    def update(state, batch, train=True, **more):
+        """Doc."""
+        return state, (batch.sum() if train else jnp.float32(0))
+
+    step = lj.around(update, lj.local_sgd(1), params=())
+    assert (step.__name__, step.__doc__) == ("update", "Doc.")
+    workers = lj.Workers(1, 2)
+    state = workers.map(step.init)(workers.replicate({"w": np.ones(2)}))
+    mapped = workers.map(step, static=("train", "phase"))
+    assert mapped(state, workers.put(np.ones(2)), train=False)[1].tolist() == [0, 0]
+    assert mapped(state, workers.put(np.ones(2)), True)[1].tolist() == [1, 1]
+
+
+def test_under_pmap_and_vmap():
+    method = lj.local_sgd(2, axes="batch")
+    step = lj.around(pair, method, params=0)
+    goals = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4), (START, opt_state))
+    found = []
+    for transform in (jax.pmap, jax.vmap):
+        state = transform(step.init, axis_name="batch")(states)
+        for _ in range(2):
+            loss, state = transform(step, axis_name="batch")(state, goals)
+        found.append(state.state[0]["w"])
+        lj.checks.check_workers_agree(state.state[0])
+        assert loss.shape == (4,)
+    close(*found)
+
+
+@pytest.mark.parametrize(
+    "step, options, message",
+    [
+        (pair, {"params": "weights"}, "got 'weights' for a tuple of '0', '1'"),
+        (pair, {"params": 0, "loss": 7}, "`loss` must be the place .* got loss=7 for the "),
+        (alone, {"params": 0, "result": ()}, "`loss` must be .* or None if there is none"),
+        (lambda s, g: (s[0], 0.0), {"params": 0}, "because none of them .* results tuple"),
+        (lambda s, g: (s, s), {"params": 0}, "because several of them .* for the state "),
+        (3, {}, "`step` must be a function, got step=3"),
+    ],
+)
+def test_a_place_that_is_not_there_is_named(step, options, message):
+    def run():
+        train = lj.around(step, lj.local_sgd(1, axes=()), **options)
+        return train(train.init((START, opt_state)), jnp.ones(3))
+
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+def test_a_state_without_the_methods_own_is_refused():
+    step = lj.around(pair, lj.local_sgd(1), params=0)
+    with pytest.raises(ValueError, match="the `AroundState` that `init` made .* got tuple"):
+        step((START, opt_state), jnp.ones(3))
+    with pytest.raises(ValueError, match="`method` must be a method that pulls"):
+        lj.around(pair, lj.allreduce())
