@@ -153,6 +153,37 @@ def test_a_wrapper_that_decides_per_worker_is_refused(wrap):
         train(wrap(LOCAL_SGD), devices=1)
 
 
+def put_back(tx):
+    """A step as in loss scaling: one that is not finite is undone on its worker."""
+
+    def step(x, state, grads, phase=None):
+        updates, after = tx.update(grads, state, x, phase=phase)
+        keep = functools.partial(jnp.where, jnp.isfinite(grads).all())
+        return keep(x + updates, x), jax.tree.map(keep, after, state)
+
+    return step
+
+
+def test_a_state_that_is_put_back_on_one_worker_is_refused_with_the_way_out():
+    workers, x = lj.Workers(1, 2), jnp.zeros([2, 3])
+    with pytest.raises(ValueError, match=r"`.*count.value may differ.*`lj.around\(step, "):
+        workers.map(put_back(LOCAL_SGD))(x, workers.map(LOCAL_SGD.init)(x), x)
+
+
+def test_a_state_that_is_put_back_does_not_hang_in_a_program_for_each_phase():
+    """Under `pmap`, where nothing is refused. Without phases the program would hang."""
+    method = lj.local_sgd(2, axes="batch")
+    tx = optax.chain(SGD, method)
+    step = jax.pmap(put_back(tx), axis_name="batch", static_broadcasted_argnums=3)
+    x = jnp.array([[1.0], [3.0]])
+    state = jax.pmap(tx.init, axis_name="batch")(x)
+    x, state = step(x, state, jnp.array([[0.0], [jnp.nan]]), method.phase(1))
+    assert x.tolist() == [[1], [3]] and state[-1].count.value.tolist() == [1, 0]
+    x, state = step(x, state, jnp.zeros([2, 1]), method.phase(2))
+    assert x.tolist() == [[2], [2]]
+    assert lj.diagnostics(state)[0].misplaced.tolist() == [0, 1]
+
+
 def test_multi_steps_inside_a_chain_drops_the_loss():
     inside = optax.MultiSteps(optax.chain(SGD, lj.lsgd()), 2)
     with pytest.raises(ValueError, match="the leader is elected by each worker's loss"):
