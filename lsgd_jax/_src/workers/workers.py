@@ -260,8 +260,8 @@ class Workers:
         Returns:
           A `jax.jit` function of the same signature. Every array has a leading axis of W,
           in and out, except those in a `Shared`. Python scalars that fn returns become
-          arrays. Each compilation traces fn twice: the first time for one worker, to find
-          the structure of its results and to check that it cannot hang.
+          arrays. Each compilation traces fn once, for one worker, and checks that it cannot
+          hang.
 
         Raises:
           ValueError: at the call, an argument without a leading axis of W; a branch or a
