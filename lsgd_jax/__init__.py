@@ -21,6 +21,7 @@ from lsgd_jax._src.exchange.exchange import exchange as exchange
 from lsgd_jax._src.exchange.kernel import Pull as Pull
 from lsgd_jax._src.exchange.kernel import PullState as PullState
 from lsgd_jax._src.exchange.options import PullOptions as PullOptions
+from lsgd_jax._src.exchange.options import takes_options as takes_options
 from lsgd_jax._src.exchange.outer import Outer as Outer
 from lsgd_jax._src.exchange.outer import OuterState as OuterState
 from lsgd_jax._src.exchange.outer import outer as outer

@@ -24,7 +24,7 @@ from train import settings
 from train.config import SETTINGS, Config, settings_of
 from train.messages import meant
 from train.run import folder as run_folder
-from train.task.methods import METHODS, find
+from train.task.methods import find
 
 
 PROGRAM = "python -m train"
@@ -75,7 +75,13 @@ def parse(arguments: Sequence[str]) -> Config:
       SystemExit: --help or --version was given and has been printed.
     """
     known = experiments()
-    file, given, rest = _given(arguments)
+    hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
+    hints |= {"method": str, "config": pathlib.Path}
+    start = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
+    given, rest = _given(arguments, hints, f"{PROGRAM} {start}")
+    file = settings.read_some(given.pop("config")) if "config" in given else {}
+    if "method" in given:
+        given["method.name"] = given.pop("method")
     name, rest = _named(rest, file, known)
     text, experiment = known[name]
     found = {**file, **given}
@@ -84,13 +90,14 @@ def parse(arguments: Sequence[str]) -> Config:
     method = find(given.get("method.name", config.method.name))
     is_own = method.name == experiment.method.name
     prog = f"{PROGRAM} {name}" + ("" if is_own else f" --method {method.name}")
+    own = {name: setting.hint for name, setting in settings_of(method, "method.")}
+    options, rest = _given(rest, own, prog)
+    given |= options
     if HELP.intersection(rest):
         _print_help(settings.changed(config, given), prog, text)
-    own = SETTINGS.keys() - {"experiment"} | dict(settings_of(method, "method.")).keys()
-    others = [f"--{x.replace('_', '-')}" for x in given.keys() - own - {"method.name"}]
-    if unknown := [*rest, *others]:
-        options = [f"--{x.replace('_', '-')}" for x in own | {"method", "config"}]
-        raise ValueError(f"{_unrecognized(unknown[0], options)}; see {prog} --help")
+    if rest:
+        names = [f"--{x.replace('_', '-')}" for x in hints | own]
+        raise ValueError(f"{_unrecognized(rest[0], names)}; see {prog} --help")
     config = settings.changed(config, given)
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
@@ -101,10 +108,12 @@ def _named(
     arguments: list[str], file: Mapping[str, Any], known: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
     """The experiment that a command line or a file names, and the remaining arguments."""
-    if arguments and not arguments[0].startswith("-"):
-        name, *rest = arguments
-    else:
-        name, rest = str(file.get("experiment") or file.get("name", "")), arguments
+    # Options of the method, which are not parsed yet, may stand before the name.
+    first = [x for x in arguments[:1] if not x.startswith("-")]
+    found, rest = [*first, *(x for x in arguments if x in known)], list(arguments)
+    if found:
+        rest.remove(found[0])
+    name = found[0] if found else str(file.get("experiment") or file.get("name", ""))
     if name not in known:
         _print_general_help(rest, known)
         raise ValueError(
@@ -116,30 +125,19 @@ def _named(
     return name, rest
 
 
-def _given(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Parses the options of a command line, those of all methods among them.
+def _given(
+    arguments: Sequence[str], hints: dict[str, Any], prog: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Parses the options of a command line whose types are in `hints`.
 
     Returns:
-      The settings in the file of --config, the settings that are given as options, both by
-      their full names, and the remaining arguments.
+      The values of the options that are given, and the remaining arguments.
     """
-    hints = {name: setting.hint for name, setting in SETTINGS.items()}
-    for method in METHODS.values():
-        for name, setting in settings_of(method, "method."):
-            # `settings.changed` checks the type for the chosen method.
-            hints[name] = hints.get(name, setting.hint) | setting.hint
-    hints |= {"method": str, "config": pathlib.Path}
-    del hints["experiment"]
     given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
-    name = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
-    with one_line_errors(f"{PROGRAM} {name}"):
-        given, rest = tyro.cli(
+    with one_line_errors(prog):
+        return tyro.cli(
             given_only, args=arguments, return_unknown_args=True, add_help=False
         )
-    file = given.pop("config", None)
-    if "method" in given:
-        given["method.name"] = given.pop("method")
-    return {} if file is None else settings.read_some(file), given, rest
 
 
 def _print_general_help(arguments: Sequence[str], known: Mapping[str, Any]) -> None:

@@ -102,7 +102,8 @@ def parse(arguments: Sequence[str]) -> tuple[dict[Key, Config], pathlib.Path]:
     check_left_out(others, "--method")
     names = filter(None, options.methods.split(","))
     lines: dict[str, list[str]] = {}
-    for variant in (*(f"{name}=--method {name}" for name in names), *options.variant):
+    listed = (f"{name.replace(':', '.')}=--method {name}" for name in names)
+    for variant in (*listed, *options.variant):
         name, _, text = variant.partition("=")
         if not re.fullmatch(r"[\w.-]+", name) or name in lines:
             raise ValueError(

@@ -16,7 +16,7 @@ import tyro
 from train.data.text import Tokens
 from train.task import methods
 from train.task.batch_statistics import Policy
-from train.task.methods import METHODS, Method
+from train.task.methods import METHODS, Method, find
 
 
 class Rule(NamedTuple):
@@ -41,6 +41,12 @@ class Only(NamedTuple):
 
     choice: str
     values: tuple[str, ...]
+
+    def applies(self, chosen: Any) -> bool:
+        """Whether the setting has an effect with this value of the other one."""
+        if self.choice == "method.name":  # a method of the user is not listed
+            return find(chosen).is_asynchronous is find(self.values[0]).is_asynchronous
+        return chosen in self.values
 
 
 def _are_axes(inside: tuple[str, ...]) -> bool:
@@ -322,7 +328,8 @@ class RayConfig:
 
 METHOD_HELP = (
     f"--method NAME selects another method: {', '.join(METHODS)}. Options take numbers and "
-    "names; schedules, functions and objects need Python."
+    "names; schedules, functions and objects need Python. --method MODULE:FUNCTION selects "
+    "your own: FUNCTION returns an lj.Exchange, and its parameters are the options."
 )
 
 
@@ -466,7 +473,7 @@ def without_effect(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields (setting, choice) for settings that belong to another value of the choice."""
     for name, setting in SETTINGS.items():
         for note in setting.notes:
-            if isinstance(note, Only) and values[note.choice] not in note.values:
+            if isinstance(note, Only) and not note.applies(values[note.choice]):
                 yield name, note.choice
 
 

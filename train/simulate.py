@@ -134,9 +134,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
     configs: dict[str, Config] = {}
     for segment in own or [[]]:
         config = cli.parse([options.experiment, *others, *segment])
-        name, again = config.method.name, 2
+        chosen = config.method.name.replace(":", ".")
+        name, again = chosen, 2
         while name in configs:
-            name, again = f"{config.method.name}-{again}", again + 1
+            name, again = f"{chosen}-{again}", again + 1
         configs[name] = config
         method(config)
     options.check(config.workers.nodes * config.workers.locals)

@@ -1,11 +1,13 @@
 """The table of methods. Their options come from the library's factories.
 
-`--method NAME` selects a row. The parameters of its factories become the options
-`--method.PARAMETER`, with the defaults and the help of the factory.
+`--method NAME` selects a row, and `--method MODULE:FUNCTION` makes one from a factory of
+the user. The parameters of its factories become the options `--method.PARAMETER`, with the
+defaults and the help of the factory.
 """
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import re
 import types
@@ -16,13 +18,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import optax
 
 import lsgd_jax as lj
-from train.messages import meant
+from train.messages import meant, one_line
 
 
 Factory = Callable[..., Any]
 
 # Parameters of transformations that the trainer sets, or leaves at their defaults.
 GIVEN = {"axes", "base", "learning_rate", "part"}
+
+# Kinds of parameters that are no options: *args and **options.
+PACKED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 # Options with the number of steps before a method's first exchange.
 PERIODS = "period", "local_period", "global_period", "local_steps"
@@ -256,11 +261,11 @@ class Method:
         **given: Any,
     ) -> Any:
         row, options = self.row, vars(self)
-        for name in inspect.signature(factory).parameters:
+        for name, parameter in inspect.signature(factory).parameters.items():
             option = row.renamed.get(name, name)
             if name in row.made:
                 given[name] = self._made(row.made[name], learning_rate)
-            elif name == "topology":
+            elif _graph(row.defaults.get(name, parameter.default)):
                 given[name] = TOPOLOGIES[options[option]]
             elif option in options:
                 given[name] = options[option]
@@ -284,13 +289,12 @@ def _options(function: Factory, row: Row) -> type:
     hints, doc, fields = typing.get_type_hints(function), inspect.getdoc(function), []
     for name, parameter in inspect.signature(function).parameters.items():
         option = row.renamed.get(name, name)
-        given = name in row.made or option in GIVEN
-        kind = None if given else _kind(name, hints[name])
+        given = name in row.made or option in GIVEN or parameter.kind in PACKED
+        default = row.defaults.get(name, parameter.default)
+        kind = None if given else _kind(hints.get(name, type(default)), default)
         if kind is None:
             continue
-        default = row.defaults.get(name, parameter.default)
-        if name == "topology":
-            (default,) = [key for key, graph in TOPOLOGIES.items() if graph is default]
+        default = _graph(default) or default
         fields.append((option, kind, dataclasses.field(default=default)))
         doc = re.sub(f"^  {name}:", f"  {option}:", doc or "", flags=re.MULTILINE)
     described = {"__doc__": doc, "__module__": __name__}
@@ -299,9 +303,14 @@ def _options(function: Factory, row: Row) -> type:
     )
 
 
-def _kind(name: str, hint: Any) -> Any:
+def _graph(default: Any) -> str | None:
+    """The name of the topology that is the default of a parameter, or None."""
+    return next((name for name, x in TOPOLOGIES.items() if x is default), None)
+
+
+def _kind(hint: Any, default: Any) -> Any:
     """The type of an option, or None if the parameter accepts only objects."""
-    if name == "topology":
+    if _graph(default):
         return typing.cast(Any, Literal)[tuple(TOPOLOGIES)]
     parts = typing.get_args(hint)
     for part in (hint, *parts):
@@ -332,16 +341,69 @@ def _class(row: Row) -> type[Method]:
 METHODS: Mapping[str, type[Method]] = {row.name: _class(row) for row in ROWS}
 
 
+def _own(name: str) -> Row:
+    """The row of a method of the user, MODULE:FUNCTION.
+
+    The annotation of its result says where it stands in the chain; by default it is last.
+    The function is not called here: it may make arrays, and devices are chosen later.
+
+    Raises:
+      ValueError: the function cannot be imported, or a parameter has no default.
+    """
+    module, _, function = name.partition(":")
+    refusal = (
+        "`method` must be MODULE:FUNCTION, with a module in the current folder or on "
+        "PYTHONPATH and a function that returns an lj.Exchange and has a default for every "
+        f"parameter, got method={name!r}: "
+    )
+    try:
+        found = importlib.import_module(module)
+        factories = dict(inspect.getmembers(found, inspect.isfunction))
+        if function not in factories:
+            near = meant(function, factories)
+            raise AttributeError(f"{module} has no function {function}{near}")
+        factory = factories[function]
+        inspect.signature(factory).bind()
+        result = typing.get_type_hints(factory).get("return", "nothing")
+    except Exception as error:  # whatever the module raises
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(refusal + reason) from error
+    place = _place(result) or "last"
+
+    @functools.wraps(factory)
+    def checked(*args: Any, **options: Any) -> Any:
+        made = factory(*args, **options)
+        if _place(type(made)) != place:
+            kind, says = type(made).__name__, getattr(result, "__name__", result)
+            raise ValueError(f"{refusal}it returned {kind}, its annotation says {says}")
+        return made
+
+    fields: dict[str, Any] = {place: checked}
+    return Row(name, **fields)
+
+
+def _place(kind: Any) -> str | None:
+    """The field of `Row` for a factory that returns this type, or None for other types."""
+    if hasattr(kind, "bind"):  # of `lj.asynchronous.Method`, a protocol
+        return "asynchronous"
+    if not inspect.isclass(kind) or not issubclass(kind, optax.GradientTransformation):
+        return None
+    return "last" if issubclass(kind, lj.Exchange) else "first"
+
+
+@functools.cache
 def find(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-      ValueError: no method has this name.
+      ValueError: no method has this name, or the user's own cannot be imported or used.
     """
+    if ":" in name:
+        return _class(_own(name))
     if name not in METHODS:
         raise ValueError(
-            f"`method` must be one of {', '.join(METHODS)}, got method={name!r}"
-            f"{meant(name, METHODS)}"
+            f"`method` must be one of {', '.join(METHODS)}, or MODULE:FUNCTION for your "
+            f"own, got method={name!r}{meant(name, METHODS)}"
         )
     return METHODS[name]
 

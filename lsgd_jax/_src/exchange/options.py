@@ -63,14 +63,40 @@ T = TypeVar("T")
 
 
 def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Returns a decorator of a method with ``**options: Unpack[PullOptions]``.
+    """Returns a decorator for a factory of methods that takes the options of every pull.
 
-    The options stand in the method's signature with their defaults, and in its docstring,
-    so that ``help``, the trainer's command line and `by_value` know them.
+    The factory takes them as ``**options: Unpack[PullOptions]`` and passes them on to
+    `exchange`. The decorator puts each option, with its default and its description, into
+    the factory's signature and docstring, where ``help`` and the trainer's command line
+    find it. In the docstring the options replace the entry of ``**options``.
 
     Args:
-      **refused: the options that the method does not take, each with the reason.
+      **refused: the options that the factory does not take, each with the reason.
+
+    Returns:
+      The decorator. The decorated factory raises a ValueError with the reason for an option
+      that is refused, and a TypeError for an option that does not exist.
+
+    Raises:
+      TypeError: a refused option does not exist, or the factory has no ``**options``.
+
+    >>> import inspect
+    >>> from typing import Unpack
+    >>> import lsgd_jax as lj
+    >>> @lj.takes_options(wire="a robust mean travels in float32")
+    ... def trimmed(period: int = 8, **options: Unpack[lj.PullOptions]) -> lj.Exchange:
+    ...     pull = lj.Pull(lj.robust_mean("trimmed_mean"), 1.0, every=period)
+    ...     return lj.exchange(pull, **options)
+    >>> list(inspect.signature(trimmed).parameters)[:4]
+    ['period', 'fragments', 'delay', 'late']
+    >>> [pull.offset for pull in trimmed(16, fragments=2).pulls]
+    [8, 0]
+    >>> trimmed(wire="int8")
+    Traceback (most recent call last):
+    ValueError: `trimmed` takes no `wire`: a robust mean travels in float32
     """
+    if unknown := [name for name in refused if name not in DEFAULTS]:
+        raise TypeError(f"there is no option {unknown[0]!r}; see `PullOptions`")
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         taken = [name for name in DEFAULTS if name not in refused]
@@ -91,9 +117,10 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         made: Any = checked
         made.__signature__ = signature
-        parameters = signature.parameters.values()
-        made.__annotations__ = {p.name: p.annotation for p in parameters}
-        made.__annotations__["return"] = signature.return_annotation
+        hints = {p.name: p.annotation for p in signature.parameters.values()}
+        hints["return"] = signature.return_annotation
+        is_given = lambda hint: hint is not inspect.Signature.empty
+        made.__annotations__ = {name: x for name, x in hints.items() if is_given(x)}
         made.__doc__ = _documented(method.__doc__ or "", taken)
         return checked
 
@@ -132,6 +159,8 @@ def _signature(method: Callable, taken: Sequence[str]) -> inspect.Signature:
     hints = typing.get_type_hints(PullOptions)
     signature = inspect.signature(method)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(own) == len(signature.parameters):
+        raise TypeError(f"{method.__name__}() must take **options, as `takes_options` says")
     options = [
         inspect.Parameter(
             name,

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import typing
 
 import chex
 import jax
@@ -79,6 +80,29 @@ def test_options_stand_in_signatures_and_docstrings():
     assert lj.diloco(8) == lj.diloco(8, wire="float32", delay=0)
 
 
+def test_a_method_of_the_user_takes_the_options():
+    @lj.takes_options(memory="it is short")
+    def mine(period=4, **options):
+        """Mine.
+
+        Args:
+          period: steps.
+          **options: the others.
+        """
+        return lj.exchange(lj.Pull(lj.average(), 1.0, every=period), **options)
+
+    assert settings(mine(8, delay=1)) == settings(lj.local_sgd(8, delay=1))
+    taken = ["period", *lj.PullOptions.__annotations__]
+    taken.remove("memory")
+    assert list(inspect.signature(mine).parameters) == taken
+    assert "\n  wire: the format" in inspect.getdoc(mine)
+    assert typing.get_type_hints(mine).keys() == {*taken} - {"period"}
+    with pytest.raises(ValueError, match="`mine` takes no `memory`: it is short"):
+        mine(memory="host")
+    with pytest.raises(TypeError, match=r"mine\(\) got an unexpected keyword argument 'w"):
+        mine(wires="int8")
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
     """Methods that had no fragments and no delay of their own take both."""
@@ -115,6 +139,12 @@ def test_local_sgd_in_fragments_is_diloco_without_momentum(delay):
             lambda: lj.contrib.desloc(optax.adam(0.1), fragments=2),
             ValueError,
             "`desloc` takes no `fragments`: moments",
+        ),
+        (lambda: lj.takes_options(wires=""), TypeError, "there is no option 'wires'"),
+        (
+            lambda: lj.takes_options()(lambda period: lj.local_sgd(period)),
+            TypeError,
+            r"<lambda>\(\) must take \*\*options, as `takes_options` says",
         ),
         (lambda: lj.diloco(8, fragment=2), TypeError, r"diloco\(\) got an unexpected"),
         (lambda: lj.exchange(fragment=2), TypeError, "there is no option 'fragment'"),
