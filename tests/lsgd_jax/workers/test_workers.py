@@ -168,6 +168,24 @@ def test_replicate_and_random_keys(workers):
     assert len(traces) == 1
 
 
+def test_a_function_may_keep_what_its_first_trace_has_made(workers):
+    """As lazily built layers, caches, and numpyro's guides do."""
+
+    class Lazy:
+        weights = None
+
+        def __call__(self, x):
+            if self.weights is None:
+                with jax.ensure_compile_time_eval():
+                    self.weights = jnp.arange(3.0)
+            return x * self.weights
+
+    layer = workers.map(Lazy())
+    for shape in ([3], [2, 3]):
+        y = layer(workers.replicate(jnp.ones(shape)))
+        np.testing.assert_array_equal(y[-1], np.broadcast_to(np.arange(3.0), shape))
+
+
 def test_put_owned_takes_the_rows_of_this_process():
     workers = lj.Workers(2, 4)
     assert workers.owned == range(8)
