@@ -65,9 +65,3 @@ def test_lsgd_inside_the_node_with_sgp_across(devices):
         # Two nodes send each other one half, so that all weights stay 1.
         x = (x + np.roll(x, LOCALS, axis=0)) / 2
         np.testing.assert_allclose(got[t], x, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("axes", ["local", ("local",), ("a", "b", "c")])
-def test_the_levels_of_lsgd_are_two_axes(axes):
-    with pytest.raises(ValueError, match=r"`axes` must be two mesh axes, \(node, local\)"):
-        lj.lsgd(axes=axes)

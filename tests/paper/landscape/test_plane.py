@@ -103,7 +103,7 @@ def test_a_quadratic_on_a_plane(devices):
     assert values.shape == (35, 2) and values.dtype == np.float64
     assert (values[:, 1] == 3.5).all()
     assert done == sorted(done) and done[-1] == 35
-    assert len(traced) == 2  # one compilation for all places and batches traces twice
+    assert len(traced) == 1  # one compilation for all places and batches
 
 
 def test_a_nonfinite_value_stays_at_its_place():
