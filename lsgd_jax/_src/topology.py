@@ -1,6 +1,7 @@
-"""Gossip graphs: the messages of each step, as rounds of permutations.
+"""Gossip graphs: the messages of each exchange, as rounds of permutations.
 
-A graph changes from step to step: round (t - 1) mod m of its m rounds is used at step t.
+A graph changes from exchange to exchange: exchange n = 1, 2, … uses round (n - 1) mod m of
+its m rounds. A pull with a period of 1 has an exchange at every step.
 The edges of a round are colored, so that each color is a (partial) permutation: every
 worker sends at most one message and receives at most one. A permutation is one call of
 `Group.permute`.
@@ -108,7 +109,7 @@ class Topology:
 
     @functools.cached_property
     def spectral_gap(self) -> float:
-        r"""The rate at which gossip on the graph reaches consensus, per step.
+        r"""The rate at which gossip on the graph reaches consensus, per exchange.
 
         .. math:: 1 - |\lambda_2(P_m \cdots P_1)|^{1 / m}
 
@@ -122,9 +123,9 @@ class Topology:
         second = 0.0 if second < 1e-6 else min(second, 1.0)
         return float(1 - second ** (1 / len(self.rounds)))
 
-    def round_at(self, step: jax.Array) -> jax.Array:
-        """The round used at step t = 1, 2, …: int32, an index into `rounds`."""
-        return (step - 1) % len(self.rounds)
+    def round_at(self, exchange: jax.Array) -> jax.Array:
+        """The round of exchange n = 1, 2, …: int32, an index into `rounds`."""
+        return (exchange - 1) % len(self.rounds)
 
     def __repr__(self) -> str:
         degrees = np.unique(self.out_degrees)
@@ -148,7 +149,7 @@ Graph = Topology | Callable[[int], Topology]
 
 
 def ring(num_workers: int) -> Topology:
-    """Returns a ring: every worker sends to both neighbors, at every step.
+    """Returns a ring: every worker sends to both neighbors, at every exchange.
 
     >>> import lsgd_jax as lj
     >>> print(lj.topology.ring(4))
@@ -162,12 +163,12 @@ def ring(num_workers: int) -> Topology:
 def exponential(num_workers: int, peers: int = 1) -> Topology:
     """Worker i sends to i + hop mod W, where hop cycles through 1, 2, 4, …, 2^(m-1).
 
-    m = max(1, ceil(log2 W)). With one peer and W = 2^m, m steps give the exact mean.
+    m = max(1, ceil(log2 W)). With one peer and W = 2^m, m exchanges give the exact mean.
 
     Args:
       num_workers: W, any number.
-      peers: the number of workers to which each worker sends per step. Each step uses that
-        many hops, and the next step continues with the following hops.
+      peers: the number of workers to which each worker sends per exchange. Each exchange
+        uses that many hops, and the next one continues with the following hops.
 
     Raises:
       ValueError: more peers than there are hops.
@@ -213,7 +214,7 @@ def bipartite_exponential(num_workers: int) -> Topology:
 
 
 def complete(num_workers: int) -> Topology:
-    """Returns a complete graph: every worker sends to all others, at every step.
+    """Returns a complete graph: every worker sends to all others, at every exchange.
 
     >>> import lsgd_jax as lj
     >>> lj.topology.complete(3).spectral_gap

@@ -5,7 +5,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import exchanged
 
+import lsgd_jax as lj
 from lsgd_jax._src import topology
 
 
@@ -130,6 +132,23 @@ def test_metropolis_weights():
 
 def weigh(*weights, edges=PUSHED):
     return topology.from_edges([edges], weights=weights)
+
+
+EXPONENTIAL = topology.exponential(8)
+
+
+@pytest.mark.parametrize("every, delay", [(1, 0), (2, 0), (3, 0), (3, 2), (6, 0)])
+@pytest.mark.parametrize(
+    "rule",
+    [lj.neighbors(EXPONENTIAL), lj.butterfly(2), lj.sgp(EXPONENTIAL).pulls[0].rule],
+    ids=["neighbors", "butterfly", "push_sum"],
+)
+def test_the_round_is_that_of_the_exchange(rule, every, delay):
+    """Three exchanges give the exact mean, whatever the number of steps between them."""
+    tx = lj.exchange(lj.Pull(rule, 1.0, every=every, delay=delay))
+    x = np.arange(8.0, dtype=np.float32)[:, None]
+    got, _ = exchanged(tx, lj.Workers(2, 4), x, steps=3 * every)
+    np.testing.assert_allclose(got, np.full([8, 1], 3.5), rtol=1e-6)
 
 
 def test_rounds_take_turns():

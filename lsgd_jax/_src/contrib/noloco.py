@@ -105,11 +105,10 @@ def noloco(
         return NoLoCoState(trees.widen(params), trees.zeros(params))
 
     def agree(group, x, y, state, takes_part, t):
-        exchange_number = (t - 1) // period + 1
         # Means are linear, so y - φ and φ need not travel apart.
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
         message = jax.tree.map(blend, y, state.slow)
-        mean, _, _ = pairs.agree(group, None, message, (), takes_part, exchange_number)
+        mean, _, _ = pairs.agree(group, None, message, (), takes_part, t)
         momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)

@@ -365,6 +365,7 @@ def send(
     group = Group(axes, channel)
     if pull.is_narrow:
         group = EncodedGroup(axes, channel, wire, state.wire, t)
+    group.exchange_number = -(-t // pull.every)
     more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
     z, found, rule_state = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
     state = state._replace(

@@ -33,9 +33,10 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
     .. math::
       z_i = \sum_j P_{ij} y_j
 
-    with P the mixing matrix of the step's round of the graph. A neighbor whose y or loss
-    is not finite is left out, and its share stays with the receiver. With a narrow wire
-    format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which conserves the sum over all workers.
+    with P the mixing matrix of this exchange's round of the graph. A neighbor whose y or
+    loss is not finite is left out, and its share stays with the receiver. With a narrow
+    wire format z_i = y_i + Σ_j P_ij (Q(y_j) - Q(y_i)), which conserves the sum over all
+    workers.
 
     Args:
       topology: the graph, or a function of W that builds it; its mixing matrices must be
@@ -55,7 +56,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
 
     def agree(group, x, y, state, takes_part, t):
         one = jnp.ones([], weight_dtype(y))
-        sums, mass, error = send(group, y, one, takes_part, graph(group.size), t)
+        sums, mass, error = send(group, y, one, takes_part, graph(group.size))
         own = jnp.where(takes_part, 1 - mass, 0)
         return blend(y, own, sums, mass, error, mass), takes_part | (mass > 0), state
 
@@ -69,16 +70,16 @@ def weight_dtype(params: Tree) -> Any:
 
 
 def send(
-    group: Group, y: Tree, weight: Array, takes_part: Array, topology: Topology, t: Array
+    group: Group, y: Tree, weight: Array, takes_part: Array, topology: Topology
 ) -> tuple[Tree, Array, Tree | None]:
-    """Sends y with a share of the weight along the edges of the step's round.
+    """Sends y with a share of the weight along the edges of this exchange's round.
 
     Returns:
       (sums, mass, error): Σ m_j y_j and Σ m_j over this worker's in-neighbors j, and the
       quantization error of its own y, or None. m_j = P_ij · weight_j with P as in
       `Topology.mixing`, and 0 for a worker that is not finite.
     """
-    r = topology.round_at(t)
+    r = topology.round_at(group.exchange_number)
     shares = jnp.asarray(topology.given, weight.dtype)[r, group.index]
     given = jnp.where(takes_part, shares * weight, 0)
     message = jax.tree.map(lambda y: jnp.where(takes_part, y, 0), y)
@@ -124,7 +125,7 @@ def dpsgd(
       x_i \leftarrow \sum_j P_{ij} x_j + u_i
 
     with x the parameters before the step, u the update and P the doubly stochastic mixing
-    matrix of the step's round; on a ring 1/3 for a worker and each of its neighbors. A
+    matrix of the exchange's round; on a ring 1/3 for a worker and each of its neighbors. A
     neighbor whose x + u or loss is not finite is left out, and its share stays with the
     receiver. Such a worker takes the mean of its own neighbors whole.
 
@@ -165,7 +166,7 @@ def adpsgd(
     .. math::
       x_i \leftarrow \tfrac{1}{2} (x_i + x_j) + u_i
 
-    with j the worker that i meets in the step's round of the graph, x the parameters
+    with j the worker that i meets in the exchange's round of the graph, x the parameters
     before the step and u the update, whose gradient was taken before the exchange. A
     worker that meets no other keeps x + u. Workers that are not finite are treated as in
     `dpsgd`.

@@ -51,7 +51,7 @@ def pairwise(
 
     .. math:: y_i \leftarrow f y_j + (1 - f) y_i \quad \text{with probability } p,
 
-    with y = x + u, j the one worker that sends to i in the step's round of the graph, p
+    with y = x + u, j the one worker that sends to i in the exchange's round of the graph, p
     the `fetch_probability` and f by `interpolation`:
 
     - 'constant': f = `value`;
@@ -119,9 +119,8 @@ def pairwise(
     def agree(group, x, y, state, takes_part, t):
         mine, here = state.measure, graph(group.size)
         message = jax.tree.map(lambda a: jnp.where(takes_part, a, 0), (y, mine))
-        arrived = group.push(
-            message, takes_part.astype(jnp.float32), here.rounds, here.round_at(t)
-        )
+        r, weight = here.round_at(group.exchange_number), takes_part.astype(jnp.float32)
+        arrived = group.push(message, weight, here.rounds, r)
         (z, theirs), there = arrived[0], arrived[1] > 0
         error = group.quantization_error(message)
         if error is not None:  # y_i + f (Q(y_j) - Q(y_i)): equal workers do not move
@@ -197,9 +196,9 @@ def gosgd(
       w_i \leftarrow w_i + w_j / 2,
 
     with y = x + u, w the weight (1 at first) after i's own message has left, j the one
-    worker that sends to i in the step's round of the graph and p the `send_probability`.
-    Σ w and Σ w y are conserved. A worker whose y or loss is not finite sends nothing, takes
-    what arrives whole and keeps its weight.
+    worker that sends to i in the exchange's round of the graph, and p the probability
+    `send_probability`. Σ w and Σ w y are conserved. A worker whose y or loss is not finite
+    sends nothing, takes what arrives whole and keeps its weight.
 
     Args:
       topology: a graph in which each worker sends to one, or a function of W that builds
@@ -234,9 +233,9 @@ def gosgd(
         w, here = state.weight, graph(group.size)
         sends = takes_part & group.bernoulli(value_at(send_probability, t), seed, t)
         # 1/2, or all where there is no peer.
-        kept = share(group, here, here.round_at(t), w.dtype)
+        kept = share(group, here, here.round_at(group.exchange_number), w.dtype)
         own = jnp.where(sends, kept * w, w)
-        sums, mass, error = send(group, y, jnp.where(sends, w, 0), takes_part, here, t)
+        sums, mass, error = send(group, y, jnp.where(sends, w, 0), takes_part, here)
         z = blend(y, jnp.where(takes_part, own, 0), sums, mass, error, w - own)
         return z, takes_part | (mass > 0), SumWeightState(own + mass)
 

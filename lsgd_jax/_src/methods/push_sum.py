@@ -54,9 +54,9 @@ def sgp(
       s_i = w_i x_i + u_i, \qquad s_i \leftarrow \sum_j P_{ij} s_j, \qquad
       w_i \leftarrow \sum_j P_{ij} w_j, \qquad x_i \leftarrow s_i / w_i
 
-    with u the update, w the push-sum weight (1 at first), s the numerator and
-    P the mixing matrix of the step's round: P_ij = 1 / (out-degree of j + 1) for i = j and
-    every i that j sends to, or the `weights` of `from_edges`. The parameters x that a user
+    with u the update, w the push-sum weight (1 at first), s the numerator and P the mixing
+    matrix of the exchange's round: P_ij = 1 / (out-degree of j + 1) for i = j and every i
+    that j sends to, or the `weights` of `from_edges`. The parameters x that a user
     sees are the de-biased ones. Out-degrees and weights may differ between workers and
     between steps (`Topology.then`). Σ s and Σ w are conserved.
 
@@ -152,9 +152,9 @@ def push_sum(topology: Graph, staleness: int, axes: Axes) -> Rule:
     def agree(group, x, y, state, takes_part, t):  # y = (w x + u) / w
         here, w = graph(group.size), state.weight
         traveling = x if staleness else y
-        *sent, error = send(group, traveling, w, takes_part, here, t)
+        *sent, error = send(group, traveling, w, takes_part, here)
         (sums, mass), *in_flight = (*state.in_flight, (sent[0], sent[1]))
-        kept = share(group, here, here.round_at(t), w.dtype) * w
+        kept = share(group, here, here.round_at(group.exchange_number), w.dtype) * w
         z = blend(traveling, jnp.where(takes_part, kept, 0), sums, mass, error, w - kept)
         weight = jnp.where(takes_part, kept, w) + mass
         if staleness:

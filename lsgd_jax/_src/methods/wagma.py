@@ -19,10 +19,10 @@ from lsgd_jax._src.wire.group import Group
 
 @by_value
 def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
-    r"""The mean of a group of S workers that changes every step, as a rule of a pull.
+    r"""The mean of a group of S workers that changes every time, as a rule of a pull.
 
-    At step t worker i is in one group with the workers whose index differs from i in the
-    bits from r log2 S to (r + 1) log2 S only, r = (t - 1) mod ceil(log2 W / log2 S).
+    At exchange n worker i is in one group with the workers whose index differs from i only
+    in the bits from r log2 S to (r + 1) log2 S, r = (n - 1) mod ceil(log2 W / log2 S).
     Workers that are not finite are left out. The sum takes log2 S exchanges with one
     partner each. With W = S^k, k steps give the exact mean. With a narrow wire format a
     worker keeps the quantization error of its messages, so that the sum over all workers
@@ -64,7 +64,7 @@ def butterfly(group_size: int, axes: Axes = ("node", "local")) -> Rule:
 
         mine = jax.tree.map(lambda y: jnp.where(takes_part, widened(y), 0), y)
         branches = [sum_over(hops) for hops in hops_of(group_size, group.size)]
-        r = (t - 1) % len(branches)
+        r = (group.exchange_number - 1) % len(branches)
         sums, count = group.switch(r, branches, (mine, takes_part.astype(jnp.float32)))
         return mean_of(sums, count), count > 0, state
 

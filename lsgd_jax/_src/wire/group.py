@@ -79,6 +79,8 @@ class Group:
       bytes_sent: bytes that this worker has sent so far; a `switch` counts as the mean of
         its branches.
       kept: the memory of an agreement; see `EncodedGroup`.
+      exchange_number: int32 scalar, the number of this exchange of the pull, 1, 2, …, from
+        which a graph takes its round; None outside of an agreement.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -93,6 +95,7 @@ class Group:
         self.channel = MeshChannel(self.axes) if channel is None else channel
         self.bytes_sent = 0.0
         self.kept: Any = ()
+        self.exchange_number: Any = None
 
     # Members
 
