@@ -18,7 +18,36 @@ Tree = Any  # a pytree of arrays
 
 def widened(x: Array) -> Array:
     """x in float32 or wider, the type in which sums are computed."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(_wide(x.dtype))
+
+
+def _wide(dtype: Any) -> Any:
+    """float32, or the dtype itself if it is a wider float or complex.
+
+    `jnp.promote_types` refuses floats of 8 bits, and with strict promotion bfloat16, too.
+    """
+    keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+    return dtype if keeps else jnp.dtype("float32")
+
+
+def arrays(tree: Tree) -> Tree:
+    """The tree with arrays in place of Python's numbers."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def with_own_buffers(tree: Tree, *others: Tree) -> Tree:
+    """Copies arrays that are also elsewhere in the tree or in others, so that all may be
+    donated together."""
+    seen = set(map(id, jax.tree.leaves(others)))
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        mine = jnp.copy(x) if id(x) in seen else x
+        seen.add(id(x))
+        return mine
+
+    return jax.tree.map(own, tree)
 
 
 def is_float(x: Any) -> bool:
@@ -55,8 +84,7 @@ def widen(tree: Tree) -> Tree:
 
 def zeros(tree: Tree) -> Tree:
     """A tree of zeros like the `widened` leaves."""
-    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)
-    return jax.tree.map(lambda x: lax.full(x.shape, 0, wide(x)), tree)
+    return jax.tree.map(lambda x: lax.full(x.shape, 0, _wide(x.dtype)), tree)
 
 
 def plus(x: Tree, u: Tree) -> Tree:
@@ -126,7 +154,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     >>> lj.apply_updates(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 2.0])).tolist()
     [1.5, 2.0]
     """
-    return jax.tree.map(_updated, params, updates)
+    return jax.tree.map(_updated, arrays(params), arrays(updates))
 
 
 def _updated(x: Array, u: Array) -> Array:

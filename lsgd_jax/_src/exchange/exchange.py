@@ -129,15 +129,17 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
     check = options.get("check", "every_step" if is_strict else "due")
 
     def init(params: Tree) -> Any:
+        params = trees.arrays(params)
         _check_dtypes(pulls, params)
         x = trees.floats(params)
-        return ExchangeState(
+        state = ExchangeState(
             count=Shared(jnp.zeros([], jnp.int32)),
             is_finite=jnp.asarray(True),
             misplaced=jnp.zeros([], jnp.int32),
             expected=unknown(x),
             pulls=tuple(kernel.init(pull, x) for pull in pulls),
         )
+        return trees.with_own_buffers(state, params)
 
     def update(
         updates,
@@ -155,6 +157,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         del extra_args
         if params is None:
             raise ValueError(NO_PARAMS)
+        updates, params = trees.arrays((updates, params))
         check_same_tree("updates", updates, params)
         loss, extras = loss_of(value, loss), extras_of(pulls, params, grad, value_fn)
         plan = Plan.of(pulls, due, phase)

@@ -61,10 +61,13 @@ class Outer(ByValue):
         Call it inside a function of one worker, where starts may differ, or outside of all
         mapped functions, where all workers start from these parameters.
         """
+        params = trees.arrays(params)
         state: Any = self.method.init(params)
         before = trees.floats(params) if self.remembers else ()
         # () and not an array of size 0, on which a `shard_map` of jax 0.11.2 crashes.
-        return OuterState(state._replace(expected=()), before)
+        return trees.with_own_buffers(
+            OuterState(state._replace(expected=()), before), params
+        )
 
     @with_automatic_axes
     def step(
@@ -100,7 +103,7 @@ class Outer(ByValue):
           ValueError: parameters or a state of another structure or shape than those of
             `init`; no loss or `value_fn` for a method that needs it.
         """
-        loss = lock_step.loss_of(value, loss)
+        params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
         extras = lock_step.extras_of(self.method.pulls, params, grad, value_fn)
         plan = Plan.of(self.method.pulls, due, phase)
         run = self._from_before if self.remembers else self._from_here

@@ -117,12 +117,9 @@ def in_fragments(pull: Any, count: int, scan_axis: ScanAxis | None = None) -> li
 
 def check_part(part: Part | None) -> None:
     """Raises ValueError unless it is a function, paths, a mask or a `fragment`."""
-    if part is None or callable(part) or isinstance(part, Fragment):
+    if part is None or isinstance(part, Fragment):
         return
-    if _are_paths(part):
-        return
-    leaves = jax.tree.leaves(part)
-    if not leaves or not all(isinstance(x, bool | np.bool_) for x in leaves):
+    if not (_is_mask(part) or callable(part) or _are_paths(part)):
         raise ValueError(
             "`part` must be a function from a path to bool, a list of paths such as "
             "['head'], a tree of bools like the parameters, or a fragment, got "
@@ -270,7 +267,7 @@ def _scan_axis(
 
 def _taker(part: Any) -> Callable[[str], bool]:
     """Returns a function that tells whether a path is in the part."""
-    if callable(part):
+    if callable(part) and not _is_mask(part):
         return lambda path: bool(part(path))
     if _are_paths(part):
         return lambda path: any(_is_under(path, start) for start in part)
@@ -285,6 +282,12 @@ def _taker(part: Any) -> Callable[[str], bool]:
         return found[0]
 
     return marked
+
+
+def _is_mask(part: Any) -> bool:
+    """Whether it is a tree of bools, which may itself be callable, as modules are."""
+    leaves = jax.tree.leaves(part)
+    return bool(leaves) and all(isinstance(x, bool | np.bool_) for x in leaves)
 
 
 def _are_paths(part: Any) -> bool:

@@ -1,16 +1,19 @@
 """The one model that W workers represent, and the distance between the workers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 
 from lsgd_jax._src.exchange.diagnostics import states_of
 from lsgd_jax._src.exchange.memory import to_device
+from lsgd_jax._src.exchange.with_state import WithState
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.shared import WORKER_AXES, is_shared, shared_flags
 from lsgd_jax._src.trees import Tree, finite_part, widened
@@ -70,7 +73,8 @@ def _means(leaves: Sequence[Array], finite: Array, packed: bool) -> list[Array]:
     """The mean of each leaf [W, ...] of floats over the finite workers."""
     masked = [jnp.where(_rows(finite, x), widened(x), 0) for x in leaves]
     if not packed:
-        return [x.sum(axis=0) / finite.sum() for x in masked]
+        count = finite.sum()
+        return [x.sum(axis=0) / count.astype(x.dtype) for x in masked]
     rows = (masked, finite.astype(jnp.float32))
     total = jax.vmap(lambda row: ravel_pytree(row)[0])(rows).sum(axis=0)
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
@@ -154,10 +158,10 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
 
     def squares(x: Array, c: Array) -> Array:
         gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
-        return jnp.square(gap).sum(axis=_own_axes(x))
+        return jnp.square(jnp.abs(gap)).sum(axis=_own_axes(x))
 
     gaps = jnp.sqrt(sum(map(squares, floats, means)))
-    norm = jnp.sqrt(sum(jnp.square(c).sum() for c in means))
+    norm = jnp.sqrt(sum(jnp.square(jnp.abs(c)).sum() for c in means))
     total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
     distance = total / count / norm
     return jnp.where(total == 0, 0, distance).astype(jnp.float32)
@@ -239,13 +243,39 @@ def center(params: Tree, opt_state: Tree) -> Tree:
         raise ValueError(
             "`center` takes (params, opt_state), got an optimizer's state as `params`"
         )
-    own = lambda node: hasattr(type(node), "__lsgd_center__")
+    leaves, treedef = jax.tree.flatten(params)
+    centers = map(treedef.flatten_up_to, _centers(opt_state))
+    pieces = [list(filter(_is_leaf, each)) for each in zip(*centers)] or [[]] * len(leaves)
+    if not any(pieces):
+        return consensus(params)
+    # A method moves no center of leaves that it does not exchange.
+    rest = leaves if all(pieces) else jax.tree.leaves(consensus(params))
+    return treedef.unflatten(
+        _joined(own, x).astype(x.dtype) if own else mean
+        for own, x, mean in zip(pieces, leaves, rest)
+    )
+
+
+def _centers(opt_state: Tree) -> Iterator[Tree]:
+    """Yields the center of each pull that has one, with empty nodes for other leaves."""
+    own = lambda node: hasattr(type(node), "__lsgd_center__") or isinstance(node, WithState)
     for node in filter(own, jax.tree.leaves(opt_state, is_leaf=own)):
-        # Each group of workers has its own center: return their mean.
+        if isinstance(node, WithState):  # of the parameters and fields of the base's state
+            yield from (params for params, _ in _centers(node.exchange))
+            continue
         shared = node.__lsgd_center__()
         value = to_device(shared.value)
-        tree = value if is_shared(shared) else consensus(value)
-        # A user's own vmap has stacked values that are equal on all workers.
-        row = lambda c, x: (c[0] if c.ndim == x.ndim else c).astype(x.dtype)
-        return jax.tree.map(row, tree, params)
-    return consensus(params)
+        # Each group of workers has its own center: return their mean.
+        yield value if is_shared(shared) else consensus(value)
+
+
+def _is_leaf(node: Any) -> bool:
+    return not isinstance(node, optax.MaskedNode)
+
+
+def _joined(pieces: Sequence[Array], x: Array) -> Array:
+    """The center of a leaf x [W, ...], of which fragments may have cut pieces."""
+    # A user's own vmap has stacked values that are equal on all workers.
+    first, *others = [c[0] if c.ndim == x.ndim else c for c in pieces]
+    cut = [d for d, (n, m) in enumerate(zip(first.shape, x.shape[1:])) if n != m]
+    return jnp.concatenate([first, *others], axis=cut[0]) if cut else first

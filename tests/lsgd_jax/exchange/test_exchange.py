@@ -310,6 +310,25 @@ def test_an_axis_that_is_not_bound_is_named_with_those_that_are():
         jax.jit(step, in_shardings=rows)(x)
 
 
+@pytest.mark.parametrize("method", [lj.diloco(2, axes=()), lj.parle(0.1, axes=())])
+def test_a_state_made_outside_of_jit_may_be_donated_with_the_parameters(method):
+    """No buffer of the state is one of the parameters, or stands in it twice."""
+    o, x = lj.outer(method), {"w": jnp.ones(3)}
+    state = o.init(x)
+    for _ in range(2):
+        x, state = jax.jit(o.step, donate_argnums=(0, 1))(x, state)
+    x, state = {"w": jnp.ones(3)}, method.init({"w": jnp.ones(3)})
+    jax.jit(lambda x, s: method.update(x, s, x), donate_argnums=(0, 1))(x, state)
+
+
+def test_numbers_of_python_may_be_leaves():
+    tx, x = optax.chain(optax.sgd(0.5), lj.local_sgd(1, axes=())), {"w": 1.0, "n": 3}
+    updates, _ = tx.update({"w": 1.0, "n": 0}, tx.init(x), x)
+    assert lj.apply_updates(x, updates) == {"w": 0.5, "n": 3}
+    o = lj.outer(lj.local_sgd(1, axes=()))
+    assert o.step(x, o.init(x))[0] == x
+
+
 def test_arrays_must_stand_in_place_of_references():
     ref = jax.new_ref(jnp.zeros(2))
     for call in (pair().map(lambda x: x[...]), pair().put, pair().replicate):

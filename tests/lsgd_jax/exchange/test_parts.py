@@ -27,6 +27,27 @@ HEAD = {
 }
 
 
+def test_a_mask_may_be_a_callable_tree():
+    """As an Equinox module is; it is not called with paths."""
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class Module(dict):
+        def tree_flatten_with_keys(self):
+            keys = [jax.tree_util.DictKey(name) for name in self]
+            return list(zip(keys, self.values())), tuple(self)
+
+        @classmethod
+        def tree_unflatten(cls, names, leaves):
+            return cls(zip(names, leaves))
+
+        def __call__(self, x):
+            raise AssertionError("called")
+
+    tree = Module(w=jnp.ones(3), head=jnp.ones(2))
+    chosen = parts.select(Module(w=False, head=True), tree)
+    assert isinstance(chosen["w"], optax.MaskedNode) and chosen["head"].shape == (2,)
+
+
 @pytest.mark.parametrize("method", FACTORIES, ids=lambda method: method.__name__)
 def test_every_method_gives_its_part_to_its_pulls(method):
     pulls = method(part=["head"], **needed(method)).pulls

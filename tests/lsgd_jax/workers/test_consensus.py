@@ -48,6 +48,24 @@ def test_consensus_distance_by_hand():
     assert float(lj.consensus_distance(jnp.array([[1.0, 0.0], [3.0, 0.0]]))) == 0.5
 
 
+def test_consensus_distance_of_complex_leaves_by_hand():
+    # x̄ = 2, |x_i − x̄| = √2
+    x = jnp.array([1 + 1j, 3 - 1j])
+    np.testing.assert_allclose(lj.consensus_distance(x), 0.5**0.5, rtol=1e-6)
+    both = {"c": x, "w": jnp.array([1.0, 3.0])}  # √(2 + 1) / √(4 + 4)
+    np.testing.assert_allclose(lj.consensus_distance(both), (3 / 8) ** 0.5, rtol=1e-6)
+
+
+def test_dtypes_that_jax_does_not_promote_by_itself():
+    narrow = jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.float8_e4m3fn)
+    assert lj.consensus(narrow).tolist() == [2, 3]
+    with jax.numpy_dtype_promotion("strict"):
+        x = jnp.array([[1.0, 0.0], [3.0, 0.0]])
+        assert lj.consensus(x).tolist() == [2, 0] and lj.consensus_distance(x) == 0.5
+        state = lj.diloco(2, axes=()).init(jnp.ones(3, jnp.bfloat16))
+        assert state.pulls[0].rule.anchor.value.dtype == jnp.float32
+
+
 def test_consensus_distance_of_equal_workers_is_zero_even_at_the_origin():
     assert float(lj.consensus_distance({"w": jnp.zeros((4, 2))})) == 0
 
@@ -133,6 +151,37 @@ def test_a_tree_without_floats_and_an_empty_one_have_a_consensus():
     assert lj.consensus({"n": jnp.array([3, 4])}) == {"n": 3}
     for tree in ({}, {"n": jnp.array([3, 4])}, {"w": jnp.zeros((2, 0))}):
         assert float(lj.consensus_distance(tree)) == 0
+
+
+CENTERS = {
+    "all": lj.easgd(0.5, 1),
+    "part": lj.easgd(0.5, 1, part=["a"]),
+    "fragments": lj.easgd(0.5, 2, fragments=2),
+    "cut leaves": lj.easgd(0.5, 2, fragments=2, scan_axis={"a": 0}),
+    "masked": optax.masked(lj.easgd(0.5, 1), {"a": True, "b": False, "n": False}),
+    "partition": optax.partition(
+        {"x": lj.easgd(0.5, 1), "y": optax.set_to_zero()}, {"a": "x", "b": "y", "n": "y"}
+    ),
+    "with_state": lj.with_state(optax.trace(0.9), lj.easgd(0.5, 1), "trace"),
+    "parle": lj.parle(0.1, part=["a"]),
+}
+
+
+ONLY_A = "part", "masked", "partition", "parle"
+
+
+@pytest.mark.parametrize("name", CENTERS)
+def test_leaves_without_a_center_have_their_consensus(name):
+    """The center of a leaf that is exchanged is not the mean of the workers."""
+    workers, tx = lj.Workers(1, 2), CENTERS[name]
+    params = {"a": jnp.array([[0.0, 4.0], [2.0, 8.0]]), "b": jnp.array([1.0, 3.0])}
+    params = workers.put(params | {"n": jnp.array([7, 8])})
+    state = workers.map(tx.init)(params)
+    moved = jax.tree.map(lambda x: x + 10, params)
+    center = lj.center(moved, state)
+    assert center["a"].tolist() == [1, 6]  # the mean of the starts
+    assert float(center["b"]) == (12 if name in ONLY_A else 2)
+    assert int(center["n"]) == 17 and center["n"].dtype == jnp.int32
 
 
 def test_under_jit_and_on_several_workers_per_device():
