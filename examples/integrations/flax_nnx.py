@@ -1,6 +1,8 @@
-"""Flax NNX: a model with dropout and its `nnx.Optimizer`, both replicated by `nnx.vmap`.
+"""Flax NNX: a model with dropout and its `nnx.Optimizer`, in two forms.
 
-Two replicas with different dropout masks. Tested with flax 0.12.8 and jax 0.10.2.
+Two replicas with different dropout masks. Under `nnx.vmap` the method stands in the chain
+of the optimizer, whose `update` passes the loss on. On `Workers` it is around a step whose
+state is that of `nnx.split`. Tested with flax 0.12.8 and jax 0.10.2.
 """
 
 import jax.numpy as jnp
@@ -26,32 +28,54 @@ def loss_of(model, batch):
     return jnp.square(model(x, key) - y).mean()
 
 
-def main(steps: int = 40):
-    base, o, batches = optax.adam(1e-2), lj.outer(lj.diloco(8)), batches_of(steps, 2)
+def in_the_optimizer(base, method, batches):
+    tx = optax.chain(base, method)  # new
 
     @nnx.vmap(axis_size=2, axis_name="node")
     def start():
         model = Network(nnx.Rngs(0))
-        params = nnx.state(model, nnx.Param)
-        return model, nnx.Optimizer(model, base, wrt=nnx.Param), o.init(params)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     @nnx.vmap(axis_name="node")
-    def step(model, optimizer, state, batch):  # of one replica
+    def step(model, optimizer, batch):  # of one replica
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads, loss=loss)  # new: loss
+
+    model, optimizer = start()
+    for batch in batches:
+        step(model, optimizer, batch)
+    return nnx.state(model, nnx.Param)
+
+
+def around_the_step(base, method, batches):
+    model = Network(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, base, wrt=nnx.Param)
+    graph, *state = nnx.split((model, optimizer), nnx.Param, ...)
+
+    def update(state, batch):
+        model, optimizer = nnx.merge(graph, *state)
         loss, grads = nnx.value_and_grad(loss_of)(model, batch)
         optimizer.update(model, grads)
-        params, state = o.step(nnx.state(model, nnx.Param), state, loss=loss)
-        nnx.update(model, params)
-        return state
+        _, *state = nnx.split((model, optimizer), nnx.Param, ...)
+        return state, loss
 
-    model, optimizer, state = start()
+    workers = lj.Workers(nodes=2, locals=1)  # new
+    step = lj.around(update, method, params=0)  # new
+    state = workers.map(step.init)(workers.replicate(state))  # new
+    step = workers.map(step, donate=0)  # new, in place of jax.jit
     for batch in batches:
-        state = step(model, optimizer, state, batch)
+        state, loss = step(state, workers.put(batch))  # new: put
+    return state.state[0][0]
 
+
+def main(steps: int = 40):
+    base, method, batches = optax.adam(1e-2), lj.diloco(8), batches_of(steps, 2)
     graph, params = nnx.split(Network(nnx.Rngs(0)))
     loss_alone = lambda params, batch: loss_of(nnx.merge(graph, params), batch)
-    own = train(loss_alone, params, base, o.method, lj.Workers(nodes=2, locals=1), batches)
-    compare("Flax NNX", nnx.state(model, nnx.Param), own)
+    own = train(loss_alone, params, base, method, lj.Workers(nodes=2, locals=1), batches)
+    compare("Flax NNX", in_the_optimizer(base, method, batches), own)
+    compare("Flax NNX", around_the_step(base, method, batches), own)
 
 
 if __name__ == "__main__":

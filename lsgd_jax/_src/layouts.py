@@ -88,12 +88,15 @@ def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
 
 
 def _broadcast(specs: Specs, tree: Tree) -> list[Spec]:
-    is_spec = lambda x: x is None or isinstance(x, Spec | NamedSharding)
+    is_spec = lambda x: isinstance(x, Spec | NamedSharding)
+    # The tree has nodes that are None, too, such as the axes of a `Shared`.
+    to_spec = lambda spec: Spec() if spec is None else spec
+    specs = jax.tree.map(to_spec, specs, is_leaf=lambda x: x is None or is_spec(x))
     try:
         each = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(f"`specs` must be a prefix of the tree: {error}") from error
-    return [spec or Spec() for spec in jax.tree.leaves(each, is_leaf=is_spec)]
+    return jax.tree.leaves(each, is_leaf=is_spec)
 
 
 def largest_dimension(

@@ -409,6 +409,18 @@ def test_axes_of_size_1_change_nothing(method, kind):
     assert params["out"]["kernel"].addressable_shards[0].data.shape == (1, 4, 4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_specs_of_a_state_reach_its_leaves_past_nodes_that_are_none(whole):
+    """A `Shared` has an axes of None, and a program makes its specs of the whole state."""
+    workers = lj.Workers(2, inside={"fsdp": 4})
+    tree = {"a": lj.Shared(jnp.ones(3)), "b": None, "w": jnp.ones([8, 2]), "z": None}
+    spec_of = lambda x: P("fsdp") if x.ndim == 2 else None
+    specs = jax.tree.map(spec_of, tree) if whole else {**tree, "a": P(), "w": P("fsdp")}
+    placed = workers.replicate(tree, specs)
+    assert placed["w"].sharding.spec == P("node", "fsdp")
+    assert placed["a"].value.sharding.spec == P()
+
+
 def test_functions_of_a_worker_see_explicit_types():
     workers = lj.Workers(mesh=user_mesh(AxisType.Explicit), axes="replica")
     x = workers.put({"w": np.arange(32.0).reshape(2, 2, 8), "n": np.arange(2)}, SPREAD)
