@@ -100,6 +100,7 @@ class Around:
             f"{'several' if alike else 'none'} of them have its structure and shapes: a "
             f"position such as result=0, a name, or () if it is the only result; got "
             f"results {_shown(results)} for the state {_shown(state)}"
+            f"{_first_difference([at(results, place) for place in places], state)}"
         )
 
     def _loss_of(self, results: Any, place: tuple[Key, ...]) -> Any:
@@ -271,6 +272,22 @@ def _is_like(tree: Tree, state: Tree) -> bool:
         jnp.shape(x) == jnp.shape(y)
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(state))
     )
+
+
+def _first_difference(results: list[Tree], state: Tree) -> str:
+    """Where the one result of the state's type begins to differ from it, for a message."""
+    alike = [x for x in results if type(x) is type(state)]
+    if len(alike) != 1:
+        return ""
+    tree, path = alike[0], ""
+    while len(below := _children(tree)) == len(before := _children(state)):
+        pairs = zip(below, before)
+        different = [(x, y) for x, y in pairs if x[0] != y[0] or not _is_like(x[1], y[1])]
+        if type(tree) is not type(state) or not different:
+            break
+        (name, tree), (_, state) = different[0]
+        path = f"{path}/{name}" if path else name
+    return f"; it differs first at {path!r}: {_shown(tree)} for {_shown(state)}"
 
 
 def _shown(tree: Tree) -> str:

@@ -200,6 +200,13 @@ def test_a_place_that_is_not_there_is_named(step, options, message):
         run()
 
 
+def test_a_state_of_another_form_is_told_where_it_differs():
+    step = lambda s, g: (Program({"w": s.params["w"][:2]}, s.opt_state), jnp.float32(0))
+    train = lj.around(step, lj.local_sgd(1, axes=()))
+    with pytest.raises(ValueError, match=r"differs first at 'params/w': float32\[2\] for "):
+        train(train.init(Program(START, opt_state)), jnp.ones(3))
+
+
 def test_a_state_without_the_methods_own_is_refused():
     step = lj.around(pair, lj.local_sgd(1), params=0)
     with pytest.raises(ValueError, match="the `AroundState` that `init` made .* got tuple"):
