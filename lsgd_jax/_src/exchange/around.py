@@ -293,7 +293,9 @@ def _first_difference(results: list[Tree], state: Tree) -> str:
 def _shown(tree: Tree) -> str:
     """The top of a tree in a message."""
     children = _children(tree)
+    if hasattr(tree, "dtype"):
+        return f"{tree.dtype}[{','.join(map(str, tree.shape))}]"
     if not children:
-        return jax.typeof(tree).str_short() if isinstance(tree, jax.Array) else repr(tree)
+        return repr(tree)
     inner = ", ".join(f"{name}: {type(child).__name__}" for name, child in children)
     return f"{type(tree).__name__}({inner})"

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from harness import mostly_slow
 
 import lsgd_jax as lj
 
@@ -117,9 +118,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, by_phase", [*((name, False) for name in PROGRAMS), ("TrainState", True)]
-)
+CASES = [*((name, False) for name in PROGRAMS), ("TrainState", True)]
+QUICK = [("TrainState", True), ("dict of results", False), ("getter and setter", False)]
+
+
+@pytest.mark.parametrize("name, by_phase", mostly_slow(CASES, fast=QUICK))
 def test_the_numbers_are_those_of_the_chain(name, by_phase):
     step, start, options, params_of = PROGRAMS[name]
     method = LSGD if options.get("loss", "") is not None else lj.local_sgd(2)
