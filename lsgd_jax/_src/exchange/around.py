@@ -71,7 +71,7 @@ class Around:
 
         Args:
           state: from `init` or the last call.
-          *args, **named: the other arguments of the step.
+          args, named: the other arguments of the step, by position and by name.
           phase: see `Outer.step`.
         """
         if not isinstance(state, AroundState):

@@ -171,10 +171,11 @@ class Workers:
           specs: how leaves are sharded inside a worker: a `PartitionSpec` of the worker's
             own axes (``P(None, "fsdp")`` for a leaf of shape [W, a, b]), a prefix tree of
             such specs, or a function of (path, leaf) with the path written 'dense/kernel'
-            and the leaf of one worker, such as `largest_dimension`. A program's own
-            `NamedSharding`s of one replica may stand in place of specs: the axes of the
-            workers in them are dropped. None: not sharded. The results of mapped functions
-            follow: an optimizer's moments get the layout of the parameters.
+            and the leaf of one worker, such as `largest_dimension`. The shardings of a
+            program, each a `NamedSharding` of one replica, may stand in place of specs: the
+            axes of the workers in them are dropped. None: not sharded. The results of
+            mapped functions follow: an optimizer's moments get the layout of the
+            parameters.
 
         Returns:
           The same tree, placed on the devices in buffers of its own.
