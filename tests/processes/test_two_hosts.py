@@ -81,6 +81,7 @@ def test_each_process_trains_its_workers_on_their_own_data(undisturbed):
     assert undisturbed[0] == pytest.approx(loss, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_saves_both(tmp_path, cache, undisturbed):
     """Saved at another step than those at which the program saves anyway."""
     with Hosts(tmp_path, cache, "--save-every", "1000", before=SLOWLY) as hosts:
