@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from lsgd_jax._src.exchange.exchange import Exchange
 from lsgd_jax._src.exchange.outer import Outer, OuterState, outer
@@ -110,7 +110,7 @@ class Around:
         path, state = _path(self._loss), at(results, place)
         others = [x for _, x in _children(results) if place and x is not state]
         is_lone = len(others) == 1 and getattr(others[0], "shape", None) == ()
-        if is_lone and isinstance(path[0], str):
+        if is_lone and isinstance(self._loss, str):
             return others[0]  # the only scalar needs no name
         for tree in (results, *others):
             try:
@@ -269,7 +269,7 @@ def _is_like(tree: Tree, state: Tree) -> bool:
     """Whether a tree has the structure and the shapes of the state."""
     same = jax.tree.structure(tree) == jax.tree.structure(state)
     return same and all(
-        jnp.shape(x) == jnp.shape(y)
+        np.shape(x) == np.shape(y)
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(state))
     )
 
