@@ -5,6 +5,7 @@ import functools
 import typing
 from typing import NamedTuple
 
+import flax.jax_utils
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +182,29 @@ def test_under_pmap_and_vmap():
         lj.checks.check_workers_agree(state.state[0])
         assert loss.shape == (4,)
     close(*found)
+
+
+@pytest.mark.parametrize("method", [lj.lsgd, lj.diloco])
+def test_a_run_under_pmap_continues_from_all_rows_and_not_from_one(method):
+    """Between exchanges; saved as arrays of the host."""
+    periods = dict(local_period=2, global_period=4) if method is lj.lsgd else {"period": 2}
+    train = lj.around(pair, method(**periods, axes="batch"), params=0)
+    step = jax.pmap(train, axis_name="batch")
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4), (START, opt_state))
+    state = jax.pmap(train.init, axis_name="batch")(states)
+    goals = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32)
+    for goal in goals[:3]:
+        _, state = step(state, goal)
+    saved, one = jax.device_get(state), flax.jax_utils.unreplicate(state)
+    with pytest.raises(ValueError, match="workers differ at "):
+        lj.checks.check_workers_agree(state.state[0])
+    ends = []
+    for start in (state, saved, flax.jax_utils.replicate(one, jax.devices()[:4])):
+        for goal in goals[3:]:
+            _, start = step(start, goal)
+        ends.append(start.state[0]["w"])
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert np.abs(ends[0] - ends[2]).max() > 0.01
 
 
 @pytest.mark.parametrize(
