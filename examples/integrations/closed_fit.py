@@ -12,20 +12,12 @@ import paramax
 from flowjax.distributions import Normal
 from flowjax.flows import masked_autoregressive_flow
 from flowjax.train import fit_to_data
-from own_loop import compare
+from own_loop import compare, each, rounds_by_hand
 
 import lsgd_jax as lj
 
 
 ADAM = optax.adam(1e-2)
-
-
-def each(workers, fit, *trees):
-    """Calls a function on the host for each worker of this process."""
-    row = lambda i: jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), trees)
-    trees = workers.fetch(trees)
-    rows = [fit(*row(i)) for i in workers.owned]
-    return workers.put_owned(jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
 
 
 def with_workers(fit, params, method, batches):
@@ -35,16 +27,6 @@ def with_workers(fit, params, method, batches):
     for batch in batches:
         params = each(workers, fit, params, *batch)  # new: each
         params, state = exchange(params, state)  # new
-    return params
-
-
-def by_hand(fit, params, outer, batches):
-    state = outer.init(params)
-    for keys, x in batches:
-        rows = [fit(params, *row) for row in zip(keys, x)]
-        gradient = jax.tree.map(lambda start, *ends: start - sum(ends) / 4, params, *rows)
-        updates, state = outer.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
     return params
 
 
@@ -63,7 +45,7 @@ def main(rounds: int = 3):
     keys = jax.random.split(jax.random.key(1), [rounds, 4])
     batches = list(zip(keys, jax.random.normal(jax.random.key(2), [rounds, 4, 128, 2]) + 1))
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    theirs = by_hand(fit, arrays, outer, batches)
+    theirs = rounds_by_hand(fit, arrays, outer, batches)
     compare("FlowJAX", theirs, with_workers(fit, arrays, lj.diloco(1, outer), batches))
 
 

@@ -12,38 +12,42 @@ from own_loop import batches_of, compare, train
 import lsgd_jax as lj
 
 
+ADAM = optax.adam(1e-2)
+
+
 def loss_of(model, batch):
     x, y, _ = batch
     return jnp.square(jax.vmap(model)(x) - y).mean()
 
 
-def main(steps: int = 40):
-    base, o, batches = optax.adam(1e-2), lj.outer(lj.easgd(period=4)), batches_of(steps, 2)
-    model = eqx.nn.MLP(4, 1, width_size=32, depth=1, key=jax.random.key(0))
+def update(state, batch):
+    model, moments = state
+    loss, grads = eqx.filter_value_and_grad(loss_of)(model, batch)
+    updates, moments = ADAM.update(grads, moments)
+    return (eqx.apply_updates(model, updates), moments), loss
 
-    @eqx.filter_vmap(in_axes=None, axis_size=2, axis_name="node")
-    def start(model):
-        arrays = eqx.filter(model, eqx.is_inexact_array)
-        return model, base.init(arrays), o.init(arrays)
 
-    @eqx.filter_jit(donate="all")
-    @eqx.filter_vmap(axis_name="node")
-    def step(model, moments, state, batch):  # of one replica
-        loss, grads = eqx.filter_value_and_grad(loss_of)(model, batch)
-        updates, moments = base.update(grads, moments)
-        model = eqx.apply_updates(model, updates)
-        arrays, static = eqx.partition(model, eqx.is_inexact_array)
-        arrays, state = o.step(arrays, state, loss=loss)
-        return eqx.combine(arrays, static), moments, state
-
-    replicas = start(model)
+def with_replicas(method, state, batches):
+    get = lambda state: eqx.filter(state[0], eqx.is_inexact_array)  # new
+    put = lambda state, arrays: (eqx.combine(arrays, state[0]), state[1])  # new
+    step = lj.around(update, method, params=(get, put))  # new
+    init = eqx.filter_vmap(step.init, in_axes=None, axis_size=2, axis_name="node")  # new
+    step = eqx.filter_vmap(step, axis_name="node")  # new
+    state, step = init(state), eqx.filter_jit(step)
     for batch in batches:
-        replicas = step(*replicas, batch)
+        state, loss = step(state, batch)
+    return get(state.state)
 
+
+def main(steps: int = 40):
+    method, batches = lj.easgd(period=4), batches_of(steps, 2)
+    model = eqx.nn.MLP(4, 1, width_size=32, depth=1, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    theirs = with_replicas(method, (model, ADAM.init(arrays)), batches)
+
     loss_alone = lambda arrays, batch: loss_of(eqx.combine(arrays, static), batch)
-    own = train(loss_alone, arrays, base, o.method, lj.Workers(nodes=2, locals=1), batches)
-    compare("Equinox", eqx.filter(replicas[0], eqx.is_inexact_array), own)
+    own = train(loss_alone, arrays, ADAM, method, lj.Workers(nodes=2, locals=1), batches)
+    compare("Equinox", theirs, own)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ def loss_of(model, batch):
 def in_the_optimizer(base, method, batches):
     tx = optax.chain(base, method)  # new
 
-    @nnx.vmap(axis_size=2, axis_name="node")
+    @nnx.vmap(axis_size=2, axis_name="node")  # new
     def start():
         model = Network(nnx.Rngs(0))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
-    @nnx.vmap(axis_name="node")
+    @nnx.vmap(axis_name="node")  # new
     def step(model, optimizer, batch):  # of one replica
         loss, grads = nnx.value_and_grad(loss_of)(model, batch)
         optimizer.update(model, grads, loss=loss)  # new: loss

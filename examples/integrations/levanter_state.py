@@ -1,7 +1,7 @@
 """Levanter: a toy GPT-2 in a `TrainerState`, whose optimizer ends with a method.
 
 `take_step` passes `loss=` to the optimizer, which methods with leaders need.
-Tested with marin-levanter 0.2.227.dev40316220070, jax 0.11.1, optax 0.2.6, Python 3.12.
+Tested with marin-levanter 0.2.227.dev40316220070, jax 0.11.2, optax 0.2.6, Python 3.12.
 """
 
 import equinox as eqx
@@ -30,18 +30,17 @@ def main(steps: int = 24):
     model = config.build(hax.Axis("vocab", 32), key=jax.random.key(0))
     batches = list(jax.random.randint(jax.random.key(1), [steps, 2, 4, 16], 0, 32))
 
-    @eqx.filter_vmap(in_axes=None, axis_size=2, axis_name="node")
     def start(model):
-        optimizer = optax.chain(base, method)
+        optimizer = optax.chain(base, method)  # new
         return TrainerState.init(optimizer, model, key=jax.random.key(2))
 
-    @eqx.filter_jit
-    @eqx.filter_vmap(axis_name="node")
-    def step(state, tokens):  # of one replica
+    def step(state, tokens):
         loss, grads = eqx.filter_value_and_grad(loss_of)(state.model, tokens)
         return state.take_step(grads, loss=loss, key=state.training_key)[0]
 
-    state = start(model)
+    start = eqx.filter_vmap(start, in_axes=None, axis_size=2, axis_name="node")  # new
+    step = eqx.filter_vmap(step, axis_name="node")  # new
+    state, step = start(model), eqx.filter_jit(step)
     for tokens in batches:
         state = step(state, tokens)
 

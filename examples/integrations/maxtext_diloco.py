@@ -1,8 +1,10 @@
-"""MaxText: its model and train step, with `lj.outer` in place of its own DiLoCo.
+"""MaxText: its model and train step, with `lj.around` in place of its own DiLoCo.
 
 Two replicas on the mesh axis `diloco`, each sharded over `fsdp`, are compared with those of
-`enable_diloco`. Tested with maxtext 0.2.5 and jax 0.11.1 on Python 3.12.
+`enable_diloco`. Tested with maxtext 0.2.5 and jax 0.11.2 on Python 3.12.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,8 @@ OPTIONS = """run_name=toy base_output_directory=. hardware=cpu dataset_type=synt
     ici_diloco_parallelism=2 ici_fsdp_parallelism=2 enable_diloco=true diloco_sync_period=4
     diloco_outer_lr=0.7"""
 
+LOSS = "scalar", "learning/loss"  # its place in the results
+
 
 def main(steps: int = 12):
     config = pyconfig.initialize(["", f"{MAXTEXT_CONFIGS_DIR}/base.yml", *OPTIONS.split()])
@@ -34,24 +38,21 @@ def main(steps: int = 12):
     theirs, _ = jit_train_and_eval_step(
         config, graph, mesh, state, train_step=train_step, **fixed
     )
-    o = lj.outer(lj.diloco(4, optax.sgd(0.7, momentum=0.9, nesterov=True)))
-    weights = lambda state: nnx.state(state.model, nnx.Param)
-
-    def step(inner, outer, batch):  # of one replica
-        inner, metrics = train_step(graph, config, state=inner, data=batch, **fixed)
-        loss = metrics["scalar"]["learning/loss"]
-        params, outer = o.step(weights(inner), outer, loss=loss)
-        return nnx.merge_state(inner, nnx.State({"model": params})), outer
+    step = lambda state, data: train_step(graph, config, state=state, data=data, **fixed)
+    method = lj.diloco(4, optax.sgd(0.7, momentum=0.9, nesterov=True))
+    get = lambda state: nnx.state(state.model, nnx.Param)  # new
+    put = lambda state, params: nnx.merge_state(state, nnx.State({"model": params}))  # new
+    step = lj.around(step, method, params=(get, put), loss=LOSS)  # new
+    over = functools.partial(jax.vmap, axis_name="node", spmd_axis_name="diloco")  # new
 
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-        replicas = lambda f: jax.jit(jax.vmap(f, axis_name="node", spmd_axis_name="diloco"))
         inner = jax.tree.map(jnp.copy, state.inner_state)
-        outer, ours = replicas(o.init)(weights(inner)), replicas(step)
+        inner, step = jax.jit(over(step.init))(inner), jax.jit(over(step))  # new
         for _ in range(steps):
             batch = loader.load_next_batch(rampup_manager=None)
             state, _ = theirs(state, batch, None)
-            inner, outer = ours(inner, outer, batch)
-    compare("MaxText's DiLoCo", weights(state.inner_state), weights(inner))
+            inner, metrics = step(inner, batch)
+    compare("MaxText's DiLoCo", get(state.inner_state), get(inner.state))
 
 
 if __name__ == "__main__":

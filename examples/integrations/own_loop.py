@@ -35,6 +35,27 @@ def train(loss_of, params, base, method, workers, batches):
     return params
 
 
+def each(workers, fit, *trees):
+    """Calls a function on the host for each worker of this process."""
+    row = lambda i: jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), trees)
+    trees = workers.fetch(trees)
+    rows = [fit(*row(i)) for i in workers.owned]
+    return workers.put_owned(jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
+
+
+def rounds_by_hand(fit, params, outer, batches):
+    """Does what DiLoCo does with a period of one round, without workers."""
+    state = outer.init(params)
+    for batch in batches:
+        rows = [fit(params, *row) for row in zip(*batch)]
+        gradient = jax.tree.map(
+            lambda start, *ends: start - sum(ends) / len(ends), params, *rows
+        )
+        updates, state = outer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
 def compare(name, theirs, ours, tolerance=1e-5):
     """Prints the largest difference between two trees; raises if it is not small."""
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)
