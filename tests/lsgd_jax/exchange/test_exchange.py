@@ -318,8 +318,10 @@ def test_a_state_made_outside_of_jit_may_be_donated_with_the_parameters(method):
     state = o.init(x)
     for _ in range(2):
         x, state = jax.jit(o.step, donate_argnums=(0, 1))(x, state)
+    assert x["w"].tolist() == [1, 1, 1]
     x, state = {"w": jnp.ones(3)}, method.init({"w": jnp.ones(3)})
-    jax.jit(lambda x, s: method.update(x, s, x), donate_argnums=(0, 1))(x, state)
+    update = jax.jit(lambda x, s: method.update(x, s, x), donate_argnums=(0, 1))
+    assert int(update(x, state)[1].count.value) == 1
 
 
 def test_numbers_of_python_may_be_leaves():
