@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
@@ -197,12 +198,11 @@ def check_workers_agree(tree: Tree) -> None:
     for path, leaf, shared in zip(paths, jax.tree.leaves(tree), shared_flags(tree)):
         if shared or not leaf.size:
             continue
-        gaps, slack = jax.device_get(_gaps_to_the_first(leaf))
-        if (wrong := ~(gaps <= slack)).any():
-            i = int(wrong.argmax())
+        differs, i, gap = map(np.asarray, _first_that_differs(leaf))
+        if differs:
             raise ValueError(
                 f"workers differ at {jax.tree_util.keystr(path) or 'the top'}, worker {i} "
-                f"from worker 0 by {gaps[i]:g}: between exchanges every worker has its own "
+                f"from worker 0 by {gap:g}: between exchanges every worker has its own "
                 "values, so keep the rows of all workers, or, for a model only, "
                 "`lj.center(params, opt_state)`"
             )
@@ -210,6 +210,17 @@ def check_workers_agree(tree: Tree) -> None:
 
 @jax.jit
 @with_automatic_axes
+def _first_that_differs(x: Array) -> tuple[Array, Array, Array]:
+    """Whether workers differ from worker 0 by more than rounding, the first one, its gap.
+
+    Scalars, which every process can read.
+    """
+    gaps, slack = _gaps_to_the_first(x)
+    wrong = ~(gaps <= slack)
+    i = jnp.argmax(wrong)
+    return wrong.any(), i, jnp.where(jnp.arange(len(gaps)) == i, gaps, 0).sum()
+
+
 def _gaps_to_the_first(x: Array) -> tuple[Array, Array]:
     """The largest |x_i - x_0| of each worker, float [W], and what rounding may explain."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
