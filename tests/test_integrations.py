@@ -21,7 +21,7 @@ by_hand = pytest.mark.integrations
     "name, package",
     [
         ("flax_nnx", "flax"),
-        ("dynamic_scale", "flax"),
+        pytest.param("dynamic_scale", "flax", marks=pytest.mark.slow),
         pytest.param("linen_logical_axes", "flax", marks=pytest.mark.slow),
         pytest.param("named_sharding", "jax", marks=pytest.mark.slow),
         pytest.param("pmap_gpt", "flax", marks=pytest.mark.slow),

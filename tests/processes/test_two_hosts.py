@@ -65,6 +65,7 @@ def check_resumed(run, cache, undisturbed, step):
             assert result(hosts.printed(i)) == undisturbed
 
 
+@pytest.mark.slow  # test_processes.py has runs of several processes
 def test_each_process_trains_its_workers_on_their_own_data(undisturbed):
     """The program computes what one process computes that has the data of all workers."""
     spec = importlib.util.spec_from_file_location("two_hosts", PROGRAM)
