@@ -80,7 +80,7 @@ def over(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     >>> over(Spec(("fsdp", "tensor"), "tensor"), {"fsdp": 4, "tensor": 1}) == Spec("fsdp")
     True
     """
-    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+    parts = _names_by_dimension(spec)
     left = [tuple(name for name in part if sizes.get(name) != 1) for part in parts]
     while left and not left[-1]:
         left.pop()
@@ -374,5 +374,9 @@ def _most_alike(found: Sequence[tuple[float, Spec]]) -> Spec | None:
 
 def names_of(spec: Spec) -> list[str]:
     """All axes that a spec names."""
-    nested = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
-    return [name for part in nested for name in part]
+    return [name for part in _names_by_dimension(spec) for name in part]
+
+
+def _names_by_dimension(spec: Spec) -> list[tuple[str, ...]]:
+    """The axes over which each dimension is sharded."""
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
