@@ -220,7 +220,7 @@ METHODS = {
     "licm": Method(lambda W: lj.licm(0.5), first=True),
     "robust+krum": Method(lambda W: lj.krum(faulty=1, keep=6), first=True),
     "robust+geometric_median": Method(
-        lambda W: lj.geometric_median(), first=True, loops=31 * 8 * 4
+        lambda W: lj.geometric_median(), first=True, loops=31 * 3 * 8 * 4
     ),
     "robust+trimmed_mean": Method(lambda W: lj.trimmed_mean(), first=True),
     "cge": Method(lambda W: lj.cge(int(W > 1)), first=True),

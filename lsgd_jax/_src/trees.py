@@ -180,6 +180,15 @@ def all_finite(tree: Tree) -> Array:
     return shard_by_shard(everywhere, tree, out=lambda _: Spec()) == 1
 
 
+def has_headroom(tree: Tree) -> Array:
+    """Whether all elements are finite, and 256 times as large ones would be: a bool scalar.
+
+    Sums of finite numbers may overflow. A center or an anchor moves only by sums that have
+    headroom, so that it and its momentum stay finite.
+    """
+    return all_finite(jax.tree.map(lambda x: 256 * x, tree))
+
+
 def _all_finite(tree: Tree) -> Array:
     """1 if all elements are finite, otherwise 0."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

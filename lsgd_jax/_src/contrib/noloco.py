@@ -109,11 +109,12 @@ def noloco(
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
         message = jax.tree.map(blend, y, state.slow)
         mean, _, _ = pairs.agree(group, None, message, (), takes_part, t)
+        moves = takes_part & trees.has_headroom(mean)
         momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)
-        state = trees.where(takes_part, stepped, state)
-        return state.slow, jnp.asarray(True), state
+        state = trees.where(moves, stepped, state)
+        return state.slow, moves | ~takes_part, state
 
     rule = Rule(axes, init, agree, keeps=(), reads_x=False)
     return exchange(Pull(rule, 1.0, every=period), **options)

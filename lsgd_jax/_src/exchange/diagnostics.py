@@ -25,6 +25,9 @@ class Diagnostics:
       steps: int32 scalar, steps taken.
       restored: int32 [W], how often each worker was reset to its target. For an
         aggregation, how often its gradient was left out.
+      dropped: int32 [W], how often the target of finite workers was not finite, such as
+        the mean of 3e38 and 3e38, so that each worker stayed where it was; None for an
+        aggregation.
       misplaced: int32 [W], the number of steps at which the parameters were not where the
         exchange had left them, because something changed the updates behind it.
       leader: int32 [W], the leader of each worker at the last election, an index in the
@@ -36,6 +39,7 @@ class Diagnostics:
 
     steps: Array
     restored: Array
+    dropped: Array | None
     misplaced: Array
     leader: Array | None
     score: Array | None
@@ -48,7 +52,7 @@ class Diagnostics:
             return f"Diagnostics(axes={self.axes}, traced)"
         shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
         shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
-        for name in ("restored", "misplaced", "leader", "score"):
+        for name in ("restored", "dropped", "misplaced", "leader", "score"):
             if (each := getattr(self, name)) is not None:
                 shown[name] = np.asarray(each).tolist()
         texts = (f"{name}={value}" for name, value in shown.items())
@@ -121,6 +125,7 @@ def _of(node, pull, rule) -> Diagnostics:
     return Diagnostics(
         steps=node.count.value[first],
         restored=pull.restored,
+        dropped=getattr(pull, "dropped", None),
         misplaced=node.misplaced,
         leader=getattr(rule, "leader", None),
         score=getattr(rule, "score", None),

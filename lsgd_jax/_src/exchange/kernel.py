@@ -207,6 +207,8 @@ class PullState(NamedTuple):
       pending: a `Pending` if the pull is delayed, otherwise (); per worker.
       restored: int32 scalar, how often this worker took the whole target because it was not
         finite; per worker.
+      dropped: int32 scalar, how often this worker took part and there was no target,
+        because it was not finite; per worker.
       traffic: the traffic counters; shared.
       wire: a `WireState`, or () if parameters travel in float32.
     """
@@ -214,6 +216,7 @@ class PullState(NamedTuple):
     rule: Any
     pending: Pending | tuple[()]
     restored: Array
+    dropped: Array
     traffic: Traffic
     wire: Any = ()
 
@@ -235,6 +238,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         rule=pull.rule.init(part),
         pending=pending(pull, part, part, jnp.asarray(False)) if pull.delay else (),
         restored=jnp.zeros([], jnp.int32),
+        dropped=jnp.zeros([], jnp.int32),
         traffic=Traffic.zero(axes, pull.every, pull.sends_at),
         wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
         if pull.is_narrow
@@ -349,6 +353,9 @@ def send(
 ) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. It is the only function that communicates.
 
+    A target that is not finite in the dtypes of y, such as the mean of 3e38 and 3e38, is
+    no target.
+
     Args:
       pull: the pull.
       channel: carries the messages. Defaults to collectives over the rule's axes.
@@ -367,13 +374,26 @@ def send(
         group = EncodedGroup(axes, channel, wire, state.wire, t)
     group.exchange_number = -(-t // pull.every)
     more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
-    z, found, rule_state = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
+    z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
+    held = jax.tree.map(lambda z, y: z.astype(y.dtype), z, y)
+    found &= trees.all_finite(held)
     state = state._replace(
-        rule=_in_the_form_of(state.rule, rule_state),
+        rule=_in_the_form_of(state.rule, after),
+        dropped=state.dropped + (takes_part & ~found).astype(jnp.int32),
         traffic=state.traffic.sent(group.bytes_sent),
-        wire=trees.where(found, group.kept, state.wire),
+        wire=_kept_on_the_wire(pull, found, group.kept, state.wire),
     )
-    return Target(z, jnp.asarray(found)), stored(pull, state), group.bytes_sent
+    return Target(z, found), stored(pull, state), group.bytes_sent
+
+
+def _kept_on_the_wire(pull: Pull, found: Array, kept: Any, before: Any) -> Any:
+    """The memory of a narrow wire format after an agreement.
+
+    A reference stays where there is no target. Errors alone do not wait for it: XLA would
+    hold both versions until all of the target is known to be finite.
+    """
+    keeps = pull.rule.keeps or ()
+    return trees.where(found, kept, before) if "reference" in keeps else kept
 
 
 def send_pending(

@@ -55,7 +55,9 @@ class Rule(ByValue):
       agree: (group, x, y, state, takes_part, t) -> (z, found, state), called on due steps.
         It is the only function that communicates, through `group`. takes_part: bool scalar,
         whether this worker's loss, its y and the result of `step` are finite.
-        z: the target, a tree like y. found: bool scalar, whether there is a target.
+        z: the target, a tree like y. found: bool scalar, whether there is a target. A z
+        that is not finite is none. A rule whose state follows what the group sent keeps its
+        state then, see `has_headroom`.
       step: (u, x, state, loss, t) -> (u, state, takes_part), called on every step; never
         communicates.
       keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last

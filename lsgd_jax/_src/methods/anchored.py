@@ -123,19 +123,23 @@ def anchored(
         return _leaf_by_leaf(tree) if layerwise else [tree]
 
     def merged(group, y, state, takes_part):
-        """The pseudo-gradient, whether there is one in each block, and the detector."""
+        """The pseudo-gradient, whether there is one in each block, whether no sum of the
+        workers overflowed, and the detector."""
         anchor = state.anchor.value
         if is_plain:
             mean, count = group.masked_mean(y, takes_part, reference=anchor)
-            return jax.tree.map(jnp.subtract, anchor, mean), [count > 0], ()
+            fits = trees.has_headroom(mean)
+            delta = jax.tree.map(jnp.subtract, anchor, mean)
+            return delta, [fits], fits | (count == 0), ()
         deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
         if guard is None:
             shares, detector = _shares(group, weights, takes_part), ()
         else:
             shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
         delta = MERGES[merge](group, deltas, shares, takes_part)
-        found = [total > 0 for total in trees.materialized(*shares.sum(axis=0))]
-        return guard.clipped(delta) if guard else delta, found, detector
+        fits = trees.has_headroom(delta)
+        found = [fits & (total > 0) for total in trees.materialized(*shares.sum(axis=0))]
+        return guard.clipped(delta) if guard else delta, found, fits, detector
 
     def moved(delta, anchor, outer_state, found, begins_anew):
         """A block's anchor and outer state, both as they were without a pseudo-gradient."""
@@ -149,7 +153,7 @@ def anchored(
 
     def agree(group, x, y, state, takes_part, t):
         anchor, outer_state = state.anchor.value, state.outer.value
-        delta, found, detector = merged(group, y, state, takes_part)
+        delta, found, fits, detector = merged(group, y, state, takes_part)
         exchanges, begins_anew = (), False
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
@@ -167,7 +171,7 @@ def anchored(
             detector,
         )
         # The anchor is there to be pulled to even if no worker is finite.
-        return anchor, jnp.asarray(True), state
+        return anchor, fits, state
 
     keeps = None if merge == "radial" else ("error",)
     return Rule(axes, init, agree, keeps=keeps, reads_x=False)

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from lsgd_jax._src import trees
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.trees import Tree, widened
 
 
 def leaf_norms(tree: Tree) -> Array:
     """The norm of every leaf: [L], of the default float type."""
     dtype = jnp.result_type(float)
-    squares = [jnp.square(widened(x)).sum() for x in jax.tree.leaves(tree)]
-    if not squares:
+    each = [norm(squares(x)) for x in jax.tree.leaves(tree)]
+    if not each:
         return jnp.zeros([0], dtype)
-    return jnp.sqrt(jnp.stack(trees.materialized(*squares))).astype(dtype)
+    return jnp.stack(trees.materialized(*each)).astype(dtype)
 
 
 def times(tree: Tree, factors: Array) -> Tree:

@@ -3,7 +3,6 @@
 from typing import NamedTuple, Unpack
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src import trees
@@ -64,11 +63,13 @@ def moving_center(
         sums, _ = group.masked_sum(gaps, takes_part)
         alpha = value_at(strength, t)
         center = jax.tree.map(lambda c, s: (c + alpha * s).astype(c.dtype), old, sums)
+        fits = trees.has_headroom(sums)
+        center = trees.where(fits, center, old)
         target = center if renewed else old
         if group.size == 1:
             target = center = trees.where(takes_part, y, old)
         # The center is there to be pulled to even if no worker is finite.
-        return target, jnp.asarray(True), CenterState(group.shared(center))
+        return target, fits, CenterState(group.shared(center))
 
     return Rule(axes, init, agree, keeps=("error",), reads_x=False)
 

@@ -14,6 +14,7 @@ from jax import Array
 from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_positive_int
 from lsgd_jax._src.methods.blocks import leaf_norms, times
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
 
@@ -87,7 +88,7 @@ class Guard:
     def norms(self, deltas: Tree) -> Array:
         """G of every block: [B]."""
         norms = leaf_norms(deltas)
-        return norms if self.layerwise else jnp.linalg.norm(norms, keepdims=True)
+        return norms if self.layerwise else norm(squares(norms))[None]
 
     def clipped(self, delta: Tree) -> Tree:
         """Δ, with blocks of a norm of φ at most."""
@@ -136,6 +137,8 @@ class Detector(NamedTuple):
         gap = norms - self.mean
         mean = self.mean + guard.decay * gap
         renewed = self.variance + guard.decay * gap * (norms - mean)
+        # A square that overflows would stay.
+        renewed = jnp.where(jnp.isfinite(renewed), renewed, self.variance)
         seen = Detector(mean, (1 - guard.decay) * renewed, self.window, self.count + 1)
         window = self.window.at[self.count % guard.warmup].set(seen.z(norms, guard))
         return seen._replace(window=window)

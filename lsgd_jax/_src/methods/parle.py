@@ -130,10 +130,12 @@ def parle(
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         mean, count = group.masked_mean(anchor, takes_part, reference=old)
-        center = trees.where(count > 0, mean, old)
+        fits = trees.has_headroom(mean)
+        center = trees.where(fits, mean, old)
         anchor = trees.where(takes_part, anchor, center)
         # The center is there to be pulled to even if no worker is finite.
-        return anchor, jnp.asarray(True), ParleState(anchor, anchor, group.shared(center))
+        found = fits | (count == 0)
+        return anchor, found, ParleState(anchor, anchor, group.shared(center))
 
     rule = Rule(axes, init, agree, step, keeps=("error",))
     return exchange(Pull(rule, 1.0, every=period), **options)

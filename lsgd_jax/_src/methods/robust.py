@@ -9,6 +9,8 @@ from lsgd_jax._src import trees
 from lsgd_jax._src.checks import check_fraction, check_not_negative, check_positive_int
 from lsgd_jax._src.exchange.aggregate import aggregate
 from lsgd_jax._src.methods import robust_means
+from lsgd_jax._src.methods.blocks import leaf_norms
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import Group
@@ -167,8 +169,8 @@ def cge(
         if decay:
             ema = jax.tree.map(lambda h, g: decay * h + (1 - decay) * g, own, h)
             h = own = trees.where(finite, ema, own)
-        norm = optax.tree.norm(h)
-        norms = jnp.where(finite & jnp.isfinite(norm), norm, jnp.inf)
+        length = norm(squares(leaf_norms(h)))
+        norms = jnp.where(finite & jnp.isfinite(length), length, jnp.inf)
         rank = jnp.argsort(jnp.argsort(group.gather(norms)))
         chosen = (rank[group.index] < group.size - faulty) & jnp.isfinite(norms)
         return _mean_or(g, *group.masked_mean(h, chosen)), own
@@ -198,7 +200,7 @@ def krum(
     lowest score, ties to the lowest index. m = 1 is Krum, m > 1 Multi-Krum. Workers whose
     gradients are not finite are left out and not counted in W. If fewer than 2 f + 3 are
     left, the aggregate is their coordinate-wise median, and if none is left the gradients
-    stay as they are. The cost is that of `coordinate_median`, and a sum of W² distances.
+    stay as they are. The cost is that of `coordinate_median`, and a sum of 3 W² numbers.
 
     Args:
       faulty: number of workers that may send anything, f ≥ 0.
@@ -227,11 +229,11 @@ def geometric_median(
 
     .. math::
       g_i \leftarrow z, \qquad z \leftarrow \frac{\sum_j w_j g_j}{\sum_j w_j}, \qquad
-      w_j = 1 / \max(10^{-6}, |g_j - z|)
+      w_j = 1 / \max(\nu, |g_j - z|)
 
-    over the workers whose gradients are finite, from their mean; if there are none the
-    gradients stay as they are. The cost is that of `coordinate_median`, and a sum of W
-    distances per iteration.
+    over the workers whose gradients are finite, from their coordinate-wise median, with ν
+    10⁻⁶ of the median of the distances. If there are none the gradients stay as they are.
+    The cost is that of `coordinate_median`, and a sum of 3 W numbers per iteration.
 
     Args:
       iterations: of z, at least 1.

@@ -19,6 +19,7 @@ from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import check_option, check_positive_int
 from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import known_axes, shard_by_shard
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
 from lsgd_jax._src.wire.group import Group
@@ -91,13 +92,14 @@ def krum(faulty: int = 1, keep: int = 1) -> Mean:
         is_other = counts[None] & (workers[None] != workers[:, None])
         nearest = jnp.sort(jnp.where(is_other, gaps, jnp.inf), axis=1)
         are_summed = workers[None] < counts.sum() - faulty - 2
-        scores = jnp.where(are_summed, nearest, 0).sum(axis=1)
+        # The root of the score has the same order, and no square overflows.
+        scores = norm(squares(jnp.where(are_summed, nearest, 0), axis=1))
         rank = jnp.argsort(jnp.argsort(jnp.where(counts, scores, jnp.inf)))
         return _mean(rows, counts & (rank < keep))
 
     def mean(rows: Rows, counts: Array, total: Total) -> list[Array]:
         # All workers meet in this sum, so it stands in no branch.
-        gaps = total([_gaps(x) for x in rows], 1)  # [W, W]
+        gaps = norm(total([_gaps(x) for x in rows], 1))  # [W, W]
         return lax.cond(
             counts.sum() >= 2 * faulty + 3,
             lambda: best(rows, counts, gaps),
@@ -115,15 +117,20 @@ def geometric_median(iterations: int = 32) -> Mean:
     """
     check_positive_int("iterations", iterations)
 
-    def median(rows: Rows, counts: Array, total: Total) -> list[Array]:
+    def nearest(rows: Rows, counts: Array, total: Total) -> list[Array]:
         def closer(_: Any, z: list[Array]) -> list[Array]:
-            apart = lambda x, z: jnp.square(x - z[None]).sum(axis=_beyond(1, x))
-            gaps = jnp.sqrt(total(list(map(apart, rows, z)), iterations))
-            return _mean(rows, jnp.where(counts, 1 / jnp.maximum(gaps, 1e-6), 0))
+            apart = lambda x, z: squares(x - z[None], axis=_beyond(1, x))
+            gaps = norm(total(list(map(apart, rows, z)), iterations))
+            usual = median(jnp.where(counts, gaps, jnp.nan))
+            least = jnp.finfo(gaps.dtype).tiny
+            nu = jnp.maximum(jnp.where(jnp.isfinite(usual), 1e-6 * usual, 0), least)
+            return _mean(rows, jnp.where(counts, nu / jnp.maximum(gaps, nu), 0))
 
-        return lax.fori_loop(0, iterations, closer, _mean(rows, counts))
+        # Weiszfeld's steps are short far from the median, and from the mean it is as far
+        # as the attackers wish.
+        return lax.fori_loop(0, iterations, closer, _median(rows, counts))
 
-    return median
+    return nearest
 
 
 def trimmed_mean(cut: int = 1) -> Mean:
@@ -167,7 +174,7 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
       the sum of the n - f - 2 smallest :math:`|y_i - y_j|^2`, with f the `faulty` (1)
       workers. Needs n ≥ 2 f + 3.
     - 'geometric_median': the z of the smallest :math:`\sum_i |y_i - z|`, by `iterations`
-      (32) steps of Weiszfeld's iteration.
+      (32) steps of Weiszfeld's iteration from the coordinate-wise median.
     - 'trimmed_mean': for each coordinate the mean without the `cut` (1) smallest and
       largest values. Needs n > 2 cut.
 
@@ -207,15 +214,16 @@ def _mean(rows: Rows, weights: Array) -> list[Array]:
 
     def one(x: Array) -> Array:
         each = weights.astype(x.dtype)
-        return (_column(each, x) * x).sum(axis=0) / each.sum()
+        return (_column(each / each.sum(), x) * x).sum(axis=0)
 
     return [one(x) for x in rows]
 
 
 def _gaps(x: Array) -> Array:
-    """The squared distances of all rows, [W, W], from differences: exact for near rows."""
-    to = lambda i: jnp.square(x - x[i][None]).sum(axis=_beyond(1, x))
-    return lax.map(to, jnp.arange(len(x)))
+    """The sums of squares between all rows, [3, W, W], from differences: exact for near
+    rows."""
+    to = lambda i: squares(x - x[i][None], axis=_beyond(1, x))
+    return jnp.moveaxis(lax.map(to, jnp.arange(len(x))), 0, 1)
 
 
 def _median(rows: Rows, counts: Array) -> list[Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lsgd_jax._src.checks import check_fraction, check_option, check_positive_int
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.trees import widened
 from lsgd_jax._src.wire.packing import Packing
 
@@ -201,7 +202,7 @@ def quantize(v: Array, bits: int) -> tuple[Array, Array]:
     bins = 2**bits
     shift = v.mean()
     centered = v - shift
-    deviation = jnp.sqrt(jnp.square(centered).sum() / max(v.size - 1, 1))
+    deviation = norm(squares(centered) / max(v.size - 1, 1))
     width = SIGMAS * deviation / bins
     width = jnp.where((width > 0) & jnp.isfinite(width), width, 1)
     codes = jnp.clip(jnp.round(bins // 2 - centered / width), 0, bins - 1).astype(jnp.uint8)

@@ -16,6 +16,7 @@ from lsgd_jax._src.exchange.diagnostics import states_of
 from lsgd_jax._src.exchange.memory import to_device
 from lsgd_jax._src.exchange.with_state import WithState
 from lsgd_jax._src.explicit import with_automatic_axes
+from lsgd_jax._src.norms import norm, squares
 from lsgd_jax._src.shared import WORKER_AXES, is_shared, shared_flags
 from lsgd_jax._src.trees import Tree, finite_part, widened
 from lsgd_jax._src.wire.collectives import any_bound
@@ -157,14 +158,14 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
         return jnp.float32(0)
     means = _means(floats, finite, packed)
 
-    def squares(x: Array, c: Array) -> Array:
+    def apart(x: Array, c: Array) -> Array:
         gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
-        return jnp.square(jnp.abs(gap)).sum(axis=_own_axes(x))
+        return squares(jnp.abs(gap), axis=_own_axes(x))
 
-    gaps = jnp.sqrt(sum(map(squares, floats, means)))
-    norm = jnp.sqrt(sum(jnp.square(jnp.abs(c)).sum() for c in means))
+    gaps = norm(sum(map(apart, floats, means)))
+    length = norm(sum(squares(jnp.abs(c)) for c in means))
     total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
-    distance = total / count / norm
+    distance = total / count / length
     return jnp.where(total == 0, 0, distance).astype(jnp.float32)
 
 

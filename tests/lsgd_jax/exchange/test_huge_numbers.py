@@ -1,0 +1,106 @@
+"""Workers with finite but huge parameters: no sum of theirs becomes a target."""
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import aggregate, mostly_slow
+
+import lsgd_jax as lj
+
+
+WORKERS = lj.Workers(nodes=2, locals=4)
+START = np.linspace(1, 2, 32).reshape(8, 4).astype(np.float32)
+OVERFLOWS = {
+    "local_sgd": lj.local_sgd(1),
+    "diloco": lj.diloco(1),
+    "delayed": lj.diloco(2, delay=1),
+    "weighted": lj.diloco(1, weights=range(1, 9)),
+    "slowmo": lj.slowmo(1, alpha=1.0, beta=0.5, learning_rate=0.1),
+    "easgd": lj.easgd(0.43, 1),
+    "downpour": lj.downpour(1),
+    "parle": lj.parle(0.0, 1, decay=0.0, outer_learning_rate=1.0),
+    "noloco": lj.contrib.noloco(1, beta=2.0),
+    "int8": lj.diloco(1, wire="int8"),
+}
+
+
+def run(tx, moves, dtype=jnp.float32):
+    """One row per move: parameters, then the last state."""
+    params = WORKERS.put(jnp.asarray(START, dtype))
+    state = WORKERS.map(tx.init)(params)
+
+    def one(x, state, move):
+        updates, state = tx.update(move, state, x, value=jnp.float32(1))
+        return lj.apply_updates(x, updates), state
+
+    step, seen = WORKERS.map(one), []
+    for move in moves:
+        params, state = step(params, state, WORKERS.put(jnp.asarray(move, dtype)))
+        seen.append(np.asarray(params, np.float32))
+    return seen, state
+
+
+def by(value, *workers):
+    move = np.zeros_like(START)
+    move[list(workers)] = value
+    return move
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(OVERFLOWS, fast=["local_sgd", "diloco", "easgd", "delayed"])
+)
+def test_a_target_that_overflows_moves_nobody_and_its_state_goes_on(name):
+    """The two huge workers are at 0 again after their second step, and all go on."""
+    tx = OVERFLOWS[name]
+    moves = [by(3e38, 3, 4), by(-3e38, 3, 4), *[by(0.1, 0)] * 4]
+    seen, state = run(tx, moves)
+    if name not in ("delayed", "noloco"):  # in pairs the others go on
+        np.testing.assert_array_equal(seen[0], START + moves[0])
+    dropped = sum(pull.dropped for pull in lj.diagnostics(state))
+    restored = sum(pull.restored for pull in lj.diagnostics(state))
+    assert (np.asarray(dropped)[[3, 4]] >= 1).all() and not np.asarray(restored).any()
+    chex.assert_tree_all_finite((seen, state))
+    assert -1 < seen[-1].min() and seen[-1].max() < 4
+
+
+def test_float16_takes_no_target_beyond_its_range():
+    """The mean is in float32, where 1e5 is finite."""
+    tx = lj.exchange(lj.Pull(lj.anchored(optax.sgd(200.0)), 1.0))
+    (seen,), state = run(tx, [by(5000.0, 3)], jnp.float16)
+    start = START.astype(np.float16) + by(5000, 3).astype(np.float16)
+    np.testing.assert_array_equal(seen, start)
+    assert (np.asarray(lj.diagnostics(state)[0].dropped) == 1).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e20])
+@pytest.mark.parametrize("merge", ["mean", "radial"])
+def test_pseudo_gradients_of_any_size_merge(merge, size):
+    """All workers move alike, so that both merges are the move itself."""
+    tx = lj.diloco(1, optax.sgd(1.0), merge=merge)
+    params = WORKERS.replicate(jnp.zeros(4))
+    state = WORKERS.map(tx.init)(params)
+    move = WORKERS.put(jnp.full((8, 4), size))
+    one = lambda x, s, move: tx.update(move, s, x, value=jnp.float32(1))[0]
+    np.testing.assert_allclose(WORKERS.map(one)(params, state, move), size, rtol=1e-5)
+
+
+FAR = {"geometric_median": {}, "krum": {"faulty": 2}, "trimmed_mean": {"cut": 2}}
+
+
+@pytest.mark.parametrize("kind", FAR)
+def test_two_huge_workers_of_eight_do_not_move_a_robust_mean(kind):
+    tx = lj.exchange(lj.Pull(lj.robust_mean(kind, **FAR[kind]), 1.0))
+    for size in (1e20, 3e38):
+        (seen,), _ = run(tx, [by(size, 3, 5)])
+        assert (seen == seen[0]).all() and 1 <= seen.min() and seen.max() <= 2
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1.0, 1e30])
+def test_fewer_than_half_cannot_move_the_geometric_median_far(scale):
+    good = np.random.default_rng(0).normal(size=(5, 6))
+    for attackers, size in ((3, 1e6), (2, 1e7)):  # of 8, and of 7
+        rows = np.concatenate([good, np.full((attackers, 6), size)]) * scale
+        seen = aggregate(lj.geometric_median(), {"a": jnp.asarray(rows, jnp.float32)})
+        assert np.abs(seen["a"]).max() < 3 * scale
