@@ -132,10 +132,12 @@ def parle(
         mean, count = group.masked_mean(anchor, takes_part, reference=old)
         fits = trees.has_headroom(mean)
         center = trees.where(fits, mean, old)
-        anchor = trees.where(takes_part, anchor, center)
         # The center is there to be pulled to even if no worker is finite.
         found = fits | (count == 0)
-        return anchor, found, ParleState(anchor, anchor, group.shared(center))
+        anchor = trees.where(takes_part, anchor, center)
+        moved = ParleState(anchor, anchor, group.shared(center))
+        own = trees.where(found, (anchor, anchor), (state.anchor, state.average))
+        return anchor, found, moved._replace(anchor=own[0], average=own[1])
 
     rule = Rule(axes, init, agree, step, keeps=("error",))
     return exchange(Pull(rule, 1.0, every=period), **options)

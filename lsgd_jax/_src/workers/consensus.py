@@ -162,8 +162,8 @@ def _consensus_distance(params: Tree, packed: bool) -> Array:
         gap = jnp.where(_rows(finite, x), widened(x) - c[None], 0)
         return squares(jnp.abs(gap), axis=_own_axes(x))
 
-    gaps = norm(sum(map(apart, floats, means)))
-    length = norm(sum(squares(jnp.abs(c)) for c in means))
+    gaps = norm(functools.reduce(jnp.add, map(apart, floats, means)))
+    length = norm(functools.reduce(jnp.add, (squares(jnp.abs(c)) for c in means)))
     total, count = jnp.stack([gaps, finite.astype(gaps.dtype)]).sum(axis=1)
     distance = total / count / length
     return jnp.where(total == 0, 0, distance).astype(jnp.float32)
