@@ -96,6 +96,20 @@ def read(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
+def last_steps(folder: pathlib.Path) -> dict[str, int]:
+    """The last step of each kind of event in metrics.jsonl, and {} without this file.
+
+    Events that `read` leaves out count, too.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    last: dict[str, int] = {}
+    for event in _lines(folder / METRICS) if (folder / METRICS).exists() else ():
+        last[event["kind"]] = max(event["step"], last.get(event["kind"], 0))
+    return last
+
+
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     if path.exists() and not path.is_file():  # a pipe would block
         raise OSError(errno.EINVAL, "not a regular file", str(path))

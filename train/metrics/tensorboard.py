@@ -41,6 +41,8 @@ class TensorBoard:
             if self._file is None:
                 self._file = RecordWriter(self._new_path())
                 self._file.write(_record(file_version="brain.Event:2"))
+            if event["kind"] == "start":
+                self._file.write(_session_start(event["step"]))
             for name, value in scalars(event).items():
                 shown = summary.scalar(name, value)
                 self._file.write(_record(step=event["step"], summary=shown))
@@ -73,6 +75,12 @@ class TensorBoard:
                 with contextlib.suppress(OSError):
                     file.close()
             raise
+
+
+def _session_start(step: int) -> bytes:
+    """Makes TensorBoard drop what a killed session wrote after the step of resuming."""
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # type: ignore
+    return _record(step=step + 1, session_log=start)  # it drops this step and later ones
 
 
 def _record(**values: Any) -> bytes:

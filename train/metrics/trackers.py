@@ -1,15 +1,16 @@
 """Trackers: the places to which the events of a run go while it trains."""
 
-import hashlib
 import json
 import math
 import pathlib
-import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from train.messages import one_line
 
+
+WANDB_ID = "wandb_id.txt"
 
 Event = Mapping[str, Any]  # with a kind, a step and seconds of training
 
@@ -77,8 +78,11 @@ class WeightsAndBiases:
 
     Args:
       project: the project.
-      folder: the run folder. A resumed run continues the same run of the project.
+      folder: the run folder. It keeps the id of the run of the project, which a resumed run
+        continues.
       settings: the settings of the run.
+      written: the last step of each kind of event in metrics.jsonl. If the folder has an
+        id, events up to these steps were sent before, and are not sent again.
       warn: called once with one line if something cannot be sent.
     """
 
@@ -87,22 +91,20 @@ class WeightsAndBiases:
         project: str,
         folder: pathlib.Path,
         settings: Mapping[str, Any],
+        written: Mapping[str, int],
         warn: Callable[[str], None],
     ):
         self._warn, self._run = warn, None
-        where = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
-        name = re.sub(r"[^\w-]", "-", folder.name)
-        self._attempt(
-            lambda: self._open(project, folder, f"{name}-{where}", dict(settings))
-        )
+        self._sent = written if (folder / WANDB_ID).exists() else {}
+        self._attempt(lambda: self._open(project, folder, dict(settings)))
 
-    def _open(self, project: str, folder: pathlib.Path, name: str, settings: Any) -> None:
+    def _open(self, project: str, folder: pathlib.Path, settings: Any) -> None:
         import wandb  # type: ignore  # of an extra
 
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id=name,
+            id=_kept_id(folder / WANDB_ID),
             dir=str(folder),
             config=settings,
             resume="allow",
@@ -110,7 +112,7 @@ class WeightsAndBiases:
 
     def write(self, event: Event) -> None:
         sent = scalars(event)
-        if sent:
+        if sent and event["step"] > self._sent.get(event["kind"], -1):
             sent |= {"step": event["step"], "seconds": event["seconds"]}
             self._attempt(lambda: self._run and self._run.log(sent))
 
@@ -124,6 +126,14 @@ class WeightsAndBiases:
         except Exception as error:  # wandb raises all kinds
             self._run = None
             self._warn(f"nothing is sent to Weights & Biases any more: {one_line(error)}")
+
+
+def _kept_id(path: pathlib.Path) -> str:
+    """The id in a file, which is drawn and written if the file is missing or empty."""
+    kept = path.read_text() if path.exists() else ""
+    if not kept:
+        path.write_text(kept := secrets.token_hex(8))
+    return kept
 
 
 def _jsonable(value: Any) -> Any:

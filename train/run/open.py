@@ -173,7 +173,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
         )
     others = []
     if config.wandb is not None and session.is_main:
-        own = config.wandb, folder, fields(config)
+        own = config.wandb, folder, fields(config), log.last_steps(folder)
         others.append(trackers.WeightsAndBiases(*own, progress.warn_here))
     metrics = MetricsLog(folder, progress.warn_here, session.is_main, check, others)
     run = Run(

@@ -5,7 +5,7 @@ import os
 import struct
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
 from train.metrics import tensorboard
@@ -13,13 +13,18 @@ from train.metrics.tensorboard import TensorBoard
 
 
 def values(folder):
-    """(name, step, value) of each event in a folder, in the order of the files."""
+    """(name, step, value) of each event in a folder, as TensorBoard shows them.
+
+    A session that starts at a step drops events of this and of later steps.
+    """
     found = []
     for path in sorted(folder.iterdir(), key=lambda path: int(path.suffix[1:])):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack("Q", data[:8])
             event = Event.FromString(data[12 : 12 + length])
+            if event.session_log.status == SessionLog.START:
+                found = [old for old in found if old[1] < event.step]
             found += [(x.tag, event.step, x.simple_value) for x in event.summary.value]
             data = data[16 + length :]
     return found
@@ -36,6 +41,23 @@ def test_values_are_read_as_written(tmp_path):
     writer.close()
     expected = [("train/loss", 1, 0.5), ("train/steps", 1, 3.0), ("train/loss", 2, 0.25)]
     assert values(tmp_path / "tensorboard") == expected
+
+
+def test_curves_do_not_run_back_after_a_kill(tmp_path):
+    killed = TensorBoard(tmp_path)
+    killed.write(event(0) | {"kind": "start"})
+    for step in 5, 10, 15:
+        killed.write(event(step, a=1.0))
+    killed.close()
+    resumed = TensorBoard(tmp_path)
+    resumed.write(event(10) | {"kind": "start"})
+    resumed.write(event(15, a=2.0))
+    resumed.close()
+    assert values(tmp_path) == [
+        ("train/a", 5, 1.0),
+        ("train/a", 10, 1.0),
+        ("train/a", 15, 2),
+    ]
 
 
 def test_buffered_events_are_written_after_a_while(tmp_path, monkeypatch):

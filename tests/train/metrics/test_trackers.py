@@ -1,6 +1,7 @@
 """Trackers: Weights & Biases by a module that is made up, and several at once."""
 
 import resource
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -42,9 +43,25 @@ def test_weights_and_biases_receives_the_scalars(wandb, tmp_path, monkeypatch):
     assert losses == [event["loss"] for event in events["train"]] and len(losses) == 2
     steps = [sent["step"] for sent in wandb.told if "test/center_error" in sent]
     assert steps == [4] and wandb.ended == [True]
-    again = options["id"]
-    assert main([*COMMAND, str(folder), "--resume", "--steps", "6"]) == 0
-    assert wandb.options["id"] == again and not set(again) & set("/ ")
+
+
+def test_a_run_keeps_its_id_and_sends_no_step_twice(wandb, tmp_path, monkeypatch):
+    """A killed run leaves events after its checkpoint, and may be moved."""
+    tiny.install(share=True, set=monkeypatch.setattr)
+    folder, ids = tmp_path / "run", []
+    for name in "run", "moved":
+        assert main([*COMMAND, str(tmp_path / name)]) == 0
+        ids.append(wandb.options["id"])
+    shutil.rmtree(tmp_path / "moved")
+    killed = {"kind": "train", "step": 6, "seconds": 9.0, "loss": 0.5}
+    trackers.JsonLines(folder / log.METRICS).write(killed)
+    folder.rename(tmp_path / "moved")
+    wandb.told.clear()
+    again = [*COMMAND, str(tmp_path / "moved"), "--resume", "--steps", "8"]
+    assert main(again) == 0
+    assert wandb.options["id"] == ids[0] != ids[1]
+    assert [sent["step"] for sent in wandb.told if "train/loss" in sent] == [8]
+    assert [sent["step"] for sent in wandb.told if "test/center_error" in sent] == [8]
 
 
 def test_an_error_of_weights_and_biases_stops_nothing(wandb, tmp_path, monkeypatch, capsys):
