@@ -39,6 +39,7 @@ from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config
+from train.metrics import progress
 from train.task import methods
 from train.task.experiment import Experiment
 
@@ -406,7 +407,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     quiet = not session.is_main
-    console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console = progress.console(quiet=quiet, soft_wrap=True)
     if not is_known and not options.is_described:
         report(setting, console)
     setting = put(given, setting, config.workers.nodes, config.workers.locals)

@@ -23,14 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 import tyro
 
 import lsgd_jax as lj
 from train import cli, command, compilation_cache
 from train.cluster.exit_status import SUCCESS
 from train.config import Config, WorkersConfig
-from train.metrics import measures, tables
+from train.metrics import measures, progress, tables
 from train.plots import plain_numbers, save, subplots, whole_numbers
 from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
@@ -369,7 +368,7 @@ def main(arguments: Sequence[str]) -> int:
     lj.tune_cpu()  # before jax uses a device
     options, configs = parse(arguments)
     compilation_cache.use(say=True)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.console(soft_wrap=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     first = next(iter(configs.values()))

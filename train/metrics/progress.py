@@ -4,6 +4,7 @@ import datetime
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import rich.console
 import rich.markup
@@ -14,6 +15,17 @@ SECONDS_BETWEEN_LINES = 10.0
 NARROW = 60  # columns below which a terminal has no room for a bar
 BAR_AND_TIME = 16  # columns that the bar and the remaining time take at least
 MOST_BARS = 16  # with more workers than this, none has a bar of its own
+
+
+def console(**options: Any) -> rich.console.Console:
+    """A console of standard output.
+
+    Rich prints nothing at COLUMNS=0, which containers set. It stands for an unknown width.
+    """
+    made = rich.console.Console(highlight=False, **options)
+    if not all(made.size):
+        made.size = rich.console.ConsoleDimensions(made.width or 80, made.height or 25)
+    return made
 
 
 class Progress:
@@ -28,19 +40,21 @@ class Progress:
 
     def __init__(self, steps: int, start: int = 0, what: str = "step", process: int = 0):
         self._process = process
-        self._console = rich.console.Console(quiet=process != 0, highlight=False)
+        self._console = console(quiet=process != 0)
         self._steps, self._what = steps, what
         self._last_line = -float("inf")
         self._tested, self._paces = "", ""
         self._is_narrow = self._console.width < NARROW
         self._workers: list[rich.progress.TaskID] = []
+        # With FORCE_COLOR, a file counts as a terminal: it gets colors, but no bar.
+        has_bar = self._console.is_interactive and self._console.file.isatty()
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn(what + " {task.completed}/{task.total}"),
             *([] if self._is_narrow else [rich.progress.BarColumn()]),
             rich.progress.TextColumn("{task.description}"),
             *([] if self._is_narrow else [rich.progress.TimeRemainingColumn(compact=True)]),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not has_bar,
         )
         self._task = self._bar.add_task("compiling", total=steps, completed=start)
 
