@@ -89,8 +89,8 @@ def load(folder: str | os.PathLike[str], image_size: int = 224) -> ImageFolder:
     """Finds the images in FOLDER/train/CLASS/ and FOLDER/val/CLASS/.
 
     The classes are the names of the folders, in alphabetical order. Images are files whose
-    names end with .jpeg, .jpg, .png, .bmp or .webp in any case; other files are ignored. No
-    image is opened.
+    names end with .jpeg, .jpg, .png, .bmp or .webp in any case. Other files are ignored, as
+    are hidden files and folders. No image is opened.
 
     Raises:
       DataError: folders are missing, a class has no images, or `train` and `val` have
@@ -124,8 +124,7 @@ def _find(folder: pathlib.Path) -> Files:
     """Finds the images in the class folders of a folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is missing; it must hold one folder of images per class")
-    with os.scandir(folder) as entries:
-        entries = list(entries)
+    entries = _entries(folder)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     if not classes:
         loose = sum(map(_is_image, entries))
@@ -133,10 +132,10 @@ def _find(folder: pathlib.Path) -> Files:
             f"{folder} must hold one folder per class, got none"
             + (f", but {loose} images; move them into class folders" if loose else "")
         )
-    names = []
-    for name in classes:
-        with os.scandir(folder / name) as entries:
-            names.append(sorted(os.fsencode(x.name) for x in entries if _is_image(x)))
+    names = [
+        sorted(os.fsencode(x.name) for x in _entries(folder / name) if _is_image(x))
+        for name in classes
+    ]
     if empty := [name for name, found in zip(classes, names) if not found]:
         named = ", ".join(f"{name}/" for name in empty[:5])
         raise DataError(f"{folder} must have images in each class, but none is in {named}")
@@ -145,8 +144,14 @@ def _find(folder: pathlib.Path) -> Files:
     return Files(str(folder), tuple(classes), every, labels)
 
 
+def _entries(folder: pathlib.Path) -> list[os.DirEntry]:
+    """The files and folders in a folder, without hidden ones, which tools leave there."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
 def _is_image(entry: os.DirEntry) -> bool:
-    if not entry.name.lower().endswith(SUFFIXES) or entry.name.startswith("."):
+    if not entry.name.lower().endswith(SUFFIXES):
         return False
     return entry.is_file() or entry.is_symlink()  # reading a FIFO would block
 

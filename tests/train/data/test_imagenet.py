@@ -24,6 +24,9 @@ def test_classes_and_images_are_in_alphabetical_order(tmp_path):
     (ants / "readme.txt").write_text("no image")
     (ants / "._0.JPEG").write_text("another system's notes")
     (ants / "folder.jpeg").mkdir()
+    for part in "train", "val":  # as a notebook and a file manager leave them
+        shutil.copytree(ants, tmp_path / part / ".ipynb_checkpoints", symlinks=True)
+    (tmp_path / "val" / ".trash").mkdir()
     os.mkfifo(ants / "fifo.jpeg")
     (tmp_path / "train" / "list.txt").write_text("ant bee")
     found = imagenet.load(tmp_path, image_size=32)
