@@ -48,7 +48,7 @@ def export(
       OSError: the files cannot be written. The folder is removed then.
     """
     check_installed("the export", "export", "safetensors")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     loaded = load(run, which, worker=None if model == "center" else "best")
     text = json.dumps(description(loaded), indent=2) + "\n"
@@ -58,10 +58,9 @@ def export(
     except FileExistsError:
         raise ValueError(f"`out` must be a new folder, but {out} exists") from None
     try:
-        save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()},
-            out / "model.safetensors",
-        )
+        # A file of `save_file` could be read by its owner only, whatever the umask.
+        whole = save({name: np.ascontiguousarray(x) for name, x in tensors.items()})
+        (out / "model.safetensors").write_bytes(whole)
         (out / "model.json").write_text(text)
         if isinstance(loaded.vocabulary, Subwords):
             (out / "sentencepiece.model").write_bytes(loaded.vocabulary.model)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 
 import jax
 import numpy as np
@@ -63,10 +64,22 @@ def test_nothing_is_overwritten_and_a_failed_export_leaves_nothing(
     def no_space(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.numpy.save_file", no_space)
+    monkeypatch.setattr("safetensors.numpy.save", no_space)
     assert main([str(run.folder), "new"]) == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
     assert not (tmp_path / "new").exists()
+
+
+def test_files_have_the_mode_that_the_umask_says(run, tmp_path):
+    kept = os.umask(0o027)
+    try:
+        assert main([str(run.folder), str(tmp_path / "out")]) == 0
+    finally:
+        os.umask(kept)
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()
+    }
+    assert modes == {"model.json": 0o640, "model.safetensors": 0o640}
 
 
 def test_without_safetensors_one_line_says_how_to_install_it(run, refusal, monkeypatch):
