@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from matplotlib import pyplot as plt
 
-import lsgd_jax as lj
+from train.config import SEED
 from train.metrics import tables
 from train.plots import tidy
 from train.run import folder as run_folder
@@ -23,7 +23,8 @@ class Options:
     out: pathlib.Path | None = None
 
     def __post_init__(self):
-        lj.checks.check_not_negative("seed", self.seed)
+        if not SEED.holds(self.seed):
+            raise ValueError(f"`seed` must be {SEED.text}, got seed={self.seed}")
 
 
 class Results(NamedTuple):

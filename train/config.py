@@ -74,6 +74,7 @@ NOT_EMPTY = Rule("a path, not empty", bool)
 POSITIVE = Rule("positive and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Rule("at least 0 and finite", lambda x: 0 <= x < math.inf)
 BELOW_ONE = Rule("in [0, 1)", lambda x: 0 <= x < 1)
+SEED = Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)
 SHARE = Rule(
     "a fraction of one, or a whole number",
     lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0,
@@ -363,7 +364,7 @@ class Config:
     # Images, windows of text or pairs of sentences, per worker and step.
     batch_size: Count = 32
     # Seed of the initial parameters, the order of the data and all other randomness.
-    seed: Annotated[int, Rule("in [0, 2**32)", lambda x: 0 <= x < 2**32)] = 0
+    seed: Annotated[int, SEED] = 0
     # Steps between reports in metrics.jsonl and on the screen.
     log_every: Annotated[Count, FREE] = 16
     # Steps between tests of the center and of the best worker.

@@ -15,6 +15,7 @@ import tyro
 import lsgd_jax as lj
 from train import cli, command
 from train.cluster.exit_status import SUCCESS
+from train.config import SEED
 from train.data.translation import Subwords
 from train.metrics.progress import printable
 from train.run.loading import Which, load
@@ -45,8 +46,13 @@ def sample(
       ValueError: the run cannot be loaded or is a run on images, or an option is wrong.
     """
     lj.checks.check_positive_int("length", length)
+    for name, count in {"length": length, "beam": beam or 1}.items():
+        if count >= 2**31:
+            raise ValueError(f"`{name}` must be less than 2**31, got {name}={count}")
     if not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature=}")
+    if not SEED.holds(seed):
+        raise ValueError(f"`seed` must be {SEED.text}, got {seed=}")
     loaded = load(run, which)
     if loaded.vocabulary is None:
         raise ValueError(f"{run} is a run on images; only runs on text can be sampled")

@@ -29,7 +29,7 @@ def test_every_experiment_explains_its_options(name, capsys):
         (["sinc", "--nonsense"], "unrecognized option --nonsense"),
         (["sinc", "--starts", "0"], "`starts` must be a positive int, got starts=0"),
         (["sinc", "--starts", "x"], "--starts must be an int, got 'x'"),
-        (["sinc", "--seed", "-1"], "`seed` must be at least 0"),
+        (["sinc", "--seed", "-1"], "`seed` must be in [0, 2**32), got seed=-1"),
         (["matrix-completion", "--ranks", "1", "x"], "--ranks: Could not find valid"),
         (["matrix-completion", "--ranks", "1001"], "`ranks` must lie in 1..1000"),
         (["matrix-completion", "--pull", "2"], "`pull` must be in [0, 1]"),

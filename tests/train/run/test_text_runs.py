@@ -84,6 +84,9 @@ def test_a_trained_model_continues_a_prompt(finished, refusal, capsys):
         "--prompt zax": "has 17 characters, and not 'x', 'z'",
         "--temperature 0": "`temperature` must be positive",
         "--beam 2": "`beam` is for runs on translation",
+        "--seed -1": "`seed` must be in [0, 2**32), got seed=-1",
+        f"--seed {10**20}": f"`seed` must be in [0, 2**32), got seed={10**20}",
+        f"--length {10**20}": f"`length` must be less than 2**31, got length={10**20}",
     }
     for options, message in refused.items():
         assert message in refusal(sample.main, [folder, *options.split()])

@@ -100,7 +100,11 @@ def test_a_trained_model_translates_a_prompt(finished, refusal, capsys):
     found = trainer.load(folder).translate(["one is"], beam=3)
     assert capsys.readouterr().out == found[0] + "\n"
     assert trainer.load(folder).translate([]) == []
-    refused = {"--beam 0": "`beam` must be a positive int", "--seed 1": "for runs on text"}
+    refused = {
+        "--beam 0": "`beam` must be a positive int",
+        f"--beam {2**31}": "`beam` must be less than 2**31",
+        "--seed 1": "for runs on text",
+    }
     for options, message in refused.items():
         assert message in refusal(sample.main, [folder, *options.split()])
 
