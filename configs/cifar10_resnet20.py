@@ -10,8 +10,9 @@ momentum, divided by 10 late in training, weight decay 1e-4, pull 0.1 every 64 s
 
 import dataclasses
 
-from configs import cifar10_cnn7
 from train.config import OptimizerConfig
+
+from . import cifar10_cnn7
 
 
 CONFIG = dataclasses.replace(

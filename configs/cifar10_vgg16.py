@@ -11,8 +11,9 @@ network needs 32 x 32 images, which are padded by 4 pixels before the random cro
 
 import dataclasses
 
-from configs import cifar10_resnet20
 from train.config import DataConfig
+
+from . import cifar10_resnet20
 
 
 CONFIG = dataclasses.replace(

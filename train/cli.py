@@ -18,9 +18,8 @@ import jax
 import tyro
 from tyro import _errors
 
-import configs
 import lsgd_jax as lj
-from train import settings
+from train import configs, settings
 from train.config import SETTINGS, Config, settings_of
 from train.messages import meant
 from train.run import folder as run_folder
@@ -58,7 +57,7 @@ def experiments() -> dict[str, tuple[str, Config]]:
     """
     found = {}
     for module in pkgutil.iter_modules(configs.__path__):
-        loaded = importlib.import_module(f"configs.{module.name}")
+        loaded = importlib.import_module(f"{configs.__name__}.{module.name}")
         name, text = loaded.CONFIG.name, (loaded.__doc__ or "").strip()
         found[name] = text, dataclasses.replace(loaded.CONFIG, experiment=name)
     return found

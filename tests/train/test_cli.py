@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import re
+import runpy
 import signal
+import sys
 
 import pytest
 import tiny
@@ -171,6 +173,16 @@ def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
     assert cli.parse([*resume, "--name=my"]).name == "my"
     with pytest.raises(ValueError, match="named digits, digits-bn, my: see --name"):
         cli.parse([*resume, "--name", "none"])
+
+
+def test_a_package_in_the_current_folder_hides_no_experiments(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    for name in "__init__", "digits":
+        (tmp_path / "configs" / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [x for x in sys.modules if x.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert runpy.run_path(cli.__file__)["experiments"]() == cli.experiments()
 
 
 def test_a_method_brings_its_own_options(tmp_path):
