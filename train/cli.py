@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import pathlib
 import pkgutil
 import typing
@@ -44,6 +45,7 @@ NUMBERS = {
     "could not convert string to float: ": "a number",
 }
 T = TypeVar("T")
+PATHS = tyro.constructors.ConstructorRegistry()
 
 # Settings that say which run to resume.
 WHERE = "name", "runs", "run_dir", "resume"
@@ -135,7 +137,11 @@ def _given(
     given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
     with one_line_errors(prog):
         return tyro.cli(
-            given_only, args=arguments, return_unknown_args=True, add_help=False
+            given_only,
+            args=arguments,
+            return_unknown_args=True,
+            add_help=False,
+            registry=PATHS,
         )
 
 
@@ -217,7 +223,23 @@ def run(
     ValueError: unrecognized option --nunber; did you mean --number?; see double --help
     """
     with one_line_errors(prog, _names(function)):
-        return tyro.cli(function, args=arguments, prog=prog, **options)
+        return tyro.cli(function, args=arguments, prog=prog, registry=PATHS, **options)
+
+
+@PATHS.primitive_rule
+def _path(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """The rule for paths, which may begin with ~. A shell leaves it in --option=~/x."""
+    if kind.type is not pathlib.Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: pathlib.Path(os.path.expanduser(words[0])),
+        is_instance=lambda path: isinstance(path, pathlib.Path),
+        str_from_instance=lambda path: [str(path)],
+    )
 
 
 def run_with_others(

@@ -46,8 +46,10 @@ def use(say: bool = True) -> None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
             _default("jax_compilation_cache_max_size", MAX_BYTES)
         elif "://" not in given:
-            pathlib.Path(given).mkdir(parents=True, exist_ok=True)
-            _check_writable(pathlib.Path(given))
+            folder = pathlib.Path(os.path.expanduser(given))
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_writable(folder)
+            jax.config.update("jax_compilation_cache_dir", str(folder))
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         jax.config.update("jax_enable_compilation_cache", False)
         if say:

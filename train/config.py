@@ -85,6 +85,7 @@ Positive = Annotated[float, POSITIVE]
 # Notes for settings that may change when a run is resumed (for its workers see
 # train.run.resharding), and for settings that may also differ from process to process.
 FREE, LOCAL = "free on resume", "free on resume and per process"
+PATH = "a path, which may begin with ~"
 
 CIFAR10, IMAGENET, TEXT, TRANSLATION = (
     Only("data.name", (x,)) for x in ("cifar10", "imagenet", "text", "translation")
@@ -129,17 +130,17 @@ class DataConfig:
     name: Data = "digits"
     # Folder of the data: the official cifar-10-batches-bin (cifar10), or a folder with
     # train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).
-    dir: Annotated[str | None, FILES, LOCAL] = None
+    dir: Annotated[str | None, PATH, FILES, LOCAL] = None
     # Text files to learn; the last tenth is for validation. Defaults to the source of
     # Python's standard library (text).
-    files: Annotated[tuple[str, ...], TEXT, LOCAL] = ()
+    files: Annotated[tuple[str, ...], PATH, TEXT, LOCAL] = ()
     # Tokens of a text: the characters of a UTF-8 file, or bytes (text).
     tokens: Annotated[Tokens, TEXT] = "characters"
     # Files of sentences to translate, one sentence a line; the last tenth, at most 1,000
     # sentences, is for validation. Defaults to sentences of a small grammar (translation).
-    source: Annotated[tuple[str, ...], TRANSLATION, LOCAL] = ()
+    source: Annotated[tuple[str, ...], PATH, TRANSLATION, LOCAL] = ()
     # Files of their translations, line by line (translation).
-    target: Annotated[tuple[str, ...], TRANSLATION, LOCAL] = ()
+    target: Annotated[tuple[str, ...], PATH, TRANSLATION, LOCAL] = ()
     # Maximum number of subwords, which both languages share (translation).
     subwords: Annotated[Count, TRANSLATION] = 1000
     # Maximum number of tokens that the model sees at once (text), or of a sentence with its
@@ -384,9 +385,9 @@ class Config:
     # `wandb`.
     wandb: Annotated[str | None, FREE] = None
     # Folder in which new run folders are created.
-    runs: Annotated[str, NOT_EMPTY, FREE] = "runs"
+    runs: Annotated[str, PATH, NOT_EMPTY, FREE] = "runs"
     # The run folder. Defaults to a new folder, RUNS/NAME-DATE-TIME.
-    run_dir: Annotated[str | None, NOT_EMPTY, FREE] = None
+    run_dir: Annotated[str | None, PATH, NOT_EMPTY, FREE] = None
     # Resume from the last checkpoint in --run-dir, by default that of the newest run of
     # NAME. The run keeps its grid unless --workers gives another one.
     resume: Annotated[bool, FREE] = False

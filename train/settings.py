@@ -13,6 +13,7 @@ from typing import Any
 import lsgd_jax as lj
 from train.config import (
     FREE_ON_RESUME,
+    PATH,
     SETTINGS,
     Config,
     Setting,
@@ -193,8 +194,19 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
             kind = hint.__name__ if isinstance(hint, type) else str(hint)
             kind, got = kind.replace("typing.", ""), json.dumps(value)
             raise ValueError(f"`{name}` must be of type {kind}, got {name}={got}")
-        restored[name] = value
+        restored[name] = _expanded(value) if PATH in known[name].notes else value
     return restored
+
+
+def _expanded(path: Any) -> Any:
+    """Paths with the home folder in place of ~, which a shell leaves in --option=~/x.
+
+    >>> _expanded(("~/x", "y/~"))[1], _expanded(None)
+    ('y/~', None)
+    """
+    if isinstance(path, tuple):
+        return tuple(map(os.path.expanduser, path))
+    return None if path is None else os.path.expanduser(path)
 
 
 def _is_of(hint: Any, value: Any) -> bool:

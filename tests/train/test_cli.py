@@ -12,7 +12,7 @@ import tiny
 from trainers import FOR_EVER, TINY, Trainers, checkpoints, reported
 
 import lsgd_jax as lj
-from train import cli, settings
+from train import cli, compare, settings
 from train.__main__ import main
 from train.config import fields
 from train.task import methods
@@ -211,6 +211,17 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
     config = cli.parse(["digits", f"--config={file}", "--steps", "8"])
     assert (config.optimizer.learning_rate, config.steps) == (1e-3, 8)
     assert config.workers.locals == 1
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    """A shell leaves ~ as it is in --option=~/x, and in a file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "some.json").write_text('{"runs": "~/runs", "data.files": ["~/a", "~b/~"]}')
+    config = cli.parse(["text", "--config=~/some.json", "--run-dir=~/x"])
+    assert config.data.files == (f"{tmp_path}/a", "~b/~")
+    assert (config.runs, config.run_dir) == (f"{tmp_path}/runs", f"{tmp_path}/x")
+    options = cli.run(compare.Options, ["text", "--out=~/out"], "compare")
+    assert options.out == tmp_path / "out"
 
 
 @pytest.mark.parametrize(
