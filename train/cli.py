@@ -22,7 +22,7 @@ from tyro import _errors
 import lsgd_jax as lj
 from train import configs, settings
 from train.config import SETTINGS, Config, settings_of
-from train.messages import meant
+from train.messages import meant, suggestion
 from train.run import folder as run_folder
 from train.task.methods import find
 
@@ -303,23 +303,4 @@ def _of_a_value(option: str, message: str) -> str:
 def _unrecognized(argument: str, names: list[str]) -> str:
     given = argument.partition("=")[0].replace("_", "-")
     kind = "option" if argument.startswith("-") else "argument"
-    return f"unrecognized {kind} {argument}{_suggestion(given, names)}"
-
-
-def _suggestion(given: str, names: list[str]) -> str:
-    """A suggestion for an unknown option, or '' if no option is near.
-
-    >>> _suggestion("--momentum", ["--momentary", "--optimizer.momentum"])
-    '; did you mean --optimizer.momentum?'
-    >>> _suggestion("--method.wire", ["--method", "--method.until"])
-    ''
-    """
-    same = {f"{given}.name", given.removesuffix(".name")}
-    same |= {name for name in names if name.endswith(f".{given.lstrip('-')}")}
-    if same := sorted(same.intersection(names)):
-        return f"; did you mean {same[0]}?"
-    group = given[: given.rfind(".") + 1]
-    siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
-    if not siblings:
-        group, siblings = "", names
-    return meant(given.removeprefix(group), siblings, group)
+    return f"unrecognized {kind} {argument}{suggestion(given, names)}"

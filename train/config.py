@@ -555,9 +555,16 @@ def nested(config: Config) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested dicts by their paths; an empty dict is a value."""
+    """The values of nested dicts by their paths; an empty dict is a value.
+
+    Raises:
+      ValueError: two values have the same path, as in {"a": {"b": 1}, "a.b": 2}.
+    """
     values: dict[str, Any] = {}
     for name, value in tree.items():
         is_group = isinstance(value, dict) and value
-        values |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+        more = flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
+        if twice := values.keys() & more.keys():
+            raise ValueError(f"{min(twice)} is given twice")
+        values |= more
     return values

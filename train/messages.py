@@ -50,3 +50,22 @@ def meant(given: str, names: Iterable[str], prefix: str = "") -> str:
     """
     near = difflib.get_close_matches(given, list(names), n=1, cutoff=0.65)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def suggestion(given: str, names: list[str]) -> str:
+    """A suggestion for an unknown option or setting, or '' if none is near.
+
+    >>> suggestion("--momentum", ["--momentary", "--optimizer.momentum"])
+    '; did you mean --optimizer.momentum?'
+    >>> suggestion("--method.wire", ["--method", "--method.until"])
+    ''
+    """
+    same = {f"{given}.name", given.removesuffix(".name")}
+    same |= {name for name in names if name.endswith(f".{given.lstrip('-')}")}
+    if same := sorted(same.intersection(names)):
+        return f"; did you mean {same[0]}?"
+    group = given[: given.rfind(".") + 1]
+    siblings = [name.removeprefix(group) for name in names if name.startswith(group)]
+    if not siblings:
+        group, siblings = "", names
+    return meant(given.removeprefix(group), siblings, group)

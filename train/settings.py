@@ -23,7 +23,7 @@ from train.config import (
     settings_of,
     without_effect,
 )
-from train.messages import meant
+from train.messages import suggestion
 from train.task import methods
 
 
@@ -151,17 +151,47 @@ def read_some(path: os.PathLike) -> dict[str, Any]:
         if values.pop("format", None) is not None:
             for name in ("distributed", "run_dir", "resume"):
                 values.pop(name, None)
+        if isinstance(values.get("method"), str):  # as on the command line
+            values["method"] = {"name": values["method"]}
         return flat(values)
 
 
 def _object(path: os.PathLike) -> dict[str, Any]:
+    raw = pathlib.Path(path).read_bytes()
+    text = raw.decode(json.detect_encoding(raw))  # some editors begin with a BOM
     try:
-        values = json.loads(pathlib.Path(path).read_text())
+        values = json.loads(text, object_pairs_hook=_without_repetition)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is no JSON; is the file cut off?") from None
+        raise ValueError(_no_json(text, error)) from None
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     return values
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)} is given twice")
+    return values
+
+
+def _no_json(text: str, error: json.JSONDecodeError) -> str:
+    """Says why a text is no JSON.
+
+    >>> text = '{"steps": 3, // few'
+    >>> try: json.loads(text)
+    ... except ValueError as error: _no_json(text, error)
+    'line 1, column 14: JSON has no comments'
+    """
+    rest, where = text[error.pos :], f"line {error.lineno}, column {error.colno}"
+    if rest.startswith(("#", "//", "/*")):
+        return f"{where}: JSON has no comments"
+    if not rest.strip() or error.msg.startswith("Unterminated"):
+        return f"line {error.lineno} is no JSON; is the file cut off?"
+    if not text.lstrip().startswith(("{", "[")):
+        return "it is no JSON, which begins with {"
+    return f"{where} is no JSON: {error.msg}"
 
 
 @contextlib.contextmanager
@@ -188,7 +218,7 @@ def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
     known["method.name"] = Setting(str, None, ())
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"there is no setting {name}{meant(name, known)}")
+            raise ValueError(f"there is no setting {name}{suggestion(name, [*known])}")
         value, hint = tuple(value) if isinstance(value, list) else value, known[name].hint
         if not _is_of(hint, value):
             kind = hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,6 +1,7 @@
 """python -m train: messages for wrong usage, --help, resuming, Ctrl-C."""
 
 import dataclasses
+import json
 import os
 import re
 import runpy
@@ -207,10 +208,12 @@ def test_a_file_sets_what_it_names_and_options_are_on_top(tmp_path):
         config = cli.parse([*start, "--config", str(file), "--method.period", "4"])
         assert config.method == methods.make("easgd", period=4)
         assert (config.optimizer.clip, config.run_dir, config.resume) == (1, None, False)
-    file.write_text('{"optimizer": {"name": "adamw"}, "steps": 7, "workers.locals": 1}')
-    config = cli.parse(["digits", f"--config={file}", "--steps", "8"])
-    assert (config.optimizer.learning_rate, config.steps) == (1e-3, 8)
-    assert config.workers.locals == 1
+    some = {"optimizer": {"name": "adamw"}, "method": "easgd", "workers.locals": 1}
+    for encoding in "utf-8", "utf-8-sig", "utf-16":  # some editors begin with a BOM
+        file.write_text(json.dumps(some | {"steps": 7}), encoding)
+        config = cli.parse(["digits", f"--config={file}", "--steps", "8"])
+        assert (config.optimizer.learning_rate, config.steps) == (1e-3, 8)
+        assert (config.workers.locals, config.method) == (1, methods.make("easgd"))
 
 
 def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
@@ -228,6 +231,12 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     "text, message",
     [
         ('{"optimizer": {"momentun": 0.9}}', "there is no setting optimizer.momentun; did"),
+        (
+            '{"optimizer": "adamw"}',
+            "there is no setting optimizer; did you mean optimizer.n",
+        ),
+        ('{"momentum": 0.9}', "no setting momentum; did you mean optimizer.momentum?"),
+        ('{"method": "easgd", "method.name": "sgp"}', "method.name is given twice"),
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
     ],

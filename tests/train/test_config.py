@@ -31,7 +31,15 @@ def test_every_experiment_and_method_is_written_and_read_back(tmp_path):
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{", "line 1 is no JSON; is the file cut off"),
+        ("", "line 1 is no JSON; is the file cut off"),
+        ('{\n"steps"', "line 2 is no JSON; is the file cut off"),
+        ('{"model": "te', "line 1 is no JSON; is the file cut off"),
+        ('{"steps": 3,\n # few', "line 2, column 2: JSON has no comments"),
+        ('// few\n{"steps": 3}', "line 1, column 1: JSON has no comments"),
+        ("steps: 3", "it is no JSON, which begins with {"),
+        ('{"resume": True}', "line 1, column 12 is no JSON: Expecting value"),
+        ('{"steps": 3, "data": {}, "steps": 4}', "steps is given twice"),
+        ('{"format": 2, "data": {"dir": "x"}, "data.dir": "y"}', "data.dir is given twice"),
         ("[" * 100_000, "its values are nested too deep"),
         ("[]", "it is no JSON object"),
         ('{"name": "digits"}', "its run is in format 1, .* resumes format 2"),
