@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import pathlib
 import pkgutil
@@ -44,6 +45,7 @@ NUMBERS = {
     "invalid literal for int() with base 10: ": "an int",
     "could not convert string to float: ": "a number",
 }
+TRUTHS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 T = TypeVar("T")
 PATHS = tyro.constructors.ConstructorRegistry()
 
@@ -79,6 +81,8 @@ def parse(arguments: Sequence[str]) -> Config:
     hints = {name: SETTINGS[name].hint for name in SETTINGS if name != "experiment"}
     hints |= {"method": str, "config": pathlib.Path}
     start = next((x for x in arguments[:1] if not x.startswith("-")), "NAME")
+    if "--" in arguments:
+        raise ValueError(f"-- must be left out; see {PROGRAM} {start} --help")
     given, rest = _given(arguments, hints, f"{PROGRAM} {start}")
     file = settings.read_some(given.pop("config")) if "config" in given else {}
     if "method" in given:
@@ -97,8 +101,8 @@ def parse(arguments: Sequence[str]) -> Config:
     if HELP.intersection(rest):
         _print_help(settings.changed(config, given), prog, text)
     if rest:
-        names = [f"--{x.replace('_', '-')}" for x in hints | own]
-        raise ValueError(f"{_unrecognized(rest[0], names)}; see {prog} --help")
+        reason = _unrecognized(rest[0], [*map(_option, hints | own)])
+        raise ValueError(f"{reason}; see {prog} --help")
     config = settings.changed(config, given)
     if config.resume:
         run_folder.check_same_experiment(config, run_folder.to_resume(config))
@@ -135,6 +139,7 @@ def _given(
       The values of the options that are given, and the remaining arguments.
     """
     given_only: Any = TypedDict("Given", hints, total=False)  # type: ignore
+    _check_flags(arguments, hints, prog)
     with one_line_errors(prog):
         return tyro.cli(
             given_only,
@@ -222,7 +227,9 @@ def run(
     Traceback (most recent call last):
     ValueError: unrecognized option --nunber; did you mean --number?; see double --help
     """
-    with one_line_errors(prog, _names(function)):
+    hints = dict(_hints(function))
+    _check_flags(arguments, hints, prog)
+    with one_line_errors(prog, map(_option, hints)):
         return tyro.cli(function, args=arguments, prog=prog, registry=PATHS, **options)
 
 
@@ -251,17 +258,43 @@ def run_with_others(
     return made
 
 
-def _names(function: Callable[..., Any], prefix: str = "--") -> Iterator[str]:
-    """Yields the options that tyro derives from a function or a dataclass."""
+def _hints(function: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the names and types of the options that tyro derives from a function."""
     hints = typing.get_type_hints(
         function.__init__ if inspect.isclass(function) else function
     )
     for name in inspect.signature(function).parameters:
-        option, hint = prefix + name.replace("_", "-"), hints.get(name)
+        hint = hints.get(name)
         if dataclasses.is_dataclass(hint):
-            yield from _names(typing.cast(type, hint), f"{option}.")
+            yield from _hints(typing.cast(type, hint), f"{prefix}{name}.")
         else:
-            yield option
+            yield prefix + name, hint
+
+
+def _option(name: str, prefix: str = "") -> str:
+    """The option of a setting.
+
+    >>> _option("data.accept_other_files", "no-")
+    '--data.no-accept-other-files'
+    """
+    group, dot, own = name.replace("_", "-").rpartition(".")
+    return f"--{group}{dot}{prefix}{own}"
+
+
+def _check_flags(arguments: Sequence[str], hints: Mapping[str, Any], prog: str) -> None:
+    """Raises ValueError for --resume=True and --no-data.shard, which tyro does not take."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    given = list(itertools.pairwise([*words, ""]))
+    for name in (name for name, hint in hints.items() if hint is bool):
+        on, off = _option(name), _option(name, "no-")
+        for word, value in given:
+            reason = None
+            if word.replace("_", "-") in (on, off) and value.lower() in TRUTHS:
+                reason = f"{word} takes no value, got {value}; use {on} or {off}"
+            elif word.replace("_", "-") == f"--no-{on[2:]}" != off:
+                reason = f"unrecognized option {word}; did you mean {off}?"
+            if reason:
+                raise ValueError(f"{reason}; see {prog} --help")
 
 
 def _reason(event: _errors.ParseErrorEvent, names: list[str]) -> str | None:

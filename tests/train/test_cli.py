@@ -41,6 +41,14 @@ WRONG = [  # a command line, and a part of the message
     ("digits --method dpsgd --method.topology rign", "got 'rign'; did you mean ring?; see"),
     ("digits --optimizer adamw", "--optimizer; did you mean --optimizer.name?; see python"),
     ("digits --method.name easgd", "option --method.name; did you mean --method?; see"),
+    ("--data.shard=True digits", "--data.shard takes no value, got True; use --data.shard"),
+    (
+        "digits --resume false",
+        "takes no value, got false; use --resume or --no-resume; see",
+    ),
+    ("digits --method grawa --method.layerwise=1", "--method.layerwise takes no value, g"),
+    ("digits --no-data.shard", "--no-data.shard; did you mean --data.no-shard?; see"),
+    ("digits -- --steps 3", "-- must be left out; see python -m train digits --help"),
     # One setting.
     ("digits --steps 2147483648", "`steps` must be less than 2**31, got steps"),
     ("digits --optimizer.clip=1e39", "`optimizer.clip` must be finite as a float"),
