@@ -357,6 +357,28 @@ def aggregate(tx, rows, devices=1):
     return workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(workers.put(rows))
 
 
+def check_found_by_optax(tx, workers, initable=None):
+    """Asserts that `optax.tree_map_params` finds "w" and "b" wherever the state has them.
+
+    initable: its first argument. Defaults to `tx`.
+    """
+    leaf = lambda *shape: jnp.ones((workers.num_workers, *shape))
+    x = {"w": leaf(2, 3), "b": leaf(4), "count": leaf().astype(jnp.int32)}
+    state = jax.eval_shape(workers.map(tx.init), x)
+    masked = lambda node: isinstance(node, optax.MaskedNode)
+    found = optax.tree_map_params(
+        initable or tx,
+        lambda leaf, name: leaf if masked(leaf) else name,
+        state,
+        {name: name for name in x},
+        transform_non_params=lambda leaf: None,
+        is_leaf=masked,
+    )
+    named = lambda path: path[-1].key if getattr(path[-1], "key", None) in x else None
+    expected = jax.tree_util.tree_map_with_path(lambda path, _: named(path), state)
+    assert found == expected and "w" in jax.tree.leaves(found)
+
+
 # Trajectories of rows of 17 numbers, which are two leaves
 
 ORACLES_2026 = json.loads(

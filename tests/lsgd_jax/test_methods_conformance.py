@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, Run, exchanges, mostly_slow, run_of, unguarded
+from harness import (
+    METHODS,
+    Run,
+    check_found_by_optax,
+    exchanges,
+    mostly_slow,
+    run_of,
+    unguarded,
+)
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -220,6 +228,12 @@ def test_compiles_once_and_state_keeps_its_types(name):
     params, after = run.step(params, after, run.workers.put(run.batches[0]))
     assert jax.tree.map(described, (params, after)) == kept
     assert run.step._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
+    workers = lj.Workers(2, 2, devices=jax.devices()[:4])
+    check_found_by_optax(METHODS[name].chain(4, optax.adam(0.1)), workers)
 
 
 @every_method

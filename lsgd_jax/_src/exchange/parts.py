@@ -219,6 +219,8 @@ def _runs_of_fragment(fragment: Fragment, tree: Tree) -> list[Run | bool]:
     has the order of the leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:  # `optax.tree_map_params` calls `init` with a tree that has none
+        return []
     inside = runs_of(fragment.part, tree)
     axes = [_scan_axis(fragment.scan_axis, path, leaf) for path, leaf in leaves]
     if fragment.scan_axis is not None and not any(

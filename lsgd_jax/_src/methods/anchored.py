@@ -1,7 +1,7 @@
 """anchored: an anchor that an outer optimizer moves by the workers' pseudo-gradients."""
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -27,8 +27,8 @@ class AnchorState(NamedTuple):
     Attributes:
       anchor: a, where the workers stood together after the last exchange; a tree like the
         parameters, in float32 at least; shared.
-      outer: the outer optimizer's state, a tuple of one per leaf with a layerwise guard;
-        shared.
+      outer: the outer optimizer's state; with a layerwise guard its scalars have one
+        element per leaf; shared.
       exchanges: int32 scalar, those that moved the anchor, or () without restarts; shared.
       detector: the guard's `Detector`, or () without one; per worker.
     """
@@ -111,10 +111,10 @@ def anchored(
     def init(params: Tree) -> AnchorState:
         anchor = Group(axes).start(params)
         like_anchor = lambda tree: anchor._replace(value=tree)
-        states = tuple(map(outer.init, blocks_of(anchor.value)))
+        states = map(outer.init, blocks_of(anchor.value))
         return AnchorState(
             anchor,
-            like_anchor(states if layerwise else states[0]),
+            like_anchor(_joined(outer.init(anchor.value), states)),
             like_anchor(jnp.int32(0)) if restart else (),
             Detector.start(guard, params) if guard else (),
         )
@@ -158,15 +158,15 @@ def anchored(
         if restart:
             count = state.exchanges.value + any_of(*found).astype(jnp.int32)
             exchanges, begins_anew = group.shared(count), count % restart == 0
-        states = outer_state if layerwise else (outer_state,)
+        starts = [jax.eval_shape(outer.init, block) for block in blocks_of(anchor)]
+        states = [_of_block(i, outer_state, start) for i, start in enumerate(starts)]
         blocks = zip(blocks_of(delta), blocks_of(anchor), states, found)
         after = [moved(*block, begins_anew) for block in blocks]
         leaves = [leaf for a, _ in after for leaf in jax.tree.leaves(a)]
         anchor = jax.tree.unflatten(jax.tree.structure(anchor), leaves)
-        states = tuple(s for _, s in after)
         state = AnchorState(
             group.shared(anchor),
-            group.shared(states if layerwise else states[0]),
+            group.shared(_joined(outer_state, [s for _, s in after])),
             exchanges,
             detector,
         )
@@ -211,6 +211,35 @@ def _leaf_by_leaf(tree: Tree) -> list[Tree]:
     nothing = optax.MaskedNode()
     only = lambda i: [leaf if i == j else nothing for j, leaf in enumerate(leaves)]
     return [treedef.unflatten(only(i)) for i in range(len(leaves))]
+
+
+# The outer states of all blocks as one, in which `optax.tree_map_params` finds the trees
+# like the parameters.
+
+
+def _joined(whole: Any, states: Iterable[Any]) -> Any:
+    """The outer state of all blocks, a tree like `whole`; their scalars are stacked."""
+
+    def join(x: Array, *blocks: Any) -> Array:
+        own = [each for each in blocks if not _is_masked(each)]
+        return jnp.stack(own) if len(own) > 1 else (*own, x)[0]
+
+    return jax.tree.map(join, whole, *states)
+
+
+def _of_block(i: int, whole: Any, like: Any) -> Any:
+    """The outer state of block i, a tree like `like`: the inverse of `_joined`."""
+
+    def take(own: Any, x: Array) -> Any:
+        if _is_masked(own):
+            return own
+        return x if x.ndim == own.ndim else x[i]
+
+    return jax.tree.map(take, like, whole, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _restarted(fresh: Any, state: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import FACTORIES, mostly_slow, needed
+from harness import FACTORIES, check_found_by_optax, mostly_slow, needed
 from jax import lax
 
 import lsgd_jax as lj
@@ -182,6 +182,34 @@ def test_a_state_that_is_put_back_does_not_hang_in_a_program_for_each_phase():
     x, state = step(x, state, jnp.zeros([2, 1]), method.phase(2))
     assert x.tolist() == [[2], [2]]
     assert lj.diagnostics(state)[0].misplaced.tolist() == [0, 1]
+
+
+ADAM = optax.adam(0.1)
+BY_TURNS = {"fragments": 2, "scan_axis": 0, "delay": 1, "late": "shift", "wire": "int8"}
+FLOATS = {"w": True, "b": True, "count": False}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(ADAM, lj.diloco(4, part=["w"], **BY_TURNS)),
+        optax.chain(ADAM, lj.lsgd(0.1, 0.1, 4, 8, local_proximal=0.1, **BY_TURNS)),
+        optax.chain(ADAM, lj.easgd(0.1, 4, wire=lj.TopK(0.5), part=FLOATS)),
+        optax.masked(optax.chain(ADAM, lj.diloco(4, fragments=2)), FLOATS),
+        optax.partition({True: optax.chain(ADAM, lj.slowmo(4)), False: ADAM}, FLOATS),
+        lj.with_state(ADAM, lj.diloco(4, **BY_TURNS), "mu", "nu"),
+        lj.contrib.desloc(ADAM, 4, {"mu": 4}, part=["w"]),
+        lj.outer(lj.diloco(4, **BY_TURNS)),
+    ],
+)
+def test_optax_finds_the_trees_like_the_parameters_in_a_wrapped_state(tx):
+    check_found_by_optax(tx, lj.Workers(2, 2, devices=jax.devices()[:4]))
+
+
+def test_optax_finds_the_anchors_of_nodes_by_the_init_of_all_workers():
+    workers = lj.Workers(2, 2, devices=jax.devices()[:4])
+    tx = lj.diloco(4, axes="local", fragments=2)
+    check_found_by_optax(tx, workers, initable=workers.map(tx.init))
 
 
 def test_multi_steps_inside_a_chain_drops_the_loss():
