@@ -89,7 +89,18 @@ def zeros(tree: Tree) -> Tree:
 
 def plus(x: Tree, u: Tree) -> Tree:
     """y = x + u in the dtypes of x, as the worker will hold it."""
-    return jax.tree.map(lambda x, u: (x + u).astype(x.dtype), x, u)
+    return jax.tree.map(_plus, x, u)
+
+
+def _plus(x: Array, u: Array) -> Array:
+    dtype = widest(x.dtype, u.dtype)
+    return (x.astype(dtype) + u.astype(dtype)).astype(x.dtype)
+
+
+def widest(*dtypes: Any) -> Any:
+    """The dtype to which jax promotes these, also where strict promotion is set."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
 
 
 def step_towards(y: Tree, target: Tree, weight: ArrayLike) -> Tree:
@@ -97,7 +108,8 @@ def step_towards(y: Tree, target: Tree, weight: ArrayLike) -> Tree:
 
     def leaf(y: Array, z: Array) -> Array:
         wide = widened(y)
-        return (wide + weight * (z.astype(wide.dtype) - wide)).astype(y.dtype)
+        gap = z.astype(wide.dtype) - wide
+        return (wide + jnp.asarray(weight, wide.dtype) * gap).astype(y.dtype)
 
     return jax.tree.map(leaf, y, target)
 
@@ -163,10 +175,10 @@ def _updated(x: Array, u: Array) -> Array:
         return x  # keys have no sum, and `jax.grad` gives integers no gradient
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return (x + finite_part(u).astype(x.dtype)).astype(x.dtype)
-    # jax promotes no float of 8 bits by itself.
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x)
-    wide = finite_part(x).astype(u.dtype) if narrow else finite_part(x)
-    return (wide + u).astype(x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.floating) and not is_float(x):
+        # jax promotes no float of 8 bits by itself.
+        return (finite_part(x).astype(u.dtype) + u).astype(x.dtype)
+    return _plus(finite_part(x), u)
 
 
 def all_finite(tree: Tree) -> Array:
@@ -205,7 +217,9 @@ def materialized(*scalars: Any) -> list[Array]:
     leaves and is used on n leaves, compile time grows with n². XLA fuses nothing across a
     sort. (An optimization barrier does not help: XLA removes it before fusion.)
     """
-    values = jnp.stack([jnp.asarray(scalar) for scalar in scalars])
+    each = [jnp.asarray(scalar) for scalar in scalars]
+    dtype = widest(*(scalar.dtype for scalar in each))
+    values = jnp.stack([scalar.astype(dtype) for scalar in each])
     return list(lax.sort((jnp.arange(len(scalars)), values), num_keys=1)[1])
 
 

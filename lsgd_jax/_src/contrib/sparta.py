@@ -19,6 +19,7 @@ from lsgd_jax._src.exchange.rule import Rule
 from lsgd_jax._src.layouts import shard_by_shard
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree, widened
+from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.group import Group
 
 
@@ -91,7 +92,7 @@ def _averaged(
 
     def average(tree: Tree, where: Array, t: Array) -> tuple[Tree, Array]:
         leaves, treedef = jax.tree.flatten(tree)
-        key = jax.random.fold_in(jax.random.key(seed), t)
+        key = draws(seed, t)
         drawn = _drawn([leaf.size for leaf in leaves], cell, key)
         flat = [widened(leaf).ravel() for leaf in leaves]
         # The last cell of a leaf may reach beyond its end, where there is nothing to draw.
@@ -107,7 +108,7 @@ def _averaged(
 def _drawn(sizes: Sequence[int], cell: int, key: Array) -> list[Array]:
     """One entry of every cell of flat arrays of these sizes: int32 [cells] each."""
     counts = [-(-size // cell) for size in sizes]
-    offsets = jax.random.randint(key, [sum(counts)], 0, cell)
+    offsets = jax.random.randint(key, [sum(counts)], 0, cell, jnp.int32)
     ends = list(itertools.accumulate(counts))
     first = lambda count: cell * jnp.arange(count, dtype=jnp.int32)
     return [first(n) + offsets[end - n : end] for n, end in zip(counts, ends)]

@@ -559,7 +559,7 @@ def move(
         return jnp.where(to == y, y, to)
 
     def update(x: Array, u: Array, z: Array) -> Array:
-        y = (x + u).astype(x.dtype)
+        y = trees.plus(x, u)
         to = towards(y, z)
         step = trees.widened(to) - trees.finite_part(trees.widened(x))
         return jnp.where(to == y, u, step.astype(u.dtype))

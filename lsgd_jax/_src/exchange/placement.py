@@ -32,7 +32,7 @@ def sample_after(x: Tree, u: Tree) -> Array:
     if not layout_is_known():
         return unknown(x)
     moved = [
-        (trees.finite_part(x) + u).astype(x.dtype).astype(jnp.float32)
+        trees.plus(trees.finite_part(x), u).astype(jnp.float32)
         for x, u in zip(_picked(x), _picked(u))
     ]
     return _stack(moved)

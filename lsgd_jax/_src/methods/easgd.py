@@ -61,8 +61,9 @@ def moving_center(
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
         sums, _ = group.masked_sum(gaps, takes_part)
-        alpha = value_at(strength, t)
-        center = jax.tree.map(lambda c, s: (c + alpha * s).astype(c.dtype), old, sums)
+        alpha = jnp.asarray(value_at(strength, t))
+        move = lambda c, s: c + (alpha.astype(s.dtype) * s).astype(c.dtype)
+        center = jax.tree.map(move, old, sums)
         fits = trees.has_headroom(sums)
         center = trees.where(fits, center, old)
         target = center if renewed else old

@@ -1,12 +1,12 @@
 """Gossip with doubly stochastic weights: D-PSGD, and AD-PSGD in lock-step."""
 
-import functools
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
@@ -66,7 +66,7 @@ def neighbors(topology: Graph, axes: Axes = ("node", "local")) -> Rule:
 def weight_dtype(params: Tree) -> Any:
     """Returns a dtype for weights that is as exact as the parameters they weigh."""
     dtypes = [x.dtype for x in jax.tree.leaves(params)]
-    return functools.reduce(jnp.promote_types, dtypes, jnp.dtype("float32"))
+    return trees.widest("float32", *dtypes)
 
 
 def send(

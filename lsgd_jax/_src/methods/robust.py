@@ -297,4 +297,4 @@ def _robust(mean: robust_means.Mean, axes: Axes) -> optax.GradientTransformation
 
 def _mean_or(g: Tree, mean: Tree, count: Array) -> Tree:
     """The mean of so many gradients; g itself if there are none."""
-    return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g), mean, g)
+    return jax.tree.map(lambda m, g: jnp.where(count > 0, m, g.astype(m.dtype)), mean, g)

@@ -238,7 +238,7 @@ def median(rows: Array) -> Array:
     [2.0]
     """
     ordered = lax.sort(jnp.where(jnp.isfinite(rows), rows, jnp.inf), dimension=0)
-    number = jnp.isfinite(ordered).sum(axis=0)[None]
+    number = jnp.isfinite(ordered).sum(axis=0, dtype=jnp.int32)[None]
     rank = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     # A sum over ranks, because indexing by rank would take further copies.
     at = lambda k: jnp.where(rank == k, ordered, 0).sum(axis=0)

@@ -31,7 +31,7 @@ def recorded(losses: Array, loss: Any, t: Array) -> tuple[Array, Array]:
         )
     window, dtype = len(losses), losses.dtype
     # Under a user's `jax.vmap`, a scatter over rows of several workers would communicate.
-    is_here = jnp.arange(window) == (t - 1) % window
+    is_here = jnp.arange(window, dtype=t.dtype) == (t - 1) % window
     losses = jnp.where(is_here, jnp.asarray(loss, dtype), losses)
     return losses, losses.sum() / jnp.minimum(t, window).astype(dtype)
 

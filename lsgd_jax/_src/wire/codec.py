@@ -113,9 +113,13 @@ def is_coded(leaf: Array) -> bool:
     return is_float(leaf) and leaf.size > 1
 
 
-def draws(wire: Wire, *numbers: Any) -> Array:
-    """Returns the random key of a message, from the format's seed and some numbers."""
-    return folded(jax.random.key(wire.seed, impl="threefry2x32"), *numbers)
+def draws(seed: int, *numbers: Any) -> Array:
+    """Returns a random key from a seed and some numbers.
+
+    Its generator is not jax's default one, which may be 'rbg': under `jax.vmap` that draws
+    for all workers of a device with the key of the first.
+    """
+    return folded(jax.random.key(seed, impl="threefry2x32"), *numbers)
 
 
 def folded(key: Array, *numbers: Any) -> Array:

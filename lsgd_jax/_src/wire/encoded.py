@@ -338,7 +338,7 @@ class EncodedGroup(Group):
         wire = self._wire
         if isinstance(wire, TopK) or wire.rounding == "nearest":
             return None
-        return draws(wire, t, self.index, turn)
+        return draws(wire.seed, t, self.index, turn)
 
 
 _KEEPS = (

@@ -21,6 +21,7 @@ from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
 from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
+from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
 
@@ -338,8 +339,7 @@ class Group:
 
     def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
-        key = jax.random.fold_in(jax.random.key(seed), t)
-        return jax.random.bernoulli(jax.random.fold_in(key, self.index), probability)
+        return jax.random.bernoulli(draws(seed, t, self.index), probability)
 
     # Counted messages
 

@@ -198,7 +198,7 @@ def noise(shape: tuple[int, ...], wire: Wire, key: Array | None) -> Any:
         return None
     if wire.format == "bfloat16":
         return jax.random.bits(key, shape, jnp.uint16)
-    return jax.random.uniform(key, shape)
+    return jax.random.uniform(key, shape, jnp.float32)
 
 
 def quantized(
@@ -216,6 +216,8 @@ def quantized(
     levels = LEVELS[wire.format]
     scales = jnp.abs(blocks).max(axis) / levels
     steps = blocks / jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)
+    if noise is not None:
+        noise = noise.astype(steps.dtype)
     steps = jnp.round(steps) if noise is None else jnp.floor(steps + noise)
     return Coded(jnp.clip(steps, -levels, levels).astype(jnp.int8), scales)
 

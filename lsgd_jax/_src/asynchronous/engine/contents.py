@@ -175,7 +175,7 @@ def nbytes(content: Any) -> int:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(wire: Wire, tree: Tree, turn: Any, index: Any) -> Any:
-    key = None if wire.rounding == "nearest" else draws(wire, turn, index)
+    key = None if wire.rounding == "nearest" else draws(wire.seed, turn, index)
     with on_one_device():
         return Codec(tree, wire).encode(tree, key)
 
