@@ -3,6 +3,7 @@
 from typing import NamedTuple, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from lsgd_jax._src import trees
