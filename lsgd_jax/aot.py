@@ -5,6 +5,7 @@ takes per device, the bytes of every collective, and whether they are hidden beh
 """
 
 from lsgd_jax._src.aot.chips import Chip as Chip
+from lsgd_jax._src.aot.chips import chip as chip
 from lsgd_jax._src.aot.collectives import Collective as Collective
 from lsgd_jax._src.aot.memory import Memory as Memory
 from lsgd_jax._src.aot.pod import Pod as Pod

@@ -82,6 +82,21 @@ GPUS = {
 }
 
 
+def chip(name: str) -> Chip:
+    """Returns the public figures of a chip.
+
+    Raises:
+      ValueError: an unknown name.
+
+    >>> chip("v5e").flops
+    197000000000000.0
+    """
+    known = TPUS | GPUS
+    if name not in known:
+        raise ValueError(f"`chip` must be one of {', '.join(known)}, got chip={name!r}")
+    return known[name]
+
+
 class Target(NamedTuple):
     """The numbers by which XLA distinguishes NVIDIA's GPUs.
 

@@ -77,9 +77,30 @@ class Network:
             latency, bandwidth = self.latency, self.bandwidth
         return self.software(size) + latency + size / bandwidth
 
+    def all_reduce(self, workers: int, size: float, is_inside: bool = False) -> float:
+        """Returns the seconds in which workers sum vectors of this size on idle links.
+
+        >>> network = Network(bandwidth=1e6, latency=0.01)
+        >>> network.all_reduce(4, 1e6)
+        1.54
+        """
+        rounds, each = ring(workers, size)
+        bandwidth = self.inside_bandwidth if is_inside else self.bandwidth
+        waits = rounds * (self.delay(is_inside) + self.software(each))
+        return waits + (each / bandwidth if each > SMALL else 0.0)
+
     def software(self, size: float) -> float:
         """Returns the seconds of software around a message of this size."""
         return self.overhead if size > SMALL else 0.0
+
+
+def ring(workers: int, size: float) -> tuple[int, float]:
+    """Returns the rounds of latency and the bytes per worker of a sum of vectors.
+
+    Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The latency
+    is that of tree algorithms with the same bytes, 2 log2 W rounds.
+    """
+    return 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers * size
 
 
 def _ethernet(gigabits: float, latency: float) -> Network:
@@ -152,14 +173,9 @@ class Links:
         return await arrived
 
     async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
-        """Returns True once a group has summed vectors of this size; False at `limit`.
-
-        Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The
-        latency is that of tree algorithms with the same bytes, 2 log2 W rounds.
-        """
+        """Returns True once a group has summed vectors of this size; False at `limit`."""
         pairs = list(zip(group, [*group[1:], group[0]]))
-        rounds = 2 * math.ceil(math.log2(len(group)))
-        each = 2 * (len(group) - 1) / len(group) * size
+        rounds, each = ring(len(group), size)
         if each <= SMALL or math.isinf(self.network.bandwidth):
             return await later(max(rounds, 1) * self._latency(pairs, each), True)
         return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))

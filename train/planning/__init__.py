@@ -1,0 +1,1 @@
+"""What a plan is computed with: laws of the loss, links, candidates, bandwidths."""
