@@ -31,7 +31,8 @@ from small_networks import still
 from usage import head, parser, row
 
 import lsgd_jax as lj
-from train import plan
+from train.planning.candidates import ALL, Method, Setting
+from train.planning.links import Link
 from train.plots import plt
 
 
@@ -95,16 +96,10 @@ def read(clone):
 
 def planned(run):
     """Seconds of an exchange and the utilization, by the planner."""
-    given = {
-        "step_ms": 1e3 * run.step,
-        "parameter_mb": 4e-6 * PARAMETERS,
-        "mbit": 1e-6 * run.bandwidth,
-        "latency_ms": 1e3 * LATENCY,
-    }
-    here = plan.put(given, plan.Setting(0.0, 0, {}), nodes=WORKERS, locals=1)
-    seconds = here.links[plan.ALL].seconds("mean", here.payload)
-    every = ((seconds, run.period),)
-    return seconds, 1 - plan.Proposal("", run.period, every, here.step).share()
+    link = Link.of(1e-6 * run.bandwidth, 1e3 * LATENCY, WORKERS)
+    setting = Setting(PARAMETERS, {ALL: link}, step=run.step)
+    found = setting.candidate(Method("diloco"), (run.period,))
+    return link.seconds("mean", PARAMETERS), 1 - found.share
 
 
 STILL = still(jnp.zeros(PARAMETERS // SMALLER))

@@ -2,8 +2,8 @@
 
 Command:   sudo python benchmarks/slow_network.py --rate 100mbit
 Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
-Prints:    for each proposal of train.plan the share of time that workers wait: as planned,
-           as simulated, and as measured
+Prints:    for LSGD and DiLoCo, with periods of train.plan, the share of time that workers
+           wait: as planned, as simulated, and as measured
 
 A step is a pause in place of an accelerator's work, so that the processes do not compete
 for cores. The simulator is given the duration of a step and the link that the planner
@@ -15,7 +15,6 @@ because other work on the machine only adds to them.
 import argparse
 import functools
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -28,9 +27,12 @@ from small_networks import still
 from usage import parser
 
 import lsgd_jax as lj
-from train import cli, plan, simulate
+from train import cli, simulate
 from train.cluster.session import Session
 from train.config import Config
+from train.planning.candidates import ALL, Setting
+from train.planning.links import Link
+from train.planning.measurement import measure_link
 
 
 PROCESSES, LEAVES = 4, 16
@@ -67,18 +69,15 @@ class Timed:
         return min(found[1:])
 
 
-def simulated(config: Config, step: float, link: plan.Link, params: Any) -> float:
+def simulated(config: Config, step: float, link: Link, params: Any) -> float:
     """Returns the share of time that workers wait in the simulator."""
-    # In an all-reduce a worker sends 2 (W - 1) / W times its parameters, in 2 log W rounds.
-    bandwidth = link.rate * 2 * (PROCESSES - 1) / PROCESSES
-    network = lj.asynchronous.Network(bandwidth, link.latency / 2 / math.log2(PROCESSES))
     found = lj.asynchronous.simulator.run(
         still(params),
         simulate.method(config),
         PROCESSES,
         1,
         SIMULATED,
-        network,
+        link.network,
         lj.asynchronous.Speeds(step),
         collectives=True,
     )
@@ -95,13 +94,16 @@ def work(options: argparse.Namespace) -> None:
     start = [jnp.ones([rows, 100]) for _ in range(LEAVES)]
     params = workers.replicate(start)
     payload = LEAVES * rows * 400
-    link = plan.measure_link(workers, params, ("node", "local"), PROCESSES)
+    link = measure_link(workers, params, ("node", "local"), PROCESSES)
     parse = lambda words: cli.parse([*BASE, *words.split()])
     alone = Timed(parse("--method independent"), workers, params, session)
     step = alone.period_seconds(16, options) / 16
-    setting = plan.Setting(step, payload, {plan.ALL: link}, LEAVES)
-    proposals = setting.proposals(options.share)
-    planned = [(found.options, found.period, found.share()) for found in proposals]
+    setting = Setting(payload / 4, {ALL: link}, step=step, leaves=LEAVES)
+    planned = [
+        (found.options, found.periods[-1], found.share)
+        for found in setting.candidates(options.share)
+        if found.method.name in ("lsgd", "diloco") and not found.method.delay
+    ]
     planned = json.loads(session.agree(json.dumps(planned)))  # the same in all processes
     say(f"{options.rate}, {payload / 1e6:.1f} MB, a step {1e3 * step:.1f} ms: {link}")
     say("| settings | planned, % | simulated, % | measured, % |\n" + "| --- " * 4 + "|")

@@ -21,7 +21,7 @@ WRITTEN = sorted(
 WRITTEN += [*ROOT.glob("*.md"), ROOT / "conftest.py"]
 
 TOOLS = (
-    *(f"train.{x}" for x in "compare plan simulate export sample".split()),
+    *(f"train.{x}" for x in "compare plan planning simulate export sample".split()),
     "train.plots",
 )
 

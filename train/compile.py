@@ -17,7 +17,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +36,21 @@ from train.task.state import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """An experiment, and the cluster to compile it for.
+    """A cluster that is not here.
 
     Args:
-      experiment: a named experiment, such as text.
       topology: generation and shape of a TPU slice, such as v5e:4x4.
       slices: number of slices.
       gpu: kind of GPU, in place of a topology: a100, h100, h200 or b200.
       hosts: number of hosts with GPUs.
       each: number of GPUs in a host.
-      gbit: Gbit/s of a host to other slices or hosts.
     """
 
-    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     topology: str | None = None
     slices: int = 1
     gpu: str | None = None
     hosts: int = 1
     each: int = 8
-    gbit: float = 100.0
 
     def pod(self) -> lj.aot.Pod:
         """The described cluster.
@@ -65,31 +61,10 @@ class Cluster:
         """
         if (self.topology is None) == (self.gpu is None):
             raise ValueError("either `topology` or `gpu` must be given")
-        if not 0 < self.gbit < math.inf:
-            raise ValueError(f"`gbit` must be above 0, got gbit={self.gbit:g}")
         if self.topology is not None:
             return lj.aot.tpu(self.topology, self.slices)
         assert self.gpu is not None
         return lj.aot.gpu(self.gpu, self.hosts, self.each)
-
-
-T = TypeVar("T", bound=Cluster)
-
-
-def parse(kind: type[T], arguments: Sequence[str], text: str | None) -> tuple[T, Config]:
-    """Returns the options of a command and the configuration of its experiment.
-
-    Args:
-      kind: the class of the options.
-      arguments: the command line.
-      text: the docstring of the command's module, which begins with its name.
-
-    Raises:
-      ValueError: wrong usage.
-    """
-    program = " ".join((text or "").split()[:3])
-    options, others = cli.run_with_others(kind, arguments, program, text)
-    return options, cli.parse([options.experiment, *others])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,10 +72,14 @@ class Options(Cluster):
     """The options of a compilation.
 
     Args:
+      experiment: a named experiment, such as text.
+      gbit: Gbit/s of a host to other slices or hosts.
       json: file for the report.
       figure: file for a figure of the seconds.
     """
 
+    experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    gbit: float = 100.0
     json: pathlib.Path | None = None
     figure: pathlib.Path | None = None
 
@@ -192,7 +171,11 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status: 0, 1 (a program does not fit) or 2 (wrong usage).
     """
-    options, config = parse(Options, arguments, __doc__)
+    program = "python -m train.compile"
+    options, others = cli.run_with_others(Options, arguments, program, __doc__)
+    config = cli.parse([options.experiment, *others])
+    if not 0 < options.gbit < math.inf:
+        raise ValueError(f"`gbit` must be above 0, got gbit={options.gbit:g}")
     report = compiled(config, options.pod(), options.gbit / 8 * 1e9)
     if options.figure is not None:
         report.figure(options.figure)

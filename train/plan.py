@@ -1,303 +1,71 @@
-"""python -m train.plan NAME: proposes settings with which workers wait little.
+"""python -m train.plan: which method is worth it, how long it takes, and for what loss.
+
+    python -m train.plan --parameters 1e9 --tokens 2e10 --chips v5e:16x16 --sites 4 \\
+      --mbit 1000
+
+plans for a language model on chips that are shared evenly by sites, with --mbit between any
+two of them. Each site is one worker. Hours come from the operations of the chips and the
+bytes of the methods, losses from published laws; every number has its source.
+
+    python -m train.plan --step-ms 250 --parameters 25.6e6 --sites 8 --mbit 100
+
+plans for your own numbers: the time of a step, and no loss.
 
     python -m train.plan cifar10-cnn7 --data.dir DIR --share 0.05
 
-The command measures a training step of the experiment without exchanges, and exchanges of
-its parameters inside a node, across nodes and among all workers, on the devices of all
-processes. For LSGD and DiLoCo in several wire formats it proposes the shortest periods and
-the fragments with which workers spend at most this share of the time waiting, and the delay
-that hides an exchange in the background. All options of `python -m train` may follow. Start
-the command as you would start the training. It writes no files.
+measures a training step of an experiment without exchanges, and exchanges of its parameters
+inside a node, across nodes and among all workers, on the devices of all processes. Start it
+as you would start the training. All options of `python -m train` may follow. --step-ms,
+--parameters and --mbit stand in for measurements. With --sites the step of one worker is
+measured, and each site is one.
 
-    python -m train.plan digits --step-ms 30 --parameter-mb 4 --mbit 100 --latency-ms 1
-
-plans for the given numbers and measures the others. The network is that of all workers.
-
-    python -m train.plan text --topology v5p:4x4x4 --slices 2 --mbit 100000 --latency-ms 1
+    python -m train.plan text --topology v5p:4x4x4 --slices 2 --mbit 100000
 
 plans for a cluster that is not here: the seconds of a step are computed from the compiled
 program and public figures of the chip (see `python -m train.compile`).
+
+The command writes no files, except for that of --plot.
 """
 
 import dataclasses
-import functools
+import json
 import math
-import statistics
+import pathlib
+import re
 import sys
-import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated
 
 import jax
-import jax.numpy as jnp
 import rich.console
-import rich.table
+import tyro
 
 import lsgd_jax as lj
-from train import command, compilation_cache, compile
+from train import cli, command, compilation_cache, compile
 from train.cluster import rendezvous
 from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
-from train.config import Config
-from train.metrics import progress
-from train.task import methods
-from train.task.experiment import Experiment
+from train.config import Config, WorkersConfig
+from train.messages import meant
+from train.metrics import tables
+from train.planning.advice import Plan, number
+from train.planning.candidates import ALL, INSIDE, Setting
+from train.planning.links import Link
+from train.planning.measurement import computed, measure
 
 
-SCALE = 4 / lj.Wire().block  # bytes per parameter
-# Bytes per parameter and messages per exchange of a wire format. Scales are a message.
-WIRES: dict[lj.WireFormat, tuple[float, int]] = {
-    "float32": (4.0, 1),
-    "int8": (1.0 + SCALE, 2),
-    "int4": (0.5 + SCALE, 2),
-}
-MOST_FRAGMENTS = 16
-OVERHEAD = 0.1  # the share of an exchange that the latencies of fragments may add
-STEPS, BLOCKS, EXCHANGES = 8, 3, 12  # numbers of measurements
-INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
-
-
-# The network
-
-
-class Link(NamedTuple):
-    """The network of a group of workers whose exchanges are all-reduces.
-
-    Attributes:
-      latency: seconds of an exchange of one number.
-      rate: bytes of parameters per second, in addition to the latency.
-      workers: number of workers in the group.
-      measured: seconds of whole pulls, including encoding and decoding, by kind ('leader'
-        or 'mean') and wire format. Times that were not measured are computed.
-    """
-
-    latency: float
-    rate: float
-    workers: int
-    measured: Mapping[tuple[str, str], float] = {}
-
-    def seconds(self, kind: str, payload: int, wire: lj.WireFormat = "float32") -> float:
-        """Seconds of a pull towards a leader, including the election, or towards a mean.
-
-        With W workers, a worker receives 2 (W - 1) / W payloads in an all-reduce. Fewer
-        bits need as many, in twice the messages.
-        """
-        if (kind, wire) in self.measured:
-            return self.measured[kind, wire]
-        waits = self.messages(kind, wire) + (kind == "leader")
-        return waits * self.latency + payload / 4 * WIRES[wire][0] / self.rate
-
-    def messages(self, kind: str, wire: lj.WireFormat) -> int:
-        """Messages of a pull, one after the other. A mean in few bits takes two rounds."""
-        by_shares = kind == "mean" and wire != "float32" and self.workers > 2
-        return WIRES[wire][1] * (2 if by_shares else 1)
-
-
-# The proposals
-
-
-class Proposal(NamedTuple):
-    """Settings of a method, and their cost.
-
-    Attributes:
-      options: the settings as command-line options.
-      period: the number of steps after which the exchanges repeat.
-      exchanges: (seconds, steps between two exchanges) of each kind of exchange.
-      step: seconds of a step without exchanges.
-    """
-
-    options: str
-    period: int
-    exchanges: tuple[tuple[float, int], ...]
-    step: float
-
-    @property
-    def pause(self) -> float:
-        """Seconds of the longest wait."""
-        return sum(seconds for seconds, _ in self.exchanges)
-
-    @property
-    def delay(self) -> int:
-        """The steps that the exchanges take, less than the steps between two of them."""
-        shortest = min(every for _, every in self.exchanges)
-        return min(math.ceil(self.pause / self.step), shortest - 1)
-
-    def share(self, delay: int = 0) -> float:
-        """The share of the time spent waiting if exchanges overlap with `delay` steps."""
-        left = ((max(0, x - delay * self.step), every) for x, every in self.exchanges)
-        wait = sum(seconds / every for seconds, every in left)
-        return wait / (self.step + wait)
-
-
-class Setting(NamedTuple):
-    """The training to plan for.
-
-    Attributes:
-      step: seconds of a training step without exchanges.
-      payload: bytes of the parameters in float32.
-      links: the network of each level; levels with one worker are left out.
-      leaves: number of leaves of the parameters, the limit for the number of fragments.
-    """
-
-    step: float
-    payload: int
-    links: dict[str, Link]
-    leaves: int = MOST_FRAGMENTS
-
-    def proposals(self, share: float) -> Iterator[Proposal]:
-        """Yields LSGD and DiLoCo in each wire format, which wait at most this share."""
-        allowed = share / (1 - share) * self.step
-        for method in (self._lsgd, self._diloco):
-            yield from (method(allowed, wire) for wire in WIRES)
-
-    def _lsgd(self, allowed: float, wire: lj.WireFormat) -> Proposal:
-        """Each of two levels gets half the time. The outer period is not shorter.
-
-        Without a second node both levels pull inside the node. A local pull of one worker
-        costs nothing.
-        """
-        levels = self.links.get(INSIDE), self.links.get(ALL) or self.links[INSIDE]
-        known = [link for link in levels if link is not None]
-        exchanges, period = [], 1
-        for link in known:
-            seconds = link.seconds("leader", self.payload, wire)
-            period = max(period, power_of_two(len(known) * seconds / allowed))
-            exchanges.append((seconds, period))
-        options = (
-            f"--method lsgd --method.local-period {exchanges[0][1]} "
-            f"--method.global-period {period} --method.wire {wire}"
-        )
-        return Proposal(options, period, tuple(exchanges), self.step)
-
-    def _diloco(self, allowed: float, wire: lj.WireFormat) -> Proposal:
-        """Latencies and leaves limit the number of fragments."""
-        link = self.links.get(ALL) or self.links[INSIDE]
-        whole = link.seconds("mean", self.payload, wire)
-        more = link.messages("mean", wire) * link.latency
-        fits = lambda count: (count - 1) * more <= OVERHEAD * whole
-        most, fragments = min(self.leaves, MOST_FRAGMENTS), 1
-        while 2 * fragments <= most and fits(2 * fragments):
-            fragments *= 2
-        total = whole + (fragments - 1) * more
-        period = power_of_two(max(total / allowed, fragments))
-        options = (
-            f"--method diloco --method.period {period} --method.fragments {fragments} "
-            f"--method.wire {wire}"
-        )
-        one = total / fragments, period // fragments
-        return Proposal(options, period, (one,), self.step)
-
-
-def power_of_two(least: float) -> int:
-    """The smallest power of two that is at least 1 and at least `least`.
-
-    >>> power_of_two(0.3), power_of_two(16), power_of_two(17)
-    (1, 16, 32)
-    """
-    return 2 ** max(0, math.ceil(math.log2(least)))
-
-
-# The measurement
-
-
-def measure(config: Config, session: Session) -> Setting:
-    """Measures an experiment on the devices of all processes."""
-    config = dataclasses.replace(config, method=methods.make("independent"))
-    experiment = Experiment(config, session=session)
-    state, workers = experiment.init(), experiment.workers
-    nodes, locals = config.workers.nodes, config.workers.locals
-    groups = {
-        INSIDE: (("local",), locals),
-        ACROSS: (("node",), nodes),
-        ALL: (("node", "local"), nodes * locals if nodes > 1 else 1),
-    }
-    links = {
-        name: measure_link(workers, state.params, *group)
-        for name, group in groups.items()
-        if group[1] > 1
-    }
-    payload, leaves = _bytes(state.params), len(jax.tree.leaves(state.params))
-    return Setting(_step(experiment, state), payload, links, leaves)
-
-
-def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config]:
-    """Computes the step of an experiment on a cluster that is not here.
-
-    Returns:
-      The setting, without links, and the configuration with the workers of the cluster.
-    """
-    config = dataclasses.replace(config, method=methods.make("independent"))
-    config = compile.on(config, pod)
-    params = compile.parameters(config)
-    report = compile.compiled(config, pod)
-    (program,), payload = report.programs, sum(4 * x.size for x in params)
-    seconds = report.seconds(program)
-    if seconds is None:
-        raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
-    return Setting(seconds.step, payload, {}, len(params)), config
-
-
-def measure_link(
-    workers: lj.Workers, params: Any, axes: tuple[str, ...], count: int
-) -> Link:
-    """Measures exchanges in the groups of `count` workers along some mesh axes."""
-    take = workers.map(lambda tree: lj.Group(axes).broadcast(tree, jnp.int32(0)))
-    nothing = workers.replicate(jnp.zeros(1))
-    seconds = _median(lambda: take(params), EXCHANGES)
-    latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)
-    pulls = {} if axes == ("node",) else pull_seconds(workers, params, axes)
-    return Link(latency, _bytes(params) / (seconds - latency), count, pulls)
-
-
-def _bytes(params: Any) -> int:
-    return sum(x[0].size * x.dtype.itemsize for x in jax.tree.leaves(params))
-
-
-def pull_seconds(
-    workers: lj.Workers, params: Any, axes: tuple[str, ...]
-) -> dict[tuple[str, str], float]:
-    """Measures whole pulls inside a node or among all workers, by kind and wire format."""
-    inner, outer = (0.1, 0.0) if axes == ("local",) else (0.0, 0.1)
-    found: dict[tuple[str, str], float] = {}
-    for wire in WIRES:
-        pulls = {
-            "leader": lj.lsgd(inner, outer, 1, 1, wire=wire),
-            "mean": lj.diloco(1, axes=axes, wire=wire),
-        }
-        for kind, tx in pulls.items():
-
-            def step(params, state, tx=tx):
-                no_move = jax.tree.map(jnp.zeros_like, params)
-                updates, state = tx.update(no_move, state, params, value=jnp.float32(0))
-                return lj.apply_updates(params, updates), state
-
-            state = workers.map(tx.init)(params)
-            once = functools.partial(workers.map(step), params, state)
-            found[kind, wire] = _median(once, EXCHANGES // 2)
-    return found
-
-
-def _step(experiment: Experiment, state: Any) -> float:
-    """Seconds per training step in a row of steps."""
-    batches = [experiment.batch(step) for step in range(STEPS)]
-
-    def block():
-        nonlocal state
-        for batch in batches:
-            state, _ = experiment.step(state, experiment.data, batch)
-        return state
-
-    return _median(block, BLOCKS) / STEPS
-
-
-def _median(work: Callable[[], Any], times: int) -> float:
-    """Median of the seconds that a call takes, after one call that compiles."""
-    wait = lambda: jax.block_until_ready(work())
-    wait()
-    return statistics.median(timeit.repeat(wait, number=1, repeat=times))
-
-
-# The command
+PROGRAM = "python -m train.plan"
+MOST_PARAMETERS = 1e13
+# Bytes per parameter of float32 parameters, gradients and two moments of Adam.
+STATE = 16
+POSITIVE = (
+    *("parameters", "tokens", "batch", "mbit", "step_ms", "price"),
+    *("parameter_mb", "efficiency"),
+)
+EXCHANGES = (
+    "exchanges: 2 (W - 1) / W of the bytes and 2 log2 W latencies, as in train.simulate; "
+    "utilizations from the bandwidth alone are within -15 to +29 % of 48 measured ones"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,120 +73,286 @@ class Options(compile.Cluster):
     """The options of a plan.
 
     Args:
-      share: share of the time that workers may wait for exchanges.
+      experiment: a named experiment, such as text; none to plan for given numbers.
+      parameters: number of parameters, in place of those of an experiment.
+      tokens: number of tokens to train on; the laws' own are 20 for each parameter.
+      chips: kind and number of all chips, such as v5e:16x16 or h100:64.
+      sites: number of sites, each of which is a worker.
+      mbit: Mbit/s of a site's or a node's link, in place of a measurement.
+      latency_ms: milliseconds of a message from site to site, with --mbit.
       step_ms: milliseconds of a step, in place of a measurement.
-      parameter_mb: megabytes of float32 parameters, in place of those of the experiment.
-      mbit: Mbit/s of the links among the workers, in place of a measurement.
-      latency_ms: milliseconds of an exchange of one number, with --mbit.
+      efficiency: share of the chips' peak that a step reaches.
+      batch: tokens of a step of all workers, in place of a law's.
+      share: share of the time that workers may wait for exchanges; methods whose times
+        differ by less count as equally fast.
+      price: of a chip for an hour.
+      json: print JSON, with all candidates.
+      plot: file for a picture of hours against bandwidth.
+      parameter_mb: megabytes of float32 parameters, another way to give --parameters.
     """
 
-    share: float = 0.05
-    step_ms: float | None = None
-    parameter_mb: float | None = None
+    experiment: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")
+    ] = None
+    parameters: float | None = None
+    tokens: float | None = None
+    chips: str | None = None
+    sites: int | None = None
     mbit: float | None = None
-    latency_ms: float | None = None
-
-    def given(self) -> dict[str, float]:
-        """Values that replace measurements; raises ValueError for wrong ones."""
-        if not 0 < self.share < 1:
-            raise ValueError(f"`share` must be in (0, 1), got share={self.share}")
-        names = "step_ms", "parameter_mb", "mbit", "latency_ms"
-        given = {k: x for k in names if (x := getattr(self, k)) is not None}
-        for name, value in given.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
-        if ("mbit" in given) != ("latency_ms" in given):
-            raise ValueError("`mbit` and `latency_ms` must be given together")
-        if self.is_described and "mbit" not in given:
-            raise ValueError(
-                "`mbit` and `latency_ms` must be given for a cluster that is not here"
-            )
-        return given
+    latency_ms: float = 0.0
+    step_ms: float | None = None
+    efficiency: float = 0.5
+    batch: float | None = None
+    share: float = 0.05
+    price: float | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    plot: pathlib.Path | None = None
+    parameter_mb: float | None = None
 
     @property
     def is_described(self) -> bool:
-        """Whether the plan is for a cluster that is not here."""
+        """Whether an experiment is planned for a cluster that is not here."""
         return self.topology is not None or self.gpu is not None
 
+    @property
+    def size(self) -> float | None:
+        """The given number of parameters."""
+        megabytes = self.parameter_mb
+        return self.parameters if megabytes is None else megabytes * 1e6 / 4
 
-def put(given: dict[str, float], setting: Setting, nodes: int, locals: int) -> Setting:
+    def check(self) -> None:
+        """Raises ValueError unless the values are possible together."""
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
+        for name, most in (("share", "(0, 1)"), ("efficiency", "(0, 1]")):
+            value = getattr(self, name)
+            if not 0 < value <= 1 or (name == "share" and value == 1):
+                raise ValueError(f"`{name}` must be in {most}, got {name}={value:g}")
+        if not 0 <= self.latency_ms < math.inf:
+            raise ValueError(
+                f"`latency_ms` must be at least 0, got latency_ms={self.latency_ms:g}"
+            )
+        if self.parameters is not None and self.parameter_mb is not None:
+            raise ValueError("only one of `parameters` and `parameter_mb` may be given")
+        if self.size is not None and not 1 <= self.size <= MOST_PARAMETERS:
+            raise ValueError(
+                f"`parameters` must be from 1 to {MOST_PARAMETERS:g}, got "
+                f"parameters={self.size:g}"
+            )
+        if self.sites is not None and self.sites < 2:
+            raise ValueError(
+                f"`sites` must be at least 2: one has no exchanges, got sites={self.sites}"
+            )
+        if self.latency_ms and self.mbit is None:
+            raise ValueError("`latency_ms` needs `mbit`")
+        if self.plot is not None and self.plot.suffix != ".png":
+            raise ValueError(f"`plot` must be a PNG file, got plot={self.plot}")
+        (self._check_experiment if self.experiment else self._check_numbers)()
+
+    def _check_experiment(self) -> None:
+        for name in ("tokens", "chips", "batch"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` is for plans without an experiment")
+        if (self.is_described or self.sites is not None) and self.mbit is None:
+            raise ValueError("`mbit` must be given for links that are not here")
+        if self.is_described and self.sites is not None:
+            raise ValueError("`slices` or `hosts` give the number of sites, not `sites`")
+
+    def _check_numbers(self) -> None:
+        if self.is_described:
+            raise ValueError("`topology` and `gpu` need an experiment; see `chips`")
+        if self.size is None and self.sites is None and self.mbit is None:
+            raise ValueError(
+                "an experiment must be given, or `parameters`, `sites` and `mbit` with "
+                f"`tokens` and `chips`, or with `step_ms`; see {PROGRAM} --help"
+            )
+        given = {"parameters": self.size, "sites": self.sites, "mbit": self.mbit}
+        if self.step_ms is None:
+            given |= {"tokens": self.tokens, "chips": self.chips}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ValueError(f"`{missing[0]}` must be given, or the name of an experiment")
+        if self.step_ms is not None and self.tokens is not None and self.batch is None:
+            raise ValueError("`tokens` needs `batch` where `step_ms` is given")
+        if self.batch is not None and self.tokens is None:
+            raise ValueError("`batch` needs `tokens`")
+        if self.tokens is not None and self.tokens < (self.batch or 1):
+            raise ValueError(
+                f"`tokens` must be at least those of a step, got tokens={self.tokens:g}"
+            )
+
+
+def chips_of(options: Options) -> tuple[lj.aot.Chip, int]:
+    """The kind and the number of the given chips.
+
+    Raises:
+      ValueError: an unknown kind, or chips that sites cannot share or that are too small.
+    """
+    text, sites, size = options.chips or "", options.sites or 1, options.size or 0
+    kind, _, shape = text.partition(":")
+    if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
+        raise ValueError(f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}")
+    chip = lj.aot.chip(kind)
+    count = math.prod(int(x) for x in shape.split("x"))
+    if count < 2:
+        raise ValueError(f"`chips` must be at least 2, got chips={text}")
+    if sites > count:
+        raise ValueError(
+            f"`sites` must be at most the {count} chips, got sites={options.sites}"
+        )
+    if count % sites:
+        raise ValueError(f"`sites` must divide the {count} chips, got sites={sites}")
+    most = chip.memory * count / sites / STATE
+    if size > most:
+        raise ValueError(
+            f"`parameters` must be at most {most:.2g}, which {count // sites} {kind} of a "
+            f"site hold with gradients and Adam in float32, got parameters={size:g}"
+        )
+    return chip, count
+
+
+def of_numbers(options: Options) -> tuple[Setting, list[str], float | None]:
+    """The setting of a plan without an experiment, its sources and its price of an hour."""
+    size, sites, mbit = options.size, options.sites, options.mbit
+    assert size is not None and sites is not None and mbit is not None
+    setting = Setting(
+        size,
+        {ALL: Link.of(mbit, options.latency_ms, sites)},
+        tokens=options.tokens,
+        batch=options.batch,
+    )
+    chip, count = (None, sites) if options.chips is None else chips_of(options)
+    price = None if options.price is None else options.price * count
+    if options.step_ms is not None:
+        step, steps = options.step_ms / 1e3, None
+        if options.tokens is not None and options.batch is not None:
+            steps = math.ceil(options.tokens / options.batch)
+        setting = dataclasses.replace(setting, step=step, steps=steps)
+        words = f"a step: {options.step_ms:g} ms, as given"
+        if options.tokens is None:
+            words += "; the plan is about time only, and says nothing about the loss"
+        return setting, [words], price
+    assert chip is not None and options.tokens is not None
+    flops = options.efficiency * count * chip.flops
+    setting = dataclasses.replace(setting, flops=flops)
+    source = (
+        f"computing: 6 N D operations at {100 * options.efficiency:g} % of the peak of "
+        f"{count} {chip.name} ({chip.source}), {count // sites} at each of {sites} sites"
+    )
+    return setting, [source], price
+
+
+def of_experiment(
+    options: Options, config: Config, session: Session
+) -> tuple[Setting, list[str]]:
+    """The setting of a plan for an experiment, and its sources."""
+    sites, workers = options.sites, config.workers
+    if sites is not None:
+        grid = dataclasses.replace(workers, nodes=1, locals=1)
+        config = dataclasses.replace(config, workers=grid)
+        workers = WorkersConfig(nodes=sites, locals=1)
+    is_known = None not in (options.step_ms, options.size, options.mbit)
+    if is_known:
+        setting, source = Setting(1.0, {}, step=0.0, steps=config.steps), "as given"
+    elif options.is_described:
+        setting, config = computed(config, options.pod())
+        workers, source = config.workers, "computed from the compiled program"
+    else:
+        setting, source = measure(config, session), "measured here"
+    setting = put(options, setting, workers.nodes, workers.locals)
+    step, size = number(1e3 * (setting.step or 0)), number(4 * setting.parameters / 1e6)
+    where = source if options.step_ms is None else "as given"
+    return setting, [
+        f"a step without exchanges: {step} ms, {where}",
+        f"parameters: {size} MB in float32",
+        "no loss: laws are for language models of known size and number of tokens",
+    ]
+
+
+def put(options: Options, setting: Setting, nodes: int, locals: int) -> Setting:
     """Replaces measurements by given values."""
-    step, payload, links, leaves = setting
-    if "mbit" in given:
-        workers = nodes * locals  # a ring all-reduce sends 2 (W - 1) / W payloads
-        rate = given["mbit"] * 1e6 / 8 * workers / (2 * max(workers - 1, 1))
-        widest = Link(given["latency_ms"] / 1e3, rate, workers)
-        links = links | {ALL if nodes > 1 else INSIDE: widest}
-    if "parameter_mb" in given:
-        payload = round(1e6 * given["parameter_mb"])
+    links, size = dict(setting.links), options.size
+    if size is not None:
         links = {name: link._replace(measured={}) for name, link in links.items()}
-    return Setting(given.get("step_ms", 1e3 * step) / 1e3, payload, links, leaves)
-
-
-def report(setting: Setting, console: rich.console.Console) -> None:
-    """Prints the measurements."""
-    step, payload, links, _ = setting
-    console.print(
-        f"parameters: {payload / 1e6:.1f} MB; a step without exchanges: {1e3 * step:.1f} ms"
-    )
-    if not links:
-        console.print("one worker: there are no exchanges to plan")
-        return
-    table = rich.table.Table("exchange", "time, ms", "MB/s", "latency, ms")
-    seconds = 0.0
-    for name, link in links.items():
-        seconds = link.latency + payload / link.rate
-        rate = f"{payload / seconds / 1e6:,.0f}"
-        table.add_row(name, f"{1e3 * seconds:.2f}", rate, f"{1e3 * link.latency:.2f}")
-    console.print(table)
-    console.print(
-        f"all-reduce SGD, with an exchange at every step, would take "
-        f"{(step + seconds) / step:.2f} times as long as training without exchanges"
+    if options.mbit is not None and nodes * locals > 1:
+        widest = Link.of(options.mbit, options.latency_ms, nodes * locals)
+        links[ALL if nodes > 1 else INSIDE] = widest
+    step = setting.step if options.step_ms is None else options.step_ms / 1e3
+    return dataclasses.replace(
+        setting, parameters=size or setting.parameters, links=links, step=step
     )
 
 
-def propose(setting: Setting, share: float, console: rich.console.Console) -> None:
-    """Prints the proposals."""
-    console.print(
-        f"settings that wait at most {100 * share:g} % of the time for exchanges (in "
-        "brackets: a delay that hides them in the background, and the share that is left):"
-    )
-    for found in setting.proposals(share):
-        late = f"delay {found.delay}: {100 * found.share(found.delay):.1f} %"
-        pauses = f"pauses of {1e3 * found.pause:.1f} ms ({late})"
-        console.print(f"{100 * found.share():4.1f} %, {pauses}: {found.options}")
+def measured(setting: Setting) -> str:
+    """A table of the exchanges of each level."""
+    rows = []
+    for name, link in setting.links.items():
+        seconds = link._replace(measured={}).seconds("mean", setting.parameters)
+        latency = link.network.all_reduce(link.workers, 0)
+        rate = 4 * setting.parameters / seconds / 1e6
+        row = {"exchange": name, "workers": link.workers, "time, ms": number(1e3 * seconds)}
+        rows.append(row | {"MB/s": number(rate), "latency, ms": number(1e3 * latency)})
+    return tables.markdown(rows)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; returns the exit status, 0 or 2 (wrong usage)."""
+    """Plans and prints; returns the exit status, 0 or 2 (wrong usage)."""
     session = Session()
     try:
-        options, config = compile.parse(Options, arguments, __doc__)
-        given = options.given()
-        jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends the plan
-        if not options.is_described:
-            session = rendezvous.join(config)
-        compilation_cache.use(say=session.is_main)
-        is_known = len(given) == 4
-        if is_known or not options.is_described:
-            setting = Setting(0.0, 0, {}) if is_known else measure(config, session)
+        options, others = cli.run_with_others(Options, arguments, PROGRAM, __doc__)
+        # tyro takes the value of an unknown option for the name of an experiment.
+        if others and options.experiment not in cli.experiments():
+            raise ValueError(unknown(others[0]))
+        options.check()
+        if options.experiment is None:
+            setting, sources, price = of_numbers(options)
         else:
-            setting, config = computed(config, options.pod())
+            config = cli.parse([options.experiment, *others])
+            jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends it
+            if not options.is_described:
+                session = rendezvous.join(config)
+            compilation_cache.use(say=session.is_main and not options.json)
+            setting, sources = of_experiment(options, config, session)
+            price = None
+            if options.price is not None and setting.links:
+                price = options.price * setting.replicas
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
-    quiet = not session.is_main
-    console = progress.console(quiet=quiet, soft_wrap=True)
-    if not is_known and not options.is_described:
-        report(setting, console)
-    setting = put(given, setting, config.workers.nodes, config.workers.locals)
-    if options.is_described and not is_known:
-        console.print(
-            f"computed, not measured: parameters {setting.payload / 1e6:.1f} MB; a step "
-            f"without exchanges {1e3 * setting.step:.3g} ms"
-        )
-    if setting.links:
-        propose(setting, options.share, console)
+    if session.is_main:
+        report(options, setting, sources, price)
     return SUCCESS
+
+
+def unknown(argument: str) -> str:
+    """The message for an option that no plan without an experiment has."""
+    names = [f"--{x.name.replace('_', '-')}" for x in dataclasses.fields(Options)]
+    near = meant(argument, names)
+    return f"unrecognized option {argument}{near}; see {PROGRAM} --help"
+
+
+def report(
+    options: Options, setting: Setting, sources: list[str], price: float | None
+) -> None:
+    """Prints the plan."""
+    console = rich.console.Console(highlight=False, soft_wrap=True, markup=False)
+    if not setting.links:
+        console.print("one worker: there are no exchanges to plan")
+        return
+    plan = Plan(setting, options.share, [*sources, EXCHANGES], price)
+    if options.plot is not None:
+        plan.draw(options.plot)
+    if options.json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return
+    if options.experiment is not None:
+        console.print(measured(setting))
+    console.print(tables.markdown(plan.rows()))
+    for note in plan.notes():
+        console.print(f"- {note}")
+    console.print(f"\n{plan.sentence()}")
+    for remark in plan.remarks():
+        console.print(remark)
 
 
 if __name__ == "__main__":

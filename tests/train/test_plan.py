@@ -1,115 +1,213 @@
 """train.plan: its arithmetic against numbers computed by hand, and the command."""
 
+import json
+import pathlib
 import re
+import shlex
 
 import pytest
 import tiny
 
 from train import plan
+from train.planning import measurement
 
 
-PROPOSAL = re.compile(
-    r" *([\d.]+) %, pauses of ([\d.]+) ms \(delay (\d+): ([\d.]+) %\): --method (\w+) "
-    r"--method\.(?:local-)?period (\d+) --method\.(?:global-period|fragments) (\d+) "
-    r"--method\.wire (\w+)"
-)
+PAGE = pathlib.Path(__file__).parents[2] / "docs/is_it_worth_it.md"
 # A step takes 100 ms, the parameters 400 ms, and each message 10 ms more.
-STEP = "--step-ms 100 --parameter-mb 4 --latency-ms 10"
-NODES = f"{STEP} --mbit 120 --workers.nodes 4 --workers.locals 1"
-ONE_NODE = f"{STEP} --mbit 120 --workers.nodes 1 --workers.locals 4"
-TWO = f"{STEP} --mbit 80 --workers.nodes 2 --workers.locals 1"
+STEP = "--step-ms 100 --parameter-mb 4"
+NODES = f"{STEP} --mbit 120 --latency-ms 2.5 --workers.nodes 4 --workers.locals 1"
+ONE_NODE = f"{STEP} --mbit 120 --latency-ms 2.5 --workers.nodes 1 --workers.locals 4"
+SITES = f"{STEP} --mbit 120 --latency-ms 2.5 --sites 4"
+TWO = f"{STEP} --mbit 80 --latency-ms 5 --workers.nodes 2 --workers.locals 1"
+# 6 N D / (64 · 197e12 / 2) = 19,036 s for 1 B parameters and 20 B tokens.
+MODEL = "--parameters 1e9 --tokens 2e10 --chips v5e:8x8"
 
 
 @pytest.fixture
-def planned(capsys, monkeypatch):
-    """Plans for the digits. Returns the proposals by method and wire, and the output.
-
-    The numbers of a proposal are the share in %, the pause in ms, the delay and the share
-    in % that it leaves; then the local and the global period, or the period and fragments.
-    """
-    tiny.install(tiny.Wide, set=monkeypatch.setattr)
+def planned(capsys):
+    """Plans. Returns the candidates by method, wire, fragments and delay, and the rest."""
 
     def planned(options):
-        assert plan.main(["digits", *options.split()]) == 0
-        output, found = capsys.readouterr().out, {}
-        lines = [line for line in output.splitlines() if "--method" in line]
-        for line in lines:
-            match = PROPOSAL.fullmatch(line)
-            found[match.group(5, 8)] = [float(x) for x in match.group(1, 2, 3, 4, 6, 7)]
-        assert len(found) == len(lines) == 6
+        assert plan.main([*options.split(), "--json"]) == 0
+        output = json.loads(capsys.readouterr().out)
+        found = {}
+        for each in output.pop("candidates"):
+            name = each["options"].split()[1]
+            key = name, each["wire"], each["fragments"], each["delay"]
+            found.setdefault(key, []).append(each)
         return found, output
 
     return planned
 
 
+def brief(found):
+    """The waiting in %, the longest wait in ms, and the periods."""
+    wait = 100 * found["waiting"], 1e3 * found["longest_wait_seconds"]
+    return [*(round(x, 1) for x in wait), *found["periods"]]
+
+
 @pytest.mark.parametrize(
-    "options, method, wire, expected",
+    "options, method, expected",
     [
         # Workers may wait 33.3 ms per step. Election and pull take 10 + 410 ms: 12.6 steps,
-        # rounded up to a power of two. A delay of 4.2 steps hides them.
-        (f"{NODES} --share 0.25", "lsgd", "float32", [20.8, 420, 5, 0, 16, 16]),
+        # rounded up to a power of two.
+        (f"digits {NODES} --share 0.25", "lsgd float32 1 0", [20.8, 420, 16, 16]),
+        (f"{SITES} --share 0.25", "lsgd float32 1 0", [20.8, 420, 16, 16]),
         # A million int8 values and 3,906.25 scales of 4 bytes take 101.5625 ms.
-        (f"{NODES} --share 0.25", "lsgd", "int8", [24.8, 131.6, 2, 0, 4, 4]),
-        # 410 ms in 4 fragments: 3 more latencies fit into 41 ms, but 7 do not.
-        (f"{NODES} --share 0.1", "diloco", "float32", [6.4, 110, 2, 0, 64, 4]),
+        (f"digits {NODES} --share 0.25", "lsgd int8 1 0", [24.8, 131.6, 4, 4]),
+        # 410 ms in 4 fragments: 3 more latencies. A delay hides 100 of a fragment's 110 ms,
+        # which is due every second step.
+        (f"{SITES} --share 0.1", "diloco float32 4 0", [6.4, 110, 64]),
+        (f"digits {NODES} --share 0.1", "diloco float32 4 1", [4.8, 10, 8]),
         # A mean in few bits takes two rounds of two messages, between two workers only one.
-        (f"{NODES} --share 0.25", "diloco", "int8", [15, 141.6, 2, 0, 8, 1]),
-        (f"{TWO} --share 0.25", "diloco", "int4", [15.2, 71.6, 1, 0, 4, 1]),
-        # 420 ms every second step: a delay of one step hides 100 ms of them.
-        (f"{NODES} --share 0.75", "lsgd", "float32", [67.7, 420, 1, 61.5, 2, 2]),
+        (f"digits {NODES} --share 0.25", "diloco int8 1 0", [15, 141.6, 8]),
+        (f"digits {TWO} --share 0.25", "diloco int4 1 0", [15.2, 71.6, 4]),
+        (f"digits {TWO} --share 0.25", "diloco int4 1 1", [0, 0, 2]),
+        # A worker receives the others' 27 kB, in 2 log 4 messages: 5.4 + 5 ms.
+        (f"{SITES} --share 0.25", "sparse-diloco sparse 1 0", [0.3, 10.4, 32]),
+        # Gradients hide behind 66.7 ms of backward passes.
+        (f"{SITES} --share 0.25", "allreduce float32 1 0", [77.4, 343.3, 1]),
+        (f"digits {NODES} --share 0.75", "lsgd float32 1 0", [67.7, 420, 2, 2]),
         # One node has both pulls.
-        (f"{ONE_NODE} --share 0.25", "lsgd", "float32", [20.8, 840, 9, 0, 32, 32]),
+        (f"digits {ONE_NODE} --share 0.25", "lsgd float32 1 0", [20.8, 840, 32, 32]),
+        # At most 1024 steps, 410 of 102,400 ms, and at most a tenth of the 500 of digits.
+        (f"{SITES} --share 0.001", "local-sgd float32 1 0", [0.4, 410, 1024]),
+        (f"digits {NODES} --share 0.001", "local-sgd float32 1 0", [11.4, 410, 32]),
     ],
 )
-def test_proposals_for_given_values(options, method, wire, expected, planned, monkeypatch):
+def test_candidates_for_given_values(options, method, expected, planned, monkeypatch):
     monkeypatch.setattr(plan, "measure", None)
-    assert planned(options)[0][method, wire] == expected
+    name, wire, fragments, delay = method.split()
+    (found,) = planned(options)[0][name, wire, int(fragments), int(delay)]
+    assert brief(found) == expected
 
 
 @pytest.mark.parametrize(
     "inside, everywhere, expected",
     [
-        # Each level gets 16.7 ms: 0.36 and 25.2 steps. A period of one step has no delay.
-        (0.006, 0.42, [16.1, 426, 0, 16.1, 1, 32]),
+        # Each level gets 16.7 ms: 0.36 and 25.2 steps.
+        (0.006, 0.42, [16.1, 426, 1, 32]),
         # The outer period is not shorter.
-        (0.42, 0.006, [11.7, 426, 5, 0, 32, 32]),
+        (0.42, 0.006, [11.7, 426, 32, 32]),
     ],
 )
-def test_proposals_for_measured_values(inside, everywhere, expected, planned, monkeypatch):
+def test_candidates_for_measured_values(inside, everywhere, expected, planned, monkeypatch):
+    tiny.install(tiny.Wide, set=monkeypatch.setattr)
     pulls = {("local",): {("leader", "float32"): inside}}
     of_all = {("leader", "float32"): everywhere, ("mean", "float32"): 0.409}
-    monkeypatch.setattr(plan, "pull_seconds", lambda *given: pulls.get(given[2], of_all))
+    seconds = lambda *given: pulls.get(given[2], of_all)
+    monkeypatch.setattr(measurement, "pull_seconds", seconds)
     # Three exchanges, each of the parameters and of one number, and a step.
-    times = iter([0.4, 0.1, 0.3, 0.2, 0.5, 0.001, 0.1])
-    monkeypatch.setattr(plan, "_median", lambda *_: next(times))
-    monkeypatch.setattr(plan, "STEPS", 1)
-    grid = "--workers.nodes 2 --workers.locals 2"
-    found, output = planned(f"{grid} --batch-size 4 --share 0.25")
-    assert found["lsgd", "float32"] == expected
+    times = iter(2 * [0.4, 0.1, 0.3, 0.2, 0.5, 0.001, 0.1])
+    monkeypatch.setattr(measurement, "_median", lambda *_: next(times))
+    monkeypatch.setattr(measurement, "STEPS", 1)
+    grid = "digits --workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.25"
+    found, rest = planned(grid)
+    assert brief(found["lsgd", "float32", 1, 0][0]) == expected
+    assert brief(found["diloco", "float32", 4, 0][0]) == [20.5, 103, 16]
     # The four leaves limit the number of fragments.
-    assert found["diloco", "float32"] == [20.5, 103, 2, 0, 16, 4]
+    assert max(fragments for _, _, fragments, _ in found) == 4
     # 76,810 of float32.
-    assert "parameters: 0.3 MB; a step without exchanges: 100.0 ms" in output
-    assert re.search(r"across nodes +│ 300.00 +│ 1 +│ 200.00", output)
-    assert "would take 6.00 times as long" in output  # an exchange of all workers
-    assert "settings that wait at most 25 % of the time" in output
+    assert rest["sources"][:2] == [
+        "a step without exchanges: 100 ms, measured here",
+        "parameters: 0.307 MB in float32",
+    ]
 
 
 @pytest.mark.slow
-def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, planned):
+def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys):
+    tiny.install(tiny.Wide, set=monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)
-    _, output = planned("--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1")
+    grid = "--workers.nodes 2 --workers.locals 2 --batch-size 4 --share 0.1"
+    assert plan.main(["digits", *grid.split()]) == 0
+    output = capsys.readouterr().out
     assert all(name in output for name in ("inside the node", "across nodes", "all worke"))
     assert not list(tmp_path.iterdir())
+
+
+def test_hours_and_losses_by_the_laws(planned):
+    found, rest = planned(f"{MODEL} --sites 4 --mbit 1000 --price 2")
+    (base,) = found["allreduce", "float32", 1, 0]
+    # 156,416 tokens a step: 127,865 steps of 0.1489 s, and 48 s for 1.5 times 4 GB.
+    assert base["steps"] == 127_865
+    assert base["hours"] == pytest.approx(127_865 * (0.1489 / 3 + 48) / 3600, rel=1e-4)
+    assert base["cost"] == pytest.approx(2 * 64 * base["hours"])
+    assert base["loss"]["nats"] == pytest.approx(2.516, abs=1e-3)
+    short, longer, longest = found["diloco", "float32", 1, 0]
+    assert [x["periods"] for x in (short, longer, longest)] == [[1024], [96], [32]]
+    assert longest["hours"] == pytest.approx((19_036 + 51_156 / 32 * 48) / 3600, rel=1e-4)
+    assert longest["loss"]["more"] == pytest.approx(0.0137, abs=1e-3)
+    assert longer["loss"]["more"] == pytest.approx(0.0437, abs=1e-3)
+    assert short["loss"]["more"] is None and short["loss"]["source"].startswith("no law")
+    assert "for about +0.0" in rest["advice"] and "--method diloco" in rest["use"]
+
+
+def test_data_parallel_on_a_fast_link(planned):
+    _, rest = planned(f"{MODEL} --sites 2 --mbit 1e7")
+    assert rest["advice"].startswith("use data parallel: the link is fast enough")
+
+
+def test_what_a_command_draws(tmp_path, capsys):
+    file = tmp_path / "plan.png"
+    options = f"{SITES} --share 0.1 --plot {file}"
+    assert plan.main(options.split()) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "the plan is about time only" in capsys.readouterr().out
+
+
+COMMANDS = re.findall(
+    r"^```bash\n(python -m train\.plan.*?)```\n+```text\n(.*?)```",
+    PAGE.read_text(),
+    re.DOTALL | re.M,
+)
+
+
+@pytest.mark.parametrize("command, output", COMMANDS)
+def test_a_command_of_the_page_prints_what_it_says(command, output, capsys):
+    assert plan.main(shlex.split(command.replace("\\\n", ""))[3:]) == 0
+    assert capsys.readouterr().out == output
+
+
+def test_the_page_has_commands():
+    assert len(COMMANDS) >= 3
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "experiment must be given"),
+        ("", "an experiment must be given, or `parameters`, `sites` and `mbit`"),
         ("digits --share 1.5", "`share` must be in (0, 1), got share=1.5"),
-        ("digits --mbit 100", "`mbit` and `latency_ms` must be given together"),
+        ("digits --latency-ms 100", "`latency_ms` needs `mbit`"),
         ("digits --step-ms 0", "`step_ms` must be above 0, got step_ms=0"),
+        ("digits --sites 4", "`mbit` must be given for links that are not here"),
+        ("digits --tokens 4", "`tokens` is for plans without an experiment"),
+        (f"{MODEL} --sites 4 --mbit 0", "`mbit` must be above 0, got mbit=0"),
+        (f"{MODEL} --sites 4 --mbit nan", "`mbit` must be above 0, got mbit=nan"),
+        (f"{MODEL} --sites 4 --mbit -1", "`mbit` must be above 0, got mbit=-1"),
+        (f"{MODEL} --sites 4", "`mbit` must be given, or the name of an experiment"),
+        (f"{MODEL} --sites 4 --mbit 1 --foo 1", "unrecognized option --foo"),
+        (f"{MODEL} --sites 1 --mbit 1", "`sites` must be at least 2: one has no exchanges"),
+        (
+            f"{MODEL} --sites 65 --mbit 1",
+            "`sites` must be at most the 64 chips, got sites=65",
+        ),
+        (f"{MODEL} --sites 3 --mbit 1", "`sites` must divide the 64 chips, got sites=3"),
+        (
+            "--parameters 1e9 --tokens 2e10 --chips v5e:1x1 --sites 2 --mbit 1",
+            "`chips` must be at least 2, got chips=v5e:1x1",
+        ),
+        (
+            "--parameters 1e15 --tokens 2e16 --chips v5e:16x16 --sites 4 --mbit 1",
+            "`parameters` must be from 1 to 1e+13, got parameters=1e+15",
+        ),
+        (
+            "--parameters 1e12 --tokens 2e13 --chips v5e:16x16 --sites 4 --mbit 1",
+            "`parameters` must be at most 6.9e+10, which 64 v5e of a site hold with",
+        ),
+        (f"{SITES} --tokens 1e9", "`tokens` needs `batch` where `step_ms` is given"),
+        (f"{SITES} --chips v4:2", "`chip` must be one of v5e, v5p"),
+        (f"{SITES} --chips v5e", "`chips` must be such as v5e:16x16 or h100:64"),
+        (f"{SITES} --plot plan.txt", "`plot` must be a PNG file, got plot=plan.txt"),
     ],
 )
 def test_wrong_usage(arguments, message, refusal):

@@ -98,8 +98,8 @@ def test_settings():
         (1e9, 2e10, 16, 30, "for 1 to 8 replicas"),
         (1e9, 1e10, 4, 30, "at 20 tokens per parameter"),
         (1e9, 1e12, 4, 30, "at 20 tokens per parameter"),
-        (1e9, 2e10, 4, 64, "for H = 30, and for H = 100 with 2 or 4 replicas"),
-        (1e9, 2e10, 8, 100, "for H = 30, and for H = 100 with 2 or 4 replicas"),
+        (1e9, 2e10, 4, 64, "near 30, and near 100 with 2 or 4 replicas"),
+        (1e9, 2e10, 8, 100, "near 30, and near 100 with 2 or 4 replicas"),
     ],
 )
 def test_no_number_where_no_law_holds(parameters, tokens, replicas, period, reason):

@@ -1,0 +1,241 @@
+"""What a plan says: the table of its candidates, one sentence, JSON and a picture."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from train.planning import laws
+from train.planning.candidates import KNOWN, NAMES, Candidate, Setting
+from train.planning.links import Link
+from train.plots import plain_numbers, save, subplots
+
+
+LINES = 16  # of the table
+HOUR = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The candidates of a setting.
+
+    Attributes:
+      setting: the training.
+      share: the share of the time that workers may wait, and that counts as equally fast.
+      sources: sentences that say where the numbers come from.
+      price: of all chips for an hour; None if unknown.
+    """
+
+    setting: Setting
+    share: float
+    sources: Sequence[str]
+    price: float | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "candidates", self.setting.candidates(self.share))
+
+    candidates: list[Candidate] = dataclasses.field(init=False)
+
+    @property
+    def base(self) -> Candidate:
+        """Data parallel."""
+        return next(x for x in self.candidates if x.method.name == "allreduce")
+
+    @property
+    def best(self) -> Candidate:
+        """The simplest of the fastest methods, of those with a law if there are any.
+
+        Data parallel is the simplest. Of others with the same hours the lower loss counts,
+        which without a law is that of the shorter period; up to 32 steps periods are alike
+        (arXiv:2503.09799, Figure 15). Then the order of `methods` decides.
+        """
+        known = [x for x in self.candidates if x.loss.more is not None]
+        some = known if len(known) > 1 else self.candidates
+        limit = (1 + self.share) * some[0].seconds
+        if self.base.seconds <= (1 + self.share) * self.candidates[0].seconds:
+            return self.base
+        close = [x for x in some if x.seconds <= limit]
+        period = lambda x: max(x.periods[-1], KNOWN[0])
+        loss = lambda x: period(x) if x.loss.more is None else x.loss.more
+        return min(close, key=lambda x: (loss(x), *x.complexity))
+
+    def sentence(self) -> str:
+        """The advice in one sentence."""
+        base, best = self.base, self.best
+        if best is base:
+            return (
+                "use data parallel: the link is fast enough (it waits "
+                f"{100 * base.share:.2g} % of the time)"
+            )
+        times = number(base.seconds / best.seconds)
+        found = f"use {best.name}: {times} times faster than data parallel at this link"
+        if best.loss.more is None:
+            return f"{found}; no law says for how many nats"
+        cost = f"{best.loss.more:+.3f} nats (± {best.loss.more_error:.3f})"
+        return f"{found}, for about {cost}"
+
+    def remarks(self) -> Iterator[str]:
+        """Yields the options of the advice, and what would be faster or have less loss."""
+        best, fastest = self.best, self.candidates[0]
+        yield f"options of python -m train: {best.options}"
+        if best is self.base:
+            return
+        others = [
+            x for x in self.candidates if x is not self.base and x.loss.more is not None
+        ]
+        least = min(others, key=lambda x: (x.loss.more, x.seconds), default=best)
+        if least.loss.more != best.loss.more:
+            times = number(least.seconds / best.seconds)
+            yield f"for {least.loss.more:+.3f} nats: {least.name}, {times} times slower"
+        if best.seconds > (1 + self.share) * fastest.seconds:
+            times = number(best.seconds / fastest.seconds)
+            yield (
+                f"{fastest.name} would be {times} times faster still, but no law says for "
+                "how many nats"
+            )
+
+    # Output
+
+    def shown(self) -> list[Candidate]:
+        """The candidates of the table: those that gain over simpler ones."""
+        gain = 1 + self.share
+        some = [
+            x
+            for x in self.candidates
+            if not any(
+                x.is_like(y) and y.seconds <= gain * x.seconds for y in self.candidates
+            )
+        ]
+        must = [self.base, self.best]
+        first = [x for x in some if x not in must][: LINES - len(must)]
+        return sorted({id(x): x for x in [*first, *must]}.values(), key=lambda x: x.seconds)
+
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of the table."""
+        return [self._row(x) for x in self.shown()]
+
+    def _row(self, found: Candidate) -> dict[str, str]:
+        setting = self.setting
+        if found.steps is None:
+            time = {"ms a step": number(1e3 * found.seconds)}
+            sent = {"MB a step": number(found.sent / 1e6)}
+        else:
+            time = {"hours": number(found.seconds / HOUR)}
+            sent = {"GB sent": number(found.sent * found.steps / 1e9)}
+        row = {"method": found.name, **time, "waiting, %": number(100 * found.share)}
+        row |= {"longest wait, s": number(found.pause)}
+        row |= {**sent, "peak MB": number(found.peak / 1e6)}
+        if self.price is not None and found.steps is not None:
+            row["cost"] = number(found.seconds / HOUR * self.price)
+        if setting.tokens is not None and found.settings:
+            row["batch, tokens"] = number(found.settings["batch"])
+            loss = found.loss
+            row["loss, nats"] = (
+                "no law" if loss.nats is None else f"{loss.nats:.3f} ± {loss.error:.3f}"
+            )
+            row["more nats"] = "" if loss.more is None else f"{loss.more:+.3f}"
+        return row
+
+    def notes(self) -> Iterator[str]:
+        """Yields the sources of the numbers, and where there is none."""
+        yield from self.sources
+        if self.setting.tokens is None:
+            return
+        by_source: dict[str, list[str]] = {}
+        for found in self.shown():
+            names = by_source.setdefault(found.loss.source, [])
+            if (name := NAMES[found.method.name]) not in names:
+                names.append(name)
+        for source, names in by_source.items():
+            yield f"loss of {', '.join(names)}: {source}"
+        known = [x.method for x in self.shown() if x.loss.more is not None]
+        if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
+            yield laws.STREAMED
+        yield from self._settings()
+
+    def _settings(self) -> Iterator[str]:
+        """Yields the settings that laws have for data parallel and for the advice."""
+        for found in dict.fromkeys([self.base.name, self.best.name]):
+            (one,) = (x for x in self.candidates if x.name == found)
+            rate = one.settings.get("rate")
+            if rate is None:
+                continue
+            outer = one.settings.get("outer_rate")
+            words = f"inner rate {rate:.2g}, batch {number(one.settings['batch'])} tokens"
+            words += f", outer rate {outer:g}" if outer is not None else ""
+            yield (
+                f"settings of {found}: {words} (± {100 * laws.SETTINGS:.0f} %; "
+                f"{laws.SCALING}, Tables 9 to 12)"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """All candidates and the advice, for JSON."""
+        return {
+            "advice": self.sentence(),
+            "use": self.best.options,
+            "sources": list(self.notes()),
+            "candidates": [self._record(x) for x in self.candidates],
+        }
+
+    def _record(self, found: Candidate) -> dict[str, Any]:
+        steps = found.steps
+        hours = None if steps is None else found.seconds / HOUR
+        cost = None if hours is None or self.price is None else hours * self.price
+        return {
+            "name": found.name,
+            "options": found.options,
+            "periods": list(found.periods),
+            "fragments": found.method.fragments,
+            "delay": found.method.delay,
+            "wire": found.method.wire,
+            "step_seconds": found.step,
+            "wait_seconds": found.wait,
+            "waiting": found.share,
+            "longest_wait_seconds": found.pause,
+            "steps": steps,
+            "hours": hours,
+            "cost": cost,
+            "bytes_per_step": found.sent,
+            "peak_bytes": found.peak,
+            **found.settings,
+            "loss": found.loss._asdict(),
+        }
+
+    def draw(self, path: pathlib.Path) -> None:
+        """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
+        setting = self.setting
+        here = setting.widest.network
+        rates = here.bandwidth * np.logspace(-2, 2, 41)
+        figure, axes = subplots(figsize=(7, 4.5))
+        unit = HOUR if self.base.steps is not None else 1e-3
+        plain = next(x for x in reversed(self.candidates) if x.method.name == "diloco")
+        lines = [self.base, plain, self.best, self.candidates[0]]
+        for found in {x.name: x for x in lines}.values():
+            times = [self._at(found, rate).seconds / unit for rate in rates]
+            axes.plot(rates * 8 / 1e6, times, label=found.name)
+        axes.axvline(here.bandwidth * 8 / 1e6, color="gray", lw=1, ls=":")
+        axes.set(xscale="log", yscale="log", xlabel="Mbit/s of each site")
+        axes.set_ylabel("hours" if unit == HOUR else "ms a step")
+        plain_numbers(axes.yaxis)
+        axes.legend(frameon=False, fontsize=8)
+        save(figure, path)
+
+    def _at(self, found: Candidate, bandwidth: float) -> Candidate:
+        """A candidate on a link of another bandwidth."""
+        links = {
+            name: Link(dataclasses.replace(link.network, bandwidth=bandwidth), link.workers)
+            for name, link in self.setting.links.items()
+        }
+        other = dataclasses.replace(self.setting, links=links)
+        return other.candidate(found.method, found.periods)
+
+
+def number(value: float) -> str:
+    """A number with three digits, and no exponent if it is large.
+
+    >>> number(1234567), number(1.2345), number(0.00012345)
+    ('1,234,567', '1.23', '0.000123')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,96 @@
+"""The network of a group of workers, and the seconds of their exchanges."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import lsgd_jax as lj
+
+
+SCALE = 4 / lj.Wire().block  # bytes per parameter
+# Bytes per parameter: of the values, and of the scales that are a message of their own.
+WIRES: dict[str, tuple[float, float]] = {
+    "float32": (4.0, 0.0),
+    "int8": (1.0, SCALE),
+    "int4": (0.5, SCALE),
+    "sparse": (0.027, 0.0),  # lj.TopK() with its defaults, see docs/wire_formats.md
+}
+
+
+class Link(NamedTuple):
+    """The network of a group of workers.
+
+    Attributes:
+      network: its bandwidth and its latency between two workers.
+      workers: number of workers in the group.
+      measured: seconds of whole pulls, including encoding and decoding, by kind ('leader'
+        or 'mean') and wire format. Times that were not measured are computed.
+    """
+
+    network: lj.asynchronous.Network
+    workers: int
+    measured: Mapping[tuple[str, str], float] = {}
+
+    @classmethod
+    def of(cls, mbit: float, latency_ms: float, workers: int) -> "Link":
+        """The link of workers whose network has this bandwidth and latency."""
+        return cls(lj.asynchronous.Network(mbit * 1e6 / 8, latency_ms / 1e3), workers)
+
+    @classmethod
+    def fitted(
+        cls,
+        payload: float,
+        seconds: float,
+        latency: float,
+        workers: int,
+        measured: Mapping[tuple[str, str], float],
+    ) -> "Link":
+        """The link on which an all-reduce of some bytes and one of a number take so long.
+
+        Args:
+          payload: bytes of the vector.
+          seconds: of its all-reduce.
+          latency: seconds of the all-reduce of a number.
+          workers: number of workers in the group.
+          measured: see `Link`.
+
+        >>> link = Link.fitted(4e6, 1.0, 0.2, workers=4, measured={})
+        >>> round(link.network.all_reduce(4, 4e6), 6), round(link.seconds("mean", 1e6), 6)
+        (1.0, 1.0)
+        """
+        rounds, each = 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers
+        network = lj.asynchronous.Network(
+            each * payload / (seconds - latency), latency / rounds
+        )
+        return cls(network, workers, measured)
+
+    def seconds(self, kind: str, parameters: float, wire: str = "float32") -> float:
+        """Seconds of a pull towards a leader, including the election, or towards a mean.
+
+        Both are sums over all workers. A mean in few bits takes two rounds of messages
+        among more than two workers. Sparse messages are gathered.
+        """
+        if (kind, wire) in self.measured:
+            return self.measured[kind, wire]
+        if wire == "sparse":
+            return self._gathered(parameters, wire)
+        sizes = [parameters * each for each in WIRES[wire] if each]
+        total = sum(self._summed(size) for size in sizes)
+        if kind == "leader":
+            return total + self._summed(4)
+        is_twice = wire != "float32" and self.workers > 2
+        return total + is_twice * len(sizes) * self._summed(0)
+
+    def sent(self, parameters: float, wire: str = "float32") -> float:
+        """Bytes that a worker sends in an exchange."""
+        size = parameters * sum(WIRES[wire])
+        if wire == "sparse":
+            return (self.workers - 1) * size
+        return 2 * (self.workers - 1) / self.workers * size
+
+    def _summed(self, size: float) -> float:
+        return self.network.all_reduce(self.workers, size)
+
+    def _gathered(self, parameters: float, wire: str) -> float:
+        rounds, network = math.ceil(math.log2(self.workers)), self.network
+        return rounds * network.latency + self.sent(parameters, wire) / network.bandwidth
