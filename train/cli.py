@@ -12,6 +12,7 @@ import itertools
 import os
 import pathlib
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
@@ -326,7 +327,14 @@ def _of_a_value(option: str, message: str) -> str:
 
     >>> _of_a_value("--steps", "invalid literal for int() with base 10: '1e3'")
     "--steps must be an int, got '1e3'"
+    >>> _of_a_value("--rate", "no type matching {None}|FLOAT could be ... from ['a']")
+    "--rate must be a number, got 'a'"
     """
+    if optional := re.match(
+        r"no type matching \{None\}\|(INT|FLOAT) .*\['(.*)'\]", message
+    ):
+        kind = {"INT": "an int", "FLOAT": "a number"}[optional[1]]
+        return f"{option} must be {kind}, got {optional[2]!r}"
     for start, kind in NUMBERS.items():
         if message.startswith(start):
             return f"{option} must be {kind}, got {message.removeprefix(start)}"

@@ -48,6 +48,7 @@ from train.cluster.session import Session
 from train.config import Config, WorkersConfig
 from train.messages import meant
 from train.metrics import tables
+from train.planning import laws
 from train.planning.advice import Plan, number
 from train.planning.candidates import ALL, INSIDE, Setting
 from train.planning.links import Link
@@ -55,7 +56,7 @@ from train.planning.measurement import computed, measure
 
 
 PROGRAM = "python -m train.plan"
-MOST_PARAMETERS = 1e13
+MOST = {"parameters": 1e13, "tokens": 1e18, "mbit": 1e9, "step_ms": 1e9}
 # Bytes per parameter of float32 parameters, gradients and two moments of Adam.
 STATE = 16
 POSITIVE = (
@@ -136,11 +137,12 @@ class Options(compile.Cluster):
             )
         if self.parameters is not None and self.parameter_mb is not None:
             raise ValueError("only one of `parameters` and `parameter_mb` may be given")
-        if self.size is not None and not 1 <= self.size <= MOST_PARAMETERS:
-            raise ValueError(
-                f"`parameters` must be from 1 to {MOST_PARAMETERS:g}, got "
-                f"parameters={self.size:g}"
-            )
+        given = {name: getattr(self, name) for name in MOST} | {"parameters": self.size}
+        for name, most in MOST.items():
+            if given[name] is not None and given[name] > most:
+                raise ValueError(
+                    f"`{name}` must be at most {most:g}, got {name}={given[name]:g}"
+                )
         if self.sites is not None and self.sites < 2:
             raise ValueError(
                 f"`sites` must be at least 2: one has no exchanges, got sites={self.sites}"
@@ -177,9 +179,13 @@ class Options(compile.Cluster):
             raise ValueError("`tokens` needs `batch` where `step_ms` is given")
         if self.batch is not None and self.tokens is None:
             raise ValueError("`batch` needs `tokens`")
-        if self.tokens is not None and self.tokens < (self.batch or 1):
+        if self.tokens is None or self.size is None or self.sites is None:
+            return
+        law = laws.settings(self.size, self.sites, "diloco", 1)["batch"]
+        if self.tokens < (self.batch or law):
             raise ValueError(
-                f"`tokens` must be at least those of a step, got tokens={self.tokens:g}"
+                f"`tokens` must be at least the {number(self.batch or law)} of a step, got "
+                f"tokens={self.tokens:g}"
             )
 
 
@@ -316,7 +322,7 @@ def main(arguments: Sequence[str]) -> int:
             setting, sources = of_experiment(options, config, session)
             price = None
             if options.price is not None and setting.links:
-                price = options.price * setting.replicas
+                price = options.price * setting.replicas * config.workers.devices_each
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     if session.is_main:

@@ -198,12 +198,17 @@ def test_the_page_has_commands():
         ),
         (
             "--parameters 1e15 --tokens 2e16 --chips v5e:16x16 --sites 4 --mbit 1",
-            "`parameters` must be from 1 to 1e+13, got parameters=1e+15",
+            "`parameters` must be at most 1e+13, got parameters=1e+15",
         ),
         (
             "--parameters 1e12 --tokens 2e13 --chips v5e:16x16 --sites 4 --mbit 1",
             "`parameters` must be at most 6.9e+10, which 64 v5e of a site hold with",
         ),
+        (
+            "--parameters 1e9 --tokens 1e4 --chips v5e:4x4 --sites 2 --mbit 1",
+            "`tokens` must be at least the 308,899 of a step, got tokens=10000",
+        ),
+        ("--parameters abc", "--parameters must be a number, got 'abc'"),
         (f"{SITES} --tokens 1e9", "`tokens` needs `batch` where `step_ms` is given"),
         (f"{SITES} --chips v4:2", "`chip` must be one of v5e, v5p"),
         (f"{SITES} --chips v5e", "`chips` must be such as v5e:16x16 or h100:64"),
