@@ -73,13 +73,15 @@ class Options(Cluster):
 
     Args:
       experiment: a named experiment, such as text.
-      gbit: Gbit/s of a host to other slices or hosts.
+      mbit: Mbit/s of a host to other slices or hosts.
+      gbit: the same in Gbit/s.
       json: file for the report.
       figure: file for a figure of the seconds.
     """
 
     experiment: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-    gbit: float = 100.0
+    mbit: float = 1e5
+    gbit: float | None = None
     json: pathlib.Path | None = None
     figure: pathlib.Path | None = None
 
@@ -174,9 +176,12 @@ def main(arguments: Sequence[str]) -> int:
     program = "python -m train.compile"
     options, others = cli.run_with_others(Options, arguments, program, __doc__)
     config = cli.parse([options.experiment, *others])
-    if not 0 < options.gbit < math.inf:
-        raise ValueError(f"`gbit` must be above 0, got gbit={options.gbit:g}")
-    report = compiled(config, options.pod(), options.gbit / 8 * 1e9)
+    for name in ("mbit", "gbit"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
+    mbit = options.mbit if options.gbit is None else 1e3 * options.gbit
+    report = compiled(config, options.pod(), mbit / 8 * 1e6)
     if options.figure is not None:
         report.figure(options.figure)
     if options.json is not None:

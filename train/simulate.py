@@ -18,7 +18,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Options:
     Args:
       experiment: a named experiment, such as digits.
       network: the links between the nodes, such as ethernet-1g, wan-100m or free.
-      bandwidth_mbit: bandwidth of a node's link in Mbit/s; overrides the network's.
+      mbit: bandwidth of a node's link in Mbit/s; overrides the network's.
       latency_ms: latency between nodes; overrides the network's.
       inside_mbit: bandwidth of each worker's link inside its node, in Mbit/s.
       overhead_ms: time that software adds to each message of more than 4 KiB.
@@ -69,7 +69,7 @@ class Options:
 
     experiment: tyro.conf.Positional[str]
     network: str = "ethernet-1g"
-    bandwidth_mbit: float | None = None
+    mbit: Annotated[float | None, tyro.conf.arg(aliases=["--bandwidth-mbit"])] = None
     latency_ms: float | None = None
     inside_mbit: float | None = None
     overhead_ms: float | None = None
@@ -88,7 +88,7 @@ class Options:
     def links(self) -> lj.asynchronous.Network:
         """The network. Raises ValueError if it is unknown or a number is out of range."""
         asked = {
-            "bandwidth": (self.bandwidth_mbit, 1e6 / 8),
+            "bandwidth": (self.mbit, 1e6 / 8),
             "latency": (self.latency_ms, 1e-3),
             "inside_bandwidth": (self.inside_mbit, 1e6 / 8),
             "overhead": (self.overhead_ms, 1e-3),

@@ -98,16 +98,19 @@ def test_a_method_is_simulated_or_refused_in_one_line(name, refusal):
     assert message in refusal(simulate.main, line)
 
 
-def test_options_after_a_method_belong_to_it():
+@pytest.mark.parametrize("mbit", ["--mbit", "--bandwidth-mbit"])
+def test_options_after_a_method_belong_to_it(mbit):
     line = [*COMMON, *LSGD, "--method", "lsgd", "--seed", "3", "--network", "wan-1g"]
-    options, configs = simulate.parse([*line, "--latency-ms", "5", "--stall", "0.1", "500"])
+    options, configs = simulate.parse(
+        [*line, "--latency-ms", "5", mbit, "80", "--stall", "0.1", "500"]
+    )
     first, second = configs.values()
     assert list(configs) == ["lsgd", "lsgd-2"]
     assert (first.method.local_period, first.seed) == (2, 3)
     assert (second.method.local_period, second.seed) == (8, 3)
     assert (first.workers.nodes, first.workers.locals) == (2, 2)
     network, speeds = options.links(), options.speeds()
-    assert network.latency == 0.005 and network.bandwidth == 0.94e9 / 8
+    assert network.latency == 0.005 and network.bandwidth == 1e7
     assert (speeds.stall_probability, speeds.stall) == (0.1, 0.5)
 
 
