@@ -147,6 +147,16 @@ def test_data_parallel_on_a_fast_link(planned):
     assert rest["advice"].startswith("use data parallel: the link is fast enough")
 
 
+def test_a_size_without_a_law(planned):
+    size = "--parameters 405e9 --tokens 15e12 --chips h100:16384 --sites 2 --mbit 1e5"
+    found, rest = planned(size)
+    (base,) = found["allreduce", "float32", 1, 0]
+    assert base["loss"]["nats"] is None and base["hours"] > 0
+    assert "from 35 M to 10 B parameters" in base["loss"]["source"]
+    assert any("outside the range of their fits" in x for x in rest["sources"])
+    assert "no law says" in rest["advice"]
+
+
 def test_what_a_command_draws(tmp_path, capsys):
     file = tmp_path / "plan.png"
     options = f"{SITES} --share 0.1 --plot {file}"

@@ -157,6 +157,11 @@ class Plan:
 
     def _settings(self) -> Iterator[str]:
         """Yields the settings that laws have for data parallel and for the advice."""
+        setting = self.setting
+        given = setting.parameters, setting.tokens or 0.0, setting.replicas
+        error = f"± {100 * laws.SETTINGS:.0f} %"
+        if not laws.is_fitted(*given):
+            error = "outside the range of their fits"
         for found in dict.fromkeys([self.base.name, self.best.name]):
             (one,) = (x for x in self.candidates if x.name == found)
             rate = one.settings.get("rate")
@@ -166,8 +171,7 @@ class Plan:
             words = f"inner rate {rate:.2g}, batch {number(one.settings['batch'])} tokens"
             words += f", outer rate {outer:g}" if outer is not None else ""
             yield (
-                f"settings of {found}: {words} (± {100 * laws.SETTINGS:.0f} %; "
-                f"{laws.SCALING}, Tables 9 to 12)"
+                f"settings of {found}: {words} ({error}; {laws.SCALING}, Tables 9 to 12)"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -140,6 +140,21 @@ def _of_period(period: int, replicas: int) -> tuple[float | None, str]:
     return None, f"periods have one near 30, and near 100 with {known} replicas"
 
 
+def is_fitted(parameters: float, tokens: float, replicas: int) -> bool:
+    """Whether the fits of rates and batches are used within their range.
+
+    >>> is_fitted(1e9, 2e10, 4), is_fitted(4e11, 8e12, 4)
+    (True, False)
+    """
+    least, most = PARAMETERS
+    times = tokens / (CHINCHILLA * parameters)
+    return (
+        least <= parameters <= most
+        and TOKENS[0] <= times <= TOKENS[1]
+        and REPLICAS[0] <= replicas <= REPLICAS[1]
+    )
+
+
 def is_near(period: int, known: int) -> bool:
     """Whether a period counts as one that a source has.
 
@@ -155,15 +170,18 @@ def settings(
     """Returns the settings that laws have for a method: rate, batch and outer rate.
 
     Methods without a law of their own get none, except for the batch in tokens: that of
-    DiLoCo with as many replicas, so that all methods are compared at equal terms.
+    DiLoCo with as many replicas. Data parallel gets the same batch for models whose size is
+    outside the range of the fits, where its own would grow ever smaller beside it.
 
     >>> found = settings(1e9, 4, "diloco", 30)
     >>> round(found["batch"], -3), f"{found['rate']:.2g}", found["outer_rate"]
     (391000.0, '0.00038', 0.6)
     """
-    if method == "allreduce":
-        return {"rate": RATE(parameters), "batch": BATCH(parameters)}
     found = {"batch": JOINT_BATCH(parameters, replicas)}
+    if method == "allreduce":
+        if PARAMETERS[0] <= parameters <= PARAMETERS[1]:
+            found["batch"] = BATCH(parameters)
+        return found | {"rate": RATE(parameters)}
     if method == "diloco":
         found["rate"] = JOINT_RATE(parameters, replicas)
         if is_near(period, 30) and replicas in OUTER_RATES:

@@ -88,6 +88,8 @@ def test_settings():
     assert set(laws.settings(1e9, 4, "lsgd", 30)) == {"batch"}
     assert set(laws.settings(1e9, 4, "allreduce", 1)) == {"batch", "rate"}
     assert laws.settings(1e9, 8, "diloco", 32)["outer_rate"] == 0.8
+    large = [laws.settings(4e11, 4, x, 30)["batch"] for x in ("allreduce", "diloco")]
+    assert large[0] == large[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""The options of a plan, and what is checked about them."""
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Annotated
+
+import tyro
+
+import lsgd_jax as lj
+from train import compile
+from train.planning import laws
+from train.planning.advice import number
+
+
+PROGRAM = "python -m train.plan"
+MOST = {"parameters": 1e13, "tokens": 1e18, "mbit": 1e9, "step_ms": 1e9}
+# Bytes per parameter of float32 parameters, gradients and two moments of Adam.
+STATE = 16
+POSITIVE = (
+    *("parameters", "tokens", "batch", "mbit", "step_ms", "price"),
+    *("parameter_mb", "efficiency"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(compile.Cluster):
+    """The options of a plan.
+
+    Args:
+      experiment: a named experiment, such as text; none to plan for given numbers.
+      parameters: number of parameters, in place of those of an experiment.
+      tokens: number of tokens to train on; the laws' own are 20 for each parameter.
+      chips: kind and number of all chips, such as v5e:16x16 or h100:64.
+      sites: number of sites, each of which is a worker.
+      mbit: Mbit/s of a site's or a node's link, in place of a measurement.
+      latency_ms: milliseconds of a message from site to site, with --mbit.
+      step_ms: milliseconds of a step, in place of a measurement.
+      efficiency: share of the chips' peak that a step reaches.
+      batch: tokens of a step of all workers, in place of a law's.
+      share: share of the time that workers may wait for exchanges; methods whose times
+        differ by less count as equally fast.
+      price: of a chip for an hour.
+      json: print JSON, with all candidates.
+      plot: file for a picture of hours against bandwidth.
+      parameter_mb: megabytes of float32 parameters, another way to give --parameters.
+    """
+
+    experiment: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[NAME]")
+    ] = None
+    parameters: float | None = None
+    tokens: float | None = None
+    chips: str | None = None
+    sites: int | None = None
+    mbit: float | None = None
+    latency_ms: float = 0.0
+    step_ms: float | None = None
+    efficiency: float = 0.5
+    batch: float | None = None
+    share: float = 0.05
+    price: float | None = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    plot: pathlib.Path | None = None
+    parameter_mb: float | None = None
+
+    @property
+    def is_described(self) -> bool:
+        """Whether an experiment is planned for a cluster that is not here."""
+        return self.topology is not None or self.gpu is not None
+
+    @property
+    def size(self) -> float | None:
+        """The given number of parameters."""
+        megabytes = self.parameter_mb
+        return self.parameters if megabytes is None else megabytes * 1e6 / 4
+
+    def check(self) -> None:
+        """Raises ValueError unless the values are possible, alone and together."""
+        self._check_values()
+        if self.parameters is not None and self.parameter_mb is not None:
+            raise ValueError("only one of `parameters` and `parameter_mb` may be given")
+        if self.latency_ms and self.mbit is None:
+            raise ValueError("`latency_ms` needs `mbit`")
+        (self._check_experiment if self.experiment else self._check_numbers)()
+
+    def _check_values(self) -> None:
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be above 0, got {name}={value:g}")
+        for name, most in (("share", "(0, 1)"), ("efficiency", "(0, 1]")):
+            value = getattr(self, name)
+            if not 0 < value <= 1 or (name == "share" and value == 1):
+                raise ValueError(f"`{name}` must be in {most}, got {name}={value:g}")
+        if not 0 <= self.latency_ms < math.inf:
+            raise ValueError(
+                f"`latency_ms` must be at least 0, got latency_ms={self.latency_ms:g}"
+            )
+        given = {name: getattr(self, name) for name in MOST} | {"parameters": self.size}
+        for name, most in MOST.items():
+            if given[name] is not None and given[name] > most:
+                raise ValueError(
+                    f"`{name}` must be at most {most:g}, got {name}={given[name]:g}"
+                )
+        if self.sites is not None and self.sites < 2:
+            raise ValueError(
+                f"`sites` must be at least 2: one has no exchanges, got sites={self.sites}"
+            )
+        if self.plot is not None and self.plot.suffix != ".png":
+            raise ValueError(f"`plot` must be a PNG file, got plot={self.plot}")
+
+    def _check_experiment(self) -> None:
+        for name in ("tokens", "chips", "batch"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` is for plans without an experiment")
+        if (self.is_described or self.sites is not None) and self.mbit is None:
+            raise ValueError("`mbit` must be given for links that are not here")
+        if self.is_described and self.sites is not None:
+            raise ValueError("`slices` or `hosts` give the number of sites, not `sites`")
+
+    def _check_numbers(self) -> None:
+        if self.is_described:
+            raise ValueError("`topology` and `gpu` need an experiment; see `chips`")
+        if self.size is None and self.sites is None and self.mbit is None:
+            raise ValueError(
+                "an experiment must be given, or `parameters`, `sites` and `mbit` with "
+                f"`tokens` and `chips`, or with `step_ms`; see {PROGRAM} --help"
+            )
+        given = {"parameters": self.size, "sites": self.sites, "mbit": self.mbit}
+        if self.step_ms is None:
+            given |= {"tokens": self.tokens, "chips": self.chips}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ValueError(f"`{missing[0]}` must be given, or the name of an experiment")
+        if self.step_ms is not None and self.tokens is not None and self.batch is None:
+            raise ValueError("`tokens` needs `batch` where `step_ms` is given")
+        if self.batch is not None and self.tokens is None:
+            raise ValueError("`batch` needs `tokens`")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        if self.tokens is None or self.size is None or self.sites is None:
+            return
+        law = laws.settings(self.size, self.sites, "diloco", 1)["batch"]
+        if self.tokens < (self.batch or law):
+            raise ValueError(
+                f"`tokens` must be at least the {number(self.batch or law)} of a step, got "
+                f"tokens={self.tokens:g}"
+            )
+
+
+def chips_of(options: Options) -> tuple[lj.aot.Chip, int]:
+    """The kind and the number of the given chips.
+
+    Raises:
+      ValueError: an unknown kind, or chips that sites cannot share or that are too small.
+    """
+    text, sites, size = options.chips or "", options.sites or 1, options.size or 0
+    kind, _, shape = text.partition(":")
+    if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
+        raise ValueError(f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}")
+    chip = lj.aot.chip(kind)
+    count = math.prod(int(x) for x in shape.split("x"))
+    if count < 2:
+        raise ValueError(f"`chips` must be at least 2, got chips={text}")
+    if sites > count:
+        raise ValueError(
+            f"`sites` must be at most the {count} chips, got sites={options.sites}"
+        )
+    if count % sites:
+        raise ValueError(f"`sites` must divide the {count} chips, got sites={sites}")
+    most = chip.memory * count / sites / STATE
+    if size > most:
+        raise ValueError(
+            f"`parameters` must be at most {most:.2g}, which {count // sites} {kind} of a "
+            f"site hold with gradients and Adam in float32, got parameters={size:g}"
+        )
+    return chip, count
