@@ -98,11 +98,13 @@ def of_experiment(
         grid = dataclasses.replace(workers, nodes=1, locals=1)
         config = dataclasses.replace(config, workers=grid)
         workers = WorkersConfig(nodes=sites, locals=1)
+    more: list[str] = []
     is_known = None not in (options.step_ms, options.size, options.mbit)
     if is_known:
         setting, source = Setting(1.0, {}, step=0.0, steps=config.steps), "as given"
     elif options.is_described:
-        setting, config = computed(config, options.pod())
+        setting, config, memory = computed(config, options.pod())
+        more.append(memory)
         workers, source = config.workers, "computed from the compiled program"
     else:
         setting, source = measure(config, session), "measured here"
@@ -112,6 +114,7 @@ def of_experiment(
     return setting, [
         f"a step without exchanges: {step} ms, {where}",
         f"parameters: {size} MB in float32",
+        *more,
         "no loss: laws are for language models of known size and number of tokens",
     ]
 

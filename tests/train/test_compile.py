@@ -56,6 +56,7 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
     output = capsys.readouterr().out
     assert "computed from the compiled program" in output
     assert "LSGD, every" in output and "use " in output
+    assert "of 16 GiB of a device" in output
 
 
 @pytest.mark.parametrize(

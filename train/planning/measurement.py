@@ -48,11 +48,12 @@ def measure(config: Config, session: Session) -> Setting:
     )
 
 
-def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config]:
+def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config, str]:
     """Computes the step of an experiment on a cluster that is not here.
 
     Returns:
-      The setting, without links, and the configuration with the workers of the cluster.
+      The setting, without links, the configuration with the workers of the cluster, and a
+      sentence about the memory of a device.
     """
     config = dataclasses.replace(config, method=methods.make("independent"))
     config = compile.on(config, pod)
@@ -62,8 +63,12 @@ def computed(config: Config, pod: lj.aot.Pod) -> tuple[Setting, Config]:
     seconds = report.seconds(program)
     if seconds is None:
         raise ValueError(f"the experiment does not fit into the memory of a device: {pod}")
+    assert pod.chip is not None and program.memory is not None
+    used, most = program.memory.peak / 2**30, pod.chip.memory / 2**30
+    memory = f"HBM: {used:.3g} of {most:.3g} GiB of a device, without what a method keeps"
     step, steps = seconds.step, config.steps
-    return Setting(parameters, {}, step=step, steps=steps, leaves=len(params)), config
+    setting = Setting(parameters, {}, step=step, steps=steps, leaves=len(params))
+    return setting, config, memory
 
 
 def measure_link(

@@ -1,6 +1,10 @@
-"""train.planning.laws against the tables of the papers that the laws are from."""
+"""train.planning.laws against the tables of the papers that the laws are from.
+
+The page of results has ours and theirs.
+"""
 
 import pytest
+from published import numbers, table
 
 from train.planning import laws
 
@@ -10,51 +14,29 @@ def expected(parameters, replicas, period=30):
     return laws.loss(parameters, 20 * parameters, replicas or 4, method, period)
 
 
-# Losses of arXiv:2503.09799, Tables 4 and 6: replicas (0 for data parallel), with the
-# hyperparameters of the fit for this M or of the joint fit; at 4 and at 10 B parameters.
-# What the law gives stands beside: its error must cover the difference.
-@pytest.mark.parametrize(
-    "replicas, theirs, ours",
-    [
-        (0, (2.224, 2.090), (2.204, 2.020)),
-        (1, (2.229, 2.103), (2.194, 2.009)),
-        (1, (2.219, 2.086), (2.194, 2.009)),
-        (2, (2.218, 2.083), (2.203, 2.016)),
-        (2, (2.220, 2.086), (2.203, 2.016)),
-        (4, (2.232, 2.098), (2.205, 2.013)),
-        (4, (2.230, 2.096), (2.205, 2.013)),
-    ],
-)
-def test_losses_of_the_paper_are_within_the_stated_error(replicas, theirs, ours):
-    for parameters, value, law in zip((4e9, 10e9), theirs, ours):
-        found = expected(parameters, replicas)
-        assert found.nats == pytest.approx(law, abs=6e-4)
-        assert abs(value - found.nats) <= found.error
-        base = {4e9: 2.224, 10e9: 2.090}[parameters]
-        assert abs(value - base - found.more) <= found.more_error
+@pytest.mark.parametrize("row", table("Losses"), ids=" ".join)
+def test_losses_of_the_paper_are_within_the_stated_error(row):
+    """Tables 4 and 6; the first row of the page is data parallel's."""
+    replicas = int(row[0][-1]) if row[0].startswith("DiLoCo") else 0
+    for parameters, cell, base in zip((4e9, 10e9), row[2:], table("Losses")[0][2:]):
+        (printed, theirs), found = numbers(cell), expected(parameters, replicas)
+        assert found.nats == pytest.approx(printed, abs=6e-4)
+        assert f"± {found.error:.3f}" in cell
+        assert abs(theirs - found.nats) <= found.error
+        assert abs(theirs - numbers(base)[1] - found.more) <= max(found.more_error, 1e-9)
         joint = laws.JOINT_LOSS(parameters, replicas or 1)
-        assert not replicas or abs(value - joint) <= laws.ERRORS[-1][2] * joint
+        assert not replicas or abs(theirs - joint) <= laws.ERRORS[-1][2] * joint
 
 
-# Losses of arXiv:2501.18512, Tables 5 and 6, on models from 35 M to 1 B: data parallel;
-# DiLoCo with H = 30 and 2 replicas; streaming with H = 30 and 100, 2 replicas; 4 replicas.
-STREAMED = {
-    35e6: (3.51, 3.54, 3.53, 3.56, 3.60, 3.64),
-    100e6: (3.19, 3.21, 3.21, 3.22, 3.25, 3.29),
-    200e6: (2.97, 2.98, 2.98, 3.00, 3.02, 3.05),
-    300e6: (2.80, 2.81, 2.81, 2.83, 2.84, 2.87),
-    500e6: (2.67, 2.68, 2.67, 2.69, 2.70, 2.73),
-    1e9: (2.49, 2.49, 2.48, 2.50, 2.50, 2.53),
-}
-
-
-@pytest.mark.parametrize("parameters", STREAMED)
-def test_differences_hold_in_a_paper_that_the_law_was_not_fitted_to(parameters):
-    base, *others = STREAMED[parameters]
+@pytest.mark.parametrize("row", table("Differences to data parallel"), ids=" ".join)
+def test_differences_hold_in_a_paper_that_the_law_was_not_fitted_to(row):
+    size, unit = row[0].split()
     runs = (2, 30), (2, 30), (2, 100), (4, 30), (4, 100)
-    for value, (replicas, period) in zip(others, runs, strict=True):
-        found = expected(parameters, replicas, period)
-        assert abs(value - base - found.more) <= found.more_error
+    for cell, (replicas, period) in zip(row[1:], runs, strict=True):
+        printed, theirs = numbers(cell)
+        found = expected(float(size) * {"M": 1e6, "B": 1e9}[unit], replicas, period)
+        assert found.more == pytest.approx(printed, abs=6e-4)
+        assert abs(theirs - found.more) <= found.more_error
 
 
 # Tables 8 to 11 of arXiv:2503.09799: values of the fits at 1 B parameters, by hand.
