@@ -142,6 +142,12 @@ def test_hours_and_losses_by_the_laws(planned):
     assert "for about +0.0" in rest["advice"] and "--method diloco" in rest["use"]
 
 
+def test_a_given_batch(planned):
+    found, rest = planned(f"{MODEL} --sites 4 --mbit 1000 --batch 4e5")
+    assert {x["steps"] for each in found.values() for x in each} == {50_000}
+    assert rest["sources"][-1].startswith("the batch is as given")
+
+
 def test_data_parallel_on_a_fast_link(planned):
     _, rest = planned(f"{MODEL} --sites 2 --mbit 1e7")
     assert rest["advice"].startswith("use data parallel: the link is fast enough")

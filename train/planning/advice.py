@@ -154,6 +154,8 @@ class Plan:
         if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
             yield laws.STREAMED
         yield from self._settings()
+        if self.setting.batch is not None:
+            yield "the batch is as given; losses and rates are for the laws' own batches"
 
     def _settings(self) -> Iterator[str]:
         """Yields the settings that laws have for data parallel and for the advice."""
@@ -168,7 +170,9 @@ class Plan:
             if rate is None:
                 continue
             outer = one.settings.get("outer_rate")
-            words = f"inner rate {rate:.2g}, batch {number(one.settings['batch'])} tokens"
+            words = f"inner rate {rate:.2g}"
+            if setting.batch is None:
+                words += f", batch {number(one.settings['batch'])} tokens"
             words += f", outer rate {outer:g}" if outer is not None else ""
             yield (
                 f"settings of {found}: {words} ({error}; {laws.SCALING}, Tables 9 to 12)"
