@@ -173,10 +173,9 @@ class Plan:
             words = f"inner rate {rate:.2g}"
             if setting.batch is None:
                 words += f", batch {number(one.settings['batch'])} tokens"
-            words += f", outer rate {outer:g}" if outer is not None else ""
-            yield (
-                f"settings of {found}: {words} ({error}; {laws.SCALING}, Tables 9 to 12)"
-            )
+            words += f" ({error}; {laws.SCALING}, Tables 9 to 12)"
+            words += f", outer rate {outer:g} (Figure 5)" if outer is not None else ""
+            yield f"settings of {found}: {words}"
 
     def to_json(self) -> dict[str, Any]:
         """All candidates and the advice, for JSON."""
