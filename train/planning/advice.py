@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from train.planning import laws
-from train.planning.candidates import KNOWN, NAMES, Candidate, Setting
+from train.planning.candidates import KNOWN, NAMES, Candidate, Method, Setting
 from train.planning.links import Link
 from train.plots import plain_numbers, save, subplots
 
@@ -217,7 +217,10 @@ class Plan:
         rates = here.bandwidth * np.logspace(-2, 2, 41)
         figure, axes = subplots(figsize=(7, 4.5))
         unit = HOUR if self.base.steps is not None else 1e-3
-        plain = next(x for x in reversed(self.candidates) if x.method.name == "diloco")
+        plain = min(
+            (x for x in self.candidates if x.method == Method("diloco")),
+            key=lambda x: x.periods,
+        )
         lines = [self.base, plain, self.best, self.candidates[0]]
         for found in {x.name: x for x in lines}.values():
             times = [self._at(found, rate).seconds / unit for rate in rates]
