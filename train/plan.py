@@ -34,7 +34,6 @@ import sys
 from collections.abc import Sequence
 
 import jax
-import rich.console
 
 from train import cli, command, compilation_cache
 from train.cluster import rendezvous
@@ -42,7 +41,7 @@ from train.cluster.exit_status import SUCCESS, WRONG_USAGE
 from train.cluster.session import Session
 from train.config import Config, WorkersConfig
 from train.messages import meant
-from train.metrics import tables
+from train.metrics import progress, tables
 from train.planning.advice import Plan, number
 from train.planning.candidates import ALL, INSIDE, Setting
 from train.planning.links import Link
@@ -184,7 +183,7 @@ def report(
     options: Options, setting: Setting, sources: list[str], price: float | None
 ) -> None:
     """Prints the plan."""
-    console = rich.console.Console(highlight=False, soft_wrap=True, markup=False)
+    console = progress.console(soft_wrap=True, markup=False)
     if not setting.links:
         console.print("one worker: there are no exchanges to plan")
         return

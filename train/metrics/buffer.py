@@ -30,6 +30,7 @@ class Interval(NamedTuple):
       diagnostics: after the last step.
       waiting: bool [W], whether a worker waits to be restored at the last step.
       restored: int [W], how often each worker was restored in the interval.
+      dropped: int [W], how often each worker's target was not finite, and was dropped.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Interval(NamedTuple):
     diagnostics: tuple[lj.Diagnostics, ...] = ()
     waiting: np.ndarray = np.zeros(0, bool)
     restored: np.ndarray = np.zeros(0, np.int64)
+    dropped: np.ndarray = np.zeros(0, np.int64)
     exchange: tuple[int, float | None, float] | None = None
 
 
@@ -77,7 +79,7 @@ class MetricsBuffer:
         self._diagnose = jax.jit(lj.diagnostics)
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
-        self._restored = _restored(pulls)
+        self._counts = _counts(pulls)
         self._closes, self._pulls = closes, pulls
         self._closes_at, self._exchange = step, 0  # of this interval; 0: none
         self._distances: dict[int, Array] = {}
@@ -148,7 +150,8 @@ class MetricsBuffer:
         distances, diagnostics, waiting = self._workers.fetch(others)
         around = [distances.get(at) for at in (exchange - 1, exchange)]
         apart, together = (None if x is None else float(x) for x in around)
-        before, self._restored = self._restored, _restored(diagnostics)
+        before, self._counts = self._counts, _counts(diagnostics)
+        restored, dropped = self._counts - before
         self.read_losses(step)
         count, self._reported = step - self._reported, step
         losses, self._rows = self._rows[:count], self._rows[count:]
@@ -160,8 +163,9 @@ class MetricsBuffer:
             self._fetched(elections),
             diagnostics,
             waiting,
-            self._restored - before,
-            None if together is None else (exchange, apart, together),
+            restored=restored,
+            dropped=dropped,
+            exchange=None if together is None else (exchange, apart, together),
         )
 
     def _done(self) -> int:
@@ -174,6 +178,9 @@ class MetricsBuffer:
         return done
 
 
-def _restored(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
-    """How often each worker was restored, summed over the pulls."""
-    return np.sum([pull.restored for pull in pulls], axis=0)
+def _counts(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
+    """How often each worker was restored, and had a target that was dropped: [2, W]."""
+    count = lambda x: np.sum(x, axis=0)
+    dropped = [pull.dropped for pull in pulls if pull.dropped is not None]
+    restored = count([pull.restored for pull in pulls])
+    return np.array([restored, count(dropped) if dropped else np.zeros_like(restored)])

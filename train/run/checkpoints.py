@@ -28,6 +28,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 BARRIER_S = 300  # timeout of a process that waits for another one to write its part
 FAILURES = (OSError, ValueError, RuntimeError)  # exceptions that Orbax raises
 NOTES = "notes/metadata"  # the file with the notes of a checkpoint
+NEW_COUNTERS = ("dropped",)  # of an exchange, which 0.3 did not have
 MODEL = "model"  # the item of a checkpoint that holds the center
 
 
@@ -321,8 +322,10 @@ def read(
         raise Unreadable(step, f"its notes are incomplete ({error!r})") from error
     _silence()
     try:
-        difference = _first_difference(path / "state", wanted)
-        state = None if difference else _restore(path / "state", wanted)
+        saved = _saved(path / "state")
+        known = _without_new(wanted, saved)
+        difference = _first_difference(saved, known)
+        state = None if difference else _restore(path / "state", wanted, known)
     except Exception as error:  # Orbax and TensorStore raise all kinds
         reason = one_line(error)
         if not checksums.are_there(path):
@@ -380,9 +383,49 @@ def _restore_part(path: pathlib.Path, wanted: Callable[[str], bool]) -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path, args=args)
 
 
-def _restore(path: pathlib.Path, wanted: Any) -> Any:
+def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
+    """Restores what the checkpoint knows. Counters that it does not know begin at 0."""
     checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+    if known is wanted:
+        return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
+    found = _by_name(checkpointer.restore(path, args=ocp.args.StandardRestore(known)))
+    name = lambda path: ".".join(map(_key, path))
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
+    fill = lambda path, x: found[name(path)] if name(path) in found else zeros(x)
+    return jax.tree_util.tree_map_with_path(fill, wanted)
+
+
+def _key(entry: Any) -> str:
+    """An entry of a path as Orbax writes it."""
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
+def _without_new(wanted: Any, saved: Any) -> Any:
+    """The tree, without counters that an earlier version did not save.
+
+    It is the tree itself if the checkpoint has them all.
+    """
+    there = _by_name(saved)
+    here = ocp.tree.serialize_tree(wanted, keep_empty_nodes=True)
+    is_new = lambda name: name.rpartition(".")[2] in NEW_COUNTERS and name not in there
+    if not any(map(is_new, _by_name(here))):
+        return wanted
+
+    def pruned(tree: Any, name: str) -> Any:
+        if isinstance(tree, dict):
+            named = {key: f"{name}.{key}".lstrip(".") for key in tree}
+            kept = {key: x for key, x in tree.items() if not is_new(named[key])}
+            return {key: pruned(x, named[key]) for key, x in kept.items()}
+        if isinstance(tree, list | tuple):
+            return [pruned(x, f"{name}.{i}") for i, x in enumerate(tree)]
+        return tree
+
+    return pruned(here, "")
+
+
+def _saved(path: pathlib.Path) -> Any:
+    """The shapes and dtypes of a saved state."""
+    return ocp.StandardCheckpointHandler().metadata(path).tree  # type: ignore  # any path
 
 
 def _abstract(leaf: Any) -> Any:
@@ -391,10 +434,9 @@ def _abstract(leaf: Any) -> Any:
     return leaf if as_it_is else ocp.utils.to_shape_dtype_struct(leaf)
 
 
-def _first_difference(path: pathlib.Path, wanted: Any) -> str:
+def _first_difference(saved: Any, wanted: Any) -> str:
     """Names the first array in which a saved state differs from `wanted`, or ''."""
-    saved = ocp.StandardCheckpointHandler().metadata(path)  # type: ignore  # takes any path
-    there = _by_name(saved.tree)
+    there = _by_name(saved)
     here = _by_name(ocp.tree.serialize_tree(wanted, keep_empty_nodes=True))
     for name in sorted(there.keys() | here.keys()):
         if name not in here:

@@ -22,6 +22,7 @@ def report(run: Run, interval: Interval | None) -> None:
     loss = float(_mean_of_finite(interval.losses))
     _warn_of_nonfinite(run, interval.step, finite)
     _warn_of_restored(run, interval)
+    _warn_of_dropped(run, interval)
     pace = run.pace(interval.done, run.stopwatch.seconds)
     run.write(
         "train",
@@ -100,6 +101,16 @@ def _warn_of_restored(run: Run, interval: Interval) -> None:
         )
 
 
+def _warn_of_dropped(run: Run, interval: Interval) -> None:
+    dropped = np.flatnonzero(interval.dropped)
+    if dropped.size:
+        run.progress.warn(
+            "the target of an exchange was not finite, because finite parameters are too "
+            f"large: worker {_joined(dropped)} stayed where it was (seen up to step "
+            f"{interval.step})"
+        )
+
+
 def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
     """The leaders of a pull (one per node, or one of all) and the scores of all workers."""
     leader, score = np.asarray(pull.leader), np.asarray(pull.score)
@@ -111,13 +122,16 @@ def leaders(pull: lj.Diagnostics, nodes: int) -> dict[str, Any]:
 
 
 def totals(diagnostics: tuple[lj.Diagnostics, ...]) -> dict[str, Any]:
-    """Bytes sent by each worker, workers restored, and schedules, summed over the pulls."""
+    """Bytes sent by each worker, workers restored, targets dropped, and schedules, summed
+    over the pulls."""
     if not diagnostics:
         return {}
     restored = sum(int(np.sum(pull.restored)) for pull in diagnostics)
+    dropped = (pull.dropped for pull in diagnostics if pull.dropped is not None)
     return {
         "bytes_sent": sum(pull.bytes_sent for pull in diagnostics),
         "restored": restored,
+        "dropped": sum(int(np.sum(each)) for each in dropped),
         "pulls": traffic.schedules(diagnostics),
     }
 

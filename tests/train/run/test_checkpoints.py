@@ -360,3 +360,14 @@ def test_a_run_folder_moved_while_a_checkpoint_is_written_is_not_recreated(
     for step, warning in zip((2, 4), warnings, strict=True):
         assert warning.startswith(f"the checkpoint of step {step} was not written: ")
         assert "the run folder is gone or was moved" in warning
+
+
+def test_counters_that_an_earlier_version_did_not_save_begin_at_0(opened, folder):
+    pull = {"restored": jnp.int32(3), "rule": [jnp.ones(2), {"dropped": jnp.ones(2)}]}
+    checkpoints = opened()
+    checkpoints.save(1, {"pulls": [pull], "x": jnp.ones(2)}, {})
+    checkpoints.close()
+    new = {"pulls": [pull | {"dropped": jnp.int32(5)}], "x": jnp.zeros(2)}
+    found = opened().restore_latest(lambda notes: new)
+    expected = {"pulls": [pull | {"dropped": jnp.int32(0)}], "x": jnp.ones(2)}
+    jax.tree.map(np.testing.assert_array_equal, found.state, expected)
