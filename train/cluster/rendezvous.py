@@ -18,6 +18,7 @@ import jax
 
 import lsgd_jax as lj
 import train
+from train import numerics
 from train.cluster.detection import BY_ITSELF, Started, detect
 from train.cluster.devices import local_device_ids, provide
 from train.cluster.exit_status import LOST, WRONG_USAGE
@@ -90,8 +91,9 @@ def _check_devices() -> None:
 
 
 def _check_agreement(session: Session, config: Config, processes: int | None) -> None:
-    """Raises ValueError unless all processes have the same settings and source files."""
-    mine: dict[str, Any] = {"jax": jax.__version__, "lsgd_jax": lj.__version__}
+    """Raises ValueError unless all processes have the same settings and software."""
+    mine: dict[str, Any] = {"lsgd_jax": lj.__version__}
+    mine |= numerics.versions() | numerics.jax_settings()
     mine |= sources() | {"distributed.num_processes": processes}
     mine |= {name: x for name, x in fields(config).items() if name not in FREE_PER_PROCESS}
     all_settings = [json.loads(text) for text in session.gather(json.dumps(mine))]

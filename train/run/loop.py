@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import lsgd_jax as lj
-from train import interrupts, settings
+from train import interrupts, numerics, settings
 from train.config import Config
 from train.run import asynchronous, summary
 from train.run.divergence import Divergence
@@ -115,6 +115,7 @@ def announce(run: Run) -> None:
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
     began = dict(processes=processes, settings=settings.began_with(run.config))
+    began |= dict(jax_settings=numerics.jax_settings(), packages=numerics.versions())
     run.write("start", workers=grid, **began, **sizes, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if line := without_exchanges(run.config):

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train import settings
+from train import numerics, settings
 from train.cluster import shared_folder
 from train.cluster.exit_status import STOPPED
 from train.cluster.session import Session
@@ -144,7 +144,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     kind = AsynchronousExperiment if config.method.is_asynchronous else Experiment
     experiment = kind(config, session=session, warn=progress.warn_here)
     if resumed is not None:
-        check_same_start(config, experiment.forward.sizes, resumed)
+        check_same_start(config, experiment.forward.sizes, resumed, progress.warn)
         check_kept(experiment.forward.kept, resumed)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
     folder = run_folder.create(config, session) if resumed is None else resumed
@@ -242,7 +242,10 @@ def starting_point(
 
 
 def check_same_start(
-    config: Config, sizes: Mapping[str, int], folder: pathlib.Path
+    config: Config,
+    sizes: Mapping[str, int],
+    folder: pathlib.Path,
+    warn: Callable[[str], None],
 ) -> None:
     """Raises ValueError if a run began with other data or settings than the current ones.
 
@@ -250,6 +253,7 @@ def check_same_start(
       config: the settings, which agree with config.json.
       sizes: see `Forward.sizes`.
       folder: the run folder.
+      warn: called with one line if packages have other versions than before.
     """
     if not (folder / log.METRICS).exists():
         return
@@ -273,6 +277,32 @@ def check_same_start(
                     f"{folder / run_folder.CONFIG} was edited: the run began with "
                     f"{name}={before}, and it says {name}={now[name]}"
                 )
+        _check_same_jax_settings(start, folder)
+    if starts:
+        _warn_of_other_versions(starts[-1], warn)
+
+
+def _check_same_jax_settings(start: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Raises ValueError if jax had settings at a start that give other numbers."""
+    before, now = start.get("jax_settings"), numerics.jax_settings()
+    for name, value in before.items() if isinstance(before, dict) else ():
+        if name in now and now[name] != value:
+            variable = name.upper()
+            remedy = f"unset {variable}" if value is None else f"set {variable}={value}"
+            raise ValueError(
+                f"{folder} is a run with {name}={value}, not {now[name]}; {remedy} to "
+                "resume it"
+            )
+
+
+def _warn_of_other_versions(start: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Warns if packages have other versions than at a start, which may change numbers."""
+    before, now = start.get("packages"), numerics.versions()
+    if not isinstance(before, dict):
+        return
+    changed = [x for x in now if before.get(x, now[x]) != now[x]]
+    if named := ", ".join(f"{x} {before[x]} -> {now[x]}" for x in changed):
+        warn(f"the run continues with other versions: {named}")
 
 
 def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:

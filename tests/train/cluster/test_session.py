@@ -9,6 +9,7 @@ import pytest
 
 from configs.cifar10_cnn7 import CONFIG as CIFAR10
 from configs.digits import CONFIG
+from train import numerics
 from train.cluster import rendezvous, session, shared_folder, signals
 from train.cluster.exit_status import CRASHED, LOST
 from train.cluster.session import Session
@@ -123,11 +124,19 @@ def test_processes_must_have_the_same_settings(other, count, message):
     assert said == [None] * 2 if message is None else all(message in x for x in said)
 
 
-def test_processes_must_have_the_same_sources(monkeypatch):
-    hashes = iter("ab")
-    monkeypatch.setattr(rendezvous, "sources", lambda: {"train/cli.py": next(hashes)})
+@pytest.mark.parametrize(
+    ("module", "function", "name"),
+    [
+        (rendezvous, "sources", "train/cli.py"),
+        (numerics, "versions", "optax"),
+        (numerics, "jax_settings", "jax_threefry_partitionable"),
+    ],
+)
+def test_processes_must_have_the_same_software(monkeypatch, module, function, name):
+    found = iter("ab")
+    monkeypatch.setattr(module, function, lambda: {name: next(found)})
     for said in each(2, lambda own: rendezvous._check_agreement(own, CONFIG, 2)):
-        assert f"`train/cli.py` {SAME}" in said
+        assert f"`{name}` {SAME}" in said
 
 
 def test_a_wrong_or_taken_address_is_detected_before_jax_uses_it():

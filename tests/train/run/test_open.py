@@ -4,13 +4,15 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from landscapes import draw as landscape
 
-from train import compare, plots
+from train import compare, numerics, plots
 from train.__main__ import main
 from train.command import Lasting
 from train.config import DataConfig, WorkersConfig
@@ -71,6 +73,27 @@ def test_another_configuration_is_refused_and_named(copied):
     )
     with pytest.raises(ValueError, match=message):
         open_run(changed)
+
+
+def test_settings_of_jax_that_change_numbers_are_refused(copied):
+    folder = pathlib.Path(copied.run_dir)
+    with jax.threefry_partitionable(False):
+        message = "not False; set JAX_THREEFRY_PARTITIONABLE=True to resume it"
+        with pytest.raises(ValueError, match=message):
+            open_run(copied)
+    with jax.default_matmul_precision("float32"):
+        with pytest.raises(ValueError, match="unset JAX_DEFAULT_MATMUL_PRECISION"):
+            open_run(copied)
+    assert not (folder / "lock").exists()
+
+
+def test_other_versions_of_packages_are_a_warning(copied, monkeypatch, capsys):
+    monkeypatch.setattr(numerics, "versions", lambda: {"optax": "0.0"})
+    train(open_run(copied))
+    printed = capsys.readouterr().out
+    assert re.search(r"with other versions: optax \S+ -> 0.0", printed)
+    (*_, start) = log.read(pathlib.Path(copied.run_dir))["start"]
+    assert start["packages"] == {"optax": "0.0"}
 
 
 def test_a_folder_that_exists_is_never_overwritten(finished):
