@@ -26,7 +26,7 @@ try:
     from train.metrics.log import METRICS
     from train.run import folder as run_folder
     from train.run import lock
-    from train.run.resuming import resume_command
+    from train.run.resuming import how_to_resume
 except ValueError as error:  # jax rejects an environment variable
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
@@ -70,7 +70,7 @@ def on_ray(config: Config, arguments: list[str]) -> int:
     lock.remove_left(folder, patience=5.0)
     again = "nothing was lost: the same command starts the run again"
     if (folder / run_folder.CONFIG).exists():
-        again = f"to resume: {resume_command(config, folder)}"
+        again = how_to_resume(config, folder)
     return Session().leave(status, f"{reason}; {again}")
 
 
@@ -93,10 +93,10 @@ def train(config: Config, session: Session) -> int:
     try:
         result = loop.train(run)
     except KeyboardInterrupt:
-        kept = "interrupted a second time; checkpoints written before are kept, to resume: "
-        return session.leave(INTERRUPTED, kept + resume_command(config, run.folder))
+        kept = "interrupted a second time; checkpoints written before are kept"
+        return session.leave(INTERRUPTED, f"{kept}; {how_to_resume(config, run.folder)}")
     except (DataError, WorkersLost) as error:
-        again = f"to resume later: {resume_command(config, run.folder)}"
+        again = how_to_resume(config, run.folder, "to resume later")
         return session.leave(STOPPED, f"{error}; {again}")
     if result.stopped_by == signal.SIGINT:
         return INTERRUPTED

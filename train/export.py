@@ -82,6 +82,7 @@ def description(loaded: Loaded) -> dict[str, Any]:
         "arguments": {name: getattr(model, name) for name in sorted(names)},
         "input": _tokens(loaded) if vocabulary is not None else _pixels(loaded),
         "outputs": loaded.outputs,
+        "classes": loaded.classes,
         "characters": vocabulary.characters if isinstance(vocabulary, Vocabulary) else None,
         "configuration": fields(loaded.config),
     }

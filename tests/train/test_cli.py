@@ -168,8 +168,9 @@ def test_resuming_keeps_the_settings_of_the_run(tmp_path):
 
 def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
     """The name in config.json counts, not the name of the folder."""
-    for stamp, name in enumerate(["digits", "digits", "digits-bn", "my"], 1):
-        folder = tmp_path / f"{name}-{stamp}"
+    folders = "digits-20260102-000000 digits-20260101-000000-2 digits-bn my".split()
+    names = ["digits", "digits", "digits-bn", "my"]
+    for stamp, (name, folder) in enumerate(zip(names, map(tmp_path.joinpath, folders)), 1):
         folder.mkdir()
         config = cli.parse(["digits", "--name", name, "--seed", str(stamp)])
         settings.write(config, folder / "config.json")
@@ -177,7 +178,7 @@ def test_resuming_finds_the_newest_run_of_the_name(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_bytes(b"\xff[")
     resume = ["digits", "--resume", f"--runs={tmp_path}"]
-    assert cli.parse(resume).seed == 2
+    assert cli.parse(resume).seed == 1  # the dates count, not the times of the files
     assert cli.parse([*resume, "--name", "digits-bn"]).seed == 3
     assert cli.parse([*resume, "--name=my"]).name == "my"
     with pytest.raises(ValueError, match="named digits, digits-bn, my: see --name"):

@@ -1,5 +1,6 @@
 """A dataset of images and labels in host memory."""
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -37,3 +38,11 @@ class Dataset(NamedTuple):
     def image_shape(self) -> tuple[int, ...]:
         """The shape of an image: [H, W, C]."""
         return self.train.images.shape[1:]
+
+    def digest(self) -> str:
+        """A hash of all images and labels."""
+        whole = hashlib.sha256()
+        for array in (*self.train, *self.test):
+            whole.update(f"{array.shape}{array.dtype}".encode())
+            whole.update(np.ascontiguousarray(array).data)
+        return whole.hexdigest()

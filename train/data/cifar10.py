@@ -11,6 +11,7 @@ from train.data.arrays import DataError, Dataset, Images
 
 HOME = "https://www.cs.toronto.edu/~kriz"
 FOLDER, ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 RECORDS = 10_000  # per file
 PIXELS = 3 * 32 * 32
 MD5 = {

@@ -47,7 +47,6 @@ class Stream:
       threads: number of threads that read.
       ahead: number of batches to read ahead.
       warn: called with a message for each unreadable file.
-      same_everywhere: returns whether all processes passed the same text.
 
     Attributes:
       data: (), because nothing stays on the devices.
@@ -55,7 +54,7 @@ class Stream:
       most_in_flight: number of steps that may be in flight; each keeps its batch.
 
     Raises:
-      DataError: no image can be read, or the processes do not see the same files.
+      DataError: no image can be read.
     """
 
     data = ()
@@ -73,7 +72,6 @@ class Stream:
         threads: int,
         ahead: int,
         warn: Callable[[str], None],
-        same_everywhere: Callable[[str], bool] = lambda text: True,
     ):
         self._folder, self._sampler, self._workers = folder, sampler, workers
         self.steps_per_epoch = sampler.steps_per_epoch
@@ -82,8 +80,6 @@ class Stream:
         self._lock = threading.Lock()
         self._unreadable: dict[str, str] = {}  # path: reason
         self._reported = 0  # how many of them
-        if not same_everywhere(folder.digest()):
-            raise DataError("all processes must read the same image files")
         count = len(folder.test.labels)
         rows = rows_in_batches(count, workers.num_workers, test_batch)
         self._test_rows = rows[:, list(workers.owned)]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import time
 from collections.abc import Set
 
@@ -14,6 +15,7 @@ from train.config import FREE_ON_RESUME, Config
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+STAMP = "%Y%m%d-%H%M%S"  # in the name of a run folder
 
 
 def newest(runs: str, name: str) -> pathlib.Path:
@@ -31,7 +33,18 @@ def newest(runs: str, name: str) -> pathlib.Path:
             f"there is no run of {name!r} in {runs!r} to resume{there}; name one with "
             "--run-dir"
         )
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+    return max(found, key=_began).parent
+
+
+def _began(path: pathlib.Path) -> tuple[str, int, int]:
+    """Sorts config.json files by the date in the folder's name, otherwise by file time.
+
+    Copying a folder changes the file time.
+    """
+    changed = path.stat().st_mtime_ns
+    if found := re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", path.parent.name):
+        return found[1], int(found[2] or 1), changed
+    return time.strftime(STAMP, time.localtime(changed / 1e9)), 0, changed
 
 
 def _name_in(path: pathlib.Path) -> str | None:
@@ -100,7 +113,7 @@ def choose(config: Config) -> pathlib.Path:
     """
     if config.resume:
         return to_resume(config)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = time.strftime(STAMP)
     own = pathlib.Path(config.runs) / f"{config.name}-{stamp}"
     folder = unused(own) if config.run_dir is None else pathlib.Path(config.run_dir)
     check_utf8(folder)

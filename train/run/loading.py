@@ -1,5 +1,6 @@
 """Loads what a run has trained, in any program: `train.load(RUN)`."""
 
+import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from train.run.checkpoints import BestAndFinite, Unreadable, notes_of, read_mode
 from train.run.folder import CHECKPOINTS, CONFIG
 from train.task import datasets, models
 from train.task.datasets import VOCABULARIES, Vocabulary
+from train.task.images import CLASSES
 from train.task.text import VOCABULARY
 from train.task.translation import translated
 
@@ -35,6 +37,7 @@ class Loaded(NamedTuple):
       step: the step of the checkpoint.
       tested: the result of the center's test at this step, or None if it was not tested.
       outputs: the number of classes or tokens.
+      classes: the names of the classes of images; None for other data and earlier runs.
     """
 
     config: Config
@@ -44,6 +47,7 @@ class Loaded(NamedTuple):
     step: int
     tested: dict[str, float] | None
     outputs: int
+    classes: list[str] | None = None
 
     def logits(self, inputs: ArrayLike | tuple[ArrayLike, ArrayLike]) -> Array:
         """Applies the model as in a test.
@@ -111,7 +115,8 @@ def load(
     vocabulary = _vocabulary(folder, config) if config.data.name in VOCABULARIES else None
     outputs = notes["sizes"]["classes"] if vocabulary is None else len(vocabulary)
     model = models.make(config, outputs)
-    return Loaded(config, model, variables, vocabulary, step, notes["tested"], outputs)
+    named = model, variables, vocabulary, step, notes["tested"], outputs
+    return Loaded(config, *named, _classes(folder))
 
 
 def _step(folder: pathlib.Path, which: Which | int) -> int:
@@ -141,6 +146,14 @@ def _number(worker: Literal["best"] | int | None, notes: Mapping[str, Any]) -> i
     if worker not in range(count):
         raise ValueError(f"`worker` must be best or in [0, {count}), got {worker=}")
     return worker
+
+
+def _classes(folder: pathlib.Path) -> list[str] | None:
+    path = folder / CLASSES
+    try:
+        return json.loads(path.read_text())["classes"] if path.exists() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _vocabulary(folder: pathlib.Path, config: Config) -> Vocabulary:

@@ -15,7 +15,7 @@ from train.config import Config
 from train.run import asynchronous, summary
 from train.run.divergence import Divergence
 from train.run.open import Run
-from train.run.reporting import report, run_test
+from train.run.reporting import note_saved, report, run_test
 from train.run.result import NONFINITE, Result, last_line
 from train.run.saving import save, saved_if_data_fail, test_and_save
 from train.task.experiment import Experiment
@@ -93,6 +93,7 @@ def finish(run: Run, stopped_by: Reason | None) -> Result:
         tested = tested._replace(center=tested.center | more)
         write_sample(run)
     saved = run.checkpoints.close() and begun
+    note_saved(run)
     run.session.wait_for_all()
     return Result(
         run.folder,
@@ -115,8 +116,8 @@ def announce(run: Run) -> None:
     processes = run.session.num_processes
     sizes = run.experiment.forward.sizes
     began = dict(processes=processes, settings=settings.began_with(run.config))
-    began |= dict(jax_settings=numerics.jax_settings(), packages=numerics.versions())
-    run.write("start", workers=grid, **began, **sizes, **_versions())
+    software = dict(jax_settings=numerics.jax_settings(), packages=numerics.versions())
+    run.write("start", workers=grid, **began, **sizes, **software, **_versions())
     run.progress.say(f"{run.experiment}; run folder {run.folder}")
     if line := without_exchanges(run.config):
         run.progress.warn(line)

@@ -146,6 +146,7 @@ def open_run(config: Config, session: Session | None = None) -> Run:
     if resumed is not None:
         check_same_start(config, experiment.forward.sizes, resumed, progress.warn)
         check_kept(experiment.forward.kept, resumed)
+        check_checkpoints(resumed)
     fresh = experiment.init()  # finds more errors, and there is no folder yet
     folder = run_folder.create(config, session) if resumed is None else resumed
     if resumed is None:
@@ -305,6 +306,28 @@ def _warn_of_other_versions(start: Mapping[str, Any], warn: Callable[[str], None
         warn(f"the run continues with other versions: {named}")
 
 
+def check_checkpoints(folder: pathlib.Path) -> None:
+    """Raises ValueError if a run has lost its checkpoints; it would begin at step 0.
+
+    A run creates their folder before it writes metrics, which note the first checkpoint.
+    """
+    path = folder / run_folder.CHECKPOINTS
+    events = log.read(folder) if (folder / log.METRICS).exists() else {}
+    wrong = ""
+    if path.is_dir():
+        if "saved" in events and not any(path.iterdir()):
+            wrong = "is empty, although the run has saved"
+    elif path.exists():
+        wrong = "is not a folder"
+    elif path.is_symlink() or events:
+        wrong = "is missing (is its disk mounted?)"
+    if wrong:
+        raise ValueError(
+            f"{path} must hold the checkpoints of the run, but it {wrong}; to begin again, "
+            "start a run in another folder"
+        )
+
+
 def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:
     """Raises ValueError if files of the data in a run folder are not those of these data.
 
@@ -315,4 +338,4 @@ def check_kept(kept: Mapping[str, str], folder: pathlib.Path) -> None:
     for name, text in kept.items():
         path = folder / name
         if path.exists() and path.read_text() != text:
-            raise ValueError(f"{folder} is a run on another text, which {path} describes")
+            raise ValueError(f"{folder} is a run on other data, which {path} describes")

@@ -37,7 +37,16 @@ def report(run: Run, interval: Interval | None) -> None:
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
+    note_saved(run)
     run.progress.show(interval.step, loss, pace)
+
+
+def note_saved(run: Run) -> None:
+    """Writes an event when the first checkpoint is there, see `check_checkpoints`."""
+    if "saved" not in run.metrics.latest:
+        step = run.checkpoints.latest()
+        if step is not None:
+            run.write("saved", checkpoint=step)
 
 
 def _mean_of_finite(losses: np.ndarray, axis: int | None = None) -> np.ndarray:

@@ -9,7 +9,7 @@ from train.config import Config
 from train.metrics import measures
 from train.run.checkpoints import Best
 from train.run.folder import CHECKPOINTS
-from train.run.resuming import resume_command
+from train.run.resuming import how_to_resume, is_gone
 from train.task.forward import TestResult
 
 
@@ -98,10 +98,12 @@ def where(config: Config, folder: pathlib.Path, step: int) -> str:
 
     Ray resumes the run of a process that it has started.
     """
+    if is_gone(folder):
+        return f"at step {step}; {how_to_resume(config, folder)}"
     kept = f"at step {step}; checkpoints are kept in {folder / CHECKPOINTS}"
     if config.ray.processes is not None:
         return kept
-    return f"{kept}; to resume: {resume_command(config, folder)}"
+    return f"{kept}; {how_to_resume(config, folder)}"
 
 
 def last_line(result: Result, config: Config) -> str:
@@ -127,14 +129,13 @@ def last_line(result: Result, config: Config) -> str:
         return f"{line}; everything is in {result.folder}" if is_whole else line
     state = "saved" if result.saved else f"NOT saved, {_latest(result)}"
     line = f"stopped at step {result.step} after {after}"
-    resume = resume_command(config, result.folder)
     if result.stopped_by == NONFINITE:
         return (
             f"{line}: no worker had a finite loss for {config.stop_after_nonfinite} steps. "
             f"A smaller learning rate may help. The state is {state}; {_finite(result)}"
-            f"{_best(result)}; to resume anyway: {resume}"
+            f"{_best(result)}; {how_to_resume(config, result.folder, 'to resume anyway')}"
         )
-    return f"{line}{_best(result)}, {state}; to resume: {resume}"
+    return f"{line}{_best(result)}, {state}; {how_to_resume(config, result.folder)}"
 
 
 def _latest(result: Result) -> str:

@@ -7,7 +7,14 @@ import shlex
 from typing import Any
 
 from train import settings
-from train.config import DISTRIBUTED, FREE_ON_RESUME, Config, DistributedConfig, fields
+from train.config import (
+    DISTRIBUTED,
+    FREE_ON_RESUME,
+    SETTINGS,
+    Config,
+    DistributedConfig,
+    fields,
+)
 from train.launch import LAUNCHER
 from train.run.folder import CONFIG
 
@@ -40,6 +47,18 @@ def resume_command(config: Config, folder: pathlib.Path) -> str:
     return f"{launcher or 'python -m train'} {shlex.join(words)}"
 
 
+def how_to_resume(config: Config, folder: pathlib.Path, when: str = "to resume") -> str:
+    """Names the command that resumes a run, or says that its folder is gone."""
+    if is_gone(folder):
+        return f"{folder} is gone (deleted, moved or not mounted): nothing can be resumed"
+    return f"{when}: {resume_command(config, folder)}"
+
+
+def is_gone(folder: pathlib.Path) -> bool:
+    """Whether a run folder that was there is not there any more."""
+    return not (folder / CONFIG).exists()
+
+
 def _known(folder: pathlib.Path) -> dict[str, Any]:
     """The settings that a resumed run has by default."""
     options = dataclasses.fields(DistributedConfig)
@@ -55,8 +74,15 @@ def _option(field: str, value: Any) -> list[str]:
 
     >>> _option("data.accept_other_files", False), _option("log_every", 3)
     (['--data.no-accept-other-files'], ['--log-every', '3'])
+    >>> _option("data.files", ("a", "b"))
+    ['--data.files', 'a', 'b']
     """
     *groups, name = field.replace("_", "-").split(".")
-    if isinstance(value, bool):
+    if isinstance(value, bool) and SETTINGS[field].hint is bool:
         return ["--" + ".".join([*groups, name if value else f"no-{name}"])]
-    return ["--" + ".".join([*groups, name]), str(value)]
+    option, values = "--" + ".".join([*groups, name]), value
+    if not isinstance(value, tuple):
+        values = (value,)
+    if len(values) == 1 and str(values[0]).startswith("-"):
+        return [f"{option}={values[0]}"]
+    return [option, *map(str, values)]

@@ -46,6 +46,15 @@ def load_dataset(config: Config) -> Data:
     return dataset, transforms_of(config)
 
 
+def class_names(config: Config, data: Dataset | ImageFolder) -> list[str]:
+    """The names of the classes of images, in the order of their labels."""
+    if isinstance(data, ImageFolder):
+        return list(data.train.classes)
+    if config.data.name == "cifar10":
+        return list(cifar10.CLASSES)
+    return list(map(str, range(data.num_classes)))
+
+
 def image_shape(config: Config) -> tuple[int, int, int]:
     """The shape [H, W, C] of the images that `transforms_of` takes."""
     sides = {"digits": 8, "cifar10": 32, "imagenet": config.data.crop}

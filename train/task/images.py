@@ -1,5 +1,7 @@
 """Classification of images."""
 
+import functools
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +20,12 @@ from train.data.resident import Resident
 from train.data.sampler import sampled
 from train.data.stream import Stream
 from train.data.transforms import Transforms
-from train.task.datasets import check_model_fits
+from train.task.datasets import check_model_fits, class_names
 from train.task.forward import Forward, TestResult
 from train.task.inside import split_batch
 
 
+CLASSES = "classes.json"
 TEST_BATCH = 256  # images per worker
 
 
@@ -52,6 +55,10 @@ class ImageForward(Forward):
         self.model = model
         self._example = self.transforms.test(jnp.zeros((1, *data.image_shape), jnp.uint8))
         check_model_fits(config, self._example.shape)
+        self._digest = functools.cache(data.digest)
+        if session.has_others and not session.same_everywhere(self._digest()):
+            raise DataError("all processes must read the same images")
+        self._classes = class_names(config, data)
         count, options, seed = len(data.train.labels), config.data, config.seed
         size = config.batch_size, seed, options.shard
         sampler, own = sampled(count, place.num_workers, *size)
@@ -66,7 +73,6 @@ class ImageForward(Forward):
                 threads=options.reader_threads or _cores(),
                 ahead=options.read_ahead,
                 warn=warn,
-                same_everywhere=session.same_everywhere,
             )
         self.sizes = {
             "train_images": count,
@@ -74,7 +80,11 @@ class ImageForward(Forward):
             "classes": data.num_classes,
         }
         self.guess = 100 * (1 - 1 / data.num_classes)
-        self.kept = {}
+
+    @functools.cached_property
+    def kept(self) -> dict[str, str]:  # type: ignore  # hashing takes a while
+        described = {"classes": self._classes, "sha256": self._digest()}
+        return {CLASSES: json.dumps(described) + "\n"}
 
     def init(self, key: Array) -> dict[str, Any]:
         return dict(self.model.init(key, self._example, train=False))

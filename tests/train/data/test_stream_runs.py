@@ -177,6 +177,13 @@ def test_a_run_does_not_resume_with_other_data(finished, tmp_path):
     with pytest.raises(ValueError, match="is a run on other data: with 24 train images"):
         open_run(config)
     assert sorted(copy.rglob("*")) == before
+    renamed = shutil.copytree(run.config.data.dir, tmp_path / "renamed")
+    for part in ("train", "val"):
+        first = min((renamed / part).iterdir())
+        first.rename(first.with_name("aa"))
+    data = dataclasses.replace(run.config.data, dir=str(renamed))
+    with pytest.raises(ValueError, match="is a run on other data, which .*classes.json"):
+        open_run(dataclasses.replace(config, data=data))
 
 
 def test_each_process_warns_about_its_own_files(capsys):

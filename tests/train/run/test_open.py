@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -94,6 +95,43 @@ def test_other_versions_of_packages_are_a_warning(copied, monkeypatch, capsys):
     assert re.search(r"with other versions: optax \S+ -> 0.0", printed)
     (*_, start) = log.read(pathlib.Path(copied.run_dir))["start"]
     assert start["packages"] == {"optax": "0.0"}
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a file", "a dead link"])
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(copied, left):
+    path = pathlib.Path(copied.run_dir) / "checkpoints"
+    shutil.rmtree(path)
+    match left:
+        case "an empty folder":
+            path.mkdir()
+        case "a file":
+            path.touch()
+        case "a dead link":
+            path.symlink_to("unmounted")
+    before = sorted(path.parent.rglob("*"))
+    with pytest.raises(
+        ValueError, match="checkpoints must hold the checkpoints of the run"
+    ):
+        open_run(copied)
+    assert sorted(path.parent.rglob("*")) == before
+
+
+def test_a_run_that_never_saved_may_begin_again(copied):
+    folder = pathlib.Path(copied.run_dir)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").mkdir()
+    lines = (folder / log.METRICS).read_text().splitlines(keepends=True)
+    (folder / log.METRICS).write_text("".join(x for x in lines if '"saved"' not in x))
+    assert open_run(copied).step == 0
+
+
+def test_other_images_of_the_same_number_are_refused(copied):
+    path = pathlib.Path(copied.run_dir) / "classes.json"
+    kept = json.loads(path.read_text())
+    assert kept["classes"] == list("0123456789")
+    path.write_text(json.dumps(kept | {"sha256": "of other labels"}) + "\n")
+    with pytest.raises(ValueError, match="is a run on other data, which .*classes.json"):
+        open_run(copied)
 
 
 def test_a_folder_that_exists_is_never_overwritten(finished):

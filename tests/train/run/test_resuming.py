@@ -2,12 +2,14 @@
 
 import dataclasses
 import shlex
+import signal
 
 import pytest
 
 from train import cli, launch, settings
 from train import config as configuration
 from train.run import resuming
+from train.run.result import Result, last_line, where
 
 
 def began(folder, *options, name="digits"):
@@ -44,6 +46,58 @@ def test_settings_that_changed_since_the_run_began_are_named(tmp_path):
     assert resumed(config, tmp_path / "run") == config
 
 
+OF_LOCK_STEP = {
+    "workers.inside": ("fsdp=2", "model=1"),
+    "workers.devices": None,
+    "static_phases": False,
+    "wandb": "-x",
+    "ray.processes": 2,
+    "ray.devices_per_process": 4,
+    "ray.min_processes": 1,
+    "ray.address": "a:1",
+    "distributed.cluster": "none",
+}
+OF_ASYNCHRONOUS = {"ray.object_store": 1.5, "ray.address": None, "ray.gpus_per_worker": 0}
+OF_DATA = {
+    "text": {"data.files": ("a b", "c")},
+    "translation": {"data.source": ("a", "b"), "data.target": ("c", "d")},
+    "imagenet-resnet50": {"data.dir": "-x", "data.reader_threads": 3},
+    "cifar10-cnn7": {"data.dir": "x", "data.accept_other_files": True},
+    "digits": {},
+}
+
+
+def other(name, value, given):
+    """Another value of a setting."""
+    if name in given:
+        return given[name]
+    if isinstance(value, bool):
+        return not value
+    return value * 2 if isinstance(value, int | float) else value
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_every_setting_that_may_change_is_named(tmp_path, name, is_asynchronous):
+    method = ["--method", "async-lsgd"] if is_asynchronous else []
+    config = began(tmp_path / "run", *method, name=name)
+    given = OF_DATA[name] | (OF_ASYNCHRONOUS if is_asynchronous else OF_LOCK_STEP)
+    own, values = configuration.SETTINGS, configuration.fields(config)
+    applies = lambda x: all(
+        note.applies(values[note.choice])
+        for note in own[x].notes
+        if isinstance(note, configuration.Only)
+    )
+    free = set(filter(applies, configuration.FREE_ON_RESUME - resuming.LEFT_OUT))
+    if config.optimizer.schedule == "cosine":
+        free.remove("steps")  # the learning rate depends on it
+    changes = {x: other(x, values[x], given) for x in free}
+    changed = settings.changed(config, {**changes, "resume": True})
+    assert resumed(changed, tmp_path / "run") == dataclasses.replace(
+        changed, run_dir=str(tmp_path / "run")
+    )
+
+
 def test_a_run_that_was_launched_is_launched_again(tmp_path, monkeypatch):
     start = "python -m train.launch --processes 2 --devices-per-process 1 --"
     monkeypatch.setenv(launch.LAUNCHER, start)
@@ -56,7 +110,13 @@ def test_a_run_that_was_launched_is_launched_again(tmp_path, monkeypatch):
     assert launch.parse(again).arguments == again[again.index("--") + 1 :]
 
 
-def test_the_command_names_a_folder_that_is_gone(tmp_path):
+def test_a_folder_that_is_gone_is_not_resumed(tmp_path):
     config = cli.parse(["digits"])
+    stopped = Result(tmp_path / "none", 3, 1.0, None, signal.SIGINT, saved=False)
+    for line in (last_line(stopped, config), where(config, tmp_path / "none", 3)):
+        assert line.endswith(
+            "none is gone (deleted, moved or not mounted): nothing can be resumed"
+        )
+        assert "--resume" not in line and "kept" not in line
     expected = f"python -m train digits --run-dir {tmp_path}/none --resume"
     assert resuming.resume_command(config, tmp_path / "none") == expected

@@ -144,7 +144,7 @@ def test_resuming_is_exact_and_requires_the_same_text(finished, small, file, tmp
     at = lambda path: dataclasses.replace(
         again, data=dataclasses.replace(again.data, files=(str(path),))
     )
-    with pytest.raises(ValueError, match="is a run on another text"):
+    with pytest.raises(ValueError, match="is a run on other data"):
         open_run(at(other))
     check_same_experiment(at(moved), tmp_path / "run")
     assert (tmp_path / "run" / "vocabulary.json").read_text() == kept

@@ -128,7 +128,7 @@ def test_resuming_requires_the_same_sentences(finished, small, tmp_path):
     assert train(run).tested == finished[1].tested
     (tmp_path / "other").write_text("\n".join(b for _, b in reversed(PAIRS)))
     data = dataclasses.replace(again.data, target=(str(tmp_path / "other"),))
-    with pytest.raises(ValueError, match="is a run on another text, which .*vocabulary.js"):
+    with pytest.raises(ValueError, match="is a run on other data, which .*vocabulary.js"):
         open_run(dataclasses.replace(again, data=data))
 
 
