@@ -44,9 +44,8 @@ def report(run: Run, interval: Interval | None) -> None:
 def note_saved(run: Run) -> None:
     """Writes an event when the first checkpoint is there, see `check_checkpoints`."""
     if "saved" not in run.metrics.latest:
-        step = run.checkpoints.latest()
-        if step is not None:
-            run.write("saved", checkpoint=step)
+        if run.checkpoints.latest() is not None:
+            run.write("saved")
 
 
 def _mean_of_finite(losses: np.ndarray, axis: int | None = None) -> np.ndarray:

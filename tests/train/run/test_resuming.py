@@ -78,7 +78,11 @@ def other(name, value, given):
 
 @pytest.mark.parametrize("name", OF_DATA)
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_every_setting_that_may_change_is_named(tmp_path, name, is_asynchronous):
+def test_every_setting_that_may_change_is_named(
+    tmp_path, monkeypatch, name, is_asynchronous
+):
+    start = "python -m train.launch --processes 2 --"  # names the rendezvous, too
+    monkeypatch.setenv(launch.LAUNCHER, start)
     method = ["--method", "async-lsgd"] if is_asynchronous else []
     config = began(tmp_path / "run", *method, name=name)
     given = OF_DATA[name] | (OF_ASYNCHRONOUS if is_asynchronous else OF_LOCK_STEP)
@@ -93,7 +97,7 @@ def test_every_setting_that_may_change_is_named(tmp_path, name, is_asynchronous)
         free.remove("steps")  # the learning rate depends on it
     changes = {x: other(x, values[x], given) for x in free}
     changed = settings.changed(config, {**changes, "resume": True})
-    assert resumed(changed, tmp_path / "run") == dataclasses.replace(
+    assert resumed(changed, tmp_path / "run", start) == dataclasses.replace(
         changed, run_dir=str(tmp_path / "run")
     )
 
