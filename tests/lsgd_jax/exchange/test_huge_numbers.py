@@ -51,7 +51,7 @@ def by(value, *workers):
 @pytest.mark.parametrize(
     "name", mostly_slow(OVERFLOWS, fast=["local_sgd", "diloco", "easgd", "delayed"])
 )
-def test_a_target_that_overflows_moves_nobody_and_its_state_goes_on(name):
+def test_a_target_that_overflows_moves_no_worker_and_its_state_goes_on(name):
     """The two huge workers are at 0 again after their second step, and all go on."""
     tx = OVERFLOWS[name]
     moves = [by(3e38, 3, 4), by(-3e38, 3, 4), *[by(0.1, 0)] * 4]
