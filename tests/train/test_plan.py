@@ -184,8 +184,11 @@ def test_a_command_of_the_page_prints_what_it_says(command, output, capsys):
     assert capsys.readouterr().out == output
 
 
-def test_the_page_has_commands():
-    assert len(COMMANDS) >= 3
+def test_the_page_has_the_command_and_the_sentence_of_the_readme():
+    readme = " ".join(PAGE.parents[1].joinpath("README.md").read_text().split())
+    command, output = COMMANDS[0]
+    assert " ".join(command.split()) in readme
+    assert next(line for line in output.splitlines() if line.startswith("use ")) in readme
 
 
 @pytest.mark.parametrize(
