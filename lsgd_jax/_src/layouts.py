@@ -323,6 +323,14 @@ def sharded_over(tree: Tree) -> list[tuple[str, ...]]:
     return [tuple(names_of(spec or Spec())) for spec in layouts.of_leaves(tree)]
 
 
+def axes_by_dimension(tree: Tree) -> list[list[tuple[str, ...]]]:
+    """For each leaf the axes over which each dimension is sharded in `shard_by_shard`."""
+    axes, layouts = known_axes(), _KNOWN.get()
+    if not axes or layouts is None:
+        return [[]] * len(jax.tree.leaves(tree))
+    return [_names_by_dimension(spec or Spec()) for spec in layouts.of_leaves(tree)]
+
+
 def shard_nbytes(tree: Tree) -> int:
     """The bytes of a tree on each device of a worker."""
     sizes = jax.sharding.get_abstract_mesh().shape

@@ -13,6 +13,9 @@ T = TypeVar("T")
 Tree = Any
 Axes = str | tuple[str, ...]
 
+# The scope, in a compiled program, of messages that are sent only to repair a worker.
+REPAIR = "lsgd_repair"
+
 HOST = jax.memory.Space.Host
 WORKER_AXES = ("node", "local")
 

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lsgd_jax._src.shared import REPAIR
+
 
 BITS = {
     **dict.fromkeys(("pred", "s8", "u8"), 8),
@@ -142,7 +144,9 @@ class Program:
         name = name or self.entry
         yield self.computations[name], times, conditional
         for each in self.computations[name]:
-            if each.opcode in ("while", "conditional", "call"):
+            # A worker is repaired in a loop that has no turns while all workers agree.
+            is_repair = each.opcode == "while" and REPAIR in each.attributes
+            if each.opcode in ("while", "conditional", "call") and not is_repair:
                 inside = conditional or each.opcode == "conditional"
                 for called in each.called:
                     yield from self.runs(called, times * self.trips(each), inside)

@@ -115,7 +115,10 @@ def gradient_weighted(
 
     # Without `grad=` the norm is that of u, which `outer` knows only if it knows x.
     keeps = "reference", "error"
-    return Rule(axes, init, agree, step, keeps=keeps, reads_x=True, reads=("grad",))
+    reads = ("grad",)
+    return Rule(
+        axes, init, agree, step, keeps=keeps, reads_x=True, reads=reads, is_common=True
+    )
 
 
 def inverse_weights(norms: Array, power: float) -> Array:

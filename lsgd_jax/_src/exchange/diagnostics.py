@@ -10,6 +10,7 @@ from jax import Array
 
 from lsgd_jax._src.exchange import traffic
 from lsgd_jax._src.exchange.aggregate import AggregateState
+from lsgd_jax._src.exchange.agreement import names
 from lsgd_jax._src.exchange.step import ExchangeState
 from lsgd_jax._src.exchange.traffic import Traffic
 from lsgd_jax._src.shared import WORKER_AXES
@@ -35,6 +36,11 @@ class Diagnostics:
       score: float [W], each worker's mean loss over its window; None likewise.
       traffic: the traffic counters from the state.
       axes: the mesh axes of the group.
+      differed: int32 [W], how often each worker differed from the majority in what must be
+        bit-identical in the group; None without `verify`.
+      leaf: int32 [W], the leaf in which it differed the last time, an index into `leaves`;
+        -1 before; None likewise.
+      leaves: the paths of what is compared, and 'target' for the last target of the pull.
     """
 
     steps: Array
@@ -45,6 +51,9 @@ class Diagnostics:
     score: Array | None
     traffic: Traffic
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    differed: Array | None = None
+    leaf: Array | None = None
+    leaves: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __repr__(self) -> str:
         """One line, of plain numbers unless it is being traced."""
@@ -52,7 +61,7 @@ class Diagnostics:
             return f"Diagnostics(axes={self.axes}, traced)"
         shown = {"axes": self.axes, "period": self.period, "steps": int(self.steps)}
         shown |= {"exchanges": self.exchanges, "bytes_sent": self.bytes_sent}
-        for name in ("restored", "dropped", "misplaced", "leader", "score"):
+        for name in ("restored", "dropped", "misplaced", "leader", "score", "differed"):
             if (each := getattr(self, name)) is not None:
                 shown[name] = np.asarray(each).tolist()
         texts = (f"{name}={value}" for name, value in shown.items())
@@ -119,6 +128,7 @@ def diagnostics(opt_state: Tree) -> tuple[Diagnostics, ...]:
 
 
 def _of(node, pull, rule) -> Diagnostics:
+    agreement = getattr(pull, "agreement", None) or None
     place = lambda axis: WORKER_AXES.index(axis) if axis in WORKER_AXES else -1
     # A user's own vmap has stacked values that are equal on all workers.
     first = (0,) * jnp.ndim(node.count.value)
@@ -131,6 +141,9 @@ def _of(node, pull, rule) -> Diagnostics:
         score=getattr(rule, "score", None),
         traffic=jax.tree.map(lambda x: x[first], pull.traffic),
         axes=tuple(sorted(pull.traffic.axes, key=place)),
+        differed=agreement and agreement.differed,
+        leaf=agreement and agreement.leaf,
+        leaves=names(pull) if agreement else (),
     )
 
 

@@ -31,6 +31,7 @@ from lsgd_jax._src.checks import (
     check_positive_int,
 )
 from lsgd_jax._src.exchange import parts
+from lsgd_jax._src.exchange.agreement import Agreement, verified
 from lsgd_jax._src.exchange.memory import Memory, check_host, to_device, to_host
 from lsgd_jax._src.exchange.rule import NO_EXTRAS, Extras, Rule, silent
 from lsgd_jax._src.exchange.traffic import Traffic
@@ -75,6 +76,12 @@ class Pull:
       memory: where anchors, references, quantization errors and targets in flight are kept
         between exchanges: on the 'device', or in the memory of its 'host'. State that a
         rule's `step` reads on every step stays on the device.
+      verify: whether the group compares a fingerprint of what must be bit-identical on its
+        workers at each exchange, 8 bytes: anchors, centers, references, and the last target
+        of a rule that says so (`is_common`). A worker that differs from the majority is
+        counted, see `diagnostics`, takes the majority's values, does not contribute to the
+        target and takes it whole. Of two workers that differ nobody knows which one is
+        right: the lowest index counts. In lock step only.
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
@@ -93,6 +100,7 @@ class Pull:
     wire: Wire | TopK | WireFormat = "float32"
     memory: Memory = "device"
     late: Late = "pull"
+    verify: bool = False
 
     def __post_init__(self):
         if not isinstance(self.rule, Rule):
@@ -110,6 +118,7 @@ class Pull:
             raise ValueError("`late` must be 'pull' without a `delay`, got late='shift'")
         parts.check_part(self.part)
         check_option("memory", self.memory, get_args(Memory))
+        check_option("verify", self.verify, (False, True))
         if self.is_narrow and self.rule.keeps is None:
             raise ValueError(
                 "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
@@ -211,6 +220,7 @@ class PullState(NamedTuple):
         because it was not finite; per worker.
       traffic: the traffic counters; shared.
       wire: a `WireState`, or () if parameters travel in float32.
+      agreement: an `Agreement` if the pull has `verify`, otherwise ().
     """
 
     rule: Any
@@ -219,6 +229,7 @@ class PullState(NamedTuple):
     dropped: Array
     traffic: Traffic
     wire: Any = ()
+    agreement: Agreement | tuple[()] = ()
 
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""
@@ -243,6 +254,7 @@ def init(pull: Pull, params: Tree) -> PullState:
         wire=WireState.zero(pull.rule.keeps or (), group.shared, part)
         if pull.is_narrow
         else (),
+        agreement=Agreement.start() if pull.verify else (),
     )
     return stored(pull, state)
 
@@ -370,8 +382,11 @@ def send(
     """
     axes, wire, state = pull.rule.axes, Wire.of(pull.wire), fetched(pull, state)
     group = Group(axes, channel)
+    if pull.verify:
+        state = verified(group, state)
+        takes_part &= ~state.agreement.differs
     if pull.is_narrow:
-        group = EncodedGroup(axes, channel, wire, state.wire, t)
+        group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
     group.exchange_number = -(-t // pull.every)
     more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
     z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
@@ -383,6 +398,8 @@ def send(
         traffic=state.traffic.sent(group.bytes_sent),
         wire=_kept_on_the_wire(pull, found, group.kept, state.wire),
     )
+    if pull.verify and pull.rule.is_common:
+        state = state._replace(agreement=state.agreement.after(z, found))
     return Target(z, found), stored(pull, state), group.bytes_sent
 
 
@@ -464,10 +481,12 @@ def land(
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
-    z = target.z
+    z, keeps = target.z, takes_part
+    if pull.verify:
+        keeps &= ~state.agreement.differs
     if pull.late == "shift":
-        z = with_steps(z, target.sent, position(x, u), takes_part)
-    u = move(x, u, z, pull.weight(t), target.found, takes_part)
+        z = with_steps(z, target.sent, position(x, u), keeps)
+    u = move(x, u, z, pull.weight(t), target.found, keeps)
     restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:

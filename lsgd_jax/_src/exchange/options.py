@@ -34,6 +34,8 @@ class PullOptions(TypedDict, total=False):
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
         Fragments cut leaves there, see `fragment`. By default leaves are not cut.
       memory: 'device' or 'host', where state that only exchanges read is kept between them.
+      verify: whether exchanges compare what must be bit-identical on all workers, and
+        repair a worker that differs; see `Pull`.
       check: when finiteness is checked: 'due', only at exchanges, or 'every_step'.
     """
 
@@ -44,6 +46,7 @@ class PullOptions(TypedDict, total=False):
     part: Part | None
     scan_axis: ScanAxis | None
     memory: Memory
+    verify: bool
     check: Check
 
 
@@ -55,6 +58,7 @@ DEFAULTS: Mapping[str, Any] = {
     "part": None,
     "scan_axis": None,
     "memory": "device",
+    "verify": False,
     "check": "due",
 }
 

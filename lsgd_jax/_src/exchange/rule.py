@@ -68,6 +68,8 @@ class Rule(ByValue):
         ``grad=``, the worker's gradient: a tree like x, or None if `update` was called
         without one. With 'value_fn' `agree` gets ``value_fn=``: a function from a tree like
         y to the loss on this worker's batch, a float scalar. `update` then needs one.
+      is_common: whether z is bit-identical on all workers of the group, and not part of a
+        `Shared` in the state. `verify` then compares it, see `Pull`.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
         own step, and not only on y. `outer` then keeps a copy of x.
 
@@ -82,6 +84,7 @@ class Rule(ByValue):
     keeps: tuple[Kept, ...] | None = None
     reads_x: bool = True
     reads: tuple[Read, ...] = ()
+    is_common: bool = False
 
     def __post_init__(self):
         check_axes(self.axes)
@@ -101,7 +104,7 @@ def combine_then_adapt(rule: Rule) -> Rule:
 
         return jax.tree.map(add_step, z, x, y), found, state
 
-    return dataclasses.replace(rule, agree=agree, reads_x=True)
+    return dataclasses.replace(rule, agree=agree, reads_x=True, is_common=False)
 
 
 def in_order(rule: Rule, order: Order) -> Rule:

@@ -43,7 +43,14 @@ def average(axes: Axes = ("node", "local")) -> Rule:
         mean, count = group.masked_mean(y, takes_part)
         return mean, count > 0, state
 
-    return Rule(axes, lambda params: (), agree, keeps=("reference", "error"), reads_x=False)
+    return Rule(
+        axes,
+        lambda params: (),
+        agree,
+        keeps=("reference", "error"),
+        reads_x=False,
+        is_common=True,
+    )
 
 
 @by_value

@@ -146,6 +146,7 @@ def leader(
         keeps=("reference",) if keep == 1 else ("reference", "error"),
         reads_x=False,
         reads=("value_fn",) if peers else (),
+        is_common=True,
     )
 
 

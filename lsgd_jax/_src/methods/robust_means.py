@@ -206,7 +206,7 @@ def robust_mean(kind: RobustMean, axes: Axes = ("node", "local"), **options: int
         z, found = agreed(group, y, takes_part, mean)
         return z, found, state
 
-    return Rule(axes, lambda params: (), agree, reads_x=False)
+    return Rule(axes, lambda params: (), agree, reads_x=False, is_common=True)
 
 
 def _mean(rows: Rows, weights: Array) -> list[Array]:

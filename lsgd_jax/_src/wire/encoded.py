@@ -85,12 +85,20 @@ class EncodedGroup(Group):
       wire: the format, not 'float32'.
       kept: the pull's `WireState`.
       t: int32 scalar, the step, from which random keys are derived.
+      sent: bytes that this worker has sent before.
     """
 
     def __init__(
-        self, axes: Axes, channel: Any, wire: Wire | TopK, kept: WireState, t: Array
+        self,
+        axes: Axes,
+        channel: Any,
+        wire: Wire | TopK,
+        kept: WireState,
+        t: Array,
+        sent: float = 0.0,
     ):
         super().__init__(axes, channel)
+        self.bytes_sent = sent
         self.kept, self._t = kept, t
         self._wire: Any = wire
         self._keeps_one = False

@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
-        peers, or a rule that reads the gradient, as `grawa` does.
+      ValueError: no exchange, an offset or a delay with a budget, `verify`, workers
+        judged by their peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -66,6 +66,10 @@ class Pulls:
                 raise ValueError(
                     "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
+                )
+            if pull.verify:
+                raise ValueError(
+                    "asynchronous workers are not bit-identical: `verify` must be False"
                 )
             if "value_fn" in pull.rule.reads:
                 raise ValueError(
