@@ -134,6 +134,9 @@ def read(path: os.PathLike) -> Config:
         for name in ("name", "model", "method.name"):
             if name not in given:
                 raise ValueError(f"{name} is missing")
+        # Runs of earlier versions have no fingerprints in their checkpoints.
+        if hasattr(methods.find(str(given["method.name"])), "verify"):
+            given.setdefault("method.verify", False)
         return _built(_restored(given))
 
 

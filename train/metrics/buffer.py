@@ -31,6 +31,8 @@ class Interval(NamedTuple):
       waiting: bool [W], whether a worker waits to be restored at the last step.
       restored: int [W], how often each worker was restored in the interval.
       dropped: int [W], how often each worker's target was not finite, and was dropped.
+      differed: (worker, leaf) of each worker that differed from the others in the interval,
+        with the leaf in which it differed last.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Interval(NamedTuple):
     waiting: np.ndarray = np.zeros(0, bool)
     restored: np.ndarray = np.zeros(0, np.int64)
     dropped: np.ndarray = np.zeros(0, np.int64)
+    differed: Sequence[tuple[int, str]] = ()
     exchange: tuple[int, float | None, float] | None = None
 
 
@@ -79,7 +82,7 @@ class MetricsBuffer:
         self._diagnose = jax.jit(lj.diagnostics)
         self._wait = jax.jit(lj.waiting)
         pulls = workers.fetch(self._diagnose(opt_state))
-        self._counts = _counts(pulls)
+        self._last = pulls
         self._closes, self._pulls = closes, pulls
         self._closes_at, self._exchange = step, 0  # of this interval; 0: none
         self._distances: dict[int, Array] = {}
@@ -150,8 +153,8 @@ class MetricsBuffer:
         distances, diagnostics, waiting = self._workers.fetch(others)
         around = [distances.get(at) for at in (exchange - 1, exchange)]
         apart, together = (None if x is None else float(x) for x in around)
-        before, self._counts = self._counts, _counts(diagnostics)
-        restored, dropped = self._counts - before
+        before, self._last = self._last, diagnostics
+        restored, dropped = _counts(diagnostics) - _counts(before)
         self.read_losses(step)
         count, self._reported = step - self._reported, step
         losses, self._rows = self._rows[:count], self._rows[count:]
@@ -165,6 +168,7 @@ class MetricsBuffer:
             waiting,
             restored=restored,
             dropped=dropped,
+            differed=_differed(before, diagnostics),
             exchange=None if together is None else (exchange, apart, together),
         )
 
@@ -184,3 +188,15 @@ def _counts(pulls: Sequence[lj.Diagnostics]) -> np.ndarray:
     dropped = [pull.dropped for pull in pulls if pull.dropped is not None]
     restored = count([pull.restored for pull in pulls])
     return np.array([restored, count(dropped) if dropped else np.zeros_like(restored)])
+
+
+def _differed(
+    before: Sequence[lj.Diagnostics], now: Sequence[lj.Diagnostics]
+) -> list[tuple[int, str]]:
+    """The workers that have differed in between, each with the leaf of the last time."""
+    return [
+        (int(worker), b.leaves[int(np.asarray(b.leaf)[worker])])
+        for a, b in zip(before, now)
+        if a.differed is not None and b.differed is not None
+        for worker in np.flatnonzero(np.asarray(b.differed) != np.asarray(a.differed))
+    ]

@@ -23,6 +23,7 @@ def report(run: Run, interval: Interval | None) -> None:
     _warn_of_nonfinite(run, interval.step, finite)
     _warn_of_restored(run, interval)
     _warn_of_dropped(run, interval)
+    _warn_of_differing(run, interval)
     pace = run.pace(interval.done, run.stopwatch.seconds)
     run.write(
         "train",
@@ -34,6 +35,7 @@ def report(run: Run, interval: Interval | None) -> None:
         consensus_distance=interval.consensus_distance,
         exchange=interval.exchange,
         waiting=int(interval.waiting.sum()),
+        differed=interval.differed,
         **totals(interval.diagnostics),
     )
     write_leaders(run, interval.elections)
@@ -116,6 +118,13 @@ def _warn_of_dropped(run: Run, interval: Interval) -> None:
             "the target of an exchange was not finite, because finite parameters are too "
             f"large: worker {_joined(dropped)} stayed where it was (seen up to step "
             f"{interval.step})"
+
+
+def _warn_of_differing(run: Run, interval: Interval) -> None:
+    for worker, leaf in interval.differed:
+        run.progress.warn(
+            f"worker {worker} differed from the others in {leaf}; it took their value "
+            f"(seen up to step {interval.step})"
         )
 
 

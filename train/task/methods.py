@@ -29,6 +29,9 @@ GIVEN = {"axes", "base", "learning_rate", "part"}
 # Kinds of parameters that are no options: *args and **options.
 PACKED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
+# Defaults that differ from those of the library.
+DEFAULTS = {"verify": True}
+
 # Options with the number of steps before a method's first exchange.
 PERIODS = "period", "local_period", "global_period", "local_steps"
 
@@ -290,7 +293,8 @@ def _options(function: Factory, row: Row) -> type:
     for name, parameter in inspect.signature(function).parameters.items():
         option = row.renamed.get(name, name)
         given = name in row.made or option in GIVEN or parameter.kind in PACKED
-        default = row.defaults.get(name, parameter.default)
+        given |= name == "verify" and row.asynchronous is not None
+        default = {**DEFAULTS, **row.defaults}.get(name, parameter.default)
         kind = None if given else _kind(hints.get(name, type(default)), default)
         if kind is None:
             continue

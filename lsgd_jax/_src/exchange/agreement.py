@@ -76,8 +76,10 @@ def verified(group: Group, state: Any) -> Any:
 
     def repair(_: Any, carried: tuple[Tree, Agreement]) -> tuple[Tree, Agreement]:
         held, before = carried
-        others = group.channel.gather(each)[source]
-        leaf = jnp.argmax((others != each).any(-1)).astype(jnp.int32)
+        # XLA would move what does not depend on the loop's state out of the loop.
+        mine, _ = lax.optimization_barrier((each, before.target))
+        others = group.channel.gather(mine)[source]
+        leaf = jnp.argmax((others != mine).any(-1)).astype(jnp.int32)
         after = Agreement(
             _broadcast(group, before.target, source),
             differs,

@@ -80,7 +80,7 @@ class Pull:
         workers at each exchange, 8 bytes: anchors, centers, references, and the last target
         of a rule that says so (`is_common`). A worker that differs from the majority is
         counted, see `diagnostics`, takes the majority's values, does not contribute to the
-        target and takes it whole. Of two workers that differ nobody knows which one is
+        target and takes it whole. Of two workers that differ none is known to be
         right: the lowest index counts. In lock step only.
 
     Raises:
@@ -118,7 +118,8 @@ class Pull:
             raise ValueError("`late` must be 'pull' without a `delay`, got late='shift'")
         parts.check_part(self.part)
         check_option("memory", self.memory, get_args(Memory))
-        check_option("verify", self.verify, (False, True))
+        if not isinstance(self.verify, bool):
+            raise ValueError(f"`verify` must be a bool, got verify={self.verify!r}")
         if self.is_narrow and self.rule.keeps is None:
             raise ValueError(
                 "`wire` must be 'float32' for a rule whose `keeps` is None (see `Rule`), "
@@ -229,7 +230,7 @@ class PullState(NamedTuple):
     dropped: Array
     traffic: Traffic
     wire: Any = ()
-    agreement: Agreement | tuple[()] = ()
+    agreement: Any = ()
 
     def __lsgd_resized__(self) -> "PullState":
         """For `resize`: discards a message in flight, which belongs to the old workers."""

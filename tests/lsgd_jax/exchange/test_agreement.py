@@ -160,8 +160,3 @@ def test_other_workers_forget_the_last_target():
     assert not state.pulls[0].agreement.target.any()
     _, state = exchanged(lj.local_sgd(1, verify=True), lj.Workers(1, 3), x, 2, state=state)
     assert not lj.diagnostics(state)[0].differed.any()
-
-
-def test_asynchronous_workers_refuse_it():
-    with pytest.raises(ValueError, match="`verify` must be False"):
-        lj.asynchronous.Pulls(lj.lsgd(verify=True))

@@ -272,4 +272,6 @@ def test_the_method_of_the_page_on_rules_trains(tmp_path, monkeypatch):
     config = settings.read(tmp_path / "run" / "config.json")
     assert (config.method.period, config.method.wire) == (8, "int8")
     (test,) = records.read(tmp_path / "run")["test"]
-    assert test["bytes_sent"] == 650 + 4 * 4 + 4  # parameters, their scales and a loss
+    assert (
+        test["bytes_sent"] == 650 + 4 * 4 + 4 + 8
+    )  # parameters, scales, a loss, a fingerprint

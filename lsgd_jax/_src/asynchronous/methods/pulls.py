@@ -39,8 +39,8 @@ class Pulls:
       window: number of losses in a worker's score.
 
     Raises:
-      ValueError: no exchange, an offset or a delay with a budget, `verify`, workers
-        judged by their peers, or a rule that reads the gradient, as `grawa` does.
+      ValueError: no exchange, an offset or a delay with a budget, workers judged by their
+        peers, or a rule that reads the gradient, as `grawa` does.
 
     Reference for the budget: Teng et al., NeurIPS 2019, section 4 and the released code.
 
@@ -66,10 +66,6 @@ class Pulls:
                 raise ValueError(
                     "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
-                )
-            if pull.verify:
-                raise ValueError(
-                    "asynchronous workers are not bit-identical: `verify` must be False"
                 )
             if "value_fn" in pull.rule.reads:
                 raise ValueError(
@@ -107,7 +103,10 @@ class PullsWorker(Driver):
     def __init__(self, method: Pulls, worker: Worker, steps: int):
         # A step claimed ahead would keep all other workers waiting at the next round.
         super().__init__(worker, ahead=False)
-        self._pulls, self._period = method.exchange.pulls, method.period
+        # Asynchronous workers are never bit-identical, so there is nothing to verify.
+        unverified = lambda pull: dataclasses.replace(pull, verify=False)
+        self._pulls = tuple(map(unverified, method.exchange.pulls))
+        self._period = method.period
         self._steps, position = steps, worker.transport.position
         self._everyone = list(range(position.workers))
         self._conversations = [
