@@ -98,9 +98,9 @@ def test_only_steps_with_a_pull_communicate(finished):
     lowered = experiment.step.lower(*arguments, phase=None)
     always, when_due = exchanges(lowered.compile().as_text())
     numbers = sum(x[0].size for x in jax.tree.leaves(run.state.params))
-    assert always == 0 and when_due == [4 * (numbers + 1)] * 2
+    assert always == 0 and when_due == [4 * (numbers + 1) + 8] * 2
     sent = log.read(result.folder)["train"][-1]["bytes_sent"]
-    assert sent == (12 // 2 + 12 // 4) * 4 * (numbers + 1)
+    assert sent == (12 // 2 + 12 // 4) * (4 * (numbers + 1) + 8)
 
 
 def test_a_program_for_each_phase_computes_the_same(finished, opened):
