@@ -118,6 +118,7 @@ def _warn_of_dropped(run: Run, interval: Interval) -> None:
             "the target of an exchange was not finite, because finite parameters are too "
             f"large: worker {_joined(dropped)} stayed where it was (seen up to step "
             f"{interval.step})"
+        )
 
 
 def _warn_of_differing(run: Run, interval: Interval) -> None:

@@ -89,9 +89,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
     "name, devices",
-    mostly_slow(
-        [(n, d) for n in FORMS for d in (8, 2)], fast=[("diloco", 2), ("delayed", 8)]
-    ),
+    mostly_slow([(n, d) for n in FORMS for d in (8, 2)], fast=[("diloco", 2)]),
 )
 def test_a_worker_that_differs_is_named_and_takes_the_majoritys_value(name, devices):
     make, period = FORMS[name]
@@ -114,10 +112,7 @@ def test_a_worker_that_differs_is_named_and_takes_the_majoritys_value(name, devi
         counts[device * per_device : (device + 1) * per_device] += 1
         assert after.differed.tolist() == counts.tolist()
         assert len(after.leaves) == len(copied) + 1
-        assert (
-            after.leaves[int(after.leaf[device * per_device])]
-            == after.leaves[copied.index(n)]
-        )
+        assert after.leaf[device * per_device] == copied.index(n)
         leaves = jax.tree.leaves(state)
         for leaf in filter(lambda x: x.is_fully_replicated, leaves):
             copies = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
