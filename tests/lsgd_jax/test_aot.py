@@ -572,6 +572,35 @@ def test_large_leaves_take_one_buffer_more_on_gpus(method):
     assert due - quiet <= 1.4 * 4 * 4 * 2048**2
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+@pytest.mark.parametrize("make", [lj.local_sgd, lj.diloco])
+def test_fingerprints_take_8_bytes_and_few_temporaries(kind, make):
+    """On two workers; the quiet step has no fingerprint."""
+    pod = cluster(kind)
+    workers = lj.Workers(mesh=pod.mesh(node=2, local=4), axes=("node", "local"))
+
+    def compiled(verify):
+        method = make(2, verify=verify)
+        around = lj.outer(method)
+        zeros = lambda: {name: jnp.zeros((512, 1024)) for name in "abcd"}
+        init = lambda: (zeros(), around.init(zeros()))
+
+        def step(params, state, x, phase):
+            params = jax.tree.map(lambda p: p - 0.1 * (p - x), params)
+            return around.step(params, state, loss=x, phase=phase)
+
+        batch = jax.ShapeDtypeStruct((), jnp.float32)
+        phases = chosen(method)
+        return aot.report(workers, init, step, batch, method, phases=phases).programs
+
+    (_, plain), (quiet, checked) = compiled(False), compiled(True)
+    assert not [x for x in quiet.collectives if x.crosses]
+    assert checked.across - plain.across <= 8 * 8
+    more = checked.memory.temporaries - plain.memory.temporaries
+    assert more <= 0.4 * 4 * 4 * 512 * 1024, f"{more / 4 / 4 / 512 / 1024:.2f}"
+
+
 # MaxText's form: `jax.vmap` over the slices, of a step that is sharded by annotations
 
 LAYERS = {"up": (4, 256, 1024), "down": (4, 1024, 256)}

@@ -138,6 +138,7 @@ def test_a_port_that_is_taken_meanwhile_is_no_wrong_usage(tmp_path, capsys):
 
 
 def test_a_process_of_ray_does_not_say_how_to_resume(tmp_path):
+    (tmp_path / "config.json").touch()
     text = "at step 7; checkpoints are kept in "
     for options, says in ([], True), (["--ray.processes", "2"], False):
         line = where(cli.parse(["digits", *options]), tmp_path, 7)
