@@ -21,13 +21,13 @@ _noted = threading.Event()
 
 def end_at_once() -> None:
     """From now on Ctrl-C ends the process with one line. Call it before importing jax."""
-    signal.signal(signal.SIGINT, _end)
+    _handle(_end)
 
 
 def listen() -> None:
     """From now on the first Ctrl-C is recorded, and a second one interrupts at once."""
     _noted.clear()
-    signal.signal(signal.SIGINT, _note)
+    _handle(_note)
 
 
 @contextlib.contextmanager
@@ -58,6 +58,12 @@ def answered(answer: Callable[[], None]) -> Iterator[None]:
         os.close(writer)
         thread.join()
         os.close(reader)
+
+
+def _handle(handler: Callable[[int, types.FrameType | None], None]) -> None:
+    """Sets the handler of Ctrl-C unless it is ignored, as in a script's background job."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _end(number: int, frame: types.FrameType | None) -> None:

@@ -4,8 +4,8 @@
 
 starts `python -m train digits --steps 100` twice as one run. Output of the processes is
 shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
-emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends. If
-one process fails, the others are stopped. The exit status is that of the failed process, or
+emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends. Ctrl-Z
+pauses all processes. If one process fails, the others are stopped. The exit status is that of the failed process, or
 128 plus the number of the signal that ended it. To restart processes after a failure, use
 the trainer's `--ray.processes` instead.
 """
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from train.cluster.exit_status import LOST, SIGNALED, SUCCESS, WRONG_USAGE
@@ -49,6 +49,11 @@ def child() -> NoReturn:
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """The signals that this process does not ignore, as nohup makes it ignore SIGHUP."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start(
@@ -227,8 +232,15 @@ def main(arguments: Sequence[str], module: str = "train") -> int:
         for child in children:
             child.send_signal(number)
 
-    for number in PASSED:
+    def pause(number: int, _: object) -> None:
+        pass_on(signal.SIGSTOP, _)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
+        pass_on(signal.SIGCONT, _)
+
+    for number in heeded(PASSED):
         signal.signal(number, pass_on)
+    for number in heeded([signal.SIGTSTP]):
+        signal.signal(number, pause)
     for i, environment in enumerate(given):
         meeting = rendezvous_options(coordinator, count, i)
         line = [*options.arguments, *meeting]

@@ -106,6 +106,41 @@ def test_signals_are_passed_on(program, tmp_path, number):
     assert (tmp_path / "saved").read_text() == str(int(number))
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_ignored_signals_stay_ignored(program, number):
+    """nohup ignores SIGHUP, and a script's background job ignores SIGINT."""
+    program("print('ready', flush=True); time.sleep(0.3); sys.exit(5)")
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        launcher = launched()
+    finally:
+        signal.signal(number, before)
+    with launcher:
+        launcher.stdout.readline()
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 5
+
+
+def state(pid):
+    """The state of a process: R, S, T (stopped), Z, ..."""
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_z_pauses_the_processes_too(program):
+    program("print(os.getpid(), flush=True); time.sleep(0.5)")
+    with launched() as launcher:
+        pids = launcher.pid, int(launcher.stdout.readline().split()[1])
+        launcher.send_signal(signal.SIGTSTP)
+        deadline = time.monotonic() + 20
+        while [state(pid) for pid in pids] != ["T", "T"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        launcher.send_signal(signal.SIGCONT)
+        assert launcher.wait(60) == 0
+
+
 def test_without_a_reader_the_run_goes_on(program, tmp_path):
     program(
         "for i in range(9): print(i, flush=True); time.sleep(0.02)\n"

@@ -27,7 +27,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 import lsgd_jax as lj
 from train.cluster.exit_status import INTERRUPTED, LOST, STOPPED, SUCCESS, WRONG_USAGE
 from train.config import Config, RayConfig
-from train.launch import OF_OTHERS, PASSED, free_port, rendezvous_options, start
+from train.launch import OF_OTHERS, PASSED, free_port, heeded, rendezvous_options, start
 from train.messages import one_line
 
 
@@ -323,7 +323,7 @@ def _follow(job: Job, storage: str, health: Any) -> tuple[int, str]:
         board.ask.remote(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one interrupts
 
-    kept = {number: signal.signal(number, ask) for number in PASSED}
+    kept = {number: signal.signal(number, ask) for number in heeded(PASSED)}
     # Ray Train handles SIGINT itself if it runs in the main thread.
     fitting = threading.Thread(target=fit, daemon=True)
     fitting.start()

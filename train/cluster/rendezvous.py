@@ -213,7 +213,9 @@ def _without_proxies() -> Iterator[None]:
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Lets Ctrl-C end the process, because Python would handle it only after the wait."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:

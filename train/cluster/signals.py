@@ -16,7 +16,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopSignals:
     """While open, records SIGINT and SIGTERM instead of dying. A second SIGINT interrupts.
 
-    SIGHUP, the end of a terminal, counts as SIGTERM unless it is ignored (nohup).
+    SIGHUP, the end of a terminal, counts as SIGTERM. SIGHUP and SIGINT stay ignored if they
+    are, as with nohup or in a script's background job.
 
     Several processes all stop after the same step, whichever of them got the signal. jax's
     preemption service catches SIGTERM and agrees on that step. The other signals are passed
@@ -40,7 +41,7 @@ class StopSignals:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM and self._session.has_others:
                 continue  # jax has a handler of its own
-            if number != signal.SIGHUP or not ignored:
+            if number == signal.SIGTERM or not ignored:
                 self._previous[number] = signal.signal(number, self._note)
         if interrupts.noted():  # Ctrl-C came before these handlers were set
             self._note(signal.SIGINT, None)
