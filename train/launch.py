@@ -6,8 +6,8 @@ starts `python -m train digits --steps 100` twice as one run. Output of the proc
 shown with a prefix ([0], [1], ...). Each process gets GPUs of its own if there are any, and
 emulated CPU devices otherwise. Ctrl-C and SIGTERM are passed on: the run saves and ends.
 Ctrl-Z pauses all processes. If one process fails, the others are stopped. The exit status
-is that of the failed process, or 128 plus the number of the signal that ended it. To restart
-processes after a failure, use the trainer's `--ray.processes` instead.
+is that of the failed process, or 128 plus the number of the signal that ended it. To
+restart processes after a failure, use the trainer's `--ray.processes` instead.
 """
 
 import argparse
