@@ -62,11 +62,10 @@ def moving_center(
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
         sums, _ = group.masked_sum(gaps, takes_part)
+        sums, fits = trees.in_order(sums, trees.has_headroom(sums))
         alpha = jnp.asarray(value_at(strength, t))
         move = lambda c, s: c + (alpha.astype(s.dtype) * s).astype(c.dtype)
-        center = jax.tree.map(move, old, sums)
-        fits = trees.has_headroom(sums)
-        center = trees.where(fits, center, old)
+        center = trees.where(fits, jax.tree.map(move, old, sums), old)
         target = center if renewed else old
         if group.size == 1:
             target = center = trees.where(takes_part, y, old)
