@@ -46,6 +46,7 @@ def test_every_entrant_of_a_race_is_valid(tmp_path):
 # when_to_follow.py and leader.py
 
 
+@pytest.mark.slow
 def test_a_row_per_method_and_a_column_per_scenario(capsys, tmp_path):
     scenarios, seeds = ["equal workers", "adversary"], 2
     options = ["--seeds", str(seeds), "--steps", "80", "--scenarios", *scenarios]
@@ -65,6 +66,7 @@ def test_a_row_per_method_and_a_column_per_scenario(capsys, tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_text_of_its_own(capsys, tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 100)
     options = ["--seeds", "1", "--steps", "80", "--scenarios", "data apart"]
@@ -92,6 +94,7 @@ def test_cnn7_takes_steps_that_end_at_an_exchange(monkeypatch):
     np.testing.assert_allclose(after.rates, 0.05)
 
 
+@pytest.mark.slow
 def test_a_case_of_the_gain_of_a_leader():
     """Its workers differ in their rates, and are apart until the mean is taken."""
     rng = np.random.default_rng(0)

@@ -598,7 +598,9 @@ def test_fingerprints_take_8_bytes_and_few_temporaries(kind, make):
     assert not [x for x in quiet.collectives if x.crosses]
     assert checked.across - plain.across <= 8 * 8
     more = checked.memory.temporaries - plain.memory.temporaries
-    assert more <= 0.4 * 4 * 4 * 2048**2, f"{more / 4 / 4 / 2048**2:.2f}"
+    # On TPUs the anchors' loop holds a copy of some leaves.
+    limit = 1.2 if kind == "tpu" else 0.4
+    assert more <= limit * 4 * 4 * 2048**2, f"{more / 4 / 4 / 2048**2:.2f}"
 
 
 # MaxText's form: `jax.vmap` over the slices, of a step that is sharded by annotations

@@ -38,6 +38,7 @@ def resume(folder, *options):
     return ["digits", "--resume", "--run-dir", str(folder), *options]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_other_workers_and_then_with_these(folder, capsys):
     config = (folder / "config.json").read_bytes()
     assert main(resume(folder, "--workers.nodes", "1", "--steps", "12")) == 0

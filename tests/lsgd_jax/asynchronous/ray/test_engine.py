@@ -222,7 +222,7 @@ def test_a_worker_that_is_lost_without_progress_ends_the_run(recorded):
 
 
 @pytest.mark.parametrize(
-    "method", [BUDGET, toys.slow(DECOUPLED)], ids=["lsgd", "decoupled"]
+    "method", [toys.slow(BUDGET), toys.slow(DECOUPLED)], ids=["lsgd", "decoupled"]
 )
 def test_a_worker_that_is_killed_goes_on_from_a_peer(on_ray, method):
     killed, turns = [], []
