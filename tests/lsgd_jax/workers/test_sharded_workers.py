@@ -102,9 +102,9 @@ def test_numbers_are_those_of_unsharded_workers(method, grid):
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(whole_state)):
         assert int(mine.misplaced.sum()) == 0
         # All leaves are sharded: a device sends its share, and at most a count, a flag and
-        # a number for each leaf. Krum's W x W distances are of whole workers.
+        # a number for each leaf. Krum's 3 W x W sums are of whole workers.
         per_leaf = 4 * 3 if method in ("grawa", "edit", "radial") else 0
-        gaps = 4 * (nodes * locals) ** 2 if method == "krum" else 0
+        gaps = 12 * (nodes * locals) ** 2 if method == "krum" else 0
         assert int(mine.payload) <= int(other.payload) // inside + 8 + per_leaf + gaps
     kernels = [x for x in jax.tree.leaves(state) if x.shape[-2:] == (8, 16)]
     for moment in kernels:
