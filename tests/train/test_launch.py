@@ -134,10 +134,12 @@ def test_ctrl_z_pauses_the_processes_too(program):
         pids = launcher.pid, int(launcher.stdout.readline().split()[1])
         launcher.send_signal(signal.SIGTSTP)
         deadline = time.monotonic() + 20
-        while [state(pid) for pid in pids] != ["T", "T"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        launcher.send_signal(signal.SIGCONT)
+        try:
+            while [state(pid) for pid in pids] != ["T", "T"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            launcher.send_signal(signal.SIGCONT)  # one that is stopped would never end
         assert launcher.wait(60) == 0
 
 
