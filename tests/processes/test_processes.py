@@ -141,5 +141,5 @@ def test_processes_that_see_different_files_all_raise(tmp_path):
         make_folder(tmp_path / process / "data", train=8, val=9)
     (tmp_path / "1" / "data" / "val" / "bee" / "0.JPEG").unlink()
     answers, _ = run("other_files", tmp_path, 2)
-    assert answers == ["all processes must read the same image files"] * 2
+    assert answers == ["all processes must read the same images"] * 2
     assert not list(tmp_path.glob("*/result"))
