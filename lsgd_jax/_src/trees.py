@@ -201,14 +201,6 @@ def has_headroom(tree: Tree) -> Array:
     return all_finite(jax.tree.map(lambda x: 256 * x, tree))
 
 
-def in_order(tree: Tree, decision: Array) -> tuple[Tree, Array]:
-    """The tree, once a decision about it is known.
-
-    Otherwise XLA computes what the decision chooses from together with it, and holds both.
-    """
-    return lax.optimization_barrier((tree, decision))
-
-
 def _all_finite(tree: Tree) -> Array:
     """1 if all elements are finite, otherwise 0."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

@@ -128,7 +128,7 @@ def anchored(
         anchor = state.anchor.value
         if is_plain:
             mean, count = group.masked_mean(y, takes_part, reference=anchor)
-            mean, fits = trees.in_order(mean, trees.has_headroom(mean))
+            fits = trees.has_headroom(mean)
             delta = jax.tree.map(jnp.subtract, anchor, mean)
             return delta, [fits], fits | (count == 0), ()
         deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
