@@ -14,6 +14,7 @@ from lsgd_jax._src.layouts import known_axes, shard_by_shard
 
 
 Tree = Any  # a pytree of arrays
+HEADROOM = 256  # see `has_headroom`
 
 
 def widened(x: Array) -> Array:
@@ -198,7 +199,7 @@ def has_headroom(tree: Tree) -> Array:
     Sums of finite numbers may overflow. A center or an anchor moves only by sums that have
     headroom, so that it and its momentum stay finite.
     """
-    return all_finite(jax.tree.map(lambda x: 256 * x, tree))
+    return all_finite(jax.tree.map(lambda x: HEADROOM * x, tree))
 
 
 def _all_finite(tree: Tree) -> Array:

@@ -389,15 +389,9 @@ def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
     if known is wanted:
         return checkpointer.restore(path, args=ocp.args.StandardRestore(wanted))
     found = _by_name(checkpointer.restore(path, args=ocp.args.StandardRestore(known)))
-    name = lambda path: ".".join(map(_key, path))
     zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
-    fill = lambda path, x: found[name(path)] if name(path) in found else zeros(x)
+    fill = lambda path, x: found[_name(path)] if _name(path) in found else zeros(x)
     return jax.tree_util.tree_map_with_path(fill, wanted)
-
-
-def _key(entry: Any) -> str:
-    """An entry of a path as Orbax writes it."""
-    return jax.tree_util.keystr((entry,), simple=True)
 
 
 def _without_new(wanted: Any, saved: Any) -> Any:
@@ -454,8 +448,11 @@ def _first_difference(saved: Any, wanted: Any) -> str:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-    return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _typed(x: Any) -> str:

@@ -109,7 +109,8 @@ def noloco(
         blend = lambda y, slow: beta * (widened(y) - slow) + gamma * slow
         message = jax.tree.map(blend, y, state.slow)
         mean, _, _ = pairs.agree(group, None, message, (), takes_part, t)
-        moves = takes_part & trees.has_headroom(mean)
+        mean, fits = group.movable(mean, message)
+        moves = takes_part & fits
         momentum = lambda old, mean, slow: alpha * old + (mean - gamma * slow)
         moved = jax.tree.map(momentum, state.momentum, mean, state.slow)
         stepped = NoLoCoState(jax.tree.map(jnp.add, state.slow, moved), moved)

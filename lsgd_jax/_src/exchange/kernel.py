@@ -389,13 +389,15 @@ def send(
     if pull.is_narrow:
         group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
     group.exchange_number = -(-t // pull.every)
+    group.is_delayed = pull.delay > 0 and group.channel.transposes
     more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
     z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
-    held = jax.tree.map(lambda z, y: z.astype(y.dtype), z, y)
-    found &= trees.all_finite(held)
+    if not group.is_delayed:  # see `Group.movable`
+        held = jax.tree.map(lambda z, y: z.astype(y.dtype), z, y)
+        found &= trees.all_finite(held)
     state = state._replace(
-        rule=_in_the_form_of(state.rule, after),
         dropped=state.dropped + (takes_part & ~found).astype(jnp.int32),
+        rule=_in_the_form_of(state.rule, after),
         traffic=state.traffic.sent(group.bytes_sent),
         wire=_kept_on_the_wire(pull, found, group.kept, state.wire),
     )
@@ -554,8 +556,9 @@ def move(
 ) -> Tree:
     """Returns the u that moves x to y + λ (z - y), or that y itself without an x.
 
-    It moves x to z itself if λ is 1 or the worker is not finite. Without a target, and for
-    elements that do not move, u is bit-identical. `apply_updates` replaces an x that is not
+    It moves x to z itself if λ is 1 or the worker is not finite. Elements of z that are not
+    finite are no target. Without a target, and for elements that do not move, u is
+    bit-identical. `apply_updates` replaces an x that is not
     finite.
     """
     whole = found & (~takes_part | (weight == 1))
@@ -569,8 +572,9 @@ def move(
     def towards(y: Array, z: Array) -> Array:
         wide = trees.widened(y)
         near = trees.where_finite(wide, wide, fill.astype(wide.dtype))
+        z = z.astype(wide.dtype)
+        z = lax.select(lax.is_finite(z.astype(y.dtype)), z, near)
         near = near * keep.astype(wide.dtype)
-        z = trees.finite_part(z.astype(wide.dtype))
         # Rounded to the dtype of x, so that x + u rounds to the same value on all workers.
         return (near + pull.astype(wide.dtype) * (z - near)).astype(y.dtype)
 

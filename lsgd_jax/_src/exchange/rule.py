@@ -57,7 +57,7 @@ class Rule(ByValue):
         whether this worker's loss, its y and the result of `step` are finite.
         z: the target, a tree like y. found: bool scalar, whether there is a target. A z
         that is not finite is none. A rule whose state follows what the group sent keeps its
-        state then, see `has_headroom`.
+        state then, see `Group.movable`.
       step: (u, x, state, loss, t) -> (u, state, takes_part), called on every step; never
         communicates.
       keeps: the memory that `agree` needs for a narrow wire format: 'reference', the last

@@ -128,16 +128,16 @@ def anchored(
         anchor = state.anchor.value
         if is_plain:
             mean, count = group.masked_mean(y, takes_part, reference=anchor)
-            fits = trees.has_headroom(mean)
+            mean, fits = group.movable(mean, anchor)
             delta = jax.tree.map(jnp.subtract, anchor, mean)
-            return delta, [fits], fits | (count == 0), ()
+            return delta, [fits & (count > 0)], fits | (count == 0), ()
         deltas = jax.tree.map(lambda a, y: a - widened(y), anchor, y)
         if guard is None:
             shares, detector = _shares(group, weights, takes_part), ()
         else:
             shares, detector = weigh(guard, group, deltas, state.detector, takes_part)
         delta = MERGES[merge](group, deltas, shares, takes_part)
-        fits = trees.has_headroom(delta)
+        delta, fits = group.movable(delta, trees.zeros(delta))
         found = [fits & (total > 0) for total in trees.materialized(*shares.sum(axis=0))]
         return guard.clipped(delta) if guard else delta, found, fits, detector
 

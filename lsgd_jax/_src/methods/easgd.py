@@ -62,7 +62,7 @@ def moving_center(
         old = state.center.value
         gaps = jax.tree.map(lambda y, c: widened(y) - c, y, old)
         sums, _ = group.masked_sum(gaps, takes_part)
-        fits = trees.has_headroom(sums)
+        sums, fits = group.movable(sums, trees.zeros(sums))
         alpha = jnp.asarray(value_at(strength, t))
         move = lambda c, s: c + (alpha.astype(s.dtype) * s).astype(c.dtype)
         center = trees.where(fits, jax.tree.map(move, old, sums), old)

@@ -130,7 +130,7 @@ def parle(
         move = lambda x, z, c: x - eta * ((x - z) + rho_inverse * (x - c))
         anchor = jax.tree.map(move, state.anchor, state.average, old)
         mean, count = group.masked_mean(anchor, takes_part, reference=old)
-        fits = trees.has_headroom(mean)
+        mean, fits = group.movable(mean, old)
         center = trees.where(fits, mean, old)
         # The center is there to be pulled to even if no worker is finite.
         found = fits | (count == 0)

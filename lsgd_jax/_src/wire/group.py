@@ -20,7 +20,15 @@ from lsgd_jax._src.checks import check_auto_mesh
 from lsgd_jax._src.explicit import with_automatic_axes
 from lsgd_jax._src.layouts import shard_by_shard, shard_nbytes
 from lsgd_jax._src.shared import WORKER_AXES, Axes, Shared
-from lsgd_jax._src.trees import Tree, all_finite, widen, widened, zeros
+from lsgd_jax._src.trees import (
+    HEADROOM,
+    Tree,
+    all_finite,
+    has_headroom,
+    widen,
+    widened,
+    zeros,
+)
 from lsgd_jax._src.wire.codec import draws
 from lsgd_jax._src.wire.collectives import MeshChannel, Permutation, any_bound
 from lsgd_jax._src.wire.shares import Shares
@@ -82,6 +90,7 @@ class Group:
       kept: the memory of an agreement; see `EncodedGroup`.
       exchange_number: int32 scalar, the number of this exchange of the pull, 1, 2, …, from
         which a graph takes its round; None outside of an agreement.
+      is_delayed: whether the messages travel beside a step's gradient.
 
     >>> import jax.numpy as jnp
     >>> import lsgd_jax as lj
@@ -97,6 +106,7 @@ class Group:
         self.bytes_sent = 0.0
         self.kept: Any = ()
         self.exchange_number: Any = None
+        self.is_delayed = False
 
     # Members
 
@@ -340,6 +350,18 @@ class Group:
     def bernoulli(self, probability: Array | float, seed: int, t: Array) -> Array:
         """Draws True with `probability` for this worker at step t: bool scalar, varying."""
         return jax.random.bernoulli(draws(seed, t, self.index), probability)
+
+    def movable(self, sums: Tree, instead: Tree) -> tuple[Tree, Array]:
+        """Sums by which a center may move, and whether they are a target.
+
+        Sums of finite numbers may overflow. Where all must wait for the whole, all or none
+        of them count, see `has_headroom`. Behind a delayed message XLA would let the
+        gradient wait for that test, so that elements that overflow are those of `instead`.
+        """
+        if not self.is_delayed:
+            return sums, has_headroom(sums)
+        fits = lambda s, other: jnp.where(jnp.isfinite(HEADROOM * s), s, other)
+        return jax.tree.map(fits, sums, instead), jnp.asarray(True)
 
     # Counted messages
 
