@@ -213,7 +213,8 @@ def test_the_table_gives_the_bytes_of_an_exchange():
     """The coefficient of P per exchange and peer, up to 8 bytes of scores and counts.
 
     A sparse message also has a table of values, and indices of whole bits. Robust
-    aggregates also send the result of a share, and distances between workers.
+    aggregates also send the result of a share, and distances between workers: the
+    geometric median three sums per worker in each of 32 iterations.
     """
     page = (DOCS / "methods/index.md").read_text()
     rows = re.findall(r"^\| `(lj\.[^`]*)`(?:[^|]*\|){3} ([^|]*) \|$", page, re.M)
@@ -228,7 +229,7 @@ def test_the_table_gives_the_bytes_of_an_exchange():
         each = float(re.match(r"[\d.]+", written)[0]) * neighbors
         more = 0.04 * each * P if "sparse" in line else 8 * neighbors
         if "(1 + 1/W)" in written:
-            each, more = each * (1 + 1 / 8), 4 * 8 * (8 + 33)
+            each, more = each * (1 + 1 / 8), 4 * 3 * 8 * 32 + 8
         for level in levels:
             assert 0 <= level.payload - each * P <= more, line
         assert ("/τ" in written) == any(level.period > 1 for level in levels), line
