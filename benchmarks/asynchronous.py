@@ -22,7 +22,6 @@ snapshots that every worker keeps until it ends, so they do not use the network.
 """
 
 import argparse
-import functools
 import math
 import os
 import statistics
@@ -33,13 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import small_networks as small
 from jax.flatten_util import ravel_pytree
 from limited_hosts import bits_of, limited_hosts, ray_on
 from usage import head, parser, row
 
 import lsgd_jax as lj
 from lsgd_jax import asynchronous as at
+from train.data import digits
 
 
 WORKERS, BATCH, WIDTH, RATE = 4, 32, 512, 0.05
@@ -89,11 +88,28 @@ def parse():
 # Training
 
 
-forward = functools.partial(small.logits_of, activation=jax.nn.relu)
+def data():
+    """Returns the digits: inputs [N, 64] and labels for training, and for testing."""
+    data = digits.load()
+    flat = lambda x: x.reshape(-1, 64).astype(np.float32) / 255
+    train, test = data.train, data.test
+    return flat(train.images), train.labels, flat(test.images), test.labels
 
 
 def start():
-    return small.start(jax.random.key(0), (64, WIDTH, WIDTH, 10), gain=2.0)
+    """Returns random layers with the variance of weights that ReLU asks for."""
+    keys, sizes = jax.random.split(jax.random.key(0), 3), (64, WIDTH, WIDTH, 10)
+    weights = lambda key, a, b: jax.random.normal(key, (a, b)) * (2 / a) ** 0.5
+    each = zip(keys, sizes, sizes[1:])
+    return [(weights(key, a, b), jnp.zeros((1, b))) for key, a, b in each]
+
+
+def forward(layers, x):
+    """Returns logits [B, 10] of images [B, 64]."""
+    for weights, bias in layers[:-1]:
+        x = jax.nn.relu(x @ weights + bias)
+    weights, bias = layers[-1]
+    return x @ weights + bias
 
 
 def training(seconds):
@@ -103,7 +119,7 @@ def training(seconds):
     """
 
     def make(index):
-        x, y, *_ = map(jnp.asarray, small.digits())
+        x, y, *_ = map(jnp.asarray, data())
         tx = optax.sgd(RATE, momentum=0.9)
 
         @jax.jit
@@ -111,7 +127,9 @@ def training(seconds):
             chosen = jax.random.randint(jax.random.fold_in(key, t), (BATCH,), 0, len(x))
 
             def loss_of(params):
-                return small.cross_entropy(forward(params, x[chosen]), y[chosen])
+                logits = forward(params, x[chosen])
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, y[chosen])
+                return losses.mean()
 
             loss, grads = jax.value_and_grad(loss_of)(params)
             updates, opt_state = tx.update(grads, opt_state, params)
@@ -141,11 +159,11 @@ def training(seconds):
 
 def seconds_to(error, begun, owns):
     """Returns seconds until the mean of the newest snapshots reaches the error, or None."""
-    unravel, (*_, x, y) = ravel_pytree(start())[1], small.digits()
+    unravel, (*_, x, y) = ravel_pytree(start())[1], data()
 
     @jax.jit
     def error_of(vector):
-        return small.error(forward(unravel(vector), x), y)
+        return 100 * (forward(unravel(vector), x).argmax(axis=-1) != y).mean()
 
     # A snapshot holds the parameters before its step, so its time is the previous end.
     times = [np.r_[begun, ends[:-1]][::SNAPSHOT] for _, ends, _ in owns]
@@ -157,12 +175,23 @@ def seconds_to(error, begun, owns):
     return None
 
 
+def still(params):
+    """Returns workers whose steps do not move these parameters."""
+    step = lambda params, opt_state, own, t: (
+        jax.tree.map(jnp.zeros_like, params),
+        opt_state,
+        own,
+        0.0,
+    )
+    return at.Training(lambda i: (params, (), ()), jax.jit(step))
+
+
 def simulated(method, options):
     """Returns the simulated steps per second of all workers."""
     ends = [[] for _ in range(WORKERS)]
     bandwidth = 0.94 * bits_of(options.rate) / 8 if options.rate else math.inf
     at.simulator.run(
-        small.still(start()),
+        still(start()),
         method,
         nodes=WORKERS,
         locals=1,

@@ -111,7 +111,7 @@ def compiled(case: Case) -> tuple[list, float]:
 
     def step(params, state, x, **phase):
         loss, grads = gradient(params, x)
-        more = {"value_fn": lambda p: gradient(p, x)[0], "grad": grads, **phase}
+        more = {"grad": grads, **phase}
         if around is not None:
             params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
             return around.step(params, state, loss=loss, **more)

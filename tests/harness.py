@@ -85,12 +85,6 @@ METHODS = {
         due=2,
         rounds=lambda W: (1, 1),
     ),
-    "lsgd_by_peers": Method(
-        lambda W, **k: lj.lsgd(0.5, 0.5, 2, 4, judged_by="peers", **k),
-        due=2,
-        rounds=lambda W: (1, 1),
-        lock_step=True,
-    ),
     "easgd": Method(lambda W, **k: lj.easgd(0.5, 2, **k), due=2),
     "easgd_combine": Method(
         lambda W, **k: lj.easgd(
@@ -437,12 +431,9 @@ class Run:
             def gradient(params):
                 return jax.tree.map(jnp.subtract, params, target)
 
-            def value_fn(params):
-                norm = optax.tree.norm(gradient(params), squared=True)
-                return norm.astype(jnp.float32) / 2
-
-            more = {"value": value_fn(params), "value_fn": value_fn}
-            updates, state = tx.update(gradient(params), state, params, **more)
+            norm = optax.tree.norm(gradient(params), squared=True)
+            loss = norm.astype(jnp.float32) / 2
+            updates, state = tx.update(gradient(params), state, params, value=loss)
             return apply(params, updates), state
 
         params = self.workers.put(self.start)

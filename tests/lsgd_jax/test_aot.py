@@ -322,7 +322,7 @@ LIMITS = {
     r"workers.* (sparse_diloco|sparta)": (10.0, 1.3, 120),
     # All rounds of a graph count, of which a step takes one.
     rf"workers.* ({GRAPHS}|noloco)(\+.*)?": (7.5, 2.0, 60),
-    r"workers.* (desloc|post_local_sgd|diloco.radial|lsgd_by_peers)": (8.0, 1.1, 60),
+    r"workers.* (desloc|post_local_sgd|diloco.radial)": (8.0, 1.1, 60),
     r"workers.* wagma.*": (8.0, 1.1, 60),
     # Each device works on 1/W of the coordinates of all workers.
     r"workers.* (coordinate_median|licm|robust.*|cge.*)": (4.0, 1.1, 60),
@@ -337,7 +337,6 @@ LIMITS = {
     r"replicas.* .*layers\+int8": (26.0, 2.4, 60),
     # A gather under a vmap counts the message of both workers, and bfloat16 travels wide.
     r"replicas.* .*(bfloat16|int8|int4|stochastic).*": (15.0, 2.4, 60),
-    r"replicas.* lsgd_by_peers": (7.5, 2.2, 60),
     r"replicas.* .*layers": (20.0, 1.1, 60),
     r"replicas.* .*": (13.0, 1.1, 60),
 }
@@ -393,7 +392,7 @@ def on_workers(kind, name):
 
     def step(params, state, x, **phase):
         loss, grads = gradient(params, x)
-        more = {"value_fn": lambda p: gradient(p, x)[0], "grad": grads, **phase}
+        more = {"grad": grads, **phase}
         updates, state = optax.with_extra_args_support(tx).update(
             grads, state, params, value=loss, **more
         )
@@ -429,8 +428,7 @@ def on_replicas(kind, name):
         params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
         if o is None:
             return params, state
-        value_fn = lambda p: gradient(p, target)[0]
-        return o.step(params, state, loss=loss, grad=grads, value_fn=value_fn, **phase)
+        return o.step(params, state, loss=loss, grad=grads, **phase)
 
     state = ()
     if o is not None:
@@ -462,10 +460,7 @@ def payloads(name, W, chained):
     params = {n: np.ones((W, *(d // 4 for d in shape))) for n, shape in SHAPES.items()}
     params = workers.put(jax.tree.map(np.float32, params))
     tx = method.chain(W, BASE) if chained else method.make(W)
-    value_fn = lambda p: p["small0"].sum()
-    step = lambda x: tx.update(
-        x, tx.init(x), x, value=value_fn(x), value_fn=value_fn, grad=x
-    )[1]
+    step = lambda x: tx.update(x, tx.init(x), x, value=x["small0"].sum(), grad=x)[1]
     levels = lj.diagnostics(workers.map(step)(params))
     return [(16 * level.payload / PARAMETERS, level.axes) for level in levels]
 

@@ -47,8 +47,6 @@ INVALID = {
     "wire": (["int9", "int8-up"], "one of .*'int4', .*, got wire='int"),
     "merge": (["rda"], "one of 'mean', 'radial'"),
     "aggregate": (["sum"], "one of 'mean', 'senders'"),
-    "judged_by": (["all"], "one of 'own', 'peers'"),
-    "late": (["drop"], "one of 'pull', 'shift'"),
     "memory": (["disk"], "one of 'device', 'host'"),
     "order": (["both"], "one of 'adapt_then_combine', 'combine_then_adapt'"),
     "interpolation": (["nearest"], "one of"),

@@ -304,8 +304,8 @@ def test_predicates_of_communication_are_the_same_on_all_workers(name):
     )
 
     def update(params, state, value):
-        more = {"value": value[0], "value_fn": optax.tree.sum}
-        updates, state = tx.update(one(params), one(state), one(params), **more)
+        grads, x = one(params), one(params)
+        updates, state = tx.update(grads, one(state), x, value=value[0])
         return stack((updates, state if proves_state else ()))
 
     proves_state = name in KINDS and "+" not in name

@@ -247,6 +247,10 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         ('{"momentum": 0.9}', "no setting momentum; did you mean optimizer.momentum?"),
         ('{"method": "easgd", "method.name": "sgp"}', "method.name is given twice"),
         ('{"experiment": "text"}', "--config is of 'text', not of 'digits'"),
+        (
+            '{"method.late": "shift"}',
+            "with `method.late`, which must be 'pull' now, got method.late=\"shift\"",
+        ),
         ('{"data": {"padding": 2}}', "`data.padding` must be left out with data.name"),
     ],
 )
@@ -257,7 +261,7 @@ def test_a_wrong_file_is_refused_in_one_line(text, message, refusal, tmp_path):
 
 def test_a_file_goes_with_resuming(tmp_path):
     settings.write(cli.parse(["digits", "--seed", "5"]), tmp_path / "config.json")
-    (tmp_path / "some.json").write_text('{"steps": 9}')
+    (tmp_path / "some.json").write_text('{"steps": 9, "method.late": "pull"}')  # of 0.3
     file = f"--config={tmp_path / 'some.json'}"
     config = cli.parse(["digits", "--resume", f"--run-dir={tmp_path}", file])
     assert (config.seed, config.steps) == (5, 9)

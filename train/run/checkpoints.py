@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
@@ -323,7 +324,7 @@ def read(
     _silence()
     try:
         saved = _saved(path / "state")
-        known = _without_new(wanted, saved)
+        known = _as_saved(wanted, saved)
         difference = _first_difference(saved, known)
         state = None if difference else _restore(path / "state", wanted, known)
     except Exception as error:  # Orbax and TensorStore raise all kinds
@@ -394,27 +395,33 @@ def _restore(path: pathlib.Path, wanted: Any, known: Any) -> Any:
     return jax.tree_util.tree_map_with_path(fill, wanted)
 
 
-def _without_new(wanted: Any, saved: Any) -> Any:
-    """The tree, without counters that an earlier version did not save.
+def _as_saved(wanted: Any, saved: Any) -> Any:
+    """The tree with the fields of the version that saved it.
 
-    It is the tree itself if the checkpoint has them all.
+    It lacks counters that were not saved, and has empty fields that there are no more. It
+    is the tree itself if the fields are the same.
     """
     there = _by_name(saved)
-    here = ocp.tree.serialize_tree(wanted, keep_empty_nodes=True)
     is_new = lambda name: name.rpartition(".")[2] in NEW_COUNTERS and name not in there
-    if not any(map(is_new, _by_name(here))):
-        return wanted
 
-    def pruned(tree: Any, name: str) -> Any:
+    def known(tree: Any, saved: Any, name: str) -> Any:
         if isinstance(tree, dict):
+            of_saved = saved if isinstance(saved, dict) else {}
             named = {key: f"{name}.{key}".lstrip(".") for key in tree}
             kept = {key: x for key, x in tree.items() if not is_new(named[key])}
-            return {key: pruned(x, named[key]) for key, x in kept.items()}
-        if isinstance(tree, list | tuple):
-            return [pruned(x, f"{name}.{i}") for i, x in enumerate(tree)]
+            gone = {key: x for key, x in of_saved.items() if key not in tree}
+            return {
+                key: known(x, of_saved.get(key), named[key]) for key, x in kept.items()
+            } | {key: x for key, x in gone.items() if not jax.tree.leaves(x)}
+        if isinstance(tree, list | tuple) and tree:
+            of_saved = saved if isinstance(saved, list | tuple) else ()
+            pairs = itertools.zip_longest(tree, of_saved[: len(tree)])
+            return [known(x, old, f"{name}.{i}") for i, (x, old) in enumerate(pairs)]
         return tree
 
-    return pruned(here, "")
+    here = ocp.tree.serialize_tree(wanted, keep_empty_nodes=True)
+    tree = known(here, saved, "")
+    return wanted if jax.tree.structure(tree) == jax.tree.structure(here) else tree
 
 
 def _saved(path: pathlib.Path) -> Any:

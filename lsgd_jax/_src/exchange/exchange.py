@@ -8,7 +8,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
 from lsgd_jax._src import trees
 from lsgd_jax._src.by_value import ByValue, by_value
@@ -149,7 +148,6 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
         value=None,
         loss=None,
         grad=None,
-        value_fn=None,
         due=None,
         phase=None,
         **extra_args,
@@ -159,7 +157,7 @@ def exchange(*given: Pull | Exchange, **options: Unpack[PullOptions]) -> Exchang
             raise ValueError(NO_PARAMS)
         updates, params = trees.arrays((updates, params))
         check_same_tree("updates", updates, params)
-        loss, extras = loss_of(value, loss), extras_of(pulls, params, grad, value_fn)
+        loss, extras = loss_of(value, loss), extras_of(pulls, params, grad)
         plan = Plan.of(pulls, due, phase)
         with naming_the_state(state, lambda: init(params)):
             return step(updates, state, params, loss, extras, plan)
@@ -263,35 +261,17 @@ def extras_of(
     pulls: Sequence[Pull],
     params: Tree,
     grad: Tree | None,
-    value_fn: Callable[[Tree], Any] | None,
 ) -> Extras:
     """The further arguments of `update`, on the leaves of floats, that a rule reads.
 
     Raises:
-      ValueError: a gradient that is no tree like the parameters; no function for a rule
-        that reads `value_fn`, or, once called, one that returns no scalar.
+      ValueError: a gradient that is no tree like the parameters.
     """
     extras = NO_EXTRAS
     if grad is not None and any("grad" in pull.rule.reads for pull in pulls):
         check_same_tree("grad", grad, params)
         extras = extras._replace(grad=trees.floats(grad, like=params))
-    if any("value_fn" in pull.rule.reads for pull in pulls):
-        if not callable(value_fn):
-            raise ValueError(
-                "workers judged by peers need `value_fn`, a function from parameters to "
-                "the loss on this worker's batch: call `tx.update(grads, state, params, "
-                f"loss=loss, value_fn=f)`, got value_fn={value_fn!r}"
-            )
-        extras = extras._replace(value_fn=lambda y: _measured(value_fn, y, params))
     return extras
-
-
-def _measured(value_fn: Callable[[Tree], Any], y: Tree, params: Tree) -> Array:
-    """The loss at y, the leaves of floats, with the other leaves of the parameters."""
-    loss = loss_of(value_fn(trees.refill(y, params)), None)
-    if jnp.shape(loss) != ():
-        raise ValueError(f"`value_fn` must return the loss, a scalar, got {loss}")
-    return loss
 
 
 def loss_of(value: Any, loss: Any) -> Any:

@@ -44,7 +44,6 @@ from lsgd_jax._src.wire.wire import Wire, WireFormat
 
 
 Check = Literal["due", "every_step"]
-Late = Literal["pull", "shift"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +61,6 @@ class Pull:
       offset: the step of the period on which the target is applied, 0 ≤ offset < every.
       delay: the number of steps from sending the target to applying it, 0 ≤ delay < every.
         A delayed pull keeps a copy of its part in the state.
-      late: how a delayed pull lands: 'pull' as above, or 'shift', y ← y + λ(t) (z - y₀)
-        with y₀ the y of the agreement, so that the steps since then are kept, too. A shift
-        keeps a second copy.
       part: the leaves to exchange: a function from a leaf's path ('layers/0/kernel') to
         bool, a list of paths (['head'] includes everything below it), a tree of bools like
         the parameters, or a `fragment`. Defaults to all leaves. Other leaves are frozen:
@@ -85,10 +81,7 @@ class Pull:
 
     Raises:
       ValueError: no `Rule`, a strength outside [0, 1], a period below 1, an offset or delay
-        outside the period, a shift without a delay, an unknown wire format, or one that the
-        rule does not support.
-
-    Reference for the shift: LOSCAR-SGD, 2026, arXiv:2605.20866.
+        outside the period, an unknown wire format, or one that the rule does not support.
     """
 
     rule: Rule
@@ -99,7 +92,6 @@ class Pull:
     part: parts.Part | None = None
     wire: Wire | TopK | WireFormat = "float32"
     memory: Memory = "device"
-    late: Late = "pull"
     verify: bool = False
 
     def __post_init__(self):
@@ -113,9 +105,6 @@ class Pull:
         check_positive_int("every", self.every)
         check_period("offset", self.offset, self.every)
         check_period("delay", self.delay, self.every)
-        check_option("late", self.late, get_args(Late))
-        if self.late == "shift" and not self.delay:
-            raise ValueError("`late` must be 'pull' without a `delay`, got late='shift'")
         parts.check_part(self.part)
         check_option("memory", self.memory, get_args(Memory))
         if not isinstance(self.verify, bool):
@@ -183,12 +172,10 @@ class Target(NamedTuple):
     Attributes:
       z: a tree like y; per worker.
       found: bool scalar, whether there is one.
-      sent: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
-    sent: Tree | tuple[()] = ()
 
 
 class Pending(NamedTuple):
@@ -200,13 +187,11 @@ class Pending(NamedTuple):
       found: bool scalar: whether this worker takes part, then whether there is a target.
       x: the parameters before the step of the agreement if the rule reads them, a tree
         like the part; otherwise ().
-      sent: y at the agreement if the pull lands by a shift, a tree like z; otherwise ().
     """
 
     z: Tree
     found: Array
     x: Tree | tuple[()] = ()
-    sent: Tree | tuple[()] = ()
 
 
 class PullState(NamedTuple):
@@ -263,12 +248,7 @@ def init(pull: Pull, params: Tree) -> PullState:
 def pending(pull: Pull, x: Tree, y: Tree, takes_part: Array) -> Pending:
     """Returns the operands of a delayed agreement; `send_pending` reads them."""
     x = x if pull.rule.reads_x else ()
-    return Pending(trees.widen(y), takes_part, x, kept_until_landing(pull, y))
-
-
-def kept_until_landing(pull: Pull, y: Tree) -> Tree | tuple[()]:
-    """Returns y at the agreement if the pull lands by a shift; otherwise ()."""
-    return trees.widen(y) if pull.late == "shift" else ()
+    return Pending(trees.widen(y), takes_part, x)
 
 
 def stored(pull: Pull, state: PullState) -> PullState:
@@ -362,7 +342,6 @@ def send(
     state: PullState,
     takes_part: Array,
     t: Array,
-    value_fn: Callable[[Tree], Array] | None = None,
 ) -> tuple[Target, PullState, float]:
     """Agrees on the target with the group. It is the only function that communicates.
 
@@ -376,7 +355,6 @@ def send(
       state: the pull's state.
       takes_part: bool scalar, whether this worker takes part.
       t: int32 scalar, the step.
-      value_fn: a tree like y -> the loss on this worker's batch, for rules that read it.
 
     Returns:
       (target, state, bytes_sent). bytes_sent is known while tracing.
@@ -390,8 +368,7 @@ def send(
         group = EncodedGroup(axes, channel, wire, state.wire, t, group.bytes_sent)
     group.exchange_number = -(-t // pull.every)
     group.is_delayed = pull.delay > 0 and group.channel.transposes
-    more = {"value_fn": value_fn} if "value_fn" in pull.rule.reads else {}
-    z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t, **more)
+    z, found, after = pull.rule.agree(group, x, y, state.rule, takes_part, t)
     if not group.is_delayed:  # see `Group.movable`
         held = jax.tree.map(lambda z, y: z.astype(y.dtype), z, y)
         found &= trees.all_finite(held)
@@ -421,7 +398,6 @@ def send_pending(
     like: Tree,
     state: PullState,
     t: Array,
-    value_fn: Callable[[Tree], Array] | None = None,
 ) -> tuple[PullState, float]:
     """Sends the message of a delayed pull: `send` with what the state has kept.
 
@@ -433,7 +409,6 @@ def send_pending(
       like: a tree like the pull's part, for its dtypes.
       state: the pull's state after the step of the agreement.
       t: int32 scalar, the step of the agreement.
-      value_fn: see `send`.
 
     Returns:
       (state, bytes_sent): the state with the target in place of what was kept.
@@ -441,7 +416,7 @@ def send_pending(
     kept: Any = fetched(pull, state).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
-    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t, value_fn)
+    target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t)
     arrived = kept._replace(z=trees.widen(target.z), found=target.found)
     return stored(pull, state._replace(pending=arrived)), bytes_sent
 
@@ -469,8 +444,6 @@ def land(
 ) -> tuple[Tree, PullState, Array]:
     """Moves y = x + u towards the target; a worker that is not finite takes it whole.
 
-    A shift is a pull towards z + y - y₀.
-
     Args:
       pull: the pull.
       x, u: the worker's parameters and update, as any trees like `target.z`. If x is None,
@@ -484,12 +457,10 @@ def land(
       (u, state, restored). restored: whether the worker took the whole target because it
       was not finite.
     """
-    z, keeps = target.z, takes_part
+    keeps = takes_part
     if pull.verify:
         keeps &= ~state.agreement.differs
-    if pull.late == "shift":
-        z = with_steps(z, target.sent, position(x, u), keeps)
-    u = move(x, u, z, pull.weight(t), target.found, keeps)
+    u = move(x, u, target.z, pull.weight(t), target.found, keeps)
     restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:
@@ -538,17 +509,6 @@ def drop_non_finite_steps(x: Tree | None, u: Tree) -> Tree:
 def position(x: Tree | None, u: Tree) -> Tree:
     """Returns y: x + u in the dtypes of x, or u itself without an x."""
     return u if x is None else trees.plus(x, u)
-
-
-def with_steps(z: Tree, sent: Tree, y: Tree, takes_part: Array) -> Tree:
-    """Returns z + y - sent, or z for a worker that takes it whole."""
-    (moves,) = trees.materialized(jnp.where(takes_part, 1.0, 0.0))
-
-    def leaf(z: Array, sent: Array, y: Array) -> Array:
-        steps = trees.widened(y) - sent
-        return z + trees.where_finite(steps, steps, 0.0) * moves.astype(z.dtype)
-
-    return jax.tree.map(leaf, z, sent, y)
 
 
 def move(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from lsgd_jax._src.checks import check_option, check_period
-from lsgd_jax._src.exchange.kernel import Check, Late, Pull
+from lsgd_jax._src.exchange.kernel import Check, Pull
 from lsgd_jax._src.exchange.memory import Memory
 from lsgd_jax._src.exchange.parts import Fragment, Part, ScanAxis, in_fragments
 from lsgd_jax._src.wire.top_k import TopK
@@ -28,8 +28,6 @@ class PullOptions(TypedDict, total=False):
         is pulled at steps t ≡ (i + 1) τ / F (mod τ), with a state of its own.
       delay: steps between the agreement and the pull, less than τ / F. The message travels
         meanwhile; a copy of the parameters is kept.
-      late: how a delayed pull lands: 'pull' drops the steps taken since the agreement as
-        far as it pulls, 'shift' keeps them, see `Pull`.
       part: the leaves to exchange, as for `Pull`. Defaults to all.
       scan_axis: the axis along which layers are stacked, of all leaves or by path.
         Fragments cut leaves there, see `fragment`. By default leaves are not cut.
@@ -42,7 +40,6 @@ class PullOptions(TypedDict, total=False):
     wire: Wire | TopK | WireFormat
     fragments: int
     delay: int
-    late: Late
     part: Part | None
     scan_axis: ScanAxis | None
     memory: Memory
@@ -54,7 +51,6 @@ DEFAULTS: Mapping[str, Any] = {
     "wire": "float32",
     "fragments": 1,
     "delay": 0,
-    "late": "pull",
     "part": None,
     "scan_axis": None,
     "memory": "device",
@@ -92,7 +88,7 @@ def takes_options(**refused: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     ...     pull = lj.Pull(lj.robust_mean("trimmed_mean"), 1.0, every=period)
     ...     return lj.exchange(pull, **options)
     >>> list(inspect.signature(trimmed).parameters)[:4]
-    ['period', 'fragments', 'delay', 'late']
+    ['period', 'fragments', 'delay', 'part']
     >>> [pull.offset for pull in trimmed(16, fragments=2).pulls]
     [8, 0]
     >>> trimmed(wire="int8")

@@ -3,7 +3,6 @@
 It is the counterpart of `exchange` for training steps that return new parameters.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +77,6 @@ class Outer(ByValue):
         loss: Any = None,
         value: Any = None,
         grad: Tree | None = None,
-        value_fn: Callable[[Tree], Any] | None = None,
         due: bool | None = None,
         phase: Phase | None = None,
     ) -> tuple[Tree, OuterState]:
@@ -92,8 +90,6 @@ class Outer(ByValue):
           value: another name for `loss`.
           grad: the gradient of this step, a tree like the parameters, for methods that
             read it.
-          value_fn: params -> the loss on this worker's batch, a scalar, for methods that
-            judge workers by their peers.
           due: True or False compiles the step with or without the pulls (see `is_due`).
             With None, the step count in the state decides at run time.
           phase: what `phase(t)` returned for this step: exactly that is compiled, without
@@ -101,10 +97,10 @@ class Outer(ByValue):
 
         Raises:
           ValueError: parameters or a state of another structure or shape than those of
-            `init`; no loss or `value_fn` for a method that needs it.
+            `init`; no loss for a method that needs it.
         """
         params, loss = trees.arrays(params), lock_step.loss_of(value, loss)
-        extras = lock_step.extras_of(self.method.pulls, params, grad, value_fn)
+        extras = lock_step.extras_of(self.method.pulls, params, grad)
         plan = Plan.of(self.method.pulls, due, phase)
         run = self._from_before if self.remembers else self._from_here
         with lock_step.naming_the_state(state, lambda: self.init(params)):

@@ -18,7 +18,7 @@ from lsgd_jax._src.wire.group import Group
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 Kept = Literal["reference", "error"]
-Read = Literal["grad", "value_fn"]
+Read = Literal["grad"]
 
 
 class Extras(NamedTuple):
@@ -26,11 +26,9 @@ class Extras(NamedTuple):
 
     Attributes:
       grad: the worker's gradient at x, a tree like x, or None; per worker.
-      value_fn: params -> the loss on this worker's batch, a float scalar, or None.
     """
 
     grad: Tree | None = None
-    value_fn: Callable[[Tree], Array] | None = None
 
 
 NO_EXTRAS = Extras()
@@ -66,8 +64,7 @@ class Rule(ByValue):
         pushes. With None, parameters travel in float32 only.
       reads: the further arguments of `update` that it takes. With 'grad' `step` gets
         ``grad=``, the worker's gradient: a tree like x, or None if `update` was called
-        without one. With 'value_fn' `agree` gets ``value_fn=``: a function from a tree like
-        y to the loss on this worker's batch, a float scalar. `update` then needs one.
+        without one.
       is_common: whether z is bit-identical on all workers of the group, and not part of a
         `Shared` in the state. `verify` then compares it, see `Pull`.
       reads_x: whether the target or `step` depends on x, the parameters before the worker's
@@ -94,8 +91,8 @@ class Rule(ByValue):
 def combine_then_adapt(rule: Rule) -> Rule:
     """Returns the rule computed at x, with the step y - x added: z + (y - x)."""
 
-    def agree(group, x, y, state, takes_part, t, **extras):
-        z, found, state = rule.agree(group, x, x, state, takes_part, t, **extras)
+    def agree(group, x, y, state, takes_part, t):
+        z, found, state = rule.agree(group, x, x, state, takes_part, t)
 
         def add_step(z, x, y):
             wide = trees.widened(z)

@@ -7,7 +7,7 @@ A due step packs the parameters into a few buffers, and runs the pulls one after
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -94,13 +94,10 @@ class Step:
 
     def _send_pending(self, k: int, x: Tree, state: PullState) -> PullState:
         pull = self._pulls[k]
-        value_fn = _value_of_part(pull, self._extras.value_fn, x)
 
         def send(state: PullState) -> PullState:
             like = parts.select(pull.part, x)
-            state, self._sent[k] = kernel.send_pending(
-                pull, like, state, self._common - 1, value_fn
-            )
+            state, self._sent[k] = kernel.send_pending(pull, like, state, self._common - 1)
             return state
 
         return cond(self._turns[k].sends, send, lambda state: state, state)
@@ -209,7 +206,6 @@ class Step:
         others: y of all leaves, if the pull has only some of them.
         """
         pull, turn, (packing, x, xs) = self._pulls[k], self._turns[k], leaves
-        value_fn = _value_of_part(pull, self._extras.value_fn, others)
         not_restored = jnp.asarray(False)
 
         def y_of(us: list[Array]) -> Tree:
@@ -217,13 +213,11 @@ class Step:
 
         def land(us: list[Array], target: Any, state: PullState) -> Any:
             packed = target._replace(z=packing.pack(target.z))
-            if pull.late == "shift":
-                packed = packed._replace(sent=packing.pack(target.sent))
             return kernel.land(pull, xs, us, packed, state, takes_part, self._common)
 
         def send_and_land(us: list[Array], state: PullState) -> Any:
             target, state, self._sent[k] = kernel.send(
-                pull, None, x, y_of(us), state, takes_part, self._common, value_fn
+                pull, None, x, y_of(us), state, takes_part, self._common
             )
             return land(us, target, state)
 
@@ -259,12 +253,3 @@ class _Buffers(NamedTuple):
     def of(cls, x: Tree, frame: Tree | None) -> "_Buffers":
         packing = Packing(x)
         return cls(packing, x, None if frame is None else packing.pack(frame))
-
-
-def _value_of_part(
-    pull: Pull, value_fn: Callable[[Tree], Array] | None, y: Tree | None
-) -> Callable[[Tree], Array] | None:
-    """Returns the loss as a function of the pull's leaves; the others are those of y."""
-    if value_fn is None or pull.part is None:
-        return value_fn
-    return lambda part: value_fn(parts.put_back(pull.part, part, y))

@@ -71,11 +71,8 @@ def with_state(
         u, after = base.update(updates, state.base, params, **extra_args)
         before = taken(state.base)
         steps = jax.tree.map(lambda new, old: new - old, taken(after), before)
-        grad, value_fn = extra_args.get("grad"), extra_args.get("value_fn")
-        if grad is not None:  # the fields have none
+        if (grad := extra_args.get("grad")) is not None:  # the fields have none
             extra_args["grad"] = grad, optax.tree.zeros_like(before)
-        if value_fn is not None:
-            extra_args["value_fn"] = lambda moved: value_fn(moved[0])
         # One tree, so that parameters and fields have the same leader or mean.
         moved: Any = exchange.update(
             (u, steps), state.exchange, (params, before), **extra_args

@@ -4,7 +4,7 @@ Teng, Gao, Chalus, Choromanska, Goldfarb, Weller. Leader Stochastic Gradient Des
 Distributed Training of Deep Learning Models. NeurIPS 2019, arXiv:1905.10395.
 """
 
-from typing import NamedTuple, Unpack, get_args
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,13 @@ from lsgd_jax._src.by_value import by_value
 from lsgd_jax._src.checks import (
     check_axes,
     check_fraction,
-    check_option,
     check_positive_int,
 )
 from lsgd_jax._src.exchange.exchange import Exchange, exchange
 from lsgd_jax._src.exchange.kernel import Pull
 from lsgd_jax._src.exchange.options import PullOptions, takes_options
-from lsgd_jax._src.exchange.rule import Order, Rule, in_order, silent
-from lsgd_jax._src.methods.scores import JudgedBy, judged, recorded
+from lsgd_jax._src.exchange.rule import Order, Rule, in_order
+from lsgd_jax._src.methods.scores import recorded
 from lsgd_jax._src.shared import Axes
 from lsgd_jax._src.trees import Tree
 from lsgd_jax._src.wire.group import lowest
@@ -33,16 +32,15 @@ class LeaderState(NamedTuple):
     """The state of `leader`.
 
     Attributes:
-      losses: float [window], the last losses, a ring, or None if peers judge; per worker.
-      score: float scalar, their mean, or the loss that a peer measured at the last
-        exchange; per worker.
+      losses: float [window], the last losses, a ring; per worker.
+      score: float scalar, their mean; per worker.
       leader: int32 scalar, the leader that was elected last, an index in the group; -1
         before the first election; per worker, equal within the group.
       elected: that leader's parameters at the election, or None if no pull needs them; per
         worker, equal within the group.
     """
 
-    losses: Array | None
+    losses: Array
     score: Array
     leader: Array
     elected: Tree | None
@@ -57,7 +55,6 @@ def leader(
     axes: Axes,
     window: int = 10,
     proximal: float = 0.0,
-    judged_by: JudgedBy = "own",
     keep: int = 1,
 ) -> Rule:
     r"""The worker with the lowest mean loss over the last steps, as a rule of a pull.
@@ -73,30 +70,16 @@ def leader(
     With ``keep=k`` the target is the mean of the k workers of the lowest scores, or of all
     whose score and y are finite if they are fewer. k = W is `average`.
 
-    A worker with wrong parameters may report a low loss all the same. With
-    ``judged_by="peers"`` its own losses do not count. In the ring of the group's W workers,
-    each one sends its y to the next, which measures it:
-
-    .. math:: \text{score}_i = f_{i + 1}(y_i), \qquad i + 1 \text{ taken modulo } W
-
-    with f the ``value_fn`` that `update` gets, the loss on the present batch. An exchange
-    then takes one more message of the parameters and one more forward pass. A worker alone
-    measures itself. A worker that lies can misjudge its predecessor, but never itself. A
-    worker whose judge has no finite loss at all is elected only if no other one can be.
-
     Args:
       axes: the mesh axes of the group that elects.
-      window: w, the number of losses that a score is the mean of, if they are a worker's
-        own.
+      window: w, the number of losses that a score is the mean of.
       proximal: the strength with which every step pulls towards the leader elected last.
         Keeps a copy of its parameters if it is not 0.
-      judged_by: whose losses are a worker's score: its 'own', or those of its 'peers'. A
-        pull of a part measures that part of the peer within the judge's own parameters.
       keep: k, the number of workers in the target.
 
     Raises:
-      ValueError: a window or a number to keep below 1, an unknown judge; in `update`, no
-        `value` or, for peers, no `value_fn`, or one that is no scalar.
+      ValueError: a window or a number to keep below 1; in `update`, no loss, or one that
+        is no scalar.
 
     >>> import lsgd_jax as lj
     >>> lj.leader("local", window=3).axes
@@ -104,30 +87,27 @@ def leader(
     """
     check_positive_int("window", window)
     check_positive_int("keep", keep)
-    check_option("judged_by", judged_by, get_args(JudgedBy))
-    peers = judged_by == "peers"
 
     def init(params: Tree) -> LeaderState:
         return LeaderState(
-            losses=None if peers else jnp.zeros([window], jnp.result_type(float)),
+            losses=jnp.zeros([window], jnp.result_type(float)),
             score=jnp.asarray(jnp.inf, jnp.result_type(float)),
             leader=jnp.int32(-1),
             elected=params if proximal else None,
         )
 
     def step(u, x, state, loss, t):
-        if not peers:
-            losses, score = recorded(state.losses, loss, t)
-            state = state._replace(losses=losses, score=score)
+        losses, score = recorded(state.losses, loss, t)
+        state = state._replace(losses=losses, score=score)
         if proximal:
             weight = proximal * (state.leader >= 0).astype(jnp.float32)
             y = trees.plus(x, u)
             pull = lambda u, y, z: u + weight * (trees.widened(z) - trees.widened(y))
             u = jax.tree.map(pull, u, y, state.elected)
-        return u, state, peers or jnp.isfinite(state.score)
+        return u, state, jnp.isfinite(state.score)
 
-    def agree(group, x, y, state, takes_part, t, value_fn=None):
-        scores, state = judged(group, state, y, takes_part, value_fn)
+    def agree(group, x, y, state, takes_part, t):
+        scores = group.gather(jnp.where(takes_part, state.score, jnp.inf))
         first, found = lowest(scores)
         if keep == 1:
             z = group.broadcast(y, first)
@@ -142,10 +122,9 @@ def leader(
         axes,
         init,
         agree,
-        silent if peers and not proximal else step,
+        step,
         keeps=("reference",) if keep == 1 else ("reference", "error"),
         reads_x=False,
-        reads=("value_fn",) if peers else (),
         is_common=True,
     )
 
@@ -168,7 +147,6 @@ def lsgd(
     local_proximal: float = 0.0,
     global_proximal: float = 0.0,
     axes: Axes = ("node", "local"),
-    judged_by: JudgedBy = "own",
     **options: Unpack[PullOptions],
 ) -> Exchange:
     r"""Leader SGD: pulls towards the node's leader and towards the leader of all.
@@ -201,7 +179,7 @@ def lsgd(
       global_period: steps between pulls towards the leader of all, τ_G; need not be a
         multiple of τ.
       loss_window: number of losses by which a worker is judged, the last ones (the paper:
-        10 on CIFAR-10, 64 on ImageNet). Peers judge by one loss.
+        10 on CIFAR-10, 64 on ImageNet).
       order: 'adapt_then_combine' is Algorithm 1 of the paper; 'combine_then_adapt' its
         equation (2): both pulls are computed at x, before the step, and added.
       local_proximal: p. If it is not 0, every step also pulls towards the parameters that
@@ -212,8 +190,6 @@ def lsgd(
         the local pull. Keeps a copy of the parameters.
       axes: the mesh axes over nodes and over the workers of a node. One axis is one node of
         all workers, whose leader is the leader of all.
-      judged_by: whose losses elect the leader: each worker's 'own', or those that its
-        'peers' measure, which needs ``value_fn=`` in `update` (see `leader`).
       **options: see `PullOptions`.
 
     Returns:
@@ -223,7 +199,7 @@ def lsgd(
     Raises:
       ValueError: pulls outside [0, 1], periods or a window below 1, fragments that do not
         divide a period or are more than the leaves, a delay of τ / F or more, an unknown
-        order or judge, axes that are not one or two names.
+        order, axes that are not one or two names.
 
     Reference: Teng et al., NeurIPS 2019, Algorithm 1 and equation (2).
 
@@ -250,7 +226,7 @@ def lsgd(
             check_fraction(f"{name}_pull", strength)
         off = isinstance(strength, int | float) and strength == 0 and proximal == 0
         if not off:
-            rule = leader(group, loss_window, proximal / period, judged_by)
+            rule = leader(group, loss_window, proximal / period)
             rule = in_order(rule, order)
             pulls.append(Pull(rule, strength, every=period))
     return exchange(*pulls, **options)

@@ -27,30 +27,27 @@ def pair():
 # Offsets, parts and delays
 
 
-@pytest.mark.parametrize(
-    ("delay", "turns", "late"),
-    [(3, [0], "pull"), (0, [2, 0], "pull"), (1, [2, 0], "pull"), (1, [2, 0], "shift")],
-)
-def test_delayed_and_fragmented_lsgd_by_hand(delay, turns, late):
+@pytest.mark.parametrize(("delay", "turns"), [(3, [0]), (0, [2, 0]), (1, [2, 0])])
+def test_delayed_and_fragmented_lsgd_by_hand(delay, turns):
     """z is the y of the leader elected `delay` steps before; τ = 4, λ = 0.25."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=(len(turns), 4, 3)).astype(np.float32)
     steps = rng.normal(size=(12, len(turns), 4, 3)).astype(np.float32)
     losses = rng.uniform(size=(12, 4))
     tx = lj.lsgd(0.25, 0.0, 4, loss_window=1, fragments=len(turns))
-    tx = lj.exchange(tx, delay=delay, late=late)
+    tx = lj.exchange(tx, delay=delay)
     workers = lj.Workers(1, 4, devices=jax.devices()[:2])
     seen, _ = train(tx, workers, list(start), [list(s) for s in steps], list(losses))
     for part, turn in enumerate(turns):
-        x, since, sent = start[part], None, None
+        x, sent = start[part], None
         for t in range(1, 13):
             x = x + steps[t - 1, part]
             if (t + delay) % 4 == turn and delay == 0:
                 sent = x[losses[t - 1].argmin()]
             if t % 4 == turn and sent is not None:
-                x = x + 0.25 * (sent - (x if late == "pull" else since))
+                x = x + 0.25 * (sent - x)
             if (t + delay) % 4 == turn and delay:
-                sent, since = x[losses[t - 1].argmin()], x
+                sent = x[losses[t - 1].argmin()]
             close(seen[t - 1][part], x)
 
 
@@ -86,13 +83,6 @@ def test_fragments_are_runs_of_leaves_and_none_is_empty(sizes, count):
 
 
 # Workers that are not finite
-
-
-def test_a_shift_restores_a_worker_that_is_not_finite():
-    tx = lj.local_sgd(2, delay=1, late="shift")
-    steps = [np.zeros((2, 1)), np.array([[1.0], [np.nan]])]
-    seen, _ = train(tx, pair(), np.array([[0.0], [8.0]]), steps)
-    assert seen[1].tolist() == [[5], [4]]
 
 
 def test_a_step_without_a_finite_loss_moves_finite_elements_only():
@@ -251,7 +241,6 @@ def test_resize_discards_messages_in_flight():
         (lambda: lj.diloco(7, fragments=2), "`fragments` must divide the period"),
         (lambda: lj.diloco(8, fragments=2, delay=4), r"`delay` must be an int in \[0, 4\)"),
         (lambda: lj.lsgd(0.1, 0.1, 4, 8, delay=4), "`delay` must be"),
-        (lambda: lj.local_sgd(4, late="shift"), "`late` must be 'pull' without a `delay`"),
         (
             lambda: lj.lsgd(0.1, 0.1, 8, 9, fragments=2),
             "got fragments=2 and a period of 9",

@@ -31,14 +31,11 @@ def around_run(name, run):
         return base.init(params), o.init(params)
 
     def step(params, state, target):
-        def value_fn(params):
-            away = jax.tree.map(jnp.subtract, params, target)
-            return optax.tree.norm(away, squared=True).astype(jnp.float32) / 2
-
         grads = jax.tree.map(jnp.subtract, params, target)
         updates, of_base = base.update(grads, state[0], params)
         moved = lj.apply_updates(params, updates)
-        params, of_outer = o.step(moved, state[1], loss=value_fn(params), value_fn=value_fn)
+        loss = optax.tree.norm(grads, squared=True).astype(jnp.float32) / 2
+        params, of_outer = o.step(moved, state[1], loss=loss)
         return params, (of_base, of_outer)
 
     return run.workers.map(init), run.workers.map(step, donate=(0, 1))

@@ -72,9 +72,7 @@ def stepping(pulls, workers):
     tx, rng = optax.chain(optax.sgd(0.1), pulls), np.random.default_rng(0)
 
     def step(x, state, g, loss, **options):
-        value_fn = lambda x: jnp.sum(x["a"] ** 2)
-        more = {"grad": g, "value_fn": value_fn, **options}
-        u, state = tx.update(g, state, x, value=loss, **more)
+        u, state = tx.update(g, state, x, value=loss, grad=g, **options)
         return lj.apply_updates(x, u), state
 
     tree = lambda: {

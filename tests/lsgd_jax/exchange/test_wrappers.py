@@ -185,7 +185,7 @@ def test_a_state_that_is_put_back_does_not_hang_in_a_program_for_each_phase():
 
 
 ADAM = optax.adam(0.1)
-BY_TURNS = {"fragments": 2, "scan_axis": 0, "delay": 1, "late": "shift", "wire": "int8"}
+BY_TURNS = {"fragments": 2, "scan_axis": 0, "delay": 1, "wire": "int8"}
 FLOATS = {"w": True, "b": True, "count": False}
 
 

@@ -432,12 +432,12 @@ def test_functions_of_a_worker_see_explicit_types():
 
     @workers.map
     def step(x, state, batch, rate):
-        tx = lj.lsgd(rate, 0.2, 1, 1, judged_by="peers")  # as `inject_hyperparams` calls it
+        tx = lj.lsgd(rate, 0.2, 1, 1)  # as `inject_hyperparams` calls it
         loss, u = judge(x, batch), jax.tree.map(jnp.zeros_like, x)
-        u, state = tx.update(u, state, x, value=loss, value_fn=lambda x: judge(x, batch))
+        u, state = tx.update(u, state, x, value=loss)
         return lj.apply_updates(x, u), state, lj.Group("node").mean(x["w"])
 
-    state = workers.map(lj.lsgd(0.1, 0.2, 1, 1, judged_by="peers").init)(x)
+    state = workers.map(lj.lsgd(0.1, 0.2, 1, 1).init)(x)
     batch, rate = np.ones([2, 8]), workers.put(np.full(2, 0.1))
     x, state, mean = step(x, state, batch, rate)
     assert set(seen) == {SPREAD["w"]} and lj.consensus(x)["n"] == 0

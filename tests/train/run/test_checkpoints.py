@@ -362,10 +362,11 @@ def test_a_run_folder_moved_while_a_checkpoint_is_written_is_not_recreated(
         assert "the run folder is gone or was moved" in warning
 
 
-def test_counters_that_an_earlier_version_did_not_save_begin_at_0(opened, folder):
+def test_fields_of_an_earlier_version(opened, folder):
+    """Counters that it did not save begin at 0; an empty field may be gone."""
     pull = {"restored": jnp.int32(3), "rule": [jnp.ones(2), {"dropped": jnp.ones(2)}]}
     checkpoints = opened()
-    checkpoints.save(1, {"pulls": [pull], "x": jnp.ones(2)}, {})
+    checkpoints.save(1, {"pulls": [pull | {"late": ()}], "x": jnp.ones(2)}, {})
     checkpoints.close()
     new = {"pulls": [pull | {"dropped": jnp.int32(5)}], "x": jnp.zeros(2)}
     found = opened().restore_latest(lambda notes: new)

@@ -53,7 +53,7 @@ class DiLoCo(FreeRunning):
     workers that receive it report a loss that is not finite.
 
     Anchors are stale by about W turns, so that the stable momentum is smaller than in lock
-    step, and smaller the shorter H is: docs/results/outer_momentum.md has a table.
+    step, and smaller the shorter H is: docs/methods/averaging.md has a table.
 
     Args:
       local_steps: H, the local steps of the fastest worker.

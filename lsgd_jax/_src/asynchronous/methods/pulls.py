@@ -67,11 +67,6 @@ class Pulls:
                     "pulls with a budget must have no offset and no delay, got "
                     f"offset={pull.offset}, delay={pull.delay}"
                 )
-            if "value_fn" in pull.rule.reads:
-                raise ValueError(
-                    "asynchronous workers measure no loss of a peer: `judged_by` must be "
-                    "'own', got judged_by='peers'"
-                )
             if "grad" in pull.rule.reads:
                 raise ValueError(
                     "asynchronous workers pass no gradient: `exchange` must have no rule "
@@ -179,8 +174,7 @@ class PullsWorker(Driver):
             if sends[k]:
                 among = set(here) if pull.delay else here  # it runs in the background
                 agreement = transport.start(self._agree(k, number, among, counts))
-                kept = kernel.kept_until_landing(pull, self._part(k, self.worker.params))
-                coming = InFlight(agreement, self.worker.count, sent=kept)
+                coming = InFlight(agreement, self.worker.count)
                 if pull.delay:
                     self.in_flight[k] = coming
                 else:
@@ -215,7 +209,6 @@ class PullsWorker(Driver):
         except UnreachableError:
             return False  # its sender has failed: no pull this time
         state, t = renew(states[k]), np.int32(worker.count)
-        target = target._replace(sent=coming.sent)
         worker.params, states[k], restored = self._compiled.land[k](
             worker.params, target, state, np.bool_(is_finite), t
         )

@@ -45,7 +45,6 @@ ROWS = [
 ]
 QUICK = ("lsgd", "diloco_streaming", "diloco+int8", "wagma+stochastic")
 MADE = {name: METHODS[name].make(4) for name in ROWS}
-MADE["late shift"] = lj.lsgd(0.3, 0.2, 4, 8, 2, delay=2, late="shift")
 # All rounds of a graph are one program: its permutations are a part of the message.
 MADE["many rounds"] = lj.dpsgd(topology=lj.topology.matchings(8, rounds=6))
 
@@ -183,7 +182,6 @@ def test_a_worker_that_finds_no_peer_to_take_over_from_ends_the_run():
     [
         (optax.sgd(0.1), "`exchange` must be a method that pulls"),
         (lj.diloco(4, fragments=2), "must have no offset and no delay"),
-        (lj.lsgd(judged_by="peers"), "`judged_by` must be 'own'"),
         (lj.contrib.grawa(), "`exchange` must have no rule that reads it, as grawa does"),
     ],
 )
