@@ -143,8 +143,8 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Makes links out of docs/ lead to pages; the page of examples lists their code."""
-    if docname == "examples":
+    """Makes links out of docs/ lead to pages; the page of recipes lists the code of examples."""
+    if docname == "recipes":
         linked = dict.fromkeys(re.findall(EXAMPLE, source[0]))
         source[0] += "".join(LISTING.format(path=path, name=name) for path, name in linked)
     for pattern, target in ELSEWHERE.items():

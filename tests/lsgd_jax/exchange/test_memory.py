@@ -83,7 +83,7 @@ def test_trees_in_host_memory_give_the_same_numbers(name, grid):
     assert not any(field in path for path in hosted for field in ("losses", "traffic"))
 
 
-TABLE = pathlib.Path(__file__).parents[3] / "docs/memory.md"
+TABLE = pathlib.Path(__file__).parents[3] / "docs/methods/index.md"
 ROWS = re.findall(r"^\| `(lj\..*)` \| (\d+) \| (\d+) \| (\d+) \|$", TABLE.read_text(), re.M)
 
 
