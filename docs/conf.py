@@ -143,12 +143,22 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Makes links out of docs/ lead to pages; the page of recipes lists the code of examples."""
+    """Makes links out of docs/ lead to pages; that of recipes lists the code of examples."""
     if docname == "recipes":
         linked = dict.fromkeys(re.findall(EXAMPLE, source[0]))
         source[0] += "".join(LISTING.format(path=path, name=name) for path, name in linked)
     for pattern, target in ELSEWHERE.items():
         source[0] = re.sub(pattern, target, source[0])
+
+
+def index_other_names(app, docname, source):
+    """The words of "Also called: ..." are entries of the index, which a search ranks first."""
+    found = re.search(r"^Also called: ((?:.|\n)*?)\.$", source[0], re.MULTILINE)
+    if found:
+        names = re.split(r",\s+", found[1])
+        names += [name.replace("-", " ") for name in names if "-" in name]
+        entries = "\n".join(f"   ! single: {name}" for name in names)
+        source[0] += f"\n```{{eval-rst}}\n.. index::\n{entries}\n```\n"
 
 
 def link_names(app, docname, source):
@@ -215,6 +225,7 @@ def setup(app):
     app.add_html_math_renderer("mathml", (write_mathml, None), (write_mathml, None))
     app.connect("source-read", lead_elsewhere)
     app.connect("source-read", link_names)
+    app.connect("source-read", index_other_names)
     app.connect("source-read", offer_notebook)
     app.connect("autodoc-process-docstring", options_once, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature, priority=600)

@@ -1,0 +1,46 @@
+"""The search of the site, asked with the words of the field."""
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+FIRST = {
+    "bf16": "wire_formats",
+    "compression": "wire_formats",
+    "quantization": "wire_formats",
+    "int8": "wire_formats",
+    "custom rule": "writing_a_rule",
+    "multi host": "clusters",
+    "multi-node": "clusters",
+    "lower bandwidth": "slow_networks",
+    "cost pod": "pods",
+    "MFU": "pods",
+    "sharding": "sharded_workers",
+    "FSDP": "sharded_workers",
+    "install gpu": "quick_start",
+    "spot": "faults",
+    "preemption": "faults",
+    "heterogeneous": "asynchronous",
+    "throughput": "is_it_worth_it",
+    "perplexity": "results/language_model",
+    "checkpoint": "checkpoints",
+    "byzantine": "methods/robust",
+}
+
+
+@pytest.mark.slow  # builds the site
+def test_a_search_finds_the_guide_first(tmp_path):
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the search of a site is a program for node")
+    build = ["sphinx-build", "-q", ROOT / "docs", tmp_path / "site"]
+    subprocess.run(build, check=True, timeout=600)
+    ask = [node, ROOT / "tests/search.js", tmp_path / "site", *FIRST]
+    found = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60)
+    first = [line.partition(" ")[0] for line in found.stdout.splitlines()]
+    assert dict(zip(FIRST, first, strict=True)) == FIRST
