@@ -143,7 +143,7 @@ def write_mathml(translator, node):
 
 
 def lead_elsewhere(app, docname, source):
-    """Makes links out of docs/ lead to pages; that of recipes lists the code of examples."""
+    """Makes links out of docs/ lead to pages; recipes list the code of examples."""
     if docname == "recipes":
         linked = dict.fromkeys(re.findall(EXAMPLE, source[0]))
         source[0] += "".join(LISTING.format(path=path, name=name) for path, name in linked)
@@ -152,7 +152,7 @@ def lead_elsewhere(app, docname, source):
 
 
 def index_other_names(app, docname, source):
-    """The words of "Also called: ..." are entries of the index, which a search ranks first."""
+    """Makes the words of "Also called: ..." index entries, which a search ranks first."""
     found = re.search(r"^Also called: ((?:.|\n)*?)\.$", source[0], re.MULTILINE)
     if found:
         names = re.split(r",\s+", found[1])
