@@ -26,7 +26,7 @@ FIRST = {
     "preemption": "faults",
     "heterogeneous": "asynchronous",
     "throughput": "is_it_worth_it",
-    "perplexity": "results/language_model",
+    "perplexity": "results/text",
     "checkpoint": "checkpoints",
     "byzantine": "methods/robust",
 }
