@@ -1,6 +1,6 @@
 """Waiting on a slow network: the planner and the simulator beside measured training.
 
-Command:   sudo python benchmarks/slow_network.py --rate 100mbit
+Command:   sudo "$(which python)" benchmarks/slow_network.py --rate 100mbit
 Hardware:  any CPU; Linux, root, iproute2: 4 hosts are network namespaces on one bridge
 Prints:    for LSGD and DiLoCo, with periods of train.plan, the share of time that workers
            wait: as planned, as simulated, and as measured

@@ -2,7 +2,7 @@
 
     python benchmarks/races.py cifar10-cnn7 --data.dir CIFAR --batch-size 32 --steps 768 \\
         --test-every 128 --out RACES
-    sudo python benchmarks/time_to_error.py RACES --error 55
+    sudo "$(which python)" benchmarks/time_to_error.py RACES --error 55
 
 In lock step the network does not change the computed values, so the steps to the error are
 those of the race, interpolated between two tests. This script times the steps: 4 hosts,

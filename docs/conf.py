@@ -75,6 +75,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
 html_search_scorer = str(HERE / "static" / "scorer.js")
+html_context = {"default_mode": "auto"}  # otherwise each page warns of its theme
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,

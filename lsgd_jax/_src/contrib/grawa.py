@@ -51,8 +51,8 @@ def gradient_weighted(
 
     .. math::
       n_i &\leftarrow \rho n_i + (1 - \rho) \, s_i, \qquad
-      \hat n_i = n_i / (1 - \rho^k) \\
-      w_i &= \frac{\hat n_i^{-p}}{\sum_{j \in H} \hat n_j^{-p}}, \qquad
+      {\hat n}_i = n_i / (1 - \rho^k) \\
+      w_i &= \frac{{\hat n}_i^{-p}}{\sum_{j \in H} {\hat n}_j^{-p}}, \qquad
       z = \sum_{i \in H} w_i y_i
 
     with s_i the sum over the leaves of the norms of worker i's gradient, k the number of
@@ -162,7 +162,7 @@ def grawa(
 
     .. math::
       y_i \leftarrow (1 - \lambda) \, y_i + \lambda \sum_j w_j y_j, \qquad
-      w_j \propto \hat n_j^{-p}
+      w_j \propto {\hat n}_j^{-p}
 
     with n̂_j the running average of the norms of worker j's gradients, see
     `gradient_weighted`. By default (MGRAWA) a worker has one weight. With `layerwise`
