@@ -372,3 +372,16 @@ def test_fields_of_an_earlier_version(opened, folder):
     found = opened().restore_latest(lambda notes: new)
     expected = {"pulls": [pull | {"dropped": jnp.int32(0)}], "x": jnp.ones(2)}
     jax.tree.map(np.testing.assert_array_equal, found.state, expected)
+
+
+def test_the_next_interface_of_orbax_reads_them(opened, folder):
+    """MaxText and Tunix load by it. It needs shapes and a placement; the folder has both."""
+    from orbax.checkpoint.experimental import v1
+
+    save(opened(), 4)
+    known = v1.checkpointables_metadata(folder / "4").metadata["state"]["x"]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    x = jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=here)
+    like = {"x": x, "host": v1.PLACEHOLDER, "key": v1.PLACEHOLDER}
+    found = v1.load(folder / "4", like, checkpointable_name="state")
+    np.testing.assert_array_equal(found["x"], state(4)["x"])
