@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import jax
 import pytest
@@ -19,6 +20,9 @@ if jax.__version_info__ < (0, 11):
 # In front, so that flags of the caller win.
 os.environ["XLA_FLAGS"] = " ".join((*FLAGS, os.environ.get("XLA_FLAGS", "")))
 os.environ.setdefault("MPLBACKEND", "agg")
+# A script's background jobs ignore SIGINT, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Neither tests nor the programs that they start write to the user's compilation cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 jax.config.update("jax_enable_compilation_cache", False)
