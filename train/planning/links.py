@@ -36,34 +36,6 @@ class Link(NamedTuple):
         """The link of workers whose network has this bandwidth and latency."""
         return cls(lj.asynchronous.Network(mbit * 1e6 / 8, latency_ms / 1e3), workers)
 
-    @classmethod
-    def fitted(
-        cls,
-        payload: float,
-        seconds: float,
-        latency: float,
-        workers: int,
-        measured: Mapping[tuple[str, str], float],
-    ) -> "Link":
-        """The link on which an all-reduce of some bytes and one of a number take so long.
-
-        Args:
-          payload: bytes of the vector.
-          seconds: of its all-reduce.
-          latency: seconds of the all-reduce of a number.
-          workers: number of workers in the group.
-          measured: see `Link`.
-
-        >>> link = Link.fitted(4e6, 1.0, 0.2, workers=4, measured={})
-        >>> round(link.network.all_reduce(4, 4e6), 6), round(link.seconds("mean", 1e6), 6)
-        (1.0, 1.0)
-        """
-        rounds, each = 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers
-        network = lj.asynchronous.Network(
-            each * payload / (seconds - latency), latency / rounds
-        )
-        return cls(network, workers, measured)
-
     def seconds(self, kind: str, parameters: float, wire: str = "float32") -> float:
         """Seconds of a pull towards a leader, including the election, or towards a mean.
 
@@ -86,7 +58,7 @@ class Link(NamedTuple):
         size = parameters * sum(WIRES[wire])
         if wire == "sparse":
             return (self.workers - 1) * size
-        return 2 * (self.workers - 1) / self.workers * size
+        return self.network.ring(self.workers, size)[1]
 
     def _summed(self, size: float) -> float:
         return self.network.all_reduce(self.workers, size)

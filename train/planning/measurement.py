@@ -80,7 +80,8 @@ def measure_link(
     seconds = _median(lambda: take(params), EXCHANGES)
     latency = min(_median(lambda: take(nothing), EXCHANGES), 0.99 * seconds)
     pulls = {} if axes == ("node",) else pull_seconds(workers, params, axes)
-    return Link.fitted(_bytes(params), seconds, latency, count, pulls)
+    network = lj.asynchronous.Network.fitted(count, _bytes(params), seconds, latency)
+    return Link(network, count, pulls)
 
 
 def _bytes(params: Any) -> int:

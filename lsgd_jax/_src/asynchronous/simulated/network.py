@@ -69,6 +69,31 @@ class Network:
             raise ValueError(f"`network` must be one of {known}, got network={name!r}")
         return NETWORKS[name]
 
+    @classmethod
+    def fitted(cls, workers: int, size: float, seconds: float, latency: float) -> "Network":
+        """Returns the network on which a sum of vectors of this size takes so long.
+
+        Args:
+          workers: number of workers that sum.
+          size: bytes of a vector.
+          seconds: of the sum.
+          latency: seconds of a sum of single numbers, less than `seconds`.
+
+        >>> round(Network.fitted(4, 1e6, 1.54, 0.04).all_reduce(4, 1e6), 6)
+        1.54
+        """
+        rounds, each = cls.ring(workers, size)
+        return cls(each / (seconds - latency), latency / rounds)
+
+    @staticmethod
+    def ring(workers: int, size: float) -> tuple[int, float]:
+        """Returns the rounds of latency and the bytes per worker of a sum of vectors.
+
+        Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The
+        latency is that of tree algorithms with the same bytes, 2 log2 W rounds.
+        """
+        return 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers * size
+
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
         """Returns the seconds of a message on idle links."""
         if is_inside:
@@ -84,7 +109,7 @@ class Network:
         >>> network.all_reduce(4, 1e6)
         1.54
         """
-        rounds, each = ring(workers, size)
+        rounds, each = self.ring(workers, size)
         bandwidth = self.inside_bandwidth if is_inside else self.bandwidth
         waits = rounds * (self.delay(is_inside) + self.software(each))
         return waits + (each / bandwidth if each > SMALL else 0.0)
@@ -92,15 +117,6 @@ class Network:
     def software(self, size: float) -> float:
         """Returns the seconds of software around a message of this size."""
         return self.overhead if size > SMALL else 0.0
-
-
-def ring(workers: int, size: float) -> tuple[int, float]:
-    """Returns the rounds of latency and the bytes per worker of a sum of vectors.
-
-    Each worker sends 2 (W - 1) / W of a vector to the next one, as in a ring. The latency
-    is that of tree algorithms with the same bytes, 2 log2 W rounds.
-    """
-    return 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers * size
 
 
 def _ethernet(gigabits: float, latency: float) -> Network:
@@ -175,7 +191,7 @@ class Links:
     async def circulate(self, group: Sequence[int], size: float, limit: float) -> bool:
         """Returns True once a group has summed vectors of this size; False at `limit`."""
         pairs = list(zip(group, [*group[1:], group[0]]))
-        rounds, each = ring(len(group), size)
+        rounds, each = Network.ring(len(group), size)
         if each <= SMALL or math.isinf(self.network.bandwidth):
             return await later(max(rounds, 1) * self._latency(pairs, each), True)
         return all(await asyncio.gather(*self._begin(pairs, each, limit, rounds)))
