@@ -17,7 +17,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -33,6 +33,7 @@ from train.metrics import measures, progress, tables
 from train.plots import plain_numbers, save, subplots, whole_numbers
 from train.task import asynchronous, methods, schedules
 from train.task.experiment import Experiment
+from train.unequal import Unequal
 
 
 OUTPUT = "simulated.json", "simulated.csv", "simulated.png"
@@ -43,8 +44,8 @@ BINS = 100  # intervals of simulated time in which losses are averaged
 # Options
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Unequal):
     """Options of a simulation.
 
     Args:
@@ -56,14 +57,7 @@ class Options:
       overhead_ms: time that software adds to each message of more than 4 KiB.
       coordinator_ms: time in which the coordinator serves a call.
       step_ms: mean time of a training step.
-      slow: WORKER FACTOR, slower workers.
-      jitter: uniform noise of the step time, in [0, 1].
-      lognormal: sigma of log-normal noise of the step time.
-      stall: PROBABILITY MILLISECONDS, steps that take longer.
-      drop: WORKER SECONDS, workers that fail.
-      join: WORKER SECONDS, workers that join, or come back.
       loss: probability that a message is lost.
-      timeout: seconds to wait for a worker.
       out: the folder for results.
     """
 
@@ -75,14 +69,7 @@ class Options:
     overhead_ms: float | None = None
     coordinator_ms: float | None = None
     step_ms: float = 10.0
-    slow: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    jitter: float = 0.0
-    lognormal: float = 0.0
-    stall: tuple[float, float] = (0.0, 0.0)
-    drop: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    join: Mapping[int, float] = dataclasses.field(default_factory=dict)
     loss: float = 0.0
-    timeout: float = 60.0
     out: pathlib.Path | None = None
 
     def links(self) -> lj.asynchronous.Network:
@@ -99,24 +86,10 @@ class Options:
         }
         return dataclasses.replace(lj.asynchronous.Network.named(self.network), **changed)
 
-    def speeds(self) -> lj.asynchronous.Speeds:
-        """The speeds of the workers. Raises ValueError if a number is out of range."""
-        often, stall = self.stall
-        noise = self.jitter, self.lognormal, often, stall / 1e3
-        return lj.asynchronous.Speeds(self.step_ms / 1e3, self.slow, *noise)
-
     def check(self, workers: int) -> None:
         """Raises ValueError unless the options are valid for this number of workers."""
-        self.links(), self.speeds()
-        for name in ("slow", "drop", "join"):
-            for worker, value in getattr(self, name).items():
-                if worker not in range(workers) or value < 0:
-                    raise ValueError(
-                        f"`{name}` must be workers from 0 to {workers - 1} with "
-                        f"nonnegative numbers, got {name}={worker} {value}"
-                    )
-        if not self.timeout > 0:
-            raise ValueError(f"`timeout` must be positive, got timeout={self.timeout}")
+        self.links(), self.speeds(self.step_ms / 1e3)
+        self.check_workers(workers)
         lj.checks.check_fraction("loss", self.loss)
         taken = [x for x in OUTPUT if self.out is not None and (self.out / x).exists()]
         if taken:
@@ -264,7 +237,7 @@ def simulate(name: str, config: Config, options: Options, training: Any) -> Reco
         config.workers.locals,
         config.steps,
         options.links(),
-        options.speeds(),
+        options.speeds(options.step_ms / 1e3),
         config.seed,
         options.timeout,
         options.loss,
@@ -321,7 +294,7 @@ def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
     tables.write_csv([run.row() for run in runs], out / "simulated.csv")
     kept = {
         "network": dataclasses.asdict(options.links()),
-        "speeds": dataclasses.asdict(options.speeds()),
+        "speeds": dataclasses.asdict(options.speeds(options.step_ms / 1e3)),
         "options": {k: getattr(options, k) for k in ("loss", "timeout", "drop", "join")},
         "methods": [run.summary() for run in runs],
     }

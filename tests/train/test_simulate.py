@@ -109,7 +109,7 @@ def test_options_after_a_method_belong_to_it(mbit):
     assert (first.method.local_period, first.seed) == (2, 3)
     assert (second.method.local_period, second.seed) == (8, 3)
     assert (first.workers.nodes, first.workers.locals) == (2, 2)
-    network, speeds = options.links(), options.speeds()
+    network, speeds = options.links(), options.speeds(0.01)
     assert network.latency == 0.005 and network.bandwidth == 1e7
     assert (speeds.stall_probability, speeds.stall) == (0.1, 0.5)
 
