@@ -31,8 +31,9 @@ from small_networks import still
 from usage import head, parser, row
 
 import lsgd_jax as lj
-from train.planning.candidates import ALL, Method, Setting
+from train.planning.candidates import Method
 from train.planning.links import Link
+from train.planning.setting import ALL, Setting
 from train.plots import plt
 
 

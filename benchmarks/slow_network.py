@@ -30,9 +30,9 @@ import lsgd_jax as lj
 from train import cli, simulate
 from train.cluster.session import Session
 from train.config import Config
-from train.planning.candidates import ALL, Setting
 from train.planning.links import Link
 from train.planning.measurement import measure_link
+from train.planning.setting import ALL, Setting
 
 
 PROCESSES, LEAVES = 4, 16

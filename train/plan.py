@@ -42,16 +42,22 @@ from train.cluster.session import Session
 from train.config import Config, WorkersConfig
 from train.messages import meant
 from train.metrics import progress, tables
+from train.planning import engine
 from train.planning.advice import Plan, number
-from train.planning.candidates import ALL, INSIDE, Setting
 from train.planning.links import Link
 from train.planning.measurement import computed, measure
 from train.planning.options import PROGRAM, Options, chips_of
+from train.planning.setting import ALL, INSIDE, Setting
 
 
 EXCHANGES = (
     "exchanges: 2 (W - 1) / W of the bytes and 2 log2 W latencies, as in train.simulate; "
     "from the bandwidth alone, utilizations are -15 to +29 % (median 7 %) off 48 measured"
+)
+SIMULATED = (
+    "speeds and faults: simulated by the engine of train.simulate, at least "
+    f"{engine.STEPS} steps of each worker; one in lock step that is lost holds up the others "
+    "for --timeout"
 )
 
 
@@ -165,6 +171,10 @@ def main(arguments: Sequence[str]) -> int:
             price = None
             if options.price is not None and setting.links:
                 price = options.price * setting.replicas * config.workers.devices_each
+        if options.differs and setting.links:
+            options.check_workers(setting.replicas)
+            setting = dataclasses.replace(setting, unequal=options)
+            sources = [*sources, SIMULATED]
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     if session.is_main:

@@ -28,6 +28,12 @@ class Unequal:
     join: Mapping[int, float] = dataclasses.field(default_factory=dict)
     timeout: float = 60.0
 
+    @property
+    def differs(self) -> bool:
+        """Whether workers have unequal speeds or faults."""
+        noise = self.jitter, self.lognormal, self.stall[0]
+        return any(noise) or any((self.slow, self.drop, self.join))
+
     def speeds(self, step: float) -> lj.asynchronous.Speeds:
         """The speeds, for steps of so many seconds on average.
 

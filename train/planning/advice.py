@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from train.planning import laws
-from train.planning.candidates import KNOWN, NAMES, Candidate, Method, Setting
+from train.planning.candidates import NAMES, Candidate, Method
 from train.planning.links import Link
+from train.planning.setting import KNOWN, Setting
 from train.plots import plain_numbers, save, subplots
 
 

@@ -14,8 +14,9 @@ import lsgd_jax as lj
 from train import compile
 from train.cluster.session import Session
 from train.config import Config
-from train.planning.candidates import ACROSS, ALL, INSIDE, WIRES, Setting
+from train.planning.candidates import WIRES
 from train.planning.links import Link
+from train.planning.setting import ACROSS, ALL, INSIDE, Setting
 from train.task import methods
 from train.task.experiment import Experiment
 

@@ -12,6 +12,7 @@ import lsgd_jax as lj
 from train import compile
 from train.planning import laws
 from train.planning.advice import number
+from train.unequal import Unequal
 
 
 PROGRAM = "python -m train.plan"
@@ -25,7 +26,7 @@ POSITIVE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(compile.Cluster):
+class Options(compile.Cluster, Unequal):
     """The options of a plan.
 
     Args:

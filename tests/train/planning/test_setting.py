@@ -1,4 +1,4 @@
-"""train.planning.candidates against 48 runs that others measured.
+"""train.planning.setting against 48 runs that others measured.
 
 measured_runs.csv has the runs of Adnan082/diloco-measured (Apache-2.0, commit 07b7885):
 the period, the bandwidth that was asked for and the one that iperf found, the milliseconds
@@ -9,8 +9,9 @@ import csv
 import pathlib
 import statistics
 
-from train.planning.candidates import ALL, Method, Setting
+from train.planning.candidates import Method
 from train.planning.links import Link
+from train.planning.setting import ALL, Setting
 
 
 RUNS = pathlib.Path(__file__).parent / "measured_runs.csv"

@@ -1,0 +1,219 @@
+"""The training to plan for, and the periods and times of its candidates."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lsgd_jax as lj
+from train.planning import engine, laws
+from train.planning.candidates import ASYNCHRONOUS, Candidate, Method, asynchronous, methods
+from train.planning.links import WIRES, Link
+from train.task import methods as trained
+from train.unequal import Unequal
+
+
+INSIDE, ACROSS, ALL = "inside the node", "across nodes", "all workers"
+KNOWN = 32, 96  # periods near those with a law, 30 and 100, that fragments divide
+LONGEST, RARELY = 1024, 10  # the longest period, and the fewest exchanges of a run
+SPARSE = 32  # the shortest period of sparse-diloco; its default is 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The training to plan for.
+
+    Attributes:
+      parameters: number of parameters.
+      links: the network of each level; levels with one worker are left out.
+      step: seconds of a training step without exchanges; None if `flops` decides.
+      steps: number of steps; None if unknown.
+      tokens: number of tokens; None if unknown.
+      flops: operations per second of all workers together.
+      batch: tokens in a step of all workers; None for those of a law.
+      leaves: number of leaves of the parameters; None if unknown.
+      unequal: how workers differ; None if they do not.
+    """
+
+    parameters: float
+    links: Mapping[str, Link]
+    step: float | None = None
+    steps: int | None = None
+    tokens: float | None = None
+    flops: float | None = None
+    batch: float | None = None
+    leaves: int | None = None
+    unequal: Unequal | None = None
+
+    @property
+    def widest(self) -> Link:
+        """The link among all workers."""
+        return self.links.get(ALL) or self.links[INSIDE]
+
+    @property
+    def replicas(self) -> int:
+        """The number of workers."""
+        return self.widest.workers
+
+    def candidates(self, share: float) -> list[Candidate]:
+        """All methods with periods that suit the link, the fastest first.
+
+        A method with a law has the shortest period for which a law was fitted or measured,
+        and longer ones as long as workers wait more than this share of the time. Other
+        methods have the shortest power of two with which they wait no more.
+        """
+        found = [x for m in methods(self.leaves) for x in self._with_periods(m, share)]
+        found = [self._simulated(x) for x in found]
+        if self.unequal is not None:
+            found += [
+                self.candidate(method, (self._shortest_free(method),))
+                for method in asynchronous(self.leaves)
+            ]
+        return sorted(found, key=lambda x: x.seconds)  # stable: the simplest first
+
+    def _with_periods(self, method: Method, share: float) -> Iterator[Candidate]:
+        if method.name == "allreduce":
+            yield self._of_equals(method, (1,))
+            return
+        if method.name == "diloco" and self.tokens is not None:
+            for period in KNOWN:
+                yield (found := self._of_equals(method, (period,)))
+                if found.share <= share:
+                    return
+        periods = self._shortest(method, share)
+        if method.name != "diloco" or self.tokens is None or periods[0] > KNOWN[-1]:
+            yield self._of_equals(method, periods)
+
+    def _shortest_free(self, method: Method) -> int:
+        """The shortest period from a law's on for which the link is fast enough.
+
+        All workers exchange once in a period: each sends anchor and momentum to another.
+        """
+        size = 2 * self.replicas * self.parameters * sum(WIRES[method.wire])
+        step = self._pace(method, KNOWN[0])[0]
+        seconds = size / self.widest.network.bandwidth
+        return min(power_of_two(max(KNOWN[0], seconds / step)), LONGEST)
+
+    def _shortest(self, method: Method, share: float) -> tuple[int, ...]:
+        """The shortest periods with which workers wait at most this share of the time.
+
+        LSGD's levels get half of the time each, and the outer period is not shorter. A
+        fragment is due after more steps than the delay.
+        """
+        least, levels = method.fragments * (1 + method.delay), 1 + (method.name == "lsgd")
+        least = max(least, SPARSE * (method.wire == "sparse"))
+        one, periods = self._of_equals(method, (least,) * levels), []
+        most = LONGEST
+        while one.steps is not None and most > max(1, one.steps // RARELY):
+            most //= 2
+        allowed = share / (1 - share) * one.step
+        for seconds, _ in one.exchanges:
+            each = len(one.exchanges) * method.fragments * one.exposed(seconds)
+            least = max(least, power_of_two(min(each / allowed, most)))
+            periods.append(least)
+        return tuple(periods[-1:] * (levels - len(periods)) + periods)
+
+    def candidate(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+        """A method with these periods."""
+        return self._simulated(self._of_equals(method, periods))
+
+    def _of_equals(self, method: Method, periods: tuple[int, ...]) -> Candidate:
+        """A method with these periods, among workers that do not differ."""
+        step, steps, settings = self._pace(method, periods[-1])
+        exchanges, sent, peak = self._exchanges(method, periods)
+        if self.tokens is None:
+            loss = laws.none("the number of tokens is not known")
+        else:
+            given = self.parameters, self.tokens, self.replicas
+            loss = laws.loss(*given, method.name, periods[-1])
+        return Candidate(
+            method, periods, exchanges, sent, peak, step, steps, settings, loss
+        )
+
+    def _pace(
+        self, method: Method, period: int
+    ) -> tuple[float, int | None, Mapping[str, float]]:
+        """Seconds of a step, number of steps, and settings that laws have."""
+        settings: dict[str, float] = {}
+        if self.tokens is not None:
+            given = self.parameters, self.replicas, method.name, period
+            settings = laws.settings(*given)
+            settings["batch"] = self.batch or settings["batch"]
+        if self.flops is None:
+            assert self.step is not None
+            return self.step, self.steps, settings
+        assert self.tokens is not None
+        steps = math.ceil(self.tokens / settings["batch"])
+        total = 6 * self.parameters * self.tokens / self.flops
+        return total / steps, steps, settings
+
+    def _exchanges(
+        self, method: Method, periods: tuple[int, ...]
+    ) -> tuple[tuple[tuple[float, int], ...], float, float]:
+        """The exchanges of a method, and a worker's bytes per step and in one of them."""
+        if method.name in ASYNCHRONOUS:
+            return (), 0.0, 0.0
+        if method.name == "lsgd":
+            levels = self.links.get(INSIDE), self.widest
+            uses = [(x, p) for x, p in zip(levels, periods) if x is not None]
+        else:
+            uses = [(self.widest, periods[0])]
+        kind = "leader" if method.name == "lsgd" else "mean"
+        exchanges, sent, peak = [], 0.0, 0.0
+        for link, period in uses:
+            each = self._seconds(link, kind, method)
+            exchanges.append((each, period // method.fragments))
+            whole = link.sent(self.parameters, method.wire)
+            sent, peak = sent + whole / period, max(peak, whole / method.fragments)
+        return tuple(exchanges), sent, peak
+
+    def _simulated(self, found: Candidate) -> Candidate:
+        """The candidate at the pace that the engine finds, where workers differ."""
+        if self.unequal is None:
+            return found
+        method, period = found.method, found.periods[-1]
+        inside = self.links[INSIDE].workers if INSIDE in self.links else 1
+        given = (self.replicas // inside, inside), found.step, self.unequal
+        if method.name not in ASYNCHRONOUS:
+            pace = engine.lock_step(_timed(found), *given)
+            return dataclasses.replace(found, pace=pace)
+        options: dict[str, Any] = {"local_steps": period, "wire": method.wire}
+        if method.fragments > 1:
+            options["fragments"] = method.fragments
+        running = trained.make(method.name, **options).asynchronous()
+        pace = engine.free_running(running, period, self._network, self.parameters, *given)
+        whole = 4 * self.parameters
+        sent, peak = whole * pace.sent, whole * pace.peak
+        return dataclasses.replace(found, pace=pace, sent=sent, peak=peak)
+
+    @property
+    def _network(self) -> lj.asynchronous.Network:
+        """The links across and inside nodes."""
+        near, network = self.links.get(INSIDE, self.widest).network, self.widest.network
+        inside = near.bandwidth, near.latency
+        return lj.asynchronous.Network(network.bandwidth, network.latency, *inside)
+
+    def _seconds(self, link: Link, kind: str, method: Method) -> float:
+        """Seconds of an exchange of a fragment. Each has its own latencies."""
+        whole = link.seconds(kind, self.parameters, method.wire)
+        nothing = min(whole, link._replace(measured={}).seconds(kind, 0.0, method.wire))
+        return nothing + (whole - nothing) / method.fragments
+
+
+def _timed(found: Candidate) -> list[engine.Exchange]:
+    """The exchanges of a candidate in lock step. All but the last are inside a node."""
+    delay = found.method.delay
+    inside = [("local",)] * (len(found.exchanges) - 1)
+    return [
+        engine.Exchange(seconds if delay else found.exposed(seconds), every, delay, axes)
+        for (seconds, every), axes in zip(found.exchanges, [*inside, ("node", "local")])
+    ]
+
+
+def power_of_two(least: float) -> int:
+    """The smallest power of two that is at least 1 and at least `least`.
+
+    >>> power_of_two(0.3), power_of_two(16), power_of_two(17)
+    (1, 16, 32)
+    """
+    return 2 ** max(0, math.ceil(math.log2(max(least, 1))))
