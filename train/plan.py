@@ -55,9 +55,8 @@ EXCHANGES = (
     "from the bandwidth alone, utilizations are -15 to +29 % (median 7 %) off 48 measured"
 )
 SIMULATED = (
-    "speeds and faults: simulated by the engine of train.simulate, at least "
-    f"{engine.STEPS} steps of each worker; one in lock step that is lost holds up the others "
-    "for --timeout"
+    f"speeds and faults: simulated, {engine.STEPS} steps of each worker or more; where one "
+    "is lost in lock step, the others wait for --timeout and go on without it"
 )
 
 
@@ -175,10 +174,12 @@ def main(arguments: Sequence[str]) -> int:
             options.check_workers(setting.replicas)
             setting = dataclasses.replace(setting, unequal=options)
             sources = [*sources, SIMULATED]
+        made = [*sources, EXCHANGES]
+        plan = Plan(setting, options.share, made, price) if setting.links else None
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     if session.is_main:
-        report(options, setting, sources, price)
+        report(options, plan)
     return SUCCESS
 
 
@@ -189,22 +190,19 @@ def unknown(argument: str) -> str:
     return f"unrecognized option {argument}{near}; see {PROGRAM} --help"
 
 
-def report(
-    options: Options, setting: Setting, sources: list[str], price: float | None
-) -> None:
-    """Prints the plan."""
+def report(options: Options, plan: Plan | None) -> None:
+    """Prints the plan, or that there is nothing to plan."""
     console = progress.console(soft_wrap=True, markup=False)
-    if not setting.links:
+    if plan is None:
         console.print("one worker: there are no exchanges to plan")
         return
-    plan = Plan(setting, options.share, [*sources, EXCHANGES], price)
     if options.plot is not None:
         plan.draw(options.plot)
     if options.json:
         print(json.dumps(plan.to_json(), indent=2))
         return
     if options.experiment is not None:
-        console.print(measured(setting))
+        console.print(measured(plan.setting))
     console.print(tables.markdown(plan.rows()))
     for note in plan.notes():
         console.print(f"- {note}")

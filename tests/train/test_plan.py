@@ -231,6 +231,8 @@ def test_the_page_has_the_command_and_the_sentence_of_the_readme():
         (f"{SITES} --tokens 1e9", "`tokens` needs `batch` where `step_ms` is given"),
         (f"{SITES} --chips v4:2", "`chip` must be one of v5e, v5p"),
         (f"{SITES} --chips v5e", "`chips` must be such as v5e:16x16 or h100:64"),
+        (f"{SITES} --slow 4 2", "`slow` must be workers from 0 to 3"),
+        (f"{SITES} --drop 1 1e9", "`drop` and `join` must be within the first 2,500 s"),
         (f"{SITES} --plot plan.txt", "`plot` must be a PNG file, got plot=plan.txt"),
     ],
 )

@@ -215,7 +215,8 @@ class Plan:
         """Plots hours against bandwidth, with the link of the plan marked, as a PNG."""
         setting = self.setting
         here = setting.widest.network
-        rates = here.bandwidth * np.logspace(-2, 2, 41)
+        count = 41 if setting.unequal is None else 9  # each of which is simulated
+        rates = here.bandwidth * np.logspace(-2, 2, count)
         figure, axes = subplots(figsize=(7, 4.5))
         unit = HOUR if self.base.steps is not None else 1e-3
         plain = min(

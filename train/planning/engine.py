@@ -5,6 +5,7 @@ those of the real ones. No step computes anything.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from train.unequal import Unequal
 
 
 LEAVES, SIZE = 4, 8192  # of the parameters: as many float32 values in each leaf
-STEPS, PERIODS = 128, 2  # simulated at least; faults need as many periods before and after
+STEPS, PERIODS = 128, 2  # simulated at least, the periods where methods are asynchronous
 MOST = 100_000  # steps of all workers that are simulated
 
 
@@ -98,10 +99,15 @@ class LockStepWorker:
                     worker.transport.collectives.all_reduce(key, worker.params, True, group)
                 )
                 self._in_flight.append((t + exchange.delay, together))
+            await self._land(t)
+
+    async def _land(self, t: int) -> None:
+        worker = self._worker
         for landing, together in list(self._in_flight):
             if landing <= t:
                 self._in_flight.remove((landing, together))
-                await worker.wait(together)
+                with contextlib.suppress(lj.asynchronous.UnreachableError):
+                    await worker.wait(together)  # a member has failed: go on without
 
     def state(self) -> None:
         """Returns nothing: a restarted worker needs only the count."""
@@ -157,7 +163,8 @@ def _run(
 ) -> Pace:
     workers, events = math.prod(grid), [*unequal.drop.values(), *unequal.join.values()]
     last = max(events, default=0.0)
-    steps = period * math.ceil(max(STEPS / period, PERIODS, last / step / period))
+    least = PERIODS if exchange is None else 1
+    steps = period * math.ceil(max(STEPS / period, least, last / step / period))
     steps += 2 * PERIODS * period * bool(events)
     if steps * workers > MOST:
         raise ValueError(

@@ -79,13 +79,15 @@ class Rings(Collectives):
         meeting = meetings.setdefault(key, Meeting())
         meeting.brought[me] = value
         came = await self._simulation.coordinator.round(me, key, None, group)
-        meetings.pop(key, None)
-        if came is None or me not in came:
+        if came is None or me not in came or not meeting.brought.keys() >= set(came):
+            meetings.pop(key, None)
             raise StaleWorkerError(f"worker {me} came too late for {key}")
         if meeting.result is None:
             values = {i: meeting.brought[i] for i in came}
             meeting.result = asyncio.ensure_future(self._traveled(key, values, combine))
             meeting.result.add_done_callback(retrieved)
+            # Until then a member that has failed may come back to the same meeting.
+            meeting.result.add_done_callback(lambda _: meetings.pop(key, None))
         return await asyncio.shield(meeting.result)
 
     async def _traveled(

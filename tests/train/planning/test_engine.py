@@ -1,0 +1,75 @@
+"""train.planning.engine: paces of workers that differ, against numbers computed by hand."""
+
+import pytest
+
+import lsgd_jax as lj
+from train.planning.candidates import Method
+from train.planning.engine import Exchange, free_running, lock_step
+from train.planning.links import Link
+from train.planning.setting import ALL, Setting
+from train.unequal import Unequal
+
+
+EVERYONE, NODE = ("node", "local"), ("local",)
+SLOW, LOST = Unequal(slow={0: 2.0}), Unequal(drop={1: 5.0})
+
+
+@pytest.mark.parametrize(
+    "exchanges, grid, unequal, step, waiting",
+    [
+        ([Exchange(0.4, 8, 0, EVERYONE)], (4, 1), Unequal(), 0.15, 1 / 3),
+        # A step of the slow worker, and 0.4 s for eight of them: the others wait for both.
+        ([Exchange(0.4, 8, 0, EVERYONE)], (4, 1), SLOW, 0.25, (3 * 0.6 + 0.2) / 4),
+        # A delay hides the 50 ms of an exchange behind the slow worker's next step.
+        ([Exchange(0.05, 8, 1, EVERYONE)], (4, 1), SLOW, 0.2, None),
+        # LSGD exchanges every 8 steps inside a node, and every 32 among all.
+        (
+            [Exchange(0.4, 8, 0, NODE), Exchange(1, 32, 0, EVERYONE)],
+            (2, 2),
+            SLOW,
+            9 / 32,
+            None,
+        ),
+        # Without the lost worker a ring of three sends 4/3 and not 3/2 of the vector.
+        ([Exchange(0.4, 8, 0, EVERYONE)], (4, 1), LOST, 4 / 3 * (0.1 + 0.4 / 9), None),
+    ],
+)
+def test_lock_step(exchanges, grid, unequal, step, waiting):
+    found = lock_step(exchanges, grid, 0.1, unequal)
+    assert found.step == pytest.approx(step, rel=2e-3)
+    assert waiting is None or found.waiting == pytest.approx(waiting)
+
+
+@pytest.mark.parametrize("seconds, join", [(1.0, 4.0), (5.0, 9.0), (36.0, 9.0)])
+def test_a_worker_that_fails_in_an_exchange_and_comes_back_to_it(seconds, join):
+    """The others wait for it, at most for the timeout, and then all have their old pace."""
+    unequal = Unequal(drop={3: 3.0}, join={3: join}, timeout=5.0)
+    found = lock_step([Exchange(seconds, 1, 0, EVERYONE)], (4, 1), 0.25, unequal)
+    assert found.step == pytest.approx(0.25 + seconds)
+    assert found.extra > 1 and found.pause > seconds + 1
+
+
+def test_a_candidate_whose_workers_differ():
+    links = {ALL: Link.of(120, 2.5, 4)}
+    setting = Setting(1e6, links, step=0.1, steps=1000, unequal=SLOW)
+    found = setting.candidate(Method("local-sgd"), (8,))
+    # 400 ms of bytes and 4 latencies of 2.5 ms, every 8 steps of 200 ms.
+    assert found.seconds == pytest.approx(1000 * (0.2 + 0.41 / 8))
+    base = setting.candidate(Method("allreduce"), (1,))
+    assert base.seconds == pytest.approx(1000 * (0.2 + 0.41 - 0.1 * 2 / 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, waits",
+    [
+        (lj.asynchronous.DecoupledDiLoCo(32, fragments=4), False),
+        (lj.asynchronous.DiLoCo(32), True),
+    ],
+)
+def test_asynchronous_workers_take_steps_at_the_sum_of_their_speeds(method, waits):
+    network = lj.asynchronous.Network(4e6, 1e-3)
+    found = free_running(method, 32, network, 1e6, (4, 1), 0.1, SLOW)
+    alone = 4 / (3 / 0.1 + 1 / 0.2)
+    assert alone * 0.99 < found.step < alone * (4 if waits else 1.02)
+    assert (found.waiting > 0.1) is waits
