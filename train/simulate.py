@@ -14,6 +14,7 @@ steps. The same seed gives the same numbers and times.
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 import time
@@ -52,6 +53,8 @@ class Options(Unequal):
       experiment: a named experiment, such as digits.
       network: the links between the nodes, such as ethernet-1g, wan-100m or free.
       mbit: bandwidth of a node's link in Mbit/s; overrides the network's.
+      world: a published cluster, in place of --network, --step-ms and --slow: halos.
+      parameters: number of parameters that messages stand for, if the experiment has fewer.
       latency_ms: latency between nodes; overrides the network's.
       inside_mbit: bandwidth of each worker's link inside its node, in Mbit/s.
       overhead_ms: time that software adds to each message of more than 4 KiB.
@@ -63,6 +66,8 @@ class Options(Unequal):
 
     experiment: tyro.conf.Positional[str]
     network: str = "ethernet-1g"
+    world: str | None = None
+    parameters: float | None = None
     mbit: Annotated[float | None, tyro.conf.arg(aliases=["--bandwidth-mbit"])] = None
     latency_ms: float | None = None
     inside_mbit: float | None = None
@@ -81,15 +86,44 @@ class Options(Unequal):
             "overhead": (self.overhead_ms, 1e-3),
             "coordinator": (self.coordinator_ms, 1e-3),
         }
-        changed = {
+        changed: dict[str, Any] = {
             k: value * unit for k, (value, unit) in asked.items() if value is not None
         }
-        return dataclasses.replace(lj.asynchronous.Network.named(self.network), **changed)
+        network = lj.asynchronous.Network.named(self.network)
+        if self.world is not None:
+            network = self._published().network
+        return dataclasses.replace(network, **changed)
 
-    def check(self, workers: int) -> None:
-        """Raises ValueError unless the options are valid for this number of workers."""
-        self.links(), self.speeds(self.step_ms / 1e3)
-        self.check_workers(workers)
+    def paces(self) -> lj.asynchronous.Speeds:
+        """The speeds of the workers. Raises ValueError if a number is out of range."""
+        speeds = self.speeds(self.step_ms / 1e3)
+        if self.world is None:
+            return speeds
+        published = self._published().speeds
+        return dataclasses.replace(speeds, step=published.step, slow=published.slow)
+
+    def _published(self) -> lj.asynchronous.World:
+        worlds = lj.asynchronous.WORLDS
+        if self.world not in worlds:
+            known = ", ".join(worlds)
+            raise ValueError(f"`world` must be one of {known}, got world={self.world!r}")
+        return worlds[self.world]
+
+    def check(self, grid: WorkersConfig) -> None:
+        """Raises ValueError unless the options are valid for this grid of workers."""
+        self.links(), self.paces()
+        self.check_workers(grid.nodes * grid.locals)
+        if self.world is not None:
+            world = self._published()
+            if (grid.nodes, grid.locals) != (world.nodes, world.locals):
+                raise ValueError(
+                    f"`world` has {world.nodes} nodes of {world.locals} workers, got "
+                    f"workers.nodes={grid.nodes}, workers.locals={grid.locals}"
+                )
+        if self.parameters is not None and not 0 < self.parameters < math.inf:
+            raise ValueError(
+                f"`parameters` must be above 0, got parameters={self.parameters:g}"
+            )
         lj.checks.check_fraction("loss", self.loss)
         taken = [x for x in OUTPUT if self.out is not None and (self.out / x).exists()]
         if taken:
@@ -112,7 +146,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Config]]:
             name, again = f"{chosen}-{again}", again + 1
         configs[name] = config
         method(config)
-    options.check(config.workers.nodes * config.workers.locals)
+    options.check(config.workers)
     return options, configs
 
 
@@ -230,14 +264,18 @@ def simulate(name: str, config: Config, options: Options, training: Any) -> Reco
         step = now, worker.index, worker.count, worker.loss, report.waited, report.staleness
         steps.append(dict(zip(STEP, step)))
 
+    network = options.links()
+    if options.parameters is not None:
+        size = sum(x.size for x in jax.tree.leaves(training.init(0)[0]))
+        network = network.scaled(size / options.parameters)
     found = lj.asynchronous.simulator.run(
         training,
         method(config),
         config.workers.nodes,
         config.workers.locals,
         config.steps,
-        options.links(),
-        options.speeds(options.step_ms / 1e3),
+        network,
+        options.paces(),
         config.seed,
         options.timeout,
         options.loss,
@@ -294,7 +332,7 @@ def write(options: Options, runs: list[Recorded], out: pathlib.Path) -> None:
     tables.write_csv([run.row() for run in runs], out / "simulated.csv")
     kept = {
         "network": dataclasses.asdict(options.links()),
-        "speeds": dataclasses.asdict(options.speeds(options.step_ms / 1e3)),
+        "speeds": dataclasses.asdict(options.paces()),
         "options": {k: getattr(options, k) for k in ("loss", "timeout", "drop", "join")},
         "methods": [run.summary() for run in runs],
     }

@@ -27,6 +27,8 @@ from lsgd_jax._src.asynchronous.methods.wagma import WAGMA as WAGMA
 from lsgd_jax._src.asynchronous.simulated.network import NETWORKS as NETWORKS
 from lsgd_jax._src.asynchronous.simulated.network import Network as Network
 from lsgd_jax._src.asynchronous.simulated.speeds import Speeds as Speeds
+from lsgd_jax._src.asynchronous.simulated.worlds import WORLDS as WORLDS
+from lsgd_jax._src.asynchronous.simulated.worlds import World as World
 from lsgd_jax.asynchronous import simulator as simulator
 
 

@@ -109,7 +109,7 @@ def test_options_after_a_method_belong_to_it(mbit):
     assert (first.method.local_period, first.seed) == (2, 3)
     assert (second.method.local_period, second.seed) == (8, 3)
     assert (first.workers.nodes, first.workers.locals) == (2, 2)
-    network, speeds = options.links(), options.speeds(0.01)
+    network, speeds = options.links(), options.paces()
     assert network.latency == 0.005 and network.bandwidth == 1e7
     assert (speeds.stall_probability, speeds.stall) == (0.1, 0.5)
 
@@ -119,6 +119,9 @@ def test_options_after_a_method_belong_to_it(mbit):
     [
         ("--method allreduce --optimizer.name adamw", "`optimizer.name` must be sgd"),
         ("--network ethernet", "`network` must be one of ethernet-100m"),
+        ("--world mars", "`world` must be one of halos, got world='mars'"),
+        ("--world halos", "`world` has 4 nodes of 4 workers, got workers.nodes=2"),
+        ("--parameters 0", "`parameters` must be above 0, got parameters=0"),
         ("--slow 4 2", "`slow` must be workers from 0 to 3 with nonneg"),
         ("--slow 3", "--slow: "),
         ("--slow 1 0", r"`slow[1]` must be positive, got slow[1]=0.0"),

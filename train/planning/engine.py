@@ -117,6 +117,17 @@ class LockStepWorker:
         self._in_flight.clear()
 
 
+def _start(index: int) -> tuple[Any, Any, Any]:
+    return [np.zeros(SIZE, np.float32) for _ in range(LEAVES)], (), ()
+
+
+def _still(params: Any, opt_state: Any, own: Any, t: Any) -> tuple[Any, Any, Any, float]:
+    return _start(0)[0], opt_state, own, 0.0
+
+
+TRAINING = lj.asynchronous.Training(_start, _still)
+
+
 def lock_step(
     exchanges: Sequence[Exchange], grid: tuple[int, int], step: float, unequal: Unequal
 ) -> Pace:
@@ -146,10 +157,8 @@ def free_running(
     unequal: Unequal,
 ) -> Pace:
     """Returns the pace of an asynchronous method for so many parameters."""
-    smaller = LEAVES * SIZE / parameters
-    rates = network.bandwidth * smaller, network.inside_bandwidth * smaller
-    network = dataclasses.replace(network, bandwidth=rates[0], inside_bandwidth=rates[1])
-    return _run(method, period, grid, network, step, unequal)
+    smaller = network.scaled(LEAVES * SIZE / parameters)
+    return _run(method, period, grid, smaller, step, unequal)
 
 
 def _run(
@@ -181,7 +190,7 @@ def _run(
         taken.append((worker.transport.now(), worker.index, worker.count, sent))
 
     found = lj.asynchronous.simulator.run(
-        lj.asynchronous.Training(_start, _still),
+        TRAINING,
         method,
         *grid,
         steps,
@@ -211,11 +220,3 @@ def _run(
 def _sent(taken: Sequence[tuple[float, int, int, int]], index: int) -> list[int]:
     """The bytes that a worker has sent after each of its steps."""
     return [0, *(sent for _, worker, _, sent in taken if worker == index)]
-
-
-def _start(index: int) -> tuple[Any, Any, Any]:
-    return [np.zeros(SIZE, np.float32) for _ in range(LEAVES)], (), ()
-
-
-def _still(params: Any, opt_state: Any, own: Any, t: Any) -> tuple[Any, Any, Any, float]:
-    return _start(0)[0], opt_state, own, 0.0

@@ -27,9 +27,12 @@ class Network:
       inside_latency: seconds from worker to worker inside a node.
       overhead: seconds of software around a message of more than 4 KiB, at its sender.
       coordinator: seconds in which the coordinator serves a call, one after the other.
+      between: bytes per second from each node to each other one, in place of `bandwidth`,
+        which is then only that of sums on idle links. The diagonal does not count.
 
     Raises:
-      ValueError: a bandwidth that is not positive, a time that is negative.
+      ValueError: a bandwidth that is not positive, a time that is negative, bandwidths
+        between nodes that are no square.
 
     >>> Network.named("ethernet-1g").bandwidth
     117500000.0
@@ -45,6 +48,7 @@ class Network:
     inside_latency: float = 10e-6
     overhead: float = 0.0
     coordinator: float = 0.0
+    between: Sequence[Sequence[float]] = ()
 
     def __post_init__(self):
         for name in ("bandwidth", "inside_bandwidth"):
@@ -55,6 +59,11 @@ class Network:
             raise ValueError(
                 "`bandwidth` and `inside_bandwidth` must both be inf or none, got "
                 f"bandwidth={self.bandwidth}, inside_bandwidth={self.inside_bandwidth}"
+            )
+        if any(len(row) != len(self.between) or min(row) <= 0 for row in self.between):
+            raise ValueError(
+                "`between` must be a square of positive bandwidths, got "
+                f"between={self.between}"
             )
         for name in ("latency", "inside_latency", "overhead", "coordinator"):
             value = getattr(self, name)
@@ -93,6 +102,19 @@ class Network:
         latency is that of tree algorithms with the same bytes, 2 log2 W rounds.
         """
         return 2 * math.ceil(math.log2(workers)), 2 * (workers - 1) / workers * size
+
+    def scaled(self, factor: float) -> "Network":
+        """Returns the network with all bandwidths times a factor.
+
+        So few parameters can stand for many, on links that are slower by as much.
+        """
+        times = lambda rate: rate * factor
+        return dataclasses.replace(
+            self,
+            bandwidth=times(self.bandwidth),
+            inside_bandwidth=times(self.inside_bandwidth),
+            between=[[*map(times, row)] for row in self.between],
+        )
 
     def delay(self, is_inside: bool, size: float = 0.0) -> float:
         """Returns the seconds of a message on idle links."""
@@ -166,9 +188,15 @@ class Links:
     def __init__(self, network: Network, nodes: int, locals: int):
         self.network, self._locals = network, locals
         workers = nodes * locals
-        self._capacity = np.repeat(
-            [network.bandwidth, network.inside_bandwidth], [2 * nodes, 2 * workers]
-        )
+        if network.between and len(network.between) != nodes:
+            raise ValueError(
+                f"`network` has {len(network.between)} nodes, so that `nodes` must be as "
+                f"many, got nodes={nodes}"
+            )
+        # Nodes, workers inside them, pairs of nodes, and one for the end without a limit.
+        links = [network.bandwidth] * 2 * nodes, [network.inside_bandwidth] * 2 * workers
+        pairs = np.ravel(network.between)
+        self._capacity = np.concatenate([*links, pairs, [math.inf]])
         self._nodes, self._workers = nodes, workers
         self.sent, self.stuck = np.zeros(nodes), set[int]()
         self._flows, self._new = np.zeros(0, FLOW), list[tuple]()
@@ -219,7 +247,11 @@ class Links:
         if inside:
             first = 2 * self._nodes
             return first + source, first + self._workers + target
-        return source // self._locals, self._nodes + target // self._locals
+        here, there = source // self._locals, target // self._locals
+        if self.network.between:
+            last = len(self._capacity) - 1
+            return last - self._nodes**2 + here * self._nodes + there, last
+        return here, self._nodes + there
 
     # Flows
 

@@ -212,6 +212,7 @@ def test_a_run_ends_at_a_given_time():
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda: Network(1, 0, between=[[1, 2]]), "`between` must be a square of positive"),
         (lambda: Network(0, 1e-3), "`bandwidth` must be positive, got bandwidth=0"),
         (lambda: Network(1, -1), "`latency` must be at least 0, got latency=-1"),
         (lambda: Speeds(0.0), "`step` must be positive, got step=0.0"),
