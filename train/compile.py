@@ -1,6 +1,7 @@
 """python -m train.compile NAME: compiles an experiment for a pod that is not here.
 
     python -m train.compile text --topology v5e:4x4 --slices 2 --workers.inside fsdp=16
+    python -m train.compile text --chips v5e:4x8 --sites 2
     python -m train.compile cifar10-cnn7 --gpu h100 --hosts 4 --each 8 --data.dir DIR
 
 The command prints for each phase of the method the memory per device, the bytes inside and
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -39,6 +41,8 @@ class Cluster:
     """A cluster that is not here.
 
     Args:
+      chips: kind and number of all chips, such as v5e:16x16 or h100:64.
+      sites: number of slices or hosts with GPUs that share `chips` evenly.
       topology: generation and shape of a TPU slice, such as v5e:4x4.
       slices: number of slices.
       gpu: kind of GPU, in place of a topology: a100, h100, h200 or b200.
@@ -46,6 +50,8 @@ class Cluster:
       each: number of GPUs in a host.
     """
 
+    chips: str | None = None
+    sites: int | None = None
     topology: str | None = None
     slices: int = 1
     gpu: str | None = None
@@ -56,15 +62,59 @@ class Cluster:
         """The described cluster.
 
         Raises:
-          ValueError: neither or both kinds, or one that is not known. ImportError: a
-            package is missing.
+          ValueError: no kind or several, or one that is not known. ImportError: a package
+            is missing.
         """
-        if (self.topology is None) == (self.gpu is None):
-            raise ValueError("either `topology` or `gpu` must be given")
+        if [self.chips, self.topology, self.gpu].count(None) != 2:
+            raise ValueError("one of `chips`, `topology` and `gpu` must be given")
+        if self.chips is not None:
+            chip, shape, sites = *self.shared(), self.sites or 1
+            if chip.kind.startswith("NVIDIA"):
+                return lj.aot.gpu(chip.name, sites, math.prod(shape) // sites)
+            return lj.aot.tpu(f"{chip.name}:{'x'.join(map(str, cut(shape, sites)))}", sites)
         if self.topology is not None:
             return lj.aot.tpu(self.topology, self.slices)
         assert self.gpu is not None
         return lj.aot.gpu(self.gpu, self.hosts, self.each)
+
+    def shared(self) -> tuple[lj.aot.Chip, tuple[int, ...]]:
+        """The kind and the shape of the given chips.
+
+        Raises:
+          ValueError: an unknown kind, or chips that the sites cannot share.
+        """
+        text, sites = self.chips or "", self.sites or 1
+        kind, _, shape = text.partition(":")
+        if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
+            raise ValueError(
+                f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}"
+            )
+        chip, sizes = lj.aot.chip(kind), tuple(map(int, shape.split("x")))
+        count = math.prod(sizes)
+        if count < 2:
+            raise ValueError(f"`chips` must be at least 2, got chips={text}")
+        if not 1 <= sites <= count:
+            raise ValueError(
+                f"`sites` must be at most the {count} chips, got sites={sites}"
+            )
+        if count % sites:
+            raise ValueError(f"`sites` must divide the {count} chips, got sites={sites}")
+        return chip, sizes
+
+
+def cut(shape: Sequence[int], sites: int) -> list[int]:
+    """The shape of each of some equal parts, cut along the longest sides.
+
+    >>> cut((16, 16), 4), cut((4, 4, 8), 2)
+    ([8, 8], [4, 4, 4])
+    """
+    left = list(shape)
+    while sites > 1:
+        prime = next(x for x in range(2, sites + 1) if sites % x == 0)
+        sides = [i for i, size in enumerate(left) if size % prime == 0]
+        left[max(sides, key=lambda i: left[i])] //= prime
+        sites //= prime
+    return left
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ from train.planning import engine
 from train.planning.advice import Plan, number
 from train.planning.links import Link
 from train.planning.measurement import computed, measure
-from train.planning.options import PROGRAM, Options, chips_of
+from train.planning.options import PROGRAM, Options
 from train.planning.setting import ALL, INSIDE, Setting
 
 
@@ -54,24 +54,25 @@ EXCHANGES = (
     "exchanges: 2 (W - 1) / W of the bytes and 2 log2 W latencies, as in train.simulate; "
     "from the bandwidth alone, utilizations are -15 to +29 % (median 7 %) off 48 measured"
 )
+ENERGY = "energy: --watts of each chip, also while it waits"
 SIMULATED = (
     f"speeds and faults: simulated, {engine.STEPS} steps of each worker or more; where one "
     "is lost in lock step, the others wait for --timeout and go on without it"
 )
 
 
-def of_numbers(options: Options) -> tuple[Setting, list[str], float | None]:
-    """The setting of a plan without an experiment, its sources and its price of an hour."""
+def of_numbers(options: Options) -> tuple[Setting, list[str]]:
+    """The setting of a plan without an experiment, and its sources."""
     size, sites, mbit = options.size, options.sites, options.mbit
     assert size is not None and sites is not None and mbit is not None
+    chip, count = (None, sites) if options.chips is None else options.chip
     setting = Setting(
         size,
         {ALL: Link.of(mbit, options.latency_ms, sites)},
         tokens=options.tokens,
         batch=options.batch,
+        chips=count,
     )
-    chip, count = (None, sites) if options.chips is None else chips_of(options)
-    price = None if options.price is None else options.price * count
     if options.step_ms is not None:
         step, steps = options.step_ms / 1e3, None
         if options.tokens is not None and options.batch is not None:
@@ -80,7 +81,7 @@ def of_numbers(options: Options) -> tuple[Setting, list[str], float | None]:
         words = f"a step: {options.step_ms:g} ms, as given"
         if options.tokens is None:
             words += "; the plan is about time only, and says nothing about the loss"
-        return setting, [words], price
+        return setting, [words]
     assert chip is not None and options.tokens is not None
     flops = options.efficiency * count * chip.flops
     setting = dataclasses.replace(setting, flops=flops)
@@ -88,7 +89,7 @@ def of_numbers(options: Options) -> tuple[Setting, list[str], float | None]:
         f"computing: 6 N D operations at {100 * options.efficiency:g} % of the peak of "
         f"{count} {chip.name} ({chip.source}), {count // sites} at each of {sites} sites"
     )
-    return setting, [source], price
+    return setting, [source]
 
 
 def of_experiment(
@@ -96,7 +97,7 @@ def of_experiment(
 ) -> tuple[Setting, list[str]]:
     """The setting of a plan for an experiment, and its sources."""
     sites, workers = options.sites, config.workers
-    if sites is not None:
+    if sites is not None and not options.is_described:
         if session.has_others:
             raise ValueError("`sites` must be planned by one process, which measures one")
         grid = dataclasses.replace(workers, nodes=1, locals=1)
@@ -112,6 +113,8 @@ def of_experiment(
         workers, source = config.workers, "computed from the compiled program"
     else:
         setting, source = measure(config, session), "measured here"
+    chips = workers.nodes * workers.locals * config.workers.devices_each
+    setting = dataclasses.replace(setting, chips=chips)
     setting = put(options, setting, workers.nodes, workers.locals)
     step, size = number(1e3 * (setting.step or 0)), number(4 * setting.parameters / 1e6)
     where = source if options.step_ms is None else "as given"
@@ -159,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(unknown(others[0]))
         options.check()
         if options.experiment is None:
-            setting, sources, price = of_numbers(options)
+            setting, sources = of_numbers(options)
         else:
             config = cli.parse([options.experiment, *others])
             jax.config.update("jax_enable_preemption_service", False)  # SIGTERM ends it
@@ -167,15 +170,14 @@ def main(arguments: Sequence[str]) -> int:
                 session = rendezvous.join(config)
             compilation_cache.use(say=session.is_main and not options.json)
             setting, sources = of_experiment(options, config, session)
-            price = None
-            if options.price is not None and setting.links:
-                price = options.price * setting.replicas * config.workers.devices_each
         if options.differs and setting.links:
             options.check_workers(setting.replicas)
             setting = dataclasses.replace(setting, unequal=options)
             sources = [*sources, SIMULATED]
-        made = [*sources, EXCHANGES]
-        plan = Plan(setting, options.share, made, price) if setting.links else None
+        if options.watts is not None:
+            sources = [*sources, ENERGY]
+        given = options.share, [*sources, EXCHANGES], options.price, options.watts
+        plan = Plan(setting, *given) if setting.links else None
     except (ValueError, ImportError) as error:
         return session.leave(WRONG_USAGE, str(error))
     if session.is_main:

@@ -63,8 +63,18 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
     "main, arguments, message",
     [
         (compile.main, "", "experiment must be given"),
-        (compile.main, "digits", "either `topology` or `gpu` must be given"),
-        (compile.main, "digits --topology v5e:2x2 --gpu h100", "either `topology` or"),
+        (compile.main, "digits", "one of `chips`, `topology` and `gpu` must be given"),
+        (
+            compile.main,
+            "digits --topology v5e:2x2 --gpu h100",
+            "one of `chips`, `topology`",
+        ),
+        (
+            compile.main,
+            "digits --chips v5e:4x4 --sites 32",
+            "`sites` must be at most the 16",
+        ),
+        (compile.main, "digits --chips h100:16 --sites 2", 'pip install "lsgd_jax[gpu'),
         (compile.main, "digits --topology v9:2x2", "`topology` must be a generation"),
         (compile.main, "digits --topology v5e:2x2 --gbit 0", "`gbit` must be above 0"),
         (compile.main, "digits --topology v5e:2x2 --mbit 0", "`mbit` must be above 0"),

@@ -126,12 +126,13 @@ def test_a_plan_measures_and_writes_no_files(tmp_path, monkeypatch, capsys):
 
 
 def test_hours_and_losses_by_the_laws(planned):
-    found, rest = planned(f"{MODEL} --sites 4 --mbit 1000 --price 2")
+    found, rest = planned(f"{MODEL} --sites 4 --mbit 1000 --price 2 --watts 300")
     (base,) = found["allreduce", "float32", 1, 0]
     # 156,416 tokens a step: 127,865 steps of 0.1489 s, and 48 s for 1.5 times 4 GB.
     assert base["steps"] == 127_865
     assert base["hours"] == pytest.approx(127_865 * (0.1489 / 3 + 48) / 3600, rel=1e-4)
     assert base["cost"] == pytest.approx(2 * 64 * base["hours"])
+    assert base["kwh"] == pytest.approx(0.3 * 64 * base["hours"])
     assert base["loss"]["nats"] == pytest.approx(2.516, abs=1e-3)
     short, longer, longest = found["diloco", "float32", 1, 0]
     assert [x["periods"] for x in (short, longer, longest)] == [[1024], [96], [32]]
@@ -233,6 +234,9 @@ def test_the_page_has_the_command_and_the_sentence_of_the_readme():
         (f"{SITES} --chips v5e", "`chips` must be such as v5e:16x16 or h100:64"),
         (f"{SITES} --slow 4 2", "`slow` must be workers from 0 to 3"),
         (f"{SITES} --drop 1 1e9", "`drop` and `join` must be within the first 2,500 s"),
+        (f"{MODEL} --sites 4 --mbit 1 --watts 0", "`watts` must be above 0, got watts=0"),
+        ("digits --chips v5e:4x4 --mbit 1", "`chips` needs `sites`"),
+        ("digits --chips v5e:4x4 --sites 3 --mbit 1", "`sites` must divide the 16 chips"),
         (f"{SITES} --plot plan.txt", "`plot` must be a PNG file, got plot=plan.txt"),
     ],
 )

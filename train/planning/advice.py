@@ -26,13 +26,15 @@ class Plan:
       setting: the training.
       share: the share of the time that workers may wait, and that counts as equally fast.
       sources: sentences that say where the numbers come from.
-      price: of all chips for an hour; None if unknown.
+      price: of a chip for an hour; None if unknown.
+      watts: of a chip; None if unknown.
     """
 
     setting: Setting
     share: float
     sources: Sequence[str]
     price: float | None = None
+    watts: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "candidates", self.setting.candidates(self.share))
@@ -128,8 +130,7 @@ class Plan:
         row = {"method": found.name, **time, "waiting, %": number(100 * found.share)}
         row |= {"longest wait, s": number(found.pause)}
         row |= {**sent, "peak MB": number(found.peak / 1e6)}
-        if self.price is not None and found.steps is not None:
-            row["cost"] = number(found.seconds / HOUR * self.price)
+        row |= {name: number(value) for name, value in self._bills(found).items()}
         if setting.tokens is not None and found.settings:
             row["batch, tokens"] = number(found.settings["batch"])
             loss = found.loss
@@ -138,6 +139,14 @@ class Plan:
             )
             row["more nats"] = "" if loss.more is None else f"{loss.more:+.3f}"
         return row
+
+    def _bills(self, found: Candidate) -> dict[str, float]:
+        """The cost and the energy in kWh, as far as they are known."""
+        if found.steps is None:
+            return {}
+        hours = self.setting.chips * found.seconds / HOUR
+        each = {"cost": self.price, "kWh": self.watts and self.watts / 1e3}
+        return {name: hours * rate for name, rate in each.items() if rate is not None}
 
     def notes(self) -> Iterator[str]:
         """Yields the sources of the numbers, and where there is none."""
@@ -190,7 +199,7 @@ class Plan:
     def _record(self, found: Candidate) -> dict[str, Any]:
         steps = found.steps
         hours = None if steps is None else found.seconds / HOUR
-        cost = None if hours is None or self.price is None else hours * self.price
+        bills = self._bills(found)
         return {
             "name": found.name,
             "options": found.options,
@@ -204,7 +213,8 @@ class Plan:
             "longest_wait_seconds": found.pause,
             "steps": steps,
             "hours": hours,
-            "cost": cost,
+            "cost": bills.get("cost"),
+            "kwh": bills.get("kWh"),
             "bytes_per_step": found.sent,
             "peak_bytes": found.peak,
             **found.settings,

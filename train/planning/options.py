@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pathlib
-import re
 from typing import Annotated
 
 import tyro
@@ -20,7 +19,7 @@ MOST = {"parameters": 1e13, "tokens": 1e18, "mbit": 1e9, "step_ms": 1e9}
 # Bytes per parameter of float32 parameters, gradients and two moments of Adam.
 STATE = 16
 POSITIVE = (
-    *("parameters", "tokens", "batch", "mbit", "step_ms", "price"),
+    *("parameters", "tokens", "batch", "mbit", "step_ms", "price", "watts"),
     *("parameter_mb", "efficiency"),
 )
 
@@ -33,8 +32,8 @@ class Options(compile.Cluster, Unequal):
       experiment: a named experiment, such as text; none to plan for given numbers.
       parameters: number of parameters, in place of those of an experiment.
       tokens: number of tokens to train on; the laws' own are 20 for each parameter.
-      chips: kind and number of all chips, such as v5e:16x16 or h100:64.
-      sites: number of sites, each of which is a worker.
+      sites: number of sites, which share `chips` evenly. Each is a worker, or several where
+        the step of an experiment is compiled for its chips.
       mbit: Mbit/s of a site's or a node's link, in place of a measurement.
       latency_ms: milliseconds of a message from site to site, with --mbit.
       step_ms: milliseconds of a step, in place of a measurement.
@@ -43,6 +42,7 @@ class Options(compile.Cluster, Unequal):
       share: share of the time that workers may wait for exchanges; methods whose times
         differ by less count as equally fast.
       price: of a chip for an hour.
+      watts: of a chip, with its share of host and cooling; adds the energy.
       json: print JSON, with all candidates.
       plot: file for a picture of hours against bandwidth.
       parameter_mb: megabytes of float32 parameters, another way to give --parameters.
@@ -53,8 +53,6 @@ class Options(compile.Cluster, Unequal):
     ] = None
     parameters: float | None = None
     tokens: float | None = None
-    chips: str | None = None
-    sites: int | None = None
     mbit: float | None = None
     latency_ms: float = 0.0
     step_ms: float | None = None
@@ -62,6 +60,7 @@ class Options(compile.Cluster, Unequal):
     batch: float | None = None
     share: float = 0.05
     price: float | None = None
+    watts: float | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     plot: pathlib.Path | None = None
     parameter_mb: float | None = None
@@ -69,13 +68,31 @@ class Options(compile.Cluster, Unequal):
     @property
     def is_described(self) -> bool:
         """Whether an experiment is planned for a cluster that is not here."""
-        return self.topology is not None or self.gpu is not None
+        kinds = self.chips, self.topology, self.gpu
+        return self.experiment is not None and any(x is not None for x in kinds)
 
     @property
     def size(self) -> float | None:
         """The given number of parameters."""
         megabytes = self.parameter_mb
         return self.parameters if megabytes is None else megabytes * 1e6 / 4
+
+    @property
+    def chip(self) -> tuple[lj.aot.Chip, int]:
+        """The kind and the number of the given chips.
+
+        Raises:
+          ValueError: see `shared`, or chips that are too small.
+        """
+        chip, shape = self.shared()
+        count, size = math.prod(shape), self.size or 0
+        each = count // (self.sites or 1)
+        if size > (most := chip.memory * each / STATE):
+            raise ValueError(
+                f"`parameters` must be at most {most:.2g}, which {each} {chip.name} of a site "
+                f"hold with gradients and Adam in float32, got parameters={size:g}"
+            )
+        return chip, count
 
     def check(self) -> None:
         """Raises ValueError unless the values are possible, alone and together."""
@@ -113,16 +130,18 @@ class Options(compile.Cluster, Unequal):
             raise ValueError(f"`plot` must be a PNG file, got plot={self.plot}")
 
     def _check_experiment(self) -> None:
-        for name in ("tokens", "chips", "batch"):
+        for name in ("tokens", "batch"):
             if getattr(self, name) is not None:
                 raise ValueError(f"`{name}` is for plans without an experiment")
         if (self.is_described or self.sites is not None) and self.mbit is None:
             raise ValueError("`mbit` must be given for links that are not here")
-        if self.is_described and self.sites is not None:
+        if self.chips is None and self.is_described and self.sites is not None:
             raise ValueError("`slices` or `hosts` give the number of sites, not `sites`")
+        if self.chips is not None and self.sites is None:
+            raise ValueError("`chips` needs `sites`")
 
     def _check_numbers(self) -> None:
-        if self.is_described:
+        if self.topology is not None or self.gpu is not None:
             raise ValueError("`topology` and `gpu` need an experiment; see `chips`")
         if self.size is None and self.sites is None and self.mbit is None:
             raise ValueError(
@@ -149,32 +168,3 @@ class Options(compile.Cluster, Unequal):
                 f"`tokens` must be at least the {number(self.batch or law)} of a step, got "
                 f"tokens={self.tokens:g}"
             )
-
-
-def chips_of(options: Options) -> tuple[lj.aot.Chip, int]:
-    """The kind and the number of the given chips.
-
-    Raises:
-      ValueError: an unknown kind, or chips that sites cannot share or that are too small.
-    """
-    text, sites, size = options.chips or "", options.sites or 1, options.size or 0
-    kind, _, shape = text.partition(":")
-    if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
-        raise ValueError(f"`chips` must be such as v5e:16x16 or h100:64, got chips={text}")
-    chip = lj.aot.chip(kind)
-    count = math.prod(int(x) for x in shape.split("x"))
-    if count < 2:
-        raise ValueError(f"`chips` must be at least 2, got chips={text}")
-    if sites > count:
-        raise ValueError(
-            f"`sites` must be at most the {count} chips, got sites={options.sites}"
-        )
-    if count % sites:
-        raise ValueError(f"`sites` must divide the {count} chips, got sites={sites}")
-    most = chip.memory * count / sites / STATE
-    if size > most:
-        raise ValueError(
-            f"`parameters` must be at most {most:.2g}, which {count // sites} {kind} of a "
-            f"site hold with gradients and Adam in float32, got parameters={size:g}"
-        )
-    return chip, count

@@ -33,6 +33,7 @@ class Setting:
       batch: tokens in a step of all workers; None for those of a law.
       leaves: number of leaves of the parameters; None if unknown.
       unequal: how workers differ; None if they do not.
+      chips: number of all chips.
     """
 
     parameters: float
@@ -44,6 +45,7 @@ class Setting:
     batch: float | None = None
     leaves: int | None = None
     unequal: Unequal | None = None
+    chips: int = 1
 
     @property
     def widest(self) -> Link:
