@@ -83,7 +83,7 @@ class Cluster:
         Raises:
           ValueError: an unknown kind, or chips that the sites cannot share.
         """
-        text, sites = self.chips or "", self.sites or 1
+        text, sites = self.chips or "", 1 if self.sites is None else self.sites
         kind, _, shape = text.partition(":")
         if not re.fullmatch(r"\w+:\d+(x\d+)*", text):
             raise ValueError(
@@ -95,7 +95,7 @@ class Cluster:
             raise ValueError(f"`chips` must be at least 2, got chips={text}")
         if not 1 <= sites <= count:
             raise ValueError(
-                f"`sites` must be at most the {count} chips, got sites={sites}"
+                f"`sites` must be from 1 to the {count} chips, got sites={sites}"
             )
         if count % sites:
             raise ValueError(f"`sites` must divide the {count} chips, got sites={sites}")

@@ -71,8 +71,8 @@ def test_a_plan_takes_the_step_from_the_report(here, capsys):
         ),
         (
             compile.main,
-            "digits --chips v5e:4x4 --sites 32",
-            "`sites` must be at most the 16",
+            "digits --chips v5e:4x4 --sites 0",
+            "`sites` must be from 1 to the",
         ),
         (compile.main, "digits --chips h100:16 --sites 2", 'pip install "lsgd_jax[gpu'),
         (compile.main, "digits --topology v9:2x2", "`topology` must be a generation"),

@@ -209,7 +209,7 @@ def test_the_page_has_the_command_and_the_sentence_of_the_readme():
         (f"{MODEL} --sites 1 --mbit 1", "`sites` must be at least 2: one has no exchanges"),
         (
             f"{MODEL} --sites 65 --mbit 1",
-            "`sites` must be at most the 64 chips, got sites=65",
+            "`sites` must be from 1 to the 64 chips, got sites=65",
         ),
         (f"{MODEL} --sites 3 --mbit 1", "`sites` must divide the 64 chips, got sites=3"),
         (

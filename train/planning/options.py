@@ -89,8 +89,8 @@ class Options(compile.Cluster, Unequal):
         each = count // (self.sites or 1)
         if size > (most := chip.memory * each / STATE):
             raise ValueError(
-                f"`parameters` must be at most {most:.2g}, which {each} {chip.name} of a site "
-                f"hold with gradients and Adam in float32, got parameters={size:g}"
+                f"`parameters` must be at most {most:.2g}, which {each} {chip.name} of a "
+                f"site hold with gradients and Adam in float32, got parameters={size:g}"
             )
         return chip, count
 
