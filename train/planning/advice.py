@@ -132,7 +132,10 @@ class Plan:
         row |= {**sent, "peak MB": number(found.peak / 1e6)}
         row |= {name: number(value) for name, value in self._bills(found).items()}
         if setting.tokens is not None and found.settings:
-            row["batch, tokens"] = number(found.settings["batch"])
+            settings = found.settings
+            row["batch, tokens"] = number(settings["batch"])
+            row["inner rate"] = f"{settings['rate']:.2g}" if "rate" in settings else ""
+            row["outer rate"] = f"{settings.get('outer_rate', '')}"
             loss = found.loss
             row["loss, nats"] = (
                 "no law" if loss.nats is None else f"{loss.nats:.3f} ± {loss.error:.3f}"
@@ -163,29 +166,16 @@ class Plan:
         known = [x.method for x in self.shown() if x.loss.more is not None]
         if any((x.fragments, x.delay, x.wire) != (1, 0, "float32") for x in known):
             yield laws.STREAMED
-        yield from self._settings()
-        if self.setting.batch is not None:
-            yield "the batch is as given; losses and rates are for the laws' own batches"
-
-    def _settings(self) -> Iterator[str]:
-        """Yields the settings that laws have for data parallel and for the advice."""
         setting = self.setting
-        given = setting.parameters, setting.tokens or 0.0, setting.replicas
         error = f"± {100 * laws.SETTINGS:.0f} %"
-        if not laws.is_fitted(*given):
+        if not laws.is_fitted(setting.parameters, setting.tokens, setting.replicas):
             error = "outside the range of their fits"
-        for found in dict.fromkeys([self.base.name, self.best.name]):
-            (one,) = (x for x in self.candidates if x.name == found)
-            rate = one.settings.get("rate")
-            if rate is None:
-                continue
-            outer = one.settings.get("outer_rate")
-            words = f"inner rate {rate:.2g}"
-            if setting.batch is None:
-                words += f", batch {number(one.settings['batch'])} tokens"
-            words += f" ({error}; {laws.SCALING}, Tables 9 to 12)"
-            words += f", outer rate {outer:g} (Figure 5)" if outer is not None else ""
-            yield f"settings of {found}: {words}"
+        yield (
+            f"batches and inner rates: {laws.SCALING}, Tables 9 to 12, fitted for H = 30, "
+            f"{error}; outer rates: Figure 5"
+        )
+        if setting.batch is not None:
+            yield "the batch is as given; losses and rates are for the laws' own batches"
 
     def to_json(self) -> dict[str, Any]:
         """All candidates and the advice, for JSON."""
