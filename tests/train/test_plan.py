@@ -184,7 +184,7 @@ def quick(pair):
     return pytest.param(*pair, marks=[pytest.mark.slow] * ("--slow" in pair[0]))
 
 
-@pytest.mark.parametrize("command, output", map(quick, COMMANDS))
+@pytest.mark.parametrize("command, output", [quick(x) for x in COMMANDS])
 def test_a_command_of_the_page_prints_what_it_says(command, output, capsys):
     assert plan.main(shlex.split(command.replace("\\\n", ""))[3:]) == 0
     assert capsys.readouterr().out == output
