@@ -8,6 +8,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,6 +281,43 @@ def mostly_slow(cases, fast):
     return [pytest.param(*values(case), marks=slow(case)) for case in cases]
 
 
+# Out-degrees 3, 1, 2, 2: push-sum weights move away from 1.
+UNEQUAL = graph.from_edges(
+    [[(0, 1), (0, 2), (0, 3), (1, 2), (2, 0), (2, 3), (3, 0), (3, 1)], [(0, 2), (1, 3)]]
+)
+# Columns sum to 1, and rows do not.
+PUSH = np.array([[0.5, 0.2, 0, 0], [0.3, 0.8, 0.4, 0], [0.2, 0, 0.6, 0.1], [0, 0, 0, 0.9]])
+PUSHED = graph.from_edges([[(0, 1), (0, 2), (1, 0), (2, 1), (3, 2)]], weights=[PUSH])
+
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
+
+
+def mean(tree):
+    """Returns the mean over the workers."""
+    return jax.tree.map(lambda x: np.asarray(x).mean(axis=0), tree)
+
+
+def everywhere(tree, W):
+    """Returns a tree of W workers, each with a copy of this one."""
+    return jax.tree.map(lambda x: np.broadcast_to(x, (W, *x.shape)), tree)
+
+
+def rule_of(state):
+    """Returns the state of the rule in a chain of SGD and a method with one pull."""
+    return state[1].pulls[0].rule
+
+
+def mass(params, state):
+    """Returns Σ s and Σ w of push-sum, including messages in flight."""
+    target = rule_of(state)
+    w = np.asarray(target.weight, np.float64)
+    s = np.einsum("i,i...->...", w, np.asarray(params["w"], np.float64))
+    for numerator, weight in getattr(target, "in_flight", ()):
+        s = s + np.asarray(numerator["w"]).sum(axis=0)
+        w = np.append(w, np.asarray(weight))
+    return s, w.sum()
+
+
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 
@@ -464,6 +502,11 @@ class Run:
             params, state = self.compiled(params, state, params)
             seen.append(self.workers.fetch(params))
         return seen, state
+
+
+def make(tx, W, devices=1, **options):
+    """Returns a run of SGD and a method over W workers of one node."""
+    return Run(optax.chain(SGD, tx), 1, W, devices, **options)
 
 
 @functools.cache

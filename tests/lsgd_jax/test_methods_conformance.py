@@ -217,6 +217,21 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
         close(seen[-1], seen[1])
 
 
+RESUMED = [*KINDS, "noloco", "sparta", "sparse_diloco"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=RESUMED))
+def test_a_run_goes_on_bit_identical_from_what_was_saved(name):
+    """Errors of the wire, slow weights, draws and messages in flight go along."""
+    run = run_of(name, 4, 2, 8)
+    (before, state), (seen, last) = run.train(run.batches[:5]), run.trained
+    params, state = map(run.workers.put, (before[-1], run.workers.fetch(state)))
+    for batch, expected in zip(run.batches[5:], seen[5:], strict=True):
+        params, state = run.compiled(params, state, run.workers.put(batch))
+        chex.assert_trees_all_equal(run.workers.fetch(params), expected)
+    chex.assert_trees_all_equal(*map(run.workers.fetch, (state, last)))
+
+
 @every_method
 def test_compiles_once_and_state_keeps_its_types(name):
     run = run_of(name, 4, 2, 8)

@@ -1,10 +1,13 @@
-"""One method inside the nodes and another one across nodes, against NumPy."""
+"""Methods inside the nodes and across them, against NumPy and against one group alone."""
+
+import functools
 
 import harness
 import jax
 import numpy as np
 import optax
 import pytest
+from harness import SGD, Run, close, make, mostly_slow, rule_of
 
 import lsgd_jax as lj
 
@@ -65,3 +68,48 @@ def test_lsgd_inside_the_node_with_sgp_across(devices):
         # Two nodes send each other one half, so that all weights stay 1.
         x = (x + np.roll(x, LOCALS, axis=0)) / 2
         np.testing.assert_allclose(got[t], x, rtol=1e-5, atol=1e-6)
+
+
+graph = lj.topology
+
+
+GROUPED = {
+    "easgd": lambda axes: lj.easgd(0.6, 2, axes=axes),
+    "diloco": lambda axes: lj.diloco(2, axes=axes),
+    "sgp": lambda axes: lj.sgp(graph.exponential, axes=axes),
+    "wagma": lambda axes: lj.wagma(2, 3, axes=axes),
+}
+
+
+@functools.cache
+def one_group(name, W):
+    return make(GROUPED[name](("node", "local")), W)
+
+
+@pytest.mark.parametrize(
+    "axes, devices",
+    mostly_slow(
+        [(axes, devices) for axes in ("local", "node") for devices in (8, 2, 1)],
+        fast=[("local", 2)],
+    ),
+)
+@pytest.mark.parametrize("name", GROUPED)
+def test_each_group_trains_by_itself(name, axes, devices):
+    """Inside the nodes, or across them; each group has its own center."""
+    nodes, locals = 2, 4
+    run = Run(optax.chain(SGD, GROUPED[name](axes)), nodes, locals, devices)
+    seen, state = run.train()
+    number = np.arange(8).reshape(nodes, locals)
+    centers = []
+    for group in number if axes == "local" else number.T:
+        rows = lambda tree, group=group: jax.tree.map(lambda x: x[group], tree)
+        alone = one_group(name, len(group))
+        expected, own = alone.train([rows(b) for b in run.batches], rows(run.start))
+        for a, b in zip(seen, expected):
+            close(rows(a), b)
+        centers.append(jax.device_get(lj.center(expected[-1], own)))
+    if name in ("easgd", "diloco"):
+        field = {"easgd": "center", "diloco": "anchor"}[name]
+        assert list(getattr(rule_of(state), field).axes) == [axes]
+    center = jax.device_get(lj.center(seen[-1], state))
+    close(center, jax.tree.map(lambda *c: np.mean(c, axis=0), *centers))

@@ -1,0 +1,52 @@
+"""Means of parameters: SlowMo's rule, all-reduce before local SGD, and bfloat16."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import SGD, Run, close, everywhere, make, mean
+
+import lsgd_jax as lj
+
+
+graph = lj.topology
+
+
+def test_slowmo_follows_its_rule_under_a_schedule():
+    alpha, beta, eta = 0.8, 0.6, lambda t: 0.5 / t
+    run = make(lj.slowmo(2, alpha, beta, eta), 4)
+    x, a, m = run.start["w"], mean(run.start)["w"], 0.0
+    for t, (target, seen) in enumerate(zip(run.batches, run.train()[0]), 1):
+        x = x - 0.1 * (x - target["w"])
+        if t % 2 == 0:
+            m = beta * m + (a - x.mean(axis=0)) / eta(t)
+            a = a - alpha * eta(t) * m
+            x = jnp.broadcast_to(a, x.shape)
+        close(seen["w"], np.asarray(x))
+
+
+def test_post_local_sgd_switches():
+    tx = optax.chain(lj.allreduce(until=3), SGD, lj.local_sgd(3))
+    run = Run(tx, 1, 4, 1)
+    start = everywhere(mean(run.start), 4)
+    seen, _ = run.train(start=start)
+    spread = [float(np.ptp(x["w"], axis=0).max()) for x in seen]
+    together = [s < 1e-6 for s in spread]
+    assert together == [True, True, True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [lambda: lj.local_sgd(1), lambda: lj.sgp(graph.exponential(8)), lambda: lj.wagma(2, 9)],
+    ids=["local_sgd", "sgp", "wagma"],
+)
+def test_means_of_bfloat16_are_computed_in_float32(method):
+    run = make(method(), 8, dtype=jnp.bfloat16)
+    seen, _ = run.still(3, run.start)
+    exact = mean(jax.tree.map(lambda x: np.asarray(x, np.float32), run.start))
+    got = jax.tree.map(lambda x: x.astype(np.float32), seen[-1])
+    assert seen[-1]["w"].dtype == jnp.bfloat16
+    # Three roundings to 8 bits at most; a sum in bfloat16 would be off by more.
+    chex.assert_trees_all_close(got, everywhere(exact, 8), rtol=0.02, atol=0.01)
