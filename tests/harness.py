@@ -321,6 +321,9 @@ def mass(params, state):
 GUARDED = functools.partial(optax.apply_if_finite, max_consecutive_errors=1000)
 
 
+COMPILED = {}  # the programs of `train`, which equal methods share
+
+
 def train(
     tx,
     workers,
@@ -339,20 +342,24 @@ def train(
     -> more arguments of `tx.update`. state: the state to continue from.
     """
 
-    def step(x, state, batch, loss):
-        g = gradient(x, batch)
-        u, state = tx.update(g, state, x, value=loss, **extra(x, batch))
-        return apply(x, u), state
+    key = (tx, apply, gradient, extra, workers.mesh, workers.nodes, workers.locals)
+    if key not in COMPILED:
 
-    x, seen = workers.put(x), []
-    state = workers.map(tx.init)(x) if state is None else workers.put(state)
-    step = workers.map(step)
+        def step(x, state, batch, loss):
+            g = gradient(x, batch)
+            u, state = tx.update(g, state, x, value=loss, **extra(x, batch))
+            return apply(x, u), state
+
+        COMPILED[key] = workers.map(tx.init), workers.map(step)
+    init, step = COMPILED[key]
+    x, seen, compiled = workers.put(x), [], step._cache_size()
+    state = init(x) if state is None else workers.put(state)
     losses = [np.ones(workers.num_workers)] * len(batches) if losses is None else losses
     for batch, loss in zip(batches, losses):
         loss = jnp.asarray(loss, jnp.float32)
         x, state = step(x, state, *workers.put((batch, loss)))
         seen.append(workers.fetch(x))
-    assert step._cache_size() == 1
+    assert step._cache_size() <= compiled + 1
     return seen, state
 
 
@@ -383,11 +390,16 @@ def exchanged(tx, workers, x, steps=1, state=None):
     return seen[-1], state
 
 
+@functools.cache
+def aggregator(tx, count, devices):
+    workers = lj.Workers(1, count, devices=jax.devices()[:devices])
+    return workers, workers.map(lambda g: tx.update(g, tx.init(g), g)[0])
+
+
 def aggregate(tx, rows, devices=1):
     """Returns the aggregate that each worker gets of gradients [W, ...]."""
-    count = len(jax.tree.leaves(rows)[0])
-    workers = lj.Workers(1, count, devices=jax.devices()[:devices])
-    return workers.map(lambda g: tx.update(g, tx.init(g), g)[0])(workers.put(rows))
+    workers, update = aggregator(tx, len(jax.tree.leaves(rows)[0]), devices)
+    return update(workers.put(rows))
 
 
 def check_found_by_optax(tx, workers, initable=None):

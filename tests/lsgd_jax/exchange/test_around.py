@@ -141,13 +141,13 @@ def test_the_numbers_are_those_of_the_chain(name, by_phase):
         return lj.apply_updates(params, updates), opt_state
 
     x = workers.replicate(START)
-    x_state = workers.map(tx.init)(x)
+    x_state, chained = workers.map(tx.init)(x), workers.map(chained)
     for t, goal in enumerate(map(workers.put, goals), start=1):
         phase = train.outer.phase(t) if by_phase else None
         results = mapped(state, goal, phase=phase)
         is_ours = lambda node: isinstance(node, lj.AroundState)
         (state,) = filter(is_ours, jax.tree.leaves(results, is_leaf=is_ours))
-        x, x_state = workers.map(chained)(x, x_state, goal)
+        x, x_state = chained(x, x_state, goal)
     close(params_of(state.state)["w"], x["w"])
     assert mapped._cache_size() == (len(train.outer.phases()) if by_phase else 1)
     for mine, other in zip(lj.diagnostics(state), lj.diagnostics(x_state), strict=True):

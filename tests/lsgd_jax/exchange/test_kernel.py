@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, exchanged, train
+from harness import METHODS, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
 
@@ -60,19 +60,19 @@ COUNTS = {
 
 # Made by an optimizer, by `jax.grad` of integers, and of the dtype of the leaf.
 @pytest.mark.parametrize("u", [jnp.float32(0), np.zeros((), jax.dtypes.float0), None])
-@pytest.mark.parametrize("dtype", [*COUNTS, "key"])
-def test_leaves_that_are_not_exchanged_leave_as_they_came(dtype, u):
+def test_leaves_that_are_not_exchanged_leave_as_they_came(u):
     """On due steps and others."""
-    leaf = jax.random.key(3) if dtype == "key" else jnp.array(COUNTS[dtype], dtype)
-    if u is None:
-        u = jnp.float32(0) if dtype == "key" else jnp.zeros([], dtype)
-    params = {"other": leaf, "w": jnp.ones(3)}
-    tx = lj.local_sgd(2, axes=(), part=["w"])
+    others = {dtype: jnp.array(count, dtype) for dtype, count in COUNTS.items()}
+    zeros = {name: jnp.zeros_like(x) if u is None else u for name, x in others.items()}
+    u = {**zeros, "key": jnp.float32(0) if u is None else u, "w": jnp.ones(3)}
+    others["key"] = jax.random.key(3)
+    params, tx = {**others, "w": jnp.ones(3)}, lj.local_sgd(2, axes=(), part=["w"])
     state = tx.init(params)
     for _ in range(3):
-        updates, state = tx.update({"other": u, "w": jnp.ones(3)}, state, params)
+        updates, state = tx.update(u, state, params)
         params = lj.apply_updates(params, updates)
-    assert params["other"].dtype == leaf.dtype and bool(params["other"] == leaf)
+    for name, x in others.items():
+        assert params[name].dtype == x.dtype and bool(params[name] == x), name
     assert params["w"].tolist() == [4, 4, 4]
 
 
@@ -102,23 +102,16 @@ def test_leaves_that_cannot_be_summed_must_be_excluded(dtype):
     np.testing.assert_array_equal(moved["z"], 2 * x["z"])
 
 
-@pytest.mark.parametrize(
-    "name, given",
-    [
-        ("value", 1),
-        ("value", 1.0),
-        ("loss", np.float64(1)),
-        ("loss", jnp.int32(1)),
-        ("loss", jnp.bfloat16(1)),
-    ],
-)
-def test_the_loss_has_two_names_and_may_be_any_number(name, given):
+def test_the_loss_has_two_names_and_may_be_any_number():
     tx, workers = lj.lsgd(0.5, 0.5, 1, 1), lj.Workers(1, 2)
+    given = [{"value": 1}, {"value": 1.0}]
+    given += [{"loss": x} for x in (np.float64(1), jnp.int32(1), jnp.bfloat16(1))]
     x = workers.put(np.array([[0.0], [8.0]], np.float32))
     before = workers.map(tx.init)(x)
-    u, state = workers.map(lambda x, s: tx.update(0 * x, s, x, **{name: given}))(x, before)
-    close(u, np.array([[0.0], [-6.0]]))
-    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, before)
+    update = lambda x, s: [tx.update(0 * x, s, x, **loss) for loss in given]
+    for u, state in workers.map(update)(x, before):
+        close(u, np.array([[0.0], [-6.0]]))
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, before)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +161,12 @@ def test_states_and_updates_of_another_method_are_refused():
         update(tx)({"v": x["w"]}, mine, x)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
+# By default one of each kind of state: losses, centers, anchors, weights and messages.
+KINDS = "lsgd easgd diloco noloco parle osgp_delayed cge_decay".split()
+WITHOUT_WIRES = [name for name in METHODS if "+" not in name]
+
+
+@pytest.mark.parametrize("name", mostly_slow(WITHOUT_WIRES, fast=KINDS))
 def test_a_state_is_the_same_from_outside_of_mapped_functions(name):
     """There all workers start from the same parameters, as with `nnx.Optimizer`."""
     tx, workers = METHODS[name].make(8), lj.Workers(4, 2)
