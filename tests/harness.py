@@ -344,6 +344,8 @@ def train(
 
     key = (tx, apply, gradient, extra, workers.mesh, workers.nodes, workers.locals)
     if key not in COMPILED:
+        if len(COMPILED) == 64:
+            COMPILED.clear()
 
         def step(x, state, batch, loss):
             g = gradient(x, batch)

@@ -78,6 +78,7 @@ def test_a_gpu_table_on_cpus(options, parts):
         assert float(rows[-3][-1]) < 1 and float(rows[-2][-1]) == 2
 
 
+@pytest.mark.slow
 def test_full_sizes_need_a_gpu():
     done = run_gpu()
     assert done.returncode == 1 and not done.stdout

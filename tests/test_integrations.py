@@ -20,7 +20,7 @@ by_hand = pytest.mark.integrations
 @pytest.mark.parametrize(
     "name, package",
     [
-        ("flax_nnx", "flax"),
+        pytest.param("flax_nnx", "flax", marks=pytest.mark.slow),
         pytest.param("dynamic_scale", "flax", marks=pytest.mark.slow),
         pytest.param("linen_logical_axes", "flax", marks=pytest.mark.slow),
         pytest.param("named_sharding", "jax", marks=pytest.mark.slow),

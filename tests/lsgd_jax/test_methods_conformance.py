@@ -65,8 +65,12 @@ def base_alone(W, base=SGD):
     return Run(base, 1, W, 1).train()[0]
 
 
+# By default one of each kind, and aggregates, of which this is the only such test.
+ALONE = "lsgd easgd local_sgd sparta sgp pairwise wagma allreduce licm cge".split()
+
+
 @pytest.mark.parametrize(
-    "name", mostly_slow([n for n, m in METHODS.items() if m.alone], fast=SHORT)
+    "name", mostly_slow([n for n, m in METHODS.items() if m.alone], fast=ALONE)
 )
 def test_one_worker_is_the_base_optimizer(name):
     """With momentum, so that the gradients that the base optimizer sees must be unchanged.
@@ -78,8 +82,8 @@ def test_one_worker_is_the_base_optimizer(name):
         chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-# The oracles of lsgd, easgd and pairwise averaging take turns on 8, 4, 2 and 1 devices.
-WITHOUT_TURNS = [name for name in KINDS if name not in ("lsgd", "easgd", "pairwise")]
+# Oracles take turns on 8, 4, 2 and 1 devices.
+WITHOUT_TURNS = ("diloco_streaming", "sgp", "wagma", "diloco+int4")
 
 
 @pytest.mark.parametrize("name", mostly_slow(METHODS, fast=WITHOUT_TURNS))
@@ -91,7 +95,11 @@ def test_numbers_do_not_depend_on_the_devices(name):
     check_comes_together(name, one)
 
 
-@a_method_of_each_kind
+# By default elections, means in flight, weights, pairs, and a grid that is refused.
+ODD = ("lsgd", "diloco_streaming", "sgp", "pairwise", "wagma")
+
+
+@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=ODD))
 def test_one_node_one_local_worker_and_odd_numbers_of_workers(name):
     grids = ((1, 5, 5), (5, 1, 1))
     if 5 in METHODS[name].refuses:

@@ -49,6 +49,7 @@ def assert_all_saved(trainers, run):
     assert "to resume" not in trainers.printed(1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_all(start, undisturbed, tmp_path):
     """Resumed in one process, the run ends bit-identical to an undisturbed one."""
     run = tmp_path / "run"

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from harness import FACTORIES, exchanged, mostly_slow, needed, train
+from toys import slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import parts
@@ -56,9 +57,9 @@ def test_every_method_gives_its_part_to_its_pulls(method):
 
 @pytest.mark.parametrize(
     "make",
-    [functools.partial(lj.lsgd, 0.5, 0.5, 1, 1), functools.partial(lj.easgd, period=1)]
-    + [functools.partial(lj.diloco, 1), lj.sgp],
-    ids=["lsgd", "easgd", "diloco", "sgp"],
+    [functools.partial(lj.lsgd, 0.5, 0.5, 1, 1), functools.partial(lj.diloco, 1)]
+    + [slow(functools.partial(lj.easgd, period=1)), slow(lj.sgp)],
+    ids=["lsgd", "diloco", "easgd", "sgp"],
 )
 def test_frozen_leaves_cost_no_bytes_and_no_state(make):
     got, state = exchanged(make(part=HEAD["paths"]), GRID, PARAMS, steps=2)
@@ -109,7 +110,11 @@ def test_invalid_parts_are_refused(part, message):
         exchanged(lj.local_sgd(1, part=part), GRID, PARAMS)
 
 
-@pytest.mark.parametrize("name", ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"])
+# By default a graph with weights, pairs, and push-sum.
+GOSSIP = ["dpsgd", "adpsgd", "pairwise", "clock", "gosgd", "sgp"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(GOSSIP, fast=["dpsgd", "pairwise", "sgp"]))
 def test_gossip_is_as_exact_as_the_parameters(name):
     """One step against the mixing matrix, in float64."""
     make = {

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import ORACLES_2026, aggregate, exchanged
+from harness import ORACLES_2026, aggregate, exchanged, mostly_slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.wire import packing
@@ -77,12 +77,15 @@ def by_member(axes, x):
     return rows.reshape(len(rows), -1)
 
 
+GROUPS = [
+    (kind, axes) for kind in ["coordinate_median", *KINDS] for axes in ("local", "node")
+]
+ALL = [(kind, ("node", "local")) for kind in ["coordinate_median", *KINDS]]
+
+
 @pytest.mark.parametrize(
-    "axes",
-    ["local", pytest.param("node", marks=pytest.mark.slow), ("node", "local")],
-    ids=str,
+    "kind, axes", mostly_slow(ALL + GROUPS, fast=[*ALL, ("coordinate_median", "local")])
 )
-@pytest.mark.parametrize("kind", ["coordinate_median", *KINDS])
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monkeypatch):
     """All members of a group get the same bits; those of the median are NumPy's."""
     monkeypatch.setattr(packing, "PACKED_BELOW", 100)  # only "padded" has its own buffer

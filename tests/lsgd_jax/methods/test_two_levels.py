@@ -86,14 +86,14 @@ def one_group(name, W):
     return make(GROUPED[name](("node", "local")), W)
 
 
+EACH = [(n, axes, d) for n in GROUPED for axes in ("local", "node") for d in (8, 2, 1)]
+
+
+# By default a method with a center and one with a graph, inside and across.
 @pytest.mark.parametrize(
-    "axes, devices",
-    mostly_slow(
-        [(axes, devices) for axes in ("local", "node") for devices in (8, 2, 1)],
-        fast=[("local", 2)],
-    ),
+    "name, axes, devices",
+    mostly_slow(EACH, fast=[("easgd", "local", 2), ("wagma", "node", 2)]),
 )
-@pytest.mark.parametrize("name", GROUPED)
 def test_each_group_trains_by_itself(name, axes, devices):
     """Inside the nodes, or across them; each group has its own center."""
     nodes, locals = 2, 4

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import mostly_slow
 
 import lsgd_jax as lj
 
@@ -11,7 +12,7 @@ import lsgd_jax as lj
 BOTH = ("node", "local")
 
 
-@pytest.fixture(params=[8, 4, 2, 1], ids=lambda d: f"{d} devices")
+@pytest.fixture(params=mostly_slow([8, 4, 2, 1], fast=[8, 2]), ids=lambda d: f"{d} devices")
 def workers(request):
     return lj.Workers(2, 4, devices=jax.devices()[: request.param])
 

@@ -190,17 +190,21 @@ def test_lsgd_and_diloco_by_hand(format):
     close(state.pulls[0].wire.error, e)
 
 
-@pytest.mark.parametrize("columns", [None, 5])
+SHARED = [
+    ("int8", 1, 3, 3, None),
+    ("int4", 2, 4, 4, None),
+    ("int4", 2, 4, 4, "node"),  # two nodes gather
+    ("int8", 3, 2, 6, "node"),
+    ("int8", 2, 4, 2, None),
+    ("int4", 4, 2, 2, "node"),
+]
+# By default the two forms of a leaf take turns.
+TURNS = [(*SHARED[i], (None, 5)[i % 2]) for i in range(4)]
+
+
 @pytest.mark.parametrize(
-    "format, nodes, locals, devices, across",
-    [
-        ("int8", 1, 3, 3, None),
-        ("int4", 2, 4, 4, None),
-        pytest.param("int8", 2, 4, 2, None, marks=pytest.mark.slow),
-        ("int4", 2, 4, 4, "node"),  # two nodes gather
-        ("int8", 3, 2, 6, "node"),
-        pytest.param("int4", 4, 2, 2, "node", marks=pytest.mark.slow),
-    ],
+    "format, nodes, locals, devices, across, columns",
+    mostly_slow([(*x, columns) for x in SHARED for columns in (None, 5)], fast=TURNS),
 )
 def test_means_by_shares_by_hand(
     format, nodes, locals, devices, across, columns, monkeypatch

@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 from landscapes import landscape_of
+from toys import slow
 
 from paper.landscape import plots
 from paper.landscape.compute import Mark
@@ -13,10 +14,10 @@ from paper.landscape.compute import Mark
 @pytest.mark.parametrize(
     "values, path",
     [
-        (np.full((3, 3), np.nan), []),
+        slow(np.full((3, 3), np.nan), []),
         (np.full((3, 3), np.inf), [[0, 0, 0]] * 3),
         (np.zeros((3, 3)), [[np.nan] * 3] * 2),
-        (np.full((3, 3), 2.5), [[1e20, 1, 1e20], [0, 0, 0]]),
+        slow(np.full((3, 3), 2.5), [[1e20, 1, 1e20], [0, 0, 0]]),
         (
             np.array([[1, np.inf, 3], [1e25, 5, np.nan], [0, 1e-30, 9]]),
             [[1, 1, 2], [np.nan] * 3, [0, 0, 0]],

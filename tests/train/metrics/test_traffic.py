@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny
+from toys import slow
 
 from train import cli, plots
 from train.metrics import log, traffic
@@ -22,7 +23,7 @@ SMALL = (
     "method",
     [
         "diloco --method.period 4 --method.fragments 2 --method.delay 1 --method.wire int8",
-        "post-local-sgd --method.period 3 --method.switch-step 4",
+        slow("post-local-sgd --method.period 3 --method.switch-step 4"),
     ],
 )
 def test_the_schedules_agree_with_the_counters_at_each_step(monkeypatch, tmp_path, method):

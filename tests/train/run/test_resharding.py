@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from harness import mostly_slow
 
 import lsgd_jax as lj
 from train.cluster.session import Session
@@ -197,7 +198,11 @@ def check_resized(method, before, restored):
             np.testing.assert_array_equal(center(restored.state)[path][1], x)
 
 
-@pytest.mark.parametrize("name", LOCK_STEP)
+# By default one of each kind of state: scores, centers, anchors, weights, errors, none.
+KINDS = "lsgd easgd diloco sgp gosgd sparse-diloco allreduce".split()
+
+
+@pytest.mark.parametrize("name", mostly_slow(LOCK_STEP, fast=KINDS))
 def test_a_method_resumes_with_more_workers_and_with_fewer(name, tmp_path):
     method = METHODS[name](**options(name)) if name != "lsgd" else SMALL.method
     few, many = Toy(method, 1, 2), Toy(method, 2, 2)

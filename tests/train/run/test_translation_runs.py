@@ -1,4 +1,7 @@
-"""Training to translate: the files of a run, its model, and refused data."""
+"""Training to translate: the files of a run, its model, and refused data.
+
+`test_text_runs.py` and `task/test_translation.py` cover most of it in small.
+"""
 
 import dataclasses
 import json
@@ -62,6 +65,7 @@ def finished(small, tmp_path_factory):
     return tiny.run_shared(dataclasses.replace(small, run_dir=str(folder)))
 
 
+@pytest.mark.slow
 def test_the_run_ends_with_bleu_and_a_sample(finished):
     run, result = finished
     events, center = log.read(result.folder), result.tested.center
@@ -77,6 +81,7 @@ def test_the_run_ends_with_bleu_and_a_sample(finished):
     assert (result.folder / "sample.txt").read_text() == shown
 
 
+@pytest.mark.slow
 def test_a_test_is_the_mean_over_the_tokens_of_the_validation(finished):
     """Computed one pair at a time, without padding and workers."""
     run, result = finished
@@ -90,6 +95,7 @@ def test_a_test_is_the_mean_over_the_tokens_of_the_validation(finished):
     assert result.tested.center["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_trained_model_translates_a_prompt(finished, refusal, capsys):
     run, result = finished
     folder = str(result.folder)
@@ -109,6 +115,7 @@ def test_a_trained_model_translates_a_prompt(finished, refusal, capsys):
         assert message in refusal(sample.main, [folder, *options.split()])
 
 
+@pytest.mark.slow
 def test_a_model_of_translation_is_exported(finished, tmp_path):
     assert export.main([str(finished[1].folder), str(tmp_path / "out")]) == 0
     said = json.loads((tmp_path / "out" / "model.json").read_text())
@@ -119,6 +126,7 @@ def test_a_model_of_translation_is_exported(finished, tmp_path):
     assert processor.get_piece_size() == said["outputs"]
 
 
+@pytest.mark.slow
 def test_resuming_requires_the_same_sentences(finished, small, tmp_path):
     """That resuming is exact is tested with images, whose rows are drawn alike."""
     folder = shutil.copytree(finished[1].folder, tmp_path / "run")
@@ -132,6 +140,7 @@ def test_resuming_requires_the_same_sentences(finished, small, tmp_path):
         open_run(dataclasses.replace(again, data=data))
 
 
+@pytest.mark.slow
 def test_without_sacrebleu_there_is_a_warning_and_no_bleu(finished, monkeypatch):
     run, warned = finished[0], []
     forward, variables = run.experiment.forward, run.experiment.center(run.state)

@@ -27,9 +27,8 @@ PULLS = {
     "osgp": OSGP(),
 }
 ALL = METHODS | {"lsgd-int8": NARROW} | PULLS
-# By default without variants of a method, which send trees of the same leaves.
-VARIANTS = "pairwise-loss pairwise-clock wagma-int8 diloco-delayed diloco-together".split()
-QUICK = METHODS.keys() - set(VARIANTS) | {"lsgd-int8", "osgp", "pulls", "pulls-int8"}
+# By default one of each kind: snapshots, anchors, fragments, mass, and the kernel's rules.
+QUICK = "lsgd diloco decoupled-diloco osgp pulls-int8".split()
 
 
 def mesh_of(first=0, count=2):

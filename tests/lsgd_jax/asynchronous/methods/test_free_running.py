@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from harness import mostly_slow
 
 import lsgd_jax as lj
 from lsgd_jax._src.asynchronous.methods.driver import MOST, Peers
@@ -67,8 +68,15 @@ def test_a_worker_that_is_not_finite_is_restored_and_harms_no_other(method, inde
     assert all(np.isfinite(worker.report.score) for worker in workers)
 
 
-@all_methods
-@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize(
+    "method, failed",
+    # By default the two workers take turns in failing.
+    mostly_slow(
+        [(method, failed) for method in METHODS.values() for failed in (0, 1)],
+        fast=[(method, i % 2) for i, method in enumerate(METHODS.values())],
+    ),
+    ids=[f"{name}-{failed}" for name in METHODS for failed in (0, 1)],
+)
 def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, failed):
     options = dict(timeout=TIMEOUT, drops={failed: 10.5}, seconds=[1, 1.1, 1.2, 1.3])
     rest = toys.simulate(toys.training(), method, 1, 4, 30, **options)
@@ -88,7 +96,11 @@ def test_a_failed_worker_is_left_out_and_takes_over_when_it_restarts(method, fai
     assert np.isfinite(toys.stacked(workers)).all()
 
 
-@pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
+# By default without variants, which send trees of the same leaves.
+TYPED = "lsgd pairwise adpsgd wagma wagma-int8 diloco decoupled-diloco osgp pulls".split()
+
+
+@pytest.mark.parametrize("name", mostly_slow([*METHODS, *TOGETHER], fast=TYPED))
 def test_bfloat16_float64_and_integer_leaves_keep_their_dtypes_and_bits(name):
     odd, third = 2**24 + 1, 1 / 3  # no float32
     task = toys.resting(apart=0.0)

@@ -294,8 +294,8 @@ def user_mesh(kind=AxisType.Auto):
 @pytest.mark.parametrize(
     "axes, set_mesh",
     [
-        (("replica",), False),
         (("replica", "data"), True),
+        pytest.param(("replica",), False, marks=pytest.mark.slow),
         pytest.param(("replica",), True, marks=pytest.mark.slow),
         pytest.param(("replica", "data"), False, marks=pytest.mark.slow),
     ],
@@ -346,7 +346,7 @@ EXPLICIT = {
 }
 ONE, BOTH = ("replica",), ("replica", "data")
 # The axes of the workers on which a method is tested by default.
-QUICKLY = [("lsgd", BOTH), ("fragments", ONE), ("int8", BOTH), ("median", ONE)]
+QUICKLY = [("lsgd", BOTH), ("median", ONE)]
 
 
 def trained_on(kind, axes, tx, set_mesh=True):
@@ -382,7 +382,7 @@ ONES = {
 }
 KINDS = {"inside": None, "automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 WITH_ONES = [(method, kind) for method in METHODS | EXPLICIT for kind in KINDS]
-QUICKLY = [("lsgd", "inside"), ("diloco", "automatic"), ("int8", "explicit")]
+QUICKLY = [("lsgd", "inside"), ("int8", "explicit")]
 
 
 @pytest.mark.parametrize("method, kind", mostly_slow(WITH_ONES, fast=QUICKLY))
