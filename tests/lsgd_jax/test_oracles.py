@@ -101,7 +101,7 @@ NEW = {n: case for n, case in CASES_2026.items() if case["method"] in (*BUILD, "
 ODD = ("sparseloco", "noloco", "desloc")
 # By default one number of workers, for most an odd one.
 FAST = [n for n, case in NEW.items() if case["method"] in ODD and case["workers"] == 3]
-FAST += "mgrawa-4 lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3 decoupled_avg-3".split()
+FAST += "lgrawa-2 edit-4 edit_layer-3 decoupled_rda-3".split()
 
 
 @pytest.mark.parametrize("name", mostly_slow(NEW, fast=FAST))

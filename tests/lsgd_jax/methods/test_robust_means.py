@@ -77,15 +77,17 @@ def by_member(axes, x):
     return rows.reshape(len(rows), -1)
 
 
-GROUPS = [
-    (kind, axes) for kind in ["coordinate_median", *KINDS] for axes in ("local", "node")
+GROUPS = [("node", "local"), "local", "node"]
+EVERY = [(kind, axes) for kind in ["coordinate_median", *KINDS] for axes in GROUPS]
+# By default two kinds, of which one sums over the shares and the other one does not.
+FAST = [
+    ("coordinate_median", GROUPS[0]),
+    ("coordinate_median", "local"),
+    ("krum", GROUPS[0]),
 ]
-ALL = [(kind, ("node", "local")) for kind in ["coordinate_median", *KINDS]]
 
 
-@pytest.mark.parametrize(
-    "kind, axes", mostly_slow(ALL + GROUPS, fast=[*ALL, ("coordinate_median", "local")])
-)
+@pytest.mark.parametrize("kind, axes", mostly_slow(EVERY, fast=FAST))
 def test_shares_of_leaves_of_any_size_on_any_number_of_devices(kind, axes, monkeypatch):
     """All members of a group get the same bits; those of the median are NumPy's."""
     monkeypatch.setattr(packing, "PACKED_BELOW", 100)  # only "padded" has its own buffer

@@ -252,6 +252,7 @@ def test_options_of_the_method_may_stand_before_the_experiment():
     assert cli.parse("--method.local-period 8 digits".split()).method.local_period == 8
 
 
+@pytest.mark.slow
 def test_python_m_train_finds_a_module_in_the_current_folder(tmp_path):
     command = [sys.executable, "-m", "train", "digits", "--method", "mine:pulled", "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
