@@ -29,8 +29,6 @@ def step(x, state, batch):
 
 
 SETTINGS = {
-    "strict": lambda: jax.numpy_dtype_promotion("strict"),
-    "x64": lambda: jax.enable_x64(True),
     "rbg": lambda: jax.default_prng_impl("rbg"),
     "leaks": lambda: jax.check_tracer_leaks(True),
 }
@@ -38,6 +36,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_methods_are_traced_under_every_setting(name):
+    """`test_methods_conformance.py` has float64 and strict promotion."""
     workers = lj.Workers(1, 2, devices=jax.devices()[:1])
     with SETTINGS[name]():
         state = jax.eval_shape(workers.map(TX.init), X)

@@ -284,25 +284,21 @@ def test_training_continues_with_other_workers_and_another_size_inside():
 
 # A mesh of the user
 
+ONE, BOTH = ("replica",), ("replica", "data")
+
 
 def user_mesh(kind=AxisType.Auto):
     """A mesh whose axes have another order and other names than those of `Workers`."""
     return jax.make_mesh((2, 2, 2), ("fsdp", "replica", "data"), axis_types=(kind,) * 3)
 
 
-@pytest.mark.parametrize("method", ["lsgd", pytest.param("sgp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "axes, set_mesh",
-    [
-        (("replica", "data"), True),
-        pytest.param(("replica",), False, marks=pytest.mark.slow),
-        pytest.param(("replica",), True, marks=pytest.mark.slow),
-        pytest.param(("replica", "data"), False, marks=pytest.mark.slow),
-    ],
+    mostly_slow([(BOTH, True), (ONE, False)], fast=[(BOTH, True)]),
 )
-def test_workers_on_a_mesh_of_the_user_compute_the_same(method, axes, set_mesh):
+def test_workers_on_a_mesh_of_the_user_compute_the_same(axes, set_mesh):
     """Sharding constraints on the other axes work, as specs and as a NamedSharding."""
-    mesh, tx = user_mesh(), METHODS[method]()
+    mesh, tx = user_mesh(), METHODS["lsgd"]()
     theirs = lj.Workers(mesh=mesh, axes=axes)
     ours = lj.Workers(theirs.nodes, theirs.locals, inside={"fsdp": 2})
     kernel = jax.sharding.NamedSharding(mesh, P(None, "fsdp"))
@@ -344,7 +340,6 @@ EXPLICIT = {
     "sgp": lambda: optax.chain(SGD, lj.sgp()),
     "median": lambda: optax.chain(lj.coordinate_median(), SGD),
 }
-ONE, BOTH = ("replica",), ("replica", "data")
 # The axes of the workers on which a method is tested by default.
 QUICKLY = [("lsgd", BOTH), ("median", ONE)]
 

@@ -12,6 +12,7 @@ from harness import (
     METHODS,
     Run,
     check_found_by_optax,
+    close,
     exchanges,
     mostly_slow,
     run_of,
@@ -49,7 +50,6 @@ KINDS = (
     "lsgd lsgd_streaming easgd diloco_streaming sgp pairwise wagma licm diloco+int4".split()
 )
 a_method_of_each_kind = pytest.mark.parametrize("name", mostly_slow(METHODS, fast=KINDS))
-close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 BAD = 1
 
 

@@ -19,7 +19,6 @@ from trainers import (
     checkpoints,
     numbers,
     reported,
-    train_here,
 )
 
 from train.cluster.exit_status import CRASHED, LOST
@@ -47,21 +46,6 @@ def assert_all_saved(trainers, run):
     assert f"stopped at step {last} after" in trainers.printed(0)
     assert ", saved; to resume: " in trainers.last_line(0)
     assert "to resume" not in trainers.printed(1)
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_process_stops_all(start, undisturbed, tmp_path):
-    """Resumed in one process, the run ends bit-identical to an undisturbed one."""
-    run = tmp_path / "run"
-    trainers = start(2, *FOR_EVER)
-    trainers.until(lambda: reported(run) >= 6)
-    trainers.send(signal.SIGTERM, 1)
-    assert trainers.end() == [0, 0], trainers.printed(0)
-    assert_all_saved(trainers, run)
-    last = max(checkpoints(run))
-    train_here("--resume", "--steps", str(END), "--run-dir", str(run))
-    assert [event["step"] for event in records.read(run)["start"]] == [0, last]
-    assert_equal_to_the_bit(numbers(run, END), undisturbed(END))
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """Tests of exchange: offsets, delays, parts, finiteness, chains, states, counters."""
 
-import functools
-
-import chex
 import flax.jax_utils
 import flax.serialization
 import jax
@@ -10,14 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import exchanged, train
+from harness import close, exchanged, train
 
 import lsgd_jax as lj
 from lsgd_jax._src.exchange import kernel, parts
 from lsgd_jax._src.exchange.traffic import Traffic, total
-
-
-close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 def pair():
@@ -122,24 +116,6 @@ def test_a_fragment_that_was_restored_does_not_restore_the_rest():
 
 
 # The position of an exchange in its chain
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [
-        lambda: optax.chain(lj.allreduce(), optax.adam(0.1)),
-        lambda: optax.chain(lj.allreduce(axes="local"), optax.sgd(0.1), lj.diloco(2)),
-        lambda: optax.chain(optax.set_to_zero(), lj.allreduce()),
-    ],
-    ids=["first", "both", "moves_nothing"],
-)
-def test_a_right_order_is_not_reported(chain):
-    """`test_wrappers.py` has chains in wrong orders."""
-    rng = np.random.default_rng(0)
-    start = {"w": rng.normal(size=(2, 3)), "b": rng.normal(size=(2, 5, 2))}
-    draw = lambda: jax.tree.map(lambda x: rng.normal(size=x.shape), start)
-    _, state = train(chain(), pair(), start, [draw() for _ in range(5)])
-    assert not any(level.misplaced.any() for level in lj.diagnostics(state))
 
 
 # Numbers

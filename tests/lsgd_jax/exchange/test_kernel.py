@@ -1,19 +1,13 @@
 """Leaves, losses, states and objects of every kind as inputs of an exchange."""
 
-import functools
-
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import METHODS, exchanged, mostly_slow, train
+from harness import METHODS, close, exchanged, mostly_slow, train
 
 import lsgd_jax as lj
-
-
-close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 LEAVES = {

@@ -5,12 +5,8 @@ import inspect
 import itertools
 import typing
 
-import chex
-import jax
-import numpy as np
 import optax
 import pytest
-from harness import train
 
 import lsgd_jax as lj
 
@@ -101,23 +97,6 @@ def test_a_method_of_the_user_takes_the_options():
         mine(memory="host")
     with pytest.raises(TypeError, match=r"mine\(\) got an unexpected keyword argument 'w"):
         mine(wires="int8")
-
-
-def test_local_sgd_in_fragments_is_diloco_without_momentum():
-    """Methods that had no fragments and no delay of their own take both."""
-    start = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32)
-    start = {name: np.stack([x] * 3) for name, x in zip("ab", start)}
-    noise = [np.arange(3.0, dtype=np.float32) * t for t in range(1, 10)]
-    trained = lambda tx: train(
-        optax.chain(optax.sgd(0.1), tx),
-        lj.Workers(1, 3),
-        start,
-        noise,
-        gradient=lambda x, noise: jax.tree.map(lambda x: x + noise, x),
-    )[0]
-    ours = trained(lj.local_sgd(4, fragments=2, delay=1))
-    theirs = trained(lj.diloco(4, optax.sgd(1.0), fragments=2, delay=1))
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,6 @@ def test_on_other_steps_parameters_are_bit_identical(method):
     jax.tree.map(same, after, tree)
 
 
-def test_a_worker_that_is_not_finite_continues_until_it_is_restored():
-    start = np.array([1.0, np.nan, 3.0], np.float32)
-    o, workers = around(lj.outer(lj.local_sgd(2))), lj.Workers(1, 3)
-    seen, state = train(o, workers, start, [np.zeros(3, np.float32)] * 2, apply=after)
-    np.testing.assert_array_equal(seen, [start, [2, 2, 2]])
-    assert lj.diagnostics(state)[0].restored.tolist() == [0, 1, 0]
-
-
 def test_a_check_of_every_step_undoes_a_step_that_is_not_finite():
     o = around(lj.outer(lj.local_sgd(3, check="every_step")))
     start, u = np.array([1.0, 5.0], np.float32), np.array([1.0, np.inf], np.float32)

@@ -134,22 +134,6 @@ def test_one_axis_is_one_node():
 # Workers that are not finite
 
 
-@pytest.mark.parametrize("loss, bad", [(np.nan, 0), (np.inf, 3), (-np.inf, 7)])
-def test_a_worker_with_a_non_finite_loss_never_leads_and_is_restored(loss, bad):
-    x, updates, losses = draw(8, steps=4)
-    losses[:, bad] = loss
-    got, state = run(lj.Workers(2, 4), lj.lsgd(0.2, 0.4, 2, 4, 2), x, updates, losses)
-    assert np.isfinite(got).all()
-    local, all_workers = lj.diagnostics(state)
-    assert bad not in {i // 4 * 4 + int(n) for i, n in enumerate(local.leader)}
-    assert bad not in all_workers.leader.tolist()
-    leader = int(all_workers.leader[0])
-    np.testing.assert_allclose(got[3, bad], got[3, leader], rtol=1e-5, atol=1e-6)
-    assert local.restored[bad] == 2 and all_workers.restored[bad] == 1
-    others = [i for i in range(8) if i != bad]
-    assert not local.restored[jnp.array(others)].any()
-
-
 def test_a_node_without_a_finite_worker_waits_for_the_global_leader():
     x, updates, losses = draw(8, steps=4)
     losses[:, :4] = np.nan  # all of node 0

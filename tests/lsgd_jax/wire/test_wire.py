@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import reference
-from harness import exchanged, exchanges, mostly_slow, train
+from harness import close, exchanged, exchanges, mostly_slow, train
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -21,7 +20,6 @@ from lsgd_jax._src.wire.wire import LEVELS
 
 
 FORMATS = ("bfloat16", "int8", "int4")
-close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 def there_and_back(x, wire, seed=None):
