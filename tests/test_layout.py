@@ -135,23 +135,16 @@ def test_no_module_state_is_rebound_in_the_trainer():
 
 def test_each_module_has_a_test_file_or_a_row_in_contributing():
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Find the tests")[2]
-    rows = re.findall(r"^\| (`[\w/*. `]+`) \| (`.*`) \|$", page.partition("\n## ")[0], re.M)
-    named = {path for files, _ in rows for file in files.split() for path in found(file)}
-    for _, tests in rows:
-        assert all((ROOT / test.strip("`")).exists() for test in tests.split()), tests
+    rows = [line for line in page.partition("\n## ")[0].splitlines() if line[:3] == "| `"]
+    cells = [[re.findall("`(.+?)`", cell) for cell in row.split(" | ")] for row in rows]
+    assert all(list(ROOT.glob(path)) for row in cells for cell in row for path in cell)
+    named = {path for files, _ in cells for file in files for path in ROOT.glob(file)}
     for path in CODE:
         name = name_of(path).replace("lsgd_jax._src", "lsgd_jax").split(".")
         mirror = ROOT.joinpath("tests", *name[:-1], f"test_{name[-1]}.py")
         private = inside(name_of(path), "train") or SRC in path.parents
         if private and path.name != "__init__.py":
-            assert mirror.exists() or path in named, f"{path} has no tests that are named"
-
-
-def found(pattern):
-    """The modules of a cell; each pattern must match one."""
-    paths = list(ROOT.glob(pattern.strip("`")))
-    assert paths, pattern
-    return paths
+            assert mirror.exists() or path in named, f"no row or file has tests of {path}"
 
 
 @pytest.mark.parametrize("pattern", WORDS)

@@ -27,10 +27,13 @@ from lsgd_jax._src.workers.uniform import equations
 # By default only these methods are tested with a narrow wire format or as a variant
 # ("method+format").
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
-COMPOSED = ("desloc",)  # of `with_state` and `average`, which have tests of their own
+# Composed of others, or another order, clock or decay of one that is tested by default.
+VARIANTS = (
+    "desloc post_local_sgd median_worker easgd_combine pairwise_clock cge_decay".split()
+)
 
 
-SHORT = [name for name in METHODS if "+" not in name and name not in COMPOSED]
+SHORT = [name for name in METHODS if "+" not in name and name not in VARIANTS]
 SHORT += FAST_WIRES
 
 
@@ -253,13 +256,13 @@ def test_compiles_once_and_state_keeps_its_types(name):
     assert run.step._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_optax_finds_the_trees_like_the_parameters_in_the_state(name):
     workers = lj.Workers(2, 2, devices=jax.devices()[:4])
     check_found_by_optax(METHODS[name].chain(4, optax.adam(0.1)), workers)
 
 
-@every_method
+@a_method_of_each_kind
 def test_bfloat16_parameters_stay_bfloat16_under_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
         check_dtypes(run_of(name, 4, 2, 8), jnp.bfloat16)

@@ -39,14 +39,16 @@ def build(case):
 
 
 DEVICES = (8, 4, 2, 1)
+# Of methods that have another oracle.
+MORE = ("lsgd_single_leader", "easgd_combine_then_adapt", "pairwise_constant")
 
 
 @pytest.mark.parametrize(
     "name, devices",
     mostly_slow(
         [(name, devices) for name in CASES for devices in DEVICES],
-        # By default each oracle runs on one number of devices, and the numbers take turns.
-        fast=[(name, DEVICES[-i % 4]) for i, name in enumerate(CASES)],
+        # By default each method runs on one number of devices, and the numbers take turns.
+        fast=[(name, DEVICES[-i % 4]) for i, name in enumerate(CASES) if name not in MORE],
     ),
 )
 def test_oracle(name, devices):

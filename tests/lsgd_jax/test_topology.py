@@ -137,11 +137,15 @@ def weigh(*weights, edges=PUSHED):
 EXPONENTIAL = topology.exponential(8)
 
 
-@pytest.mark.parametrize("every, delay", [(1, 0), (2, 0), (3, 0), (3, 2), (6, 0)])
 @pytest.mark.parametrize(
-    "rule",
-    [lj.neighbors(EXPONENTIAL), lj.butterfly(2), lj.sgp(EXPONENTIAL).pulls[0].rule],
-    ids=["neighbors", "butterfly", "push_sum"],
+    "rule, every, delay",
+    [
+        (lj.neighbors(EXPONENTIAL), 1, 0),
+        (lj.neighbors(EXPONENTIAL), 3, 2),
+        (lj.butterfly(2), 2, 0),
+        (lj.sgp(EXPONENTIAL).pulls[0].rule, 3, 0),
+        (lj.sgp(EXPONENTIAL).pulls[0].rule, 6, 0),
+    ],
 )
 def test_the_round_is_that_of_the_exchange(rule, every, delay):
     """Three exchanges give the exact mean, whatever the number of steps between them."""

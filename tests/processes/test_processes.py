@@ -58,7 +58,8 @@ def on_two_hosts(folder):
 IN_TURN = [[0, 1], [4, 5], [2, 3], [6, 7]]  # two processes of two workers each per host
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_device_grid.py` has the order of the hosts
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_processes_on_any_hosts_give_the_same_parameters(hosts, tmp_path):
     """The node axis follows the hosts."""
     answers, _ = run("methods", tmp_path, 2) if hosts == 1 else on_two_hosts(tmp_path)
