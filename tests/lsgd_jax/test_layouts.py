@@ -225,12 +225,17 @@ def test_specs_that_do_not_fit_are_refused(specs, problem):
 
 
 def test_a_shard_map_of_the_user_may_have_automatic_axes():
-    """Without `Workers` the layouts are not known: it is slower, with the same numbers."""
+    """Without `Workers` the layouts are not known: it is slower, with the same numbers.
+
+    So has a mapped function inside of another jit.
+    """
     tx = METHODS["lsgd"]()
     sharded = lj.Workers(2, 2, inside={"fsdp": 2})
     params, batch = network(sharded)
     state = sharded.map(tx.init)(params)
-    expected, *_ = sharded.map(step_of(tx))(params, state, batch)
+    step = sharded.map(step_of(tx))
+    expected, *_ = step(params, state, batch)
+    close(jax.jit(lambda *given: step(*given)[0])(params, state, batch), expected)
     names = ("node", "local", "fsdp")
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
     one = lambda tree: jax.tree.map(lambda x: x[0], tree)
@@ -251,16 +256,6 @@ def test_a_shard_map_of_the_user_may_have_automatic_axes():
         )
     )
     close(own(*jax.device_get((params, batch))), expected)
-
-
-def test_a_mapped_function_inside_another_jit():
-    workers = lj.Workers(2, 2, inside={"fsdp": 2})
-    params, batch = network(workers)
-    tx = METHODS["lsgd"]()
-    state = workers.map(tx.init)(params)
-    step = workers.map(step_of(tx))
-    inside = jax.jit(lambda *args: step(*args)[0])
-    close(inside(params, state, batch), step(params, state, batch)[0])
 
 
 def test_training_continues_with_other_workers_and_another_size_inside():

@@ -28,12 +28,10 @@ from lsgd_jax._src.workers.uniform import equations
 # ("method+format").
 FAST_WIRES = ("lsgd+int8", "diloco+int4")
 # Composed of others, or another order, clock or decay of one that is tested by default.
-VARIANTS = (
-    "desloc post_local_sgd median_worker easgd_combine pairwise_clock cge_decay".split()
-)
+LONG = "desloc post_local_sgd median_worker easgd_combine pairwise_clock cge_decay".split()
 
 
-SHORT = [name for name in METHODS if "+" not in name and name not in VARIANTS]
+SHORT = [name for name in METHODS if "+" not in name and name not in LONG]
 SHORT += FAST_WIRES
 
 
@@ -228,10 +226,9 @@ def test_without_a_guard_a_center_restores_workers_and_all_others_wait(name):
         close(seen[-1], seen[1])
 
 
-RESUMED = [*KINDS, "noloco", "sparta", "sparse_diloco"]
-
-
-@pytest.mark.parametrize("name", mostly_slow(METHODS, fast=RESUMED))
+@pytest.mark.parametrize(
+    "name", mostly_slow(METHODS, fast=[*KINDS, "noloco", "sparta", "sparse_diloco"])
+)
 def test_a_run_goes_on_bit_identical_from_what_was_saved(name):
     """Errors of the wire, slow weights, draws and messages in flight go along."""
     run = run_of(name, 4, 2, 8)

@@ -45,12 +45,10 @@ def quantum(x, wire):
 
 
 # By default without int8, whose codes are those of int4 with more levels.
-a_format = pytest.mark.parametrize(
-    "format", mostly_slow(FORMATS, fast=("bfloat16", "int4"))
-)
+fast_formats = mostly_slow(FORMATS, fast=("bfloat16", "int4"))
 
 
-@a_format
+@pytest.mark.parametrize("format", fast_formats)
 def test_the_error_of_a_draw_is_at_most_a_quantum_and_draws_repeat(format):
     """`test_properties.py` has the error of the nearest value."""
     x = np.random.default_rng(0).normal(size=(7, 83)).astype(np.float32)
@@ -77,7 +75,7 @@ def test_integers_by_hand():
     np.testing.assert_allclose(back, [4, -7, 1, 0, 7], rtol=1e-6)
 
 
-@a_format
+@pytest.mark.parametrize("format", fast_formats)
 def test_stochastic_rounding_has_no_bias(format):
     """The mean of n draws is within 5 standard deviations of the value."""
     draws = 4000

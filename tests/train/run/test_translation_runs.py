@@ -1,7 +1,4 @@
-"""Training to translate: the files of a run, its model, and refused data.
-
-`test_text_runs.py` and `task/test_translation.py` cover most of it in small.
-"""
+"""Training to translate; text runs and `test_translation.py` cover it in small."""
 
 import dataclasses
 import json
