@@ -268,8 +268,9 @@ def test_bfloat16_parameters_stay_bfloat16_under_strict_promotion(name):
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", mostly_slow(METHODS, fast=[*KINDS, "parle", "lsgd+int8"]))
 def test_every_method_is_traced_under_strict_promotion(name, x64):
+    run = run_of(name, 4, 2, 8)  # which other tests share, without these settings
     with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
-        check_dtypes(run_of(name, 4, 2, 8), jnp.float32)
+        check_dtypes(run, jnp.float32)
 
 
 def check_dtypes(run, dtype):
