@@ -168,7 +168,10 @@ class Plan:
             yield laws.STREAMED
         setting = self.setting
         error = f"± {100 * laws.SETTINGS:.0f} %"
-        if not laws.is_fitted(setting.parameters, setting.tokens, setting.replicas):
+        tokens = setting.tokens
+        if tokens is None or not laws.is_fitted(
+            setting.parameters, tokens, setting.replicas
+        ):
             error = "outside the range of their fits"
         yield (
             f"batches and inner rates: {laws.SCALING}, Tables 9 to 12, fitted for H = 30, "

@@ -375,7 +375,7 @@ def test_fields_of_an_earlier_version(opened, folder):
 
 
 def test_the_next_interface_of_orbax_reads_them(opened, folder):
-    """MaxText and Tunix load by it. It needs shapes and a placement; the folder has both."""
+    """MaxText and Tunix load by it. It needs shapes, which the folder has, and a device."""
     from orbax.checkpoint.experimental import v1
 
     save(opened(), 4)
