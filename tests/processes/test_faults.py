@@ -218,6 +218,16 @@ def test_processes_that_wait_in_vain_exit_with_one_line(start):
 
 
 @pytest.mark.slow
+def test_a_host_whose_name_does_not_resolve_is_named(start):
+    """Without the check, jax ends with a traceback."""
+    trainers = start(2, before="import socket; socket.gethostname = lambda: 'h.invalid'; ")
+    assert trainers.end(60) == [2, 2], trainers.printed(0)
+    for i in range(2):
+        assert trainers.printed(i).startswith("error: the name of this host must resolve")
+        assert trainers.printed(i).count("\n") == 1
+
+
+@pytest.mark.slow
 def test_a_second_process_with_a_number_does_not_disturb_the_run(start, tmp_path):
     """Nor does another run with the same port."""
     each = by_options(2)

@@ -1,7 +1,9 @@
 """The rendezvous of the processes of a run, through jax.distributed."""
 
 import contextlib
+import errno
 import hashlib
+import ipaddress
 import json
 import os
 import pathlib
@@ -40,7 +42,7 @@ def join(config: Config) -> Session:
     Raises:
       ConnectionError: the processes of Ray could not meet. They may at another address.
       ValueError: nothing says how to reach the other processes, the coordinator's address
-        is wrong or taken, or there are no devices.
+        is wrong or taken, the name of this host is, or there are no devices.
     """
     options = config.distributed
     started = detect(options, os.environ)
@@ -48,6 +50,7 @@ def join(config: Config) -> Session:
         provide(config.workers.devices)
         return Session()
     gpus = local_device_ids(options.gpus, started, os.environ)
+    _check_own_name(is_reached=False)
     try:
         _check_address(started.arguments)
         _claim(started.arguments)
@@ -69,6 +72,7 @@ def join(config: Config) -> Session:
     session = Session(jax.process_index(), ["?"] * jax.process_count())
     with session.ended_by_errors():
         try:
+            _check_own_name(is_reached=_has_other_hosts(started.arguments))
             _check_devices()
             session.hosts = gather(socket.gethostname())
             _check_agreement(session, config, started.arguments.get("num_processes"))
@@ -77,6 +81,50 @@ def join(config: Config) -> Session:
                 raise
             session.leave(WRONG_USAGE, str(error))
     return session
+
+
+def _has_other_hosts(arguments: Mapping[str, Any]) -> bool:
+    """Whether CPUs of several hosts are connected."""
+    hosts = {getattr(device, "slice_index", None) for device in jax.devices()}
+    is_local = len(hosts) == 1 or _on_loopback(arguments) is not None
+    return jax.default_backend() == "cpu" and not is_local
+
+
+def _check_own_name(is_reached: bool) -> None:
+    """Raises ValueError if gloo, which connects CPUs, cannot use the name of this host.
+
+    Args:
+      is_reached: whether other hosts must reach this one.
+    """
+    if "cpu" not in (os.environ.get("JAX_PLATFORMS") or "cpu").split(","):
+        return
+    name = socket.gethostname()
+    try:
+        got = _own_address(name)
+        if not (is_reached and ipaddress.ip_address(got).is_loopback):
+            return
+        wanted = "an address that other hosts can reach"
+    except OSError as error:
+        got = error.strerror
+        wanted = "an address of its own (127.0.0.1 if all processes run here)"
+    raise ValueError(
+        f"the name of this host must resolve to {wanted}, got {name} ({got}); jax connects "
+        "CPUs at that address, which /etc/hosts can set"
+    )
+
+
+def _own_address(name: str) -> str:
+    """The address at which gloo listens on the host of this name.
+
+    Raises:
+      OSError: the name has no address of this host.
+    """
+    found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
+            trial.bind(address)
+            return str(address[0])
+    raise OSError(errno.EADDRNOTAVAIL, f"{found[0][4][0]} is not an address of this host")
 
 
 def _check_devices() -> None:

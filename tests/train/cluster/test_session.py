@@ -1,8 +1,11 @@
 """The processes of a run; here threads, whose texts go through a list in memory."""
 
+import contextlib
 import dataclasses
 import signal
+import socket
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -149,6 +152,50 @@ def test_a_wrong_or_taken_address_is_detected_before_jax_uses_it():
         with pytest.raises(OSError, match=f"nothing can listen at {given}: .* taken by"):
             rendezvous._check_address(arguments)
         rendezvous._check_address(arguments | {"process_id": 1})
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_reached", "message"),
+    [
+        ([], False, r"an address of its own .*, got here \(Name or service not known\); "),
+        (["203.0.113.5"], False, r"its own .*203.0.113.5 is not an address of this host"),
+        (["203.0.113.5", "127.0.1.1"], False, None),
+        (["127.0.1.1"], True, r"that other hosts can reach, got here \(127.0.1.1\); jax"),
+        (["0.0.0.0"], True, None),
+    ],
+)
+def test_the_name_of_the_host_must_resolve_to_an_address_for_gloo(
+    monkeypatch, addresses, is_reached, message
+):
+    def resolve(name, port, type):
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, type, 6, "", (x, port)) for x in addresses]
+
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolve)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    rendezvous._check_own_name(is_reached)  # gloo is not used
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with (
+        contextlib.nullcontext()
+        if message is None
+        else pytest.raises(
+            ValueError, match=f"^the name of this host must resolve to .*{message}"
+        )
+    ):
+        rendezvous._check_own_name(is_reached)
+
+
+@pytest.mark.parametrize(
+    ("slices", "coordinator", "others"),
+    [([0, 0], "n1", False), ([0, 1], "n1", True), ([0, 1], "127.0.0.1", False)],
+)
+def test_cpus_of_several_hosts_are_detected(monkeypatch, slices, coordinator, others):
+    devices = [types.SimpleNamespace(slice_index=i) for i in slices]
+    monkeypatch.setattr(rendezvous.jax, "devices", lambda: devices)
+    arguments = {"coordinator_address": f"{coordinator}:1"}
+    assert rendezvous._has_other_hosts(arguments) is others
 
 
 # The run folder
