@@ -154,7 +154,7 @@ class Plan:
     def notes(self) -> Iterator[str]:
         """Yields the sources of the numbers, and where there is none."""
         yield from self.sources
-        if self.setting.tokens is None:
+        if (tokens := self.setting.tokens) is None:
             return
         by_source: dict[str, list[str]] = {}
         for found in self.shown():
