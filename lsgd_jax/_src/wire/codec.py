@@ -86,10 +86,18 @@ class Codec:
 
     def encode_buffers(self, buffers: list[Array], key: Array | None) -> Message:
         """The message for the buffers."""
-        coded = list(map(finite_part, buffers[: self.coded]))
+        message, _ = self.round_buffers(buffers, key)
+        return message
+
+    def round_buffers(
+        self, buffers: list[Array], key: Array | None
+    ) -> tuple[Message, list[Array]]:
+        """The message for the buffers, and the buffers that arrive."""
+        coded, plain = buffers[: self.coded], buffers[self.coded :]
+        finite = list(map(finite_part, coded))
         keys = [self.key(key, b) for b in range(self.coded)]
-        sent = list(map(self._wire.encode, coded, self._layouts, keys))
-        return sent + buffers[self.coded :]
+        pairs = list(map(self._wire.rounded, finite, self._layouts, keys))
+        return [sent for sent, _ in pairs] + plain, [q for _, q in pairs] + plain
 
     def decode_buffers(self, message: Message) -> list[Array]:
         """The buffers that arrive."""

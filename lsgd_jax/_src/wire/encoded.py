@@ -261,8 +261,8 @@ class EncodedGroup(Group):
         """
         wire = self._wire
         by_senders = isinstance(wire, TopK) and wire.aggregate == "senders"
-        sent = codec.encode_buffers(owed, key)
-        e = list(map(jnp.subtract, owed, codec.decode_buffers(sent)))
+        sent, given = codec.round_buffers(owed, key)
+        e = list(map(jnp.subtract, owed, given))
 
         def read(sent: Message) -> tuple[list[Array], list[Array]]:
             return codec.decode_buffers(sent), codec.senders(sent) if by_senders else []

@@ -63,8 +63,8 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
     decode = lambda message: wire.decode(message, layout)
 
     rows = cut.rows(x.astype(jnp.float32))
-    sent = wire.encode(rows, layout, key)
-    left = rows - decode(sent)
+    sent, given = wire.rounded(rows, layout, key)
+    left = rows - given
     arrived = jax.tree.map(group.transpose, sent)
 
     def add(i: Array, total: Array) -> Array:
@@ -73,9 +73,10 @@ def add_up(x: Array, key: Array | None, wire: Wire, group: Any) -> tuple[Array, 
 
     nothing = jnp.zeros(rows.shape[1:], jnp.float32)
     total = finite_part(lax.fori_loop(0, group.size, add, nothing))
-    coded = wire.encode(total, layout, None if key is None else folded(key, 1))
+    again = None if key is None else folded(key, 1)
+    coded, given = wire.rounded(total, layout, again)
     own = lax.dynamic_index_in_dim(left, group.index, keepdims=False)
-    own = own + total - decode(coded)
+    own = own + total - given
     errors = lax.dynamic_update_index_in_dim(left, own, group.index, 0)
     sums = decode(jax.tree.map(group.gather, coded))
     return cut.array(sums), cut.array(errors)

@@ -106,6 +106,13 @@ class TopK:
 
         return jax.vmap(leaf)(x.reshape(chunks.leaves, -1))
 
+    def rounded(
+        self, x: Array, chunks: "Chunks", key: Array | None = None
+    ) -> tuple["Entries", Array]:
+        """The message of a buffer, and the buffer that arrives."""
+        message = self.encode(x, chunks, key)
+        return message, self.decode(message, chunks)
+
     def decode(self, message: "Entries", chunks: "Chunks") -> Array:
         """Decodes the message of a buffer, in float32 at least."""
 

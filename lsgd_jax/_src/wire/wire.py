@@ -164,10 +164,22 @@ class Wire:
           layout: its blocks.
           key: random key for stochastic rounding; None rounds to nearest.
         """
+        message, _ = self.rounded(x, layout, key)
+        return message
+
+    def rounded(
+        self, x: Array, layout: Layout, key: Array | None = None
+    ) -> tuple["Coded", Array]:
+        """The message of a buffer x, see `encode`, and Q(x) in float32.
+
+        Q(x) is decoded from codes that are not packed yet: XLA for TPUs would write down
+        what it unpacks.
+        """
         blocks = layout.blocks(x.astype(jnp.float32))
         added = noise(blocks.shape, self, key)
-        codes, scales = quantized(blocks, self, added, layout.along)
-        return Coded(packed(layout.sent(codes), self, layout.along), scales)
+        coded = quantized(blocks, self, added, layout.along)
+        sent = packed(layout.sent(coded.codes), self, layout.along)
+        return Coded(sent, coded.scales), layout.array(dequantized(coded, layout.along))
 
     def decode(self, message: "Coded", layout: Layout) -> Array:
         """Decodes the message of a buffer x: Q(x) in float32."""

@@ -55,6 +55,8 @@ def test_the_error_of_a_draw_is_at_most_a_quantum_and_draws_repeat(format):
     x *= np.geomspace(1e-3, 1e3, x.size).reshape(x.shape)
     wire = lj.Wire(format, "stochastic", block=64)
     q, again, other = (there_and_back(x, wire, seed) for seed in (0, 0, 1))
+    _, [early] = codec_of(x, wire).round_buffers([x], jax.random.key(0))
+    np.testing.assert_array_equal(q, early)
     bound = quantum(x.ravel(), wire).reshape(x.shape)
     assert (np.abs(q - x) <= bound * (1 + 1e-5)).all()
     assert np.abs(q - x).max() > 0
