@@ -416,6 +416,9 @@ def send_pending(
     kept: Any = fetched(pull, state).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
+    # XLA for GPUs would encode where `land` clears the error, which knows this step's loss.
+    wire = jax.tree.map(lax.optimization_barrier, state.wire)
+    state = state._replace(wire=wire)
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t)
     arrived = kept._replace(z=trees.widen(target.z), found=target.found)
     return stored(pull, state._replace(pending=arrived)), bytes_sent
