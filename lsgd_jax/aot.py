@@ -8,6 +8,7 @@ from lsgd_jax._src.aot.chips import Chip as Chip
 from lsgd_jax._src.aot.chips import chip as chip
 from lsgd_jax._src.aot.collectives import Collective as Collective
 from lsgd_jax._src.aot.memory import Memory as Memory
+from lsgd_jax._src.aot.options import overlap_options as overlap_options
 from lsgd_jax._src.aot.pod import Pod as Pod
 from lsgd_jax._src.aot.pod import gpu as gpu
 from lsgd_jax._src.aot.pod import tpu as tpu

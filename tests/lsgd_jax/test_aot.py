@@ -4,6 +4,7 @@ The tests with the marker compile for TPUs and GPUs, and need the extras `tpu` a
 `gpu-compile`. All others run anywhere.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -188,6 +189,17 @@ def test_seconds_follow_from_the_figures():
     assert (faster.across_exposed, faster.across_hidden) == (0.25, 0.25)
     hidden = priced(across=0.1e9, overlap=1.0)
     assert hidden.seconds(hidden.programs[0]) == aot.Seconds(1.0, 0, 0, 0, 0.8)
+
+
+def test_an_option_of_gpus_is_proposed_for_messages_that_wait():
+    option = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    waits = priced(across=1e9)
+    on_gpus = lambda report: dataclasses.replace(
+        report, pod=dataclasses.replace(report.pod, chip=pod.chips.GPUS["h100"])
+    )
+    assert f"option {option}=4;" in str(on_gpus(waits)) and option not in str(waits)
+    assert option not in str(on_gpus(priced(across=1e9, overlap=1.0)))
+    assert aot.overlap_options(5) == {option: 8}
 
 
 def test_a_figure_is_drawn(tmp_path, monkeypatch):

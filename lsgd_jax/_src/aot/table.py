@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lsgd_jax._src.aot.options import proposal
+
 
 HEAD = (
     "program",
@@ -35,6 +37,7 @@ def text(report: Any) -> str:
             f"Bytes are those of one device; 'across' leaves its {pod.unit}. Times are "
             "computed from",
             "the compiler's numbers and public figures of the chip. They are not measured.",
+            *proposal(report),
         )
     )
 

@@ -416,9 +416,6 @@ def send_pending(
     kept: Any = fetched(pull, state).pending
     y = jax.tree.map(lambda z, y: z.astype(y.dtype), kept.z, like)
     x = kept.x if pull.rule.reads_x else y
-    # XLA for GPUs would encode where `land` clears the error, which knows this step's loss.
-    wire = jax.tree.map(lax.optimization_barrier, state.wire)
-    state = state._replace(wire=wire)
     target, state, bytes_sent = send(pull, None, x, y, state, kept.found, t)
     arrived = kept._replace(z=trees.widen(target.z), found=target.found)
     return stored(pull, state._replace(pending=arrived)), bytes_sent
@@ -467,7 +464,10 @@ def land(
     restored = target.found & ~takes_part
     state = state._replace(restored=state.restored + restored.astype(jnp.int32))
     if pull.delay and pull.is_narrow:
-        wire = fetched(pull, state).wire.without_error(restored)
+        # XLA for GPUs would clear the error where the message is encoded, which would then
+        # wait for this step's loss.
+        wire = jax.tree.map(lax.optimization_barrier, fetched(pull, state).wire)
+        wire = wire.without_error(restored)
         state = stored(pull, state._replace(wire=wire))
     return u, state, restored
 

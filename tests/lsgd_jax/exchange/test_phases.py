@@ -1,11 +1,13 @@
 """Phases: compiled for pods, the message of a delayed pull lies beside the gradient."""
 
+import functools
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from harness import mostly_slow
 from jax.sharding import PartitionSpec as P
 
 import lsgd_jax as lj
@@ -98,6 +100,80 @@ def test_on_gpus_a_delayed_message_travels_beside_part_of_the_gradient(name, for
     """XLA starts it as late as the transfer takes on the links that it assumes."""
     beside = overlaps("gpu", METHODS[name](1), form)
     assert max(beside) > 0.3
+
+
+ENCODED = {
+    "float32": lambda: lj.diloco(64, delay=1),
+    "bfloat16": lambda: lj.diloco(64, delay=1, wire="bfloat16"),
+    "int8": lambda: lj.diloco(64, delay=1, wire="int8"),
+    "fragments": lambda: lj.diloco(64, fragments=2, delay=1),
+}
+
+
+def in_sharded_layers(method, hosts, each, **options):
+    """The due step of layers that gather their weights in a host; 19 M parameters."""
+    pod = aot.gpu("h100", hosts=hosts, each=each)
+    workers = lj.Workers(mesh=pod.mesh(node=hosts, fsdp=each), axes=("node",))
+    adam, around = optax.adamw(1e-3), lj.outer(method)
+    shapes = {"up": (8, 512, 2048), "down": (8, 2048, 512)}
+
+    def layer(x, w):
+        whole = lambda w: jax.lax.with_sharding_constraint(w.astype(x.dtype), P())
+        up = jax.nn.gelu(x @ whole(w["up"]))
+        return x + up @ whole(w["down"]), None
+
+    def loss_of(params, x):
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+        return jnp.square((x @ params["head"].astype(x.dtype)).astype(jnp.float32)).mean()
+
+    def init():
+        layers = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        params = {"layers": layers, "head": jnp.zeros((512, 4096))}
+        return params, adam.init(params), around.init(params)
+
+    def step(params, moments, state, x, phase):
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, moments = adam.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        params, state = around.step(params, state, loss=loss, phase=phase)
+        return params, moments, state
+
+    x = jax.ShapeDtypeStruct((2048 * each, 512), jnp.bfloat16)
+    specs = lj.largest_dimension("fsdp", each, smallest=1)
+    phase = max(method.phases(), key=lambda phase: (len(phase.sends), len(phase.lands)))
+    more = {"phases": [phase], "specs": specs, "batch_specs": P("fsdp"), **options}
+    return aot.report(workers, init, step, x, method, **more)
+
+
+def shares_beside(report):
+    """The share of the products beside each large message to other hosts, by kind."""
+    crossing = [x for x in report.programs[0].collectives if x.crosses]
+    largest = max(x.bytes for x in crossing)
+    return {x.kind: x.overlap for x in crossing if x.bytes > largest / 100}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", mostly_slow(ENCODED, fast=("float32", "int8")))
+def test_on_gpus_an_option_hides_a_delayed_message_wholly(name):
+    if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+    options = aot.overlap_options()
+    hosts, each = (2, 4) if name in ("int8", "bfloat16") else (8, 8)
+    report = in_sharded_layers(ENCODED[name](), hosts, each, compiler_options=options)
+    assert min(shares_beside(report).values()) == 1.0
+    assert "XLA" not in str(report)
+
+
+@pytest.mark.aot
+def test_on_gpus_half_of_an_encoded_mean_is_hidden_and_the_option_is_proposed():
+    """Of eight hosts: the shares are gathered behind their sums, which come first."""
+    if not importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        pytest.skip('needs pip install "lsgd_jax[gpu-compile]"')
+    compiled = functools.partial(in_sharded_layers, ENCODED["int8"](), 8, 8)
+    hidden, waits = compiled(compiler_options=aot.overlap_options()), compiled()
+    assert shares_beside(hidden)["all-gather"] == 1.0
+    assert shares_beside(waits)["all-gather"] < 0.1
+    assert all(option in str(waits) for option in aot.overlap_options())
 
 
 @pytest.mark.aot

@@ -1,0 +1,49 @@
+"""Options of XLA with which a message with a delay travels beside the gradient."""
+
+from typing import Any
+
+from lsgd_jax._src.aot.chips import GPUS
+
+
+# The collectives that XLA for GPUs keeps in flight at a time: one unless it is set.
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+OF_THE_STEP = 3  # what the loops of a sharded step have in flight themselves, and one
+
+
+def overlap_options(messages: int = 1) -> dict[str, int]:
+    """Returns `compiler_options` for GPUs with which messages travel beside the gradient.
+
+    Without them a message with a delay waits for the end of a gradient whose layers gather
+    their weights. A custom transport of NCCL has raced with more than one collective in
+    flight: compare a short run with and without the option on your cluster first.
+
+    Args:
+      messages: that a step of the method has in flight. XLA combines small leaves.
+
+    >>> from lsgd_jax import aot
+    >>> aot.overlap_options(messages=5)
+    {'xla_gpu_experimental_parallel_collective_overlap_limit': 8}
+    """
+    return {IN_FLIGHT: messages + OF_THE_STEP}
+
+
+def proposal(report: Any) -> list[str]:
+    """The lines about this option in a report of GPUs whose messages wait."""
+    chip = report.pod.chip
+    waiting = [n for n in map(_messages, report.programs) if n]
+    if chip is None or chip.name not in GPUS or not waiting:
+        return []
+    ((name, limit),) = overlap_options(max(waiting)).items()
+    return [
+        "With a delay, a message that waits for the gradient here travels beside it with",
+        f"XLA's option {name}={limit}; see docs/pods.md for its risk.",
+    ]
+
+
+def _messages(program: Any) -> int:
+    """The number of messages to other hosts if the largest one is not hidden."""
+    crossing = [x for x in program.collectives if x.crosses]
+    largest = max(crossing, key=lambda x: x.bytes, default=None)
+    if largest is None or largest.overlap > 0.5:
+        return 0
+    return sum(x.bytes >= 0.01 * largest.bytes for x in crossing)
